@@ -256,3 +256,18 @@ CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 def call(model, cache, ids, **options) -> torch.Tensor:
     """(B, N, V): the logits of one forward pass over a cache."""
     return model(ids, past_key_values=cache, **options).logits
+
+
+def generated(model, cache, ids, **options) -> torch.Tensor:
+    """(B, T): the ids with a greedy answer behind them, of six tokens if nothing else is said."""
+    usual = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    return model.generate(ids, past_key_values=cache, **usual | options)
+
+
+def left_padded(lengths, seed=0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of rows of these lengths, pads in front."""
+    longest = max(lengths)
+    ids, mask = random_ids(len(lengths), longest, seed), torch.ones(len(lengths), longest).long()
+    for row, tokens in enumerate(lengths):
+        mask[row, : longest - tokens] = 0
+    return ids * mask, mask

@@ -41,6 +41,10 @@ def sent(*bodies):
         ((b": ping\n\n", CODED), 404),
         ((NAMED,), 400),
         ((b'data: {"error": {"message": "m"}}\n\n',), 500),
+        *(
+            ((b'data: {"error": {"code": %s}}\n\n' % code,), status)
+            for code, status in ((b"507", 507), (b"null", 500), (b"200", 500), (b'"400"', 500))
+        ),
     ],
 )
 def test_an_error_is_answered_with_its_status(bodies, status):
@@ -50,7 +54,15 @@ def test_an_error_is_answered_with_its_status(bodies, status):
 
 
 @pytest.mark.parametrize(
-    "bodies", [(SOUND,), (SOUND[:9], SOUND[9:]), (b": ping\n\n", SOUND), (b"",)]
+    "bodies",
+    [
+        (SOUND,),
+        (SOUND[:9], SOUND[9:]),
+        (b": ping\n\n", SOUND),
+        (SOUND[:40], CODED),
+        (b'data: {"error": null}\n\n',),
+        (b"",),
+    ],
 )
 def test_all_else_arrives_as_it_was_sent(bodies):
     assert sent(*bodies) == (200, b"".join(bodies))

@@ -1,6 +1,7 @@
 """Protected spans stay, in every layer and head, whatever method, storage, padding and turn."""
 
 import copy
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +12,7 @@ from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.kvzip import read_twice
 from snapkv.policies import H2O, PromptThenDecode, SnapKV
 from snapkv.prefill import layer_by_layer
-from tests.families import random_ids, tiny_model
+from tests.families import generated, random_ids, tiny_model
 from tests.methods import BOTH, METHODS
 
 SPANS = [(3, 7), (20, 23)]
@@ -33,15 +34,7 @@ def _positions(cache):
     ]
 
 
-def _generate(model, cache, ids, mask=None, new_tokens=4):
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids) if mask is None else mask,
-        past_key_values=cache,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        disable_compile=True,
-    )
+_generate = functools.partial(generated, max_new_tokens=4, disable_compile=True)
 
 
 def _talk(policy, *, padded=True, prompts=1, model="llama", **options):
@@ -60,7 +53,7 @@ def _talk(policy, *, padded=True, prompts=1, model="llama", **options):
         if turn:
             text = torch.cat([text, random_ids(2, 30, 7)], dim=1)
             mask = torch.cat([mask, mask.new_ones(2, text.shape[1] - mask.shape[1])], dim=1)
-        text = _generate(model, cache, text, mask)
+        text = _generate(model, cache, text, attention_mask=mask)
         found.append((_positions(cache), cache.report().kept_tokens))
     return cache, found, text
 
@@ -133,7 +126,7 @@ def test_more_than_can_ever_fit_is_refused_at_once_and_the_most_fits(name):
     with pytest.raises(InvalidArgumentError, match=f"at most {room} tokens.* got {room + 1};"):
         CompressedCache(model, policy, protect=[(0, room + 1)])
     cache = CompressedCache(model, policy, protect=[(0, room)])
-    _generate(model, cache, ids, new_tokens=20)
+    _generate(model, cache, ids, max_new_tokens=20)
     assert all(set(range(room)) <= head for head in _positions(cache)[0])
 
 

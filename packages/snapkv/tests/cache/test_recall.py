@@ -9,7 +9,7 @@ from snapkv import (
     OutOfMemoryError,
     SnapKV,
 )
-from tests.families import call, random_ids, tiny_model
+from tests.families import call, generated, random_ids, tiny_model
 from tests.oracle import unwrapped
 
 DOCUMENT, QUESTION, BUDGET, WINDOW = 90, 20, 40, 8
@@ -39,17 +39,6 @@ def assert_same_choice(cache, other):
 
 
 # Through `generate`.
-
-
-def generated(model, cache, ids, **options):
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=6,
-        do_sample=False,
-        **options,
-    )
 
 
 def conversation(model, cache, turns=3):

@@ -26,7 +26,7 @@ from snapkv import (
 )
 from snapkv.cache.saving.files import _seal, read_sealed, write_sealed
 from tests.cache.saver import filled
-from tests.families import random_ids, tiny_config, tiny_model
+from tests.families import generated, random_ids, tiny_config, tiny_model
 from tests.methods import CACHES
 
 PROMPT = 90
@@ -36,16 +36,6 @@ HERE = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 TOKENS = FastGen(0.8, special_ids=(3, (4, 5)), punctuation_ids=(6, 7))
 FADING = SnapKV(40, window_size=8, pooling="fading", decay=0.8)
-
-
-def generated(model, cache, ids, new_tokens=6):
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-    )
 
 
 def halfway(model, name):
@@ -58,8 +48,7 @@ def halfway(model, name):
 _GO_ON = """
 import sys, torch
 from snapkv import CompressedCache
-from tests.cache.test_saving import generated
-from tests.families import tiny_model
+from tests.families import generated, tiny_model
 model = tiny_model("llama")
 for path in sys.argv[1:]:
     cache, beside = CompressedCache.load_with(path, model)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from snapkv import (
-    H2O,
     AdaKV,
     CacheMismatchError,
     CompressedCache,
@@ -232,7 +231,6 @@ REFUSED = {
     "no padding": ("full", {"attention_mask": PADS}),
     "return_dict_in_generate": ("full", {"return_dict_in_generate": True}),
     "room_tokens": ("little room", {}),
-    "only compresses the prompt": ("evicts", {}),
 }
 
 
@@ -245,7 +243,6 @@ def test_what_cannot_be_verified_is_refused(why):
         "little room": lambda: CompressedCache(
             model, POLICY, storage="static", room_tokens=NEW + 5
         ),
-        "evicts": lambda: CompressedCache(model, H2O(36)),
     }[kind]()
     with pytest.raises(InvalidArgumentError, match=why):
         generate(model, ids, cache, custom_generate=Medusa(random_heads(model), BUSHY), **options)

@@ -32,7 +32,7 @@ from snapkv import (
 )
 from snapkv.hf import generate as around
 from snapkv.hf import install as module
-from tests.families import KINDS, random_ids, tiny_config, tiny_model
+from tests.families import KINDS, generated, random_ids, tiny_config, tiny_model
 from tests.hf.test_generate import Recorder
 
 POLICY = SnapKV(36, window_size=8, kernel_size=5)
@@ -113,10 +113,6 @@ def as_it_was(model, before):
 def carries(model):
     text = model.config.get_text_config(decoder=True)
     return text._attn_implementation.startswith("snapkv|") and vars(model).keys() >= set(METHODS)
-
-
-def generated(model, cache, ids):
-    return model.generate(ids, past_key_values=cache, **OPTIONS)
 
 
 # The last cache.

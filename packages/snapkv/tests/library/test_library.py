@@ -179,13 +179,6 @@ def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bi
     assert whats(library.add(tiny.model, tiny.tokenizer, [("x", "new")])) == ["read"]
 
 
-def test_another_policy_or_other_bits_are_refused_with_both(library, tiny):
-    with pytest.raises(LibraryError, match=r"policy: .*full\(\).*snapkv\(budget=40"):
-        library.add(tiny.model, tiny.tokenizer, TEXTS.items(), SnapKV(40))
-    with pytest.raises(LibraryError, match=r"bits: .*none, got int8"):
-        library.add(tiny.model, tiny.tokenizer, TEXTS.items(), bits="int8")
-
-
 def test_a_new_library_has_four_bits_and_one_that_is_there_its_own(library, tiny, tmp_path):
     new = Library(tmp_path / "new")
     new.add(tiny.model, tiny.tokenizer, TEXTS.items())
@@ -220,13 +213,6 @@ def test_another_model_or_tokenizer_is_refused_with_both(library, tiny):
         library.inputs(tiny.model, plain, "rent?", hits)
 
 
-def test_a_document_beyond_the_positions_fails_by_name_and_others_go_on(library, tiny):
-    outcomes = library.add(tiny.model, tiny.tokenizer, [("long", "word " * 600), ("x", "short")])
-    assert whats(outcomes) == ["failed", "read"]
-    assert "512 positions" in outcomes[0].reason
-    assert "'long'" in outcomes[0].reason
-
-
 def test_documents_that_are_none_or_gone_are_refused_in_both_ways_of_reading(library, tiny):
     hits = library.search("rent", 1)
     library.remove([hits[0].name])
@@ -247,14 +233,6 @@ def test_a_policy_that_drops_nothing_of_parted_heads_is_said(tmp_path, tiny, not
         library.inputs(tiny.model, tiny.tokenizer, "?", hits, policy=policy, recompute=recompute)
     assert len(notices) == 1
     assert "policy: snapkv drops nothing of these documents" in notices[0]
-
-
-def test_removed_documents_are_gone_with_their_files(library):
-    assert [record.name for record in library.remove(["loan"])] == ["loan"]
-    assert len(caches(library)) == len(library.documents) == 2
-    with pytest.raises(LibraryError, match=r"got 'leese'.*did you mean lease\?"):
-        library.remove(["garden", "leese"])
-    assert len(library.documents) == 2
 
 
 @pytest.mark.parametrize("at", [-40, 3, None])

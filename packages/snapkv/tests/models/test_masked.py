@@ -20,7 +20,7 @@ from snapkv import (
     default_policy,
 )
 from snapkv.prefill import layer_by_layer
-from tests.families import HYBRID, ONCE, random_ids, tiny_model
+from tests.families import HYBRID, ONCE, left_padded, random_ids, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 from tests.pairs import pairs
 
@@ -45,13 +45,6 @@ LENGTHS = {  # whole, shorter, below the budget, below the window
     "padded": (PROMPT, 61, 30, 5),
 }
 once = pytest.mark.parametrize(("family", "implementation"), ONCE)
-
-
-def left_padded(lengths):
-    ids, mask = random_ids(len(lengths), PROMPT), torch.ones(len(lengths), PROMPT).long()
-    for row, length in enumerate(lengths):
-        mask[row, : PROMPT - length] = 0
-    return ids * mask, mask
 
 
 @torch.no_grad()

@@ -10,14 +10,9 @@ from snapkv.errors import OutOfMemoryError, UnsupportedModelError
 from snapkv.plan.advice import layerwise_bytes
 from snapkv.plan.footprint import footprint_of_loaded
 from snapkv.prefill import layer_by_layer
-from tests.families import random_ids, tiny_model
+from tests.families import generated, random_ids, tiny_model
 
 POLICY = SnapKV(40, window_size=8)
-
-
-def generated(model, cache, ids, **options):
-    options = {"attention_mask": torch.ones_like(ids), **options}
-    return model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False, **options)
 
 
 def test_only_the_layer_being_read_is_whole():

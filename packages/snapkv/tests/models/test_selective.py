@@ -21,7 +21,7 @@ from snapkv.ops import ScoreOptions
 from snapkv.policies import EvictingPolicy, PromptLayer
 from snapkv.prefill import layer_by_layer, selective
 from snapkv.prefill.selective import _TokensThatGoOn, _voting
-from tests.families import HYBRID, ONCE, random_ids, tiny_model
+from tests.families import HYBRID, ONCE, generated, left_padded, random_ids, tiny_model
 from tests.methods import METHODS
 
 CASES = [case for case in ONCE if case[0] not in HYBRID]
@@ -38,12 +38,7 @@ POLICIES = {
 }
 
 
-def left_padded(lengths, seed=0):
-    longest = max(lengths)
-    ids, mask = random_ids(len(lengths), longest, seed), torch.ones(len(lengths), longest).long()
-    for row, tokens in enumerate(lengths):
-        mask[row, : longest - tokens] = 0
-    return ids.masked_fill(mask == 0, 0), mask
+answered = functools.partial(generated, max_new_tokens=NEW)
 
 
 def read(model, cache, ids, mask=None, **options):
@@ -109,10 +104,10 @@ def test_padded_rows_choose_and_answer_as_they_do_alone(policy, turns):
     questions = random_ids(len(lengths), 5, seed=8)
     with selective(model, **OPTIONS):
         cache = CompressedCache(model, policy, turns=turns)
-        output = answered(model, cache, ids, mask)
+        output = answered(model, cache, ids, attention_mask=mask)
         first = positions(cache)
         after = torch.cat([output, questions], dim=1)
-        follows = {"mask": torch.cat([mask, torch.ones(3, 9).long()], dim=1)}
+        follows = {"attention_mask": torch.cat([mask, torch.ones(3, 9).long()], dim=1)}
         refused = turns == "append" and not isinstance(policy, EvictingPolicy)
         if refused:
             with pytest.raises(CacheMismatchError, match="rows that have kept everything"):
@@ -130,13 +125,6 @@ def test_padded_rows_choose_and_answer_as_they_do_alone(policy, turns):
             own = answered(model, alone, own)
             assert own[0, -NEW:].tolist() == again[row, -NEW:].tolist()
             assert_same_positions(positions(cache), alone, row)
-
-
-def answered(model, cache, ids, mask=None):
-    mask = torch.ones_like(ids) if mask is None else mask
-    return model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False
-    )
 
 
 def positions(cache):
@@ -237,24 +225,12 @@ def test_the_model_is_as_before_afterwards_and_after_an_error():
     assert cache.get_seq_length() == 0
 
 
-REFUSED = {
-    "recall": ("turns: expected no recall", {"recall": "host"}, {}),
-    "storage": ("storage: expected", {"storage": "static"}, {}),
-    "policy": ("policy: expected", {"policy": METHODS["expected-attention"]}, {}),
-    "layer": ("layer", {}, {"layer": 4}),
-    "keep_ratio": ("keep_ratio", {}, {"keep_ratio": 0.0}),
-    "least_tokens": ("least_tokens", {}, {"least_tokens": -1}),
-}
-
-
-@pytest.mark.parametrize(("said", "of_cache", "of_reading"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_read_selectively_is_refused(said, of_cache, of_reading):
-    model = tiny_model("llama")
-    cache = CompressedCache(model, **{"policy": SNAPKV, **of_cache})
-    refused = pytest.raises(InvalidArgumentError, match=said)
-    with refused, selective(model, **OPTIONS | of_reading):
-        read(model, cache, random_ids(1, 60))
-    assert cache.get_seq_length() == 0
+@pytest.mark.parametrize("given", [{"layer": 4}, {"keep_ratio": 0.0}, {"least_tokens": -1}])
+def test_numbers_out_of_range_are_refused(given):
+    """What goes with no cache or model is in `tests.hf.test_support`."""
+    refused = pytest.raises(InvalidArgumentError, match=next(iter(given)))
+    with refused, selective(tiny_model("llama"), **OPTIONS | given):
+        pass
 
 
 def test_pieces_and_drafts_are_refused():
@@ -268,11 +244,3 @@ def test_pieces_and_drafts_are_refused():
             if drafts:
                 model.generate(ids, past_key_values=cache, max_new_tokens=NEW, **drafts)
             read(model, cache, ids)
-
-
-def test_layers_of_another_kind_are_refused():
-    model = tiny_model("cohere2")
-    cache = CompressedCache(model, SNAPKV)
-    with pytest.raises(UnsupportedModelError, match="sliding window"), selective(model):
-        read(model, cache, random_ids(1, 60))
-    assert cache.get_seq_length() == 0

@@ -27,7 +27,15 @@ from snapkv.storage.base import TokenStore
 from snapkv.storage.coded import CodedStates
 from snapkv.storage.ragged import RaggedStates
 from snapkv.storage.static import FixedTail
-from tests.families import ONCE, call, peaked_model, random_ids, tiny_config, tiny_model
+from tests.families import (
+    ONCE,
+    call,
+    generated,
+    peaked_model,
+    random_ids,
+    tiny_config,
+    tiny_model,
+)
 from tests.methods import COMPRESSING, METHODS
 
 POLICY = SnapKV(40, window_size=8)
@@ -41,11 +49,6 @@ FULL = [
 
 def static(model, policy=POLICY, room_tokens=32, storage="static", **options):
     return CompressedCache(model, policy, storage=storage, room_tokens=room_tokens, **options)
-
-
-def generated(model, cache, ids, **options):
-    options = {"attention_mask": torch.ones_like(ids), **options}
-    return model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **options)
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"], ids=["exact", "codes"])

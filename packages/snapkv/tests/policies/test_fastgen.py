@@ -35,7 +35,7 @@ from snapkv.policies.fastgen import (
 )
 from tests.families import random_ids, tiny_model
 from tests.ops.states import pad_left, random_layer, worked_prompt, worked_step
-from tests.policies.test_evicting import KINDS, PROMPT, call
+from tests.policies.test_evicting import KINDS, PROMPT
 
 ROWS = [
     [1.0],
@@ -210,6 +210,12 @@ def test_kept_slots_as_indices_by_hand():
 
 
 # Who says which tokens come.
+
+
+@torch.no_grad()
+def call(model, cache, ids):
+    cache.expect_tokens(ids)
+    return model(ids, past_key_values=cache).logits
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # the first layer slides in the second

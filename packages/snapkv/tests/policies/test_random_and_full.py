@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from snapkv.policies import Random
-from tests.ops.states import pad_left, random_layer
+from tests.ops.states import random_layer
 
 
 def states(tokens=60, batch=1, kv_heads=2, seed=0):
@@ -41,16 +40,6 @@ def test_the_draw_neither_uses_nor_disturbs_the_global_generator():
     torch.manual_seed(1)
     policy.select(states())
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("pads", [1, 17, 300])
-def test_padding_does_not_change_the_draw(pads):
-    """Positions are counted from the end, so a short row draws what it draws alone."""
-    policy = Random(budget=8, window_size=4)
-    alone = states(tokens=11)
-    padded = pad_left([states(tokens=11), states(tokens=11 + pads)], query_tokens=4)
-    shifted = [[slot - pads for slot in head] for head in kept(policy, padded)[0]]
-    assert shifted == kept(policy, alone)[0]
 
 
 def test_the_draw_is_even():

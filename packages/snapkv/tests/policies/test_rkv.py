@@ -44,20 +44,6 @@ def six_tokens():
 
 
 @pytest.mark.parametrize(
-    ("exempt", "means"), [(0, [2, 2, 2]), (1, [2, 1, 0]), (2, [0, 0, 0])], ids=str
-)
-def test_redundancy_by_hand(exempt, means):
-    """Of three equal keys each is like two others; the newest of the two is not held against it.
-
-    So of the first, the second and the third key the third is exempt for the first two, and the
-    second for the third.
-    """
-    found = redundancy(REPEATED[None, None], threshold=0.5, exempt=exempt)
-    expected = torch.tensor([*means, 0, 0, 0]).div(6).softmax(-1)
-    torch.testing.assert_close(found[0, 0], expected)
-
-
-@pytest.mark.parametrize(
     ("mix_lambda", "kept"),
     [(1.0, [0, 1, 2, 5]), (0.1, [2, 3, 4, 5]), (0.0, [2, 3, 4, 5])],
     ids=["importance alone", "the paper's", "redundancy alone"],
@@ -71,30 +57,6 @@ def test_a_drop_by_hand(mix_lambda, kept):
     policy = RKV(4, window_size=1, evict_every=2, kernel_size=1, mix_lambda=mix_lambda)
     assert policy.evict(step_of(six_tokens())).keep_indices.tolist() == [[kept]]
     assert policy.select(six_tokens()).keep_indices.tolist() == [[kept]]
-
-
-def test_max_pooling_keeps_the_neighbours_of_what_is_attended_to():
-    layer = six_tokens()
-    queries = torch.tensor([1.0, 1, 50, 1]).log()[None, None, None]
-    layer = replace(layer, queries=queries)
-    alone, pooled = (
-        RKV(3, window_size=1, kernel_size=width, mix_lambda=1.0).select(layer).keep_indices
-        for width in (1, 3)
-    )
-    assert alone.tolist() == [[[0, 4, 5]]]
-    assert pooled.tolist() == [[[3, 4, 5]]]
-
-
-def test_the_attention_of_a_group_by_hand():
-    """Two heads score three keys by 1, 3, 2 and 2, 1, 1 parts: the group by 2, 3 and 2 of 7."""
-    queries = torch.tensor([[[1.0, 3, 2]], [[2, 1, 1]]]).log()[None]
-    keys = torch.eye(3)[None, None]
-    options = ScoreOptions(scaling=1.0)
-    found = attention_of_groups(queries, keys, options, num_kv_heads=1)
-    torch.testing.assert_close(found, torch.tensor([[[2.0, 3, 2]]]) / 7)
-    sinks = replace(options, sink_logits=torch.tensor([1.0, 7]).log())
-    found = attention_of_groups(queries, keys, sinks, num_kv_heads=1)
-    torch.testing.assert_close(found, torch.tensor([[[2.0, 3, 2]]]) / 14)
 
 
 # Against loops.

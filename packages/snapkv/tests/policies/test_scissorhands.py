@@ -20,21 +20,6 @@ ROWS = [
 ]
 
 
-def counts(step, threshold):
-    return times_above(
-        step.queries,
-        step.keys,
-        threshold=torch.tensor([threshold]),
-        columns=step.columns,
-        seen_tokens=step.seen_tokens,
-        score_options=ScoreOptions(scaling=1.0),
-    )
-
-
-def test_the_counts_by_hand():
-    assert counts(worked_step(ROWS, 7), 1 / 7).tolist() == [[[3, 1, 2, 0, 1, 1, 1]]]
-
-
 def test_a_drop_by_hand():
     """Positions 5 and 6 are recent; 3 was never pivotal, 1 and 4 only once."""
     policy = Scissorhands(6, drop=3, history=3, recent=2)

@@ -13,7 +13,6 @@ from snapkv import (
     InvalidArgumentError,
     KeyDiff,
     SnapKV,
-    UnsupportedModelError,
 )
 from snapkv.ops import encode
 from snapkv.storage.bits import KVCodes
@@ -115,12 +114,6 @@ def test_drafts_behind_a_prompt_do_not_see_each_other_as_codes():
     got = call(model, caches[1], drafts)[:, :30]
     assert (got - wanted).abs().max() <= 1e-3 * wanted.abs().max()
     assert caches[1].layers[0].store.tail_tokens == 40
-
-
-@pytest.mark.parametrize("storage", ["dynamic", "static"])
-def test_latents_are_refused(storage):
-    with pytest.raises(UnsupportedModelError, match=r"^quantize: expected none for latent attent"):
-        CompressedCache(tiny_model("deepseek_v3"), POLICY, quantize="int8", storage=storage)
 
 
 @pytest.mark.parametrize(

@@ -76,22 +76,6 @@ def test_a_damaged_line_is_named(tmp_path, damage):
     assert len(lines(tmp_path)) == 3  # nothing was repaired behind the user's back
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"task": {**RUN["task"], "seed": 7}}, "another task.seed: 42 there, 7 here"),
-        ({"model": {"name": "other"}}, 'another model.name: "demo" there, "other" here'),
-        ({"limit": 3, "model": {"name": "x"}}, "model.name.*, another limit: null there, 3 here"),
-    ],
-)
-def test_another_run_in_the_folder_is_refused_with_what_differs(tmp_path, change, said):
-    filled(tmp_path)
-    with pytest.raises(InvalidArgumentError, match=said) as raised:
-        Store(tmp_path, RUN | change)
-    assert "choose another folder" in str(raised.value)
-    assert len(lines(tmp_path)) == 3
-
-
 def test_one_process_at_a_time(tmp_path):
     pytest.importorskip("fcntl")
     refused = pytest.raises(InvalidArgumentError, match="no other run is writing to")

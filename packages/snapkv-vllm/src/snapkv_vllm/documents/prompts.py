@@ -223,8 +223,6 @@ def _is_text(message: object) -> bool:
     return content is None or isinstance(content, str)
 
 
-def _unfit(
-    name: str, expected: str, got: object, remedy: str = "pass a text"
-) -> InvalidArgumentError:
+def _unfit(name: str, expected: str, got: object) -> InvalidArgumentError:
     said = f"'{shown(got)}'" if isinstance(got, str) else f"a value of type {type(got).__name__}"
-    return wrong(name, expected, said, remedy)
+    return wrong(name, expected, said, "pass a text")

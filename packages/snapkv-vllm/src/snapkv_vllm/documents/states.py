@@ -37,7 +37,7 @@ class DocumentStates:
         block_tokens: Mapping[int, int],
         *,
         device: torch.device,
-        heads: HeadsAttention | None = None,
+        heads: HeadsAttention | None,
     ) -> None:
         self._runs, self._block_tokens, self._device = runs, block_tokens, device
         self._heads = heads

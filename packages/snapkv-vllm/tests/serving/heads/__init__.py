@@ -7,3 +7,11 @@ PARTED = EndOfPrompt(AdaKV(SnapKV(64)))
 def held_tokens(kept_tokens, prompt_tokens, block_tokens):
     """Tokens that are counted for heads that keep so many on average."""
     return room_tokens(PARTED, kept_tokens, prompt_tokens, block_tokens)
+
+
+def shared_out(draw, budget, heads, prompt):
+    """As many tokens as there are, with at least one in every head and none with too many."""
+    kept = [1] * heads
+    for _ in range((budget - 1) * heads):
+        kept[draw.choice([head for head in range(heads) if kept[head] < prompt])] += 1
+    return kept

@@ -8,7 +8,7 @@ import torch
 
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.heads import HeadPlaces
-from tests.serving.heads import held_tokens
+from tests.serving.heads import held_tokens, shared_out
 
 
 def handed_out(kept, page_tokens, grown):
@@ -73,14 +73,6 @@ def test_the_counted_tokens_have_blocks_enough_and_no_more_than_one_too_many(see
         counted = held_tokens(budget, prompt, page_tokens) + grown
         assert pages <= -(-counted // page_tokens) * heads
         assert -(-counted // page_tokens) <= -(-(budget + grown) // page_tokens) + 1
-
-
-def shared_out(draw, budget, heads, prompt):
-    """As many tokens as there are, with at least one in every head and none with too many."""
-    kept = [1] * heads
-    for _ in range((budget - 1) * heads):
-        kept[draw.choice([head for head in range(heads) if kept[head] < prompt])] += 1
-    return kept
 
 
 def test_the_worst_case_is_reached():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapkv_vllm.heads import HeadPages, HeadPlaces, Rows, sequences
-from tests.serving.heads import held_tokens
+from tests.serving.heads import held_tokens, shared_out
 
 BLOCKS, HEADS, TOKENS, SIZE, LAYERS = 40, 3, 4, 2, 2
 
@@ -59,7 +59,7 @@ def test_every_head_finds_its_own_tokens(order, seed):
     budget, prompt = draw.randint(2, 9), 30
     requests = draw.randint(1, 3)
     kept = torch.tensor(
-        [[shared_out(draw, budget, prompt) for _ in range(requests)] for _ in range(LAYERS)]
+        [[shared_out(draw, budget, HEADS, prompt) for _ in range(requests)] for _ in range(LAYERS)]
     )
     blocks = torch.zeros(requests, 8, dtype=torch.int32)
     held = [[[[] for _ in range(HEADS)] for _ in range(requests)] for _ in range(LAYERS)]
@@ -119,10 +119,3 @@ def test_every_head_finds_its_own_tokens(order, seed):
         assert found.starts.diff().tolist() == [c for c in counts for _ in range(HEADS)]
         assert found.most_new == max(counts)
         assert found.in_order == (found.states.tolist() == list(range(len(found.states))))
-
-
-def shared_out(draw, budget, prompt):
-    kept = [1] * HEADS
-    for _ in range((budget - 1) * HEADS):
-        kept[draw.choice([head for head in range(HEADS) if kept[head] < prompt])] += 1
-    return kept

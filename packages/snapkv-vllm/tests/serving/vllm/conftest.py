@@ -102,3 +102,20 @@ def folder() -> str:
     from snapkv.app.models import place_of
 
     return place_of("demo")
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    """vLLM's arguments and its configuration for the demo model, for a `Site`."""
+    from tests.serving.vllm.sites import configured
+
+    return configured(folder)
+
+
+@pytest.fixture
+def client(site):
+    """Of a module's `site`, for as long as a test."""
+    from starlette.testclient import TestClient
+
+    with TestClient(site.app) as running:
+        yield running

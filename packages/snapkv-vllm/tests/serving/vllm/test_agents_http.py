@@ -10,7 +10,7 @@ from snapkv_vllm.agents import front
 from snapkv_vllm.agents.edits import ClearThinking, ClearToolUses
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.spans import NAME
-from tests.serving.vllm.sites import Site, configured
+from tests.serving.vllm.sites import Site
 
 CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 SYSTEM = "You answer by the tools' results. 🙂"
@@ -39,22 +39,9 @@ class Answering(Site):
         return {"ids": ids, "usage": {}}
 
 
-@pytest.fixture(scope="module")
-def config(folder):
-    return configured(folder)
-
-
 @pytest.fixture
 def site(config, monkeypatch):
     return Answering(config, monkeypatch, keys=(), shares=False)
-
-
-@pytest.fixture
-def client(site):
-    from starlette.testclient import TestClient
-
-    with TestClient(site.app) as running:
-        yield running
 
 
 @pytest.fixture

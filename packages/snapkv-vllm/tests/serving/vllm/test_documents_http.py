@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from snapkv_vllm.settings import ServingSettings
-from tests.serving.vllm.sites import Site, configured
+from tests.serving.vllm.sites import Site
 
 PATH = "/v1/snapkv/documents"
 MINE, THEIRS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer theirs"}
@@ -18,22 +18,9 @@ CHAT = [{"role": "system", "content": TEXT}]
 QUESTION = {"role": "user", "content": "When does it end?"}
 
 
-@pytest.fixture(scope="module")
-def config(folder):
-    return configured(folder)
-
-
 @pytest.fixture
 def site(config, monkeypatch):
     return Site(config, monkeypatch)
-
-
-@pytest.fixture
-def client(site):
-    from starlette.testclient import TestClient
-
-    with TestClient(site.app) as running:
-        yield running
 
 
 def naming(name, **body):
@@ -220,9 +207,7 @@ def test_a_name_that_stands_is_a_409_and_too_little_room_a_507(config, monkeypat
         ("completions", {"prompt": "a " * 9000}, "maximum context length"),
         ("completions", {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
         ("completions", {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs: expected none"),
-        ("x", {"prompt": "a"}, "expected inside vllm_xargs at /v1/completions"),
         ("chat/completions", {"messages": [{"role": "system", "content": "b"}]}, "a chat whose"),
-        ("chat/completions", {"messages": []}, "messages: expected a question after the document"),
         ("chat/completions", {"messages": [{"content": "a"}]}, "role"),
         ("chat/completions", {"messages": [QUESTION], "chat_template": "{{ 7 }}"}, "untrusted"),
         (
@@ -297,15 +282,6 @@ def test_a_question_is_text_alone(site, monkeypatch):
     with TestClient(site.app) as client:
         refused = register(client, messages=CHAT)
     require_refused(refused, 400, "expected text alone with a document, got multimodal")
-
-
-def test_other_bodies_arrive_as_they_came(site, client):
-    text = json.dumps({"prompt": "When?", "vllm_xargs": {"session": "mine"}}, indent=3)
-    headers = {**MINE, "Content-Type": "application/json"}
-    pieces = (text[at : at + 7].encode() for at in range(0, len(text), 7))
-    answer = client.post("/v1/completions", content=pieces, headers=headers)
-    assert answer.json() == [site.tokens("When?")]
-    assert client.post("/v1/x", json={"a": 1}, headers=MINE).json() == {"a": 1}
 
 
 @pytest.mark.parametrize("goes_away", [False, True], ids=["to-the-end", "disconnects"])

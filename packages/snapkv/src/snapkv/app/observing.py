@@ -81,18 +81,17 @@ def observed(
     ids: Tensor,
     query_tokens: int,
     look: Callable[[PromptLayer], Seen],
-    needs: frozenset[Need] = frozenset(),
 ) -> Observed[Seen]:
     """Read (1, S) tokens in one pass and look at one layer at a time, as attention saw it.
 
-    `query_tokens` says how many of the last queries `look` needs, `needs` what else of the model.
+    `query_tokens` says how many of the last queries `look` needs.
     """
     seen: dict[int, Seen] = {}
 
     def note(layer: PromptLayer) -> None:
         seen[layer.layer_idx] = look(layer)
 
-    observer = _Observer(look=note, recorded_queries=query_tokens, recorded_parts=needs)
+    observer = _Observer(look=note, recorded_queries=query_tokens, recorded_parts=frozenset())
     cache, logits = _read(loaded.model, ids.to(device_of(loaded.model)), observer)
     return Observed(seen=seen, cache=cache, last_logits=logits[0, -1])
 

@@ -2,16 +2,12 @@
 
 from snapkv.decoding.heads import MedusaHeads, load_heads, save_heads
 from snapkv.decoding.medusa import Medusa
-from snapkv.decoding.speculation import Tally
-from snapkv.decoding.tree import CandidateTree, accept_greedily, accept_typically
+from snapkv.decoding.tree import CandidateTree
 
 __all__ = [
     "CandidateTree",
     "Medusa",
     "MedusaHeads",
-    "Tally",
-    "accept_greedily",
-    "accept_typically",
     "load_heads",
     "save_heads",
 ]
