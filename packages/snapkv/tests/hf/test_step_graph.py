@@ -190,17 +190,95 @@ def test_a_call_that_ends_in_an_error_leaves_a_cache_that_grows(through_class):
     cache = CompressedCache(model, POLICY)
     options = {"streamer": Acting(lambda: 1 / 0), "max_new_tokens": 12, "do_sample": False}
     generate = functools.partial(type(model).generate, model) if through_class else model.generate
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as held:
         generate(ids, past_key_values=cache, **options)
-    assert all(not layer.store.is_static for layer in cache.prompt_state.layers)
     assert cache.get_seq_length() == 63
     model(random_ids(1, 300), past_key_values=cache)
+    assert all(not layer.store.is_static for layer in cache.prompt_state.layers)
+    cache.reset()
+    options["streamer"] = Acting(held.__dict__.clear)  # the last to hold what had lent room
+    generate(ids, past_key_values=cache, **options)
+    assert cache.report()["steps"] == "one graph"
 
 
 def with_a_hook():
     model = copy.deepcopy(tiny_model("llama"))
     model.model.layers[1].register_forward_hook(lambda *_: None)
     return model
+
+
+def dropped(model, cache):
+    cache.drop([(0, 50)])
+
+
+def reordered(model, cache):
+    cache.reorder_cache(torch.tensor([1, 0]))
+
+
+def looked_ahead(model, cache):
+    model(random_ids(2, 20, seed=5), past_key_values=cache)
+    cache.crop(-20)
+
+
+def injected(model, cache):
+    model(random_ids(2, 4, seed=5), past_key_values=cache)
+    cache.crop(-1)
+
+
+@pytest.mark.parametrize("act", [dropped, reordered, looked_ahead, injected])
+@pytest.mark.parametrize("policy", [POLICY, AdaKV(POLICY), default_policy(40)])
+def test_what_changes_a_cache_in_the_midst_counts_for_the_next_token(policy, act):
+    model, ids, answers = tiny_model("llama"), random_ids(2, 60), []
+    for options in ({}, {"disable_compile": True}):
+        cache = CompressedCache(model, policy)
+        criteria = [lambda ids, _, c=cache: torch.full((2,), acted(ids, model, c, act))]
+        answers.append(generated(model, cache, ids, stopping_criteria=criteria, **options))
+        assert cache.report()["steps"] == (None if options else "one graph")
+    assert torch.equal(*answers)
+
+
+def acted(ids, model, cache, act):
+    """Whether to stop: never, but at the fifth token something is done to the cache."""
+    if ids.shape[1] == 65:
+        act(model, cache)
+    return False
+
+
+def test_a_cache_that_is_changed_with_every_token_is_not_recorded_for_each():
+    model, ids = tiny_model("llama"), random_ids(2, 60)
+    cache, eager = (CompressedCache(model, POLICY) for _ in range(2))
+
+    def criteria(cache):
+        return [lambda ids, _: torch.full((2,), looked_ahead(model, cache) is not None)]
+
+    got = generated(model, cache, ids, stopping_criteria=criteria(cache))
+    assert cache.report()["steps"] == "eager: the cache is changed while tokens are made"
+    options = {"stopping_criteria": criteria(eager), "disable_compile": True}
+    assert torch.equal(got, generated(model, eager, ids, **options))
+
+
+def test_codes_hold_no_more_of_an_answer_in_full_than_there_is_room_for(monkeypatch):
+    monkeypatch.setattr(room, "FIRST_TOKENS", 32)
+    model, ids, exact = tiny_model("llama"), random_ids(1, 90), []
+    cache = CompressedCache(model, POLICY, quantize="int4")
+    criteria = [lambda *_: exact.append(cache.layers[0].store.tail_tokens) or torch.zeros(1) > 0]
+    generated(model, cache, ids, max_new_tokens=120, stopping_criteria=criteria)
+    assert cache.report()["steps"] == "one graph"
+    assert max(exact) <= 32 + 32
+
+
+def test_an_embedded_prompt_is_counted_as_one_of_ids_is(monkeypatch):
+    recorded, model, ids = [], tiny_model("llama"), random_ids(1, 60)
+    own = TapeRecorder.record
+    monkeypatch.setattr(TapeRecorder, "record", lambda *given: recorded.append(1) or own(*given))
+    cache, eager = (CompressedCache(model, POLICY) for _ in range(2))
+    options = {"max_new_tokens": 100, "do_sample": False}
+    embeds = model.get_input_embeddings()(ids)
+    got = model.generate(inputs_embeds=embeds, past_key_values=cache, **options)
+    assert len(recorded) == 1
+    options["disable_compile"] = True
+    again = model.generate(inputs_embeds=embeds, past_key_values=eager, **options)
+    assert torch.equal(got, again)
 
 
 NO_ROOM = {

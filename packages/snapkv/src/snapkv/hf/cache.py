@@ -275,6 +275,7 @@ class CompressedCache(Cache):
                 none has changed.
         """
         count = require_removable(tokens_to_remove)
+        self.leave_room()
         others = [
             (index, layer)
             for index, layer in enumerate(self.layers)
@@ -312,6 +313,7 @@ class CompressedCache(Cache):
                 f"rows: expected some of the {self.prompt_state.rows} rows of the batch, got "
                 f"{got}; pass a 1-D tensor of integers, 0 for the first one"
             )
+        self.leave_room()
         for layer in self.layers:
             layer.reorder_cache(chosen)
         self.prompt_state.read_ids = self.prompt_state.read_ids.select_rows(chosen)
@@ -339,12 +341,19 @@ class CompressedCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(columns, offset) of a mask, which this thread will make next."""
-        compressed = isinstance(self.layers[layer_idx], CompressedLayer)
-        if compressed and not forward_context.is_traced():
+        layer = self.layers[layer_idx]
+        if isinstance(layer, CompressedLayer) and not forward_context.is_traced():
+            if layer.store.is_static and not forward_context.current.is_step:
+                self.leave_room()
             self._require_coming(query_length)
             forward_context.enter_padding(self._padding)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
+
+    def leave_room(self) -> None:
+        """Grow again in the midst of a `generate`: its recorded step knows of no other change."""
+        for layer in self.prompt_state.layers:
+            layer.leave_room()
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Tokens seen, whatever is stored of them."""
@@ -418,6 +427,7 @@ class CompressedCache(Cache):
                 storage). Nothing has changed then.
             InvalidTypeError: something else than spans.
         """
+        self.leave_room()
         rows, layers = self._rows_of(spans), self.prompt_state.layers
         require_droppable(layers, rows)
         require_turns_can_follow(layers, rows)
@@ -584,8 +594,7 @@ class CompressedCache(Cache):
         copied = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
             copied.__dict__[name] = copy.deepcopy(value, memo)
-        for layer in copied.prompt_state.layers:
-            layer.leave_room()
+        copied.leave_room()
         return copied
 
 

@@ -139,6 +139,7 @@ class _Current(threading.local):
         self.candidates: Candidates | None = None
         self.hook: Hook | None = None
         self.is_recording = False
+        self.is_step = False
         self.shared: list[Shared] = []
 
 
@@ -159,6 +160,16 @@ def recording() -> Iterator[None]:
         yield
     finally:
         current.is_recording = False
+
+
+@contextlib.contextmanager
+def step() -> Iterator[None]:
+    """Within this block, masks and passes are of the `generate` that has lent a cache room."""
+    before, current.is_step = current.is_step, True
+    try:
+        yield
+    finally:
+        current.is_step = before
 
 
 def leave(prompt_state: PromptState) -> bool:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from snapkv.cache.prompt_state import PromptState
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.hf import step_graph
+from snapkv.hf import forward_context, step_graph
 from snapkv.hf.cache_argument import cache_among, passed, with_cache
 
 INSTALLATION = "_snapkv_installation"
@@ -68,7 +68,8 @@ def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
         ids = args[0] if args else kwargs["input_ids"]
         steps.expect(kwargs.get("next_sequence_length") or ids.shape[1])
     splits = _is_split(model) and not prompt_state.seen_tokens  # no mask is made of both parts
-    inputs = own(model, *args, **(kwargs | passed(None) if splits else kwargs))
+    with forward_context.step():
+        inputs = own(model, *args, **(kwargs | passed(None) if splits else kwargs))
     token_ids = inputs.get("input_ids")
     if cache_among(inputs) is not cache_among(kwargs):
         inputs = _with_dropped(model, inputs, cache_among(kwargs))
@@ -117,6 +118,7 @@ def _prefill(
         return own(model, input_ids, generation_config, model_kwargs, **options)
     cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
     cache.require_rows(len(input_ids))
+    cache.leave_room()  # where an error has ended a call, and its traceback is held
     generation_config = copy.copy(generation_config)
     generation_config.disable_compile = True
     masked = getattr(generation_config, "_mask_length", None) or 0  # of one that hides nothing

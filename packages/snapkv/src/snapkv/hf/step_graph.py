@@ -130,18 +130,17 @@ class StepGraph:
     settings, where the cache holds what. A cache that grows has room for as long.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: Any, config: GenerationConfig) -> None:
-        self._model, self._cache = model, cache
-        self._room = None if cache.setup.is_static else Room(cache, config)
+    def __init__(self, model: PreTrainedModel, cache: Any, room: Room | None) -> None:
+        self._model, self._cache, self._room = model, cache, room
         self._obstacle: str | None = None
         self._given: Any = None  # the kinds of what a step is given
         self._held: list[Tensor] = []  # that, where the graph reads it
         self._output: Any = None
         self._replay: Callable[[], None] | None = None
         self._free_slots = 0
-        if self._room is not None:
+        if room is not None:
             _running[cache] = weakref.ref(self)
-            weakref.finalize(self, self._room.leave).atexit = False
+            weakref.finalize(self, room.leave).atexit = False
 
     def expect(self, new_tokens: int) -> None:
         """See that there is room for a step, before its mask is made."""
@@ -167,7 +166,8 @@ class StepGraph:
             self._given = kinds
             self._begin(leaves, spec)
         if self._replay is None:
-            made = self._model(**given)
+            with forward_context.step():
+                made = self._model(**given)
             self.close()
             return made
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -310,12 +310,20 @@ def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_
     if not own(model, given, generation_config):
         return False
     if records:
-        forward = StepGraph(model, cache, generation_config)
-        generation_config.compile_config = _Recorded(forward=forward)
+        room = None if cache.setup.is_static else _room_for(cache, model_kwargs, generation_config)
+        generation_config.compile_config = _Recorded(forward=StepGraph(model, cache, room))
     elif model._can_compile_fullgraph and not is_flash_attention_requested(model.config):
         generation_config.compile_config = copy.copy(asked or CompileConfig())
         generation_config.compile_config.fullgraph = True
     return True
+
+
+def _room_for(cache: Any, model_kwargs: Any, config: GenerationConfig) -> Room:
+    """For what `generate` was asked for; it counts no tokens of an embedded prompt."""
+    last, embedded = config.max_length, model_kwargs.get("inputs_embeds")
+    if last is not None and embedded is not None:
+        last += embedded.shape[1]
+    return Room(cache, last, asks_weights=bool(config.output_attentions))
 
 
 def compiled(own: Callable[..., Any], model: Any, config: Any) -> Any:
