@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from transformers import CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
 from snapkv import (
@@ -157,19 +158,27 @@ class Acting(BaseStreamer):
         """Nothing is held back."""
 
 
-def test_a_branch_that_is_made_meanwhile_grows_by_itself():
+@pytest.mark.parametrize("options", [{}, {"recall": "host"}], ids=["", "recall"])
+def test_a_branch_that_is_made_meanwhile_grows_by_itself(options, tmp_path):
     model, ids, branches = tiny_model("llama"), random_ids(1, 60), []
-    cache = CompressedCache(model, POLICY)
-    branch = Acting(lambda: branches.extend([copy.copy(cache), copy.deepcopy(cache)]))
-    got = generated(model, cache, ids, streamer=branch)
+    cache = CompressedCache(model, POLICY, **options)
+
+    def branch():
+        cache.save(tmp_path / "one")
+        loaded = CompressedCache.load(tmp_path / "one", model)
+        branches.extend([copy.copy(cache), copy.deepcopy(cache), loaded])
+
+    got = generated(model, cache, ids, streamer=Acting(branch))
     for each in branches:
         assert all(not layer.store.has_room for layer in each.prompt_state.layers)
         seen = each.get_seq_length()
-        logits = model(got[:, seen:], past_key_values=each).logits
-        eager = CompressedCache(model, POLICY)
+        eager = CompressedCache(model, POLICY, **options)
         model(ids, past_key_values=eager)
         for token in got[0, 60:seen]:
             model(token.view(1, 1), past_key_values=eager)
+        for own, other in zip(each.layers, eager.layers, strict=True):
+            torch.testing.assert_close(own.last_queries, other.last_queries)
+        logits = model(got[:, seen:], past_key_values=each).logits
         torch.testing.assert_close(model(got[:, seen:], past_key_values=eager).logits, logits)
 
 
@@ -231,6 +240,17 @@ def acted(ids, model, cache, act):
     if ids.shape[1] == 65:
         act(model, cache)
     return False
+
+
+def test_a_turn_that_is_announced_in_the_midst_is_read_as_one():
+    model, ids, answers, caches = tiny_model("llama"), random_ids(1, 60), [], []
+    for options in ({}, {"disable_compile": True}):
+        caches.append(cache := CompressedCache(model, POLICY, recall="host"))
+        act = Acting(lambda c=cache: c.expect_prompt(c.get_seq_length() + 3))
+        answers.append(generated(model, cache, ids, streamer=act, **options))
+    assert torch.equal(*answers)
+    assert torch.equal(*(cache.kept_positions(1) for cache in caches))
+    assert caches[0].report()["steps"] == "eager: no room was taken for the step"
 
 
 def test_a_cache_that_is_changed_with_every_token_is_not_recorded_for_each():
@@ -297,6 +317,17 @@ def test_a_cache_that_cannot_be_lent_room_grows_and_says_why(said):
     assert torch.equal(got, generated(model, eager, ids, disable_compile=True, **options))
     assert cache.report()["steps"].startswith("eager: ")
     assert said in cache.report()["steps"]
+
+
+def test_a_wish_to_compile_is_recorded_and_it_is_said(caplog):
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    cache, eager = CompressedCache(model, POLICY), CompressedCache(model, POLICY)
+    config = CompileConfig()
+    config._compile_all_devices = True  # or transformers would not on a CPU
+    got = generated(model, cache, ids, compile_config=config)
+    assert torch.equal(got, generated(model, eager, ids, disable_compile=True))
+    assert cache.report()["steps"] == "one graph"
+    assert "compile_config: decoding steps are recorded, not compiled" in caplog.text
 
 
 def test_every_call_records_for_its_own_batch_and_cache():

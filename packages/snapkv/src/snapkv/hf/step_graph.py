@@ -175,7 +175,7 @@ class StepGraph:
     def _begin(self, leaves: list[Any], spec: Any) -> None:
         """Record a step of this kind, or say why not."""
         if not _counts(self._cache):
-            obstacle = "no prompt has ended"
+            obstacle = "no room was taken for the step"
         else:
             obstacle = _obstacle(self._model) or self._record(leaves, spec)
         if obstacle:
