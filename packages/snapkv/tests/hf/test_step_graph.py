@@ -245,7 +245,7 @@ def acted(ids, model, cache, act):
 def test_a_turn_that_is_announced_in_the_midst_is_read_as_one():
     model, ids, answers, caches = tiny_model("llama"), random_ids(1, 60), [], []
     for options in ({}, {"disable_compile": True}):
-        caches.append(cache := CompressedCache(model, POLICY, recall="host"))
+        caches.append(cache := CompressedCache(model, POLICY, turns="compress"))
         act = Acting(lambda c=cache: c.expect_prompt(c.get_seq_length() + 3))
         answers.append(generated(model, cache, ids, streamer=act, **options))
     assert torch.equal(*answers)
