@@ -208,7 +208,7 @@ class CompressedCache(Cache):
         if torch.compiler.is_compiling():
             _refuse_compiled()
         current, prompt_state = forward_context.current, self.prompt_state
-        if not current.is_step:
+        if prompt_state.layers[0].store.has_room and not current.is_step:
             self.leave_room()
         prompt_state.require_ids(new_tokens, rows)
         if current.is_recording:

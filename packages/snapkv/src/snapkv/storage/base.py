@@ -89,11 +89,13 @@ class TokenStore(ABC):
         num_kv_heads: heads of what is appended. H is more where a policy keeps one set per query
             head.
         kind: name of the layout, as saved files have it.
+        has_room: whether it is lent room: its places stay, and its steps ask the host nothing.
         is_exact: whether keys and values are held as they were appended, none as codes.
         ragged: what heads of different length hold; None where all hold as many.
     """
 
     kind: str
+    has_room: bool = False
     is_exact: ClassVar[bool] = True
     ragged: "HeadStates | None" = None
 
@@ -118,11 +120,6 @@ class TokenStore(ABC):
     def slots(self) -> int:
         """Slots of every head and row."""
         return self.tail.tokens
-
-    @property
-    def has_room(self) -> bool:
-        """Whether it is lent room: its places stay, and its steps ask the host nothing."""
-        return isinstance(self.tail, LentTail)
 
     @property
     def unmasked_slots(self) -> int:
@@ -237,10 +234,12 @@ class TokenStore(ABC):
     def take_room(self, tokens: int, *, stood_for_all: bool) -> None:
         """Have room for so many more tokens from now on, see `LentTail`."""
         self.tail = LentTail(*self.tail.written, tokens, stood_for_all=stood_for_all)
+        self.has_room = True
 
     def leave_room(self, *, in_place: bool) -> None:
         """Grow from now on, with a tail of what is written."""
         self.tail = Tail(*(part.clone() for part in self.tail.written), in_place=in_place)
+        self.has_room = False
 
     def last(self, tokens: int) -> Pair:
         """Keys and values of the last tokens, (B, num_kv_heads, tokens, D)."""
