@@ -122,7 +122,7 @@ def test_a_model_that_replaces_the_cache_is_refused(mode):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
-def test_a_compiled_model_and_a_cache_that_grows_are_refused():
+def test_a_compiled_model_is_refused():
     """Before anything is stored."""
     model = tiny_model("llama")
     cache = CompressedCache(model, POLICY)

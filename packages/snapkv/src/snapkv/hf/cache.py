@@ -61,6 +61,9 @@ class CompressedCache(Cache):
     that looks at tokens (`FastGen`) is told their ids by `generate`; before plain calls, do that
     with `expect_tokens`.
 
+    On a GPU `generate` lends it room while it makes tokens, records a step as a CUDA graph and
+    replays that.
+
     As long as a cache of it lives, the model's attention implementation is a wrapper of the one it
     has (``"sdpa"`` becomes ``"snapkv|sdpa"``), which leaves other caches untouched. When the last
     one is gone, the model is as it was; see `snapkv.install` and `snapkv.uninstall`.
@@ -594,7 +597,7 @@ def _branch(layer: Any) -> Any:
 @torch.compiler.disable  # type: ignore[untyped-decorator] # torch's
 def _refuse_compiled() -> NoReturn:
     raise UnsupportedModelError(
-        "model: expected one that torch.compile has not compiled for a cache that grows, whose "
+        "model: expected one that torch.compile has not compiled for a CompressedCache, whose "
         "choices it does not follow, got one that it has; pass the model as it was: on a GPU "
         "generate records its steps by itself"
     )

@@ -22,7 +22,7 @@ class Room:
     """Lends room to the layers of a cache.
 
     Args:
-        cache: a `CompressedCache` that grows.
+        cache: a `CompressedCache`.
         last: tokens seen when `generate` is over at the latest; None where it does not say.
         asks_weights: whether it returns attention weights.
     """
