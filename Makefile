@@ -54,7 +54,7 @@ test-newest: $(INSTALLED) ## The newest transformers there is: what the library 
 	PYTHONPATH=$(NEWEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix --changes
 
 TORCH ?= 2.8.0
-test-torch: $(INSTALLED) .torch-$(TORCH) ## The core on another torch, compiled steps among it: TORCH="2.8.0", the oldest
+test-torch: $(INSTALLED) .torch-$(TORCH) ## The core on another torch, recorded steps among it: TORCH="2.8.0", the oldest
 	PYTHONPATH=.torch-$(TORCH):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
 	    $(addprefix $(CORE)/,ops storage cache hf models)
 

@@ -75,10 +75,8 @@ COMPRESSING = [name for name, made in METHODS.items() if not isinstance(made, Ev
 """Those that only compress prompts."""
 
 STORED = {
-    "static": {"storage": "static", "room_tokens": 96},
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},
-    "static int8": {"storage": "static", "room_tokens": 96, "quantize": "int8"},
     "compress": {"turns": "compress"},
     "recall": {"recall": "host"},
 }
@@ -87,7 +85,5 @@ STORED = {
 CACHES = {
     **{name: (policy, {}) for name, policy in METHODS.items() if not policy.reads_context},
     **{name: (SNAPKV, options) for name, options in STORED.items()},
-    "adakv, static": (METHODS["adakv"], STORED["static"]),
-    "adakv, static int8": (METHODS["adakv"], STORED["static int8"]),
 }
 """A method and options of a cache: every method as it is, and SnapKV in every way to store."""

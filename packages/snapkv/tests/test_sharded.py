@@ -132,7 +132,7 @@ def test_layers_that_share_keys_are_not_parted():
             CompressedCache(model, SNAPKV)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "static", "adakv", "int4", "h2o", "recall"])
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "int4", "h2o", "recall"])
 def test_turns_rows_crop_and_file(name, require_same, tmp_path):
     def run(model, put):
         cache, path = new_cache(model, name), tmp_path / model.device.type

@@ -74,9 +74,8 @@ def test_protected_positions_stay_over_two_turns_at_the_same_price(name):
 
 
 STORAGES = {
-    "static": {"storage": "static", "room_tokens": 64},
     "compress, int8": {"turns": "compress", "quantize": "int8"},
-    "recall, static": {"recall": "host", "storage": "static", "room_tokens": 64},
+    "recall": {"recall": "host"},
 }
 
 

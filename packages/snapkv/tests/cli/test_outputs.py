@@ -13,7 +13,7 @@ from tests.cli.commands import commands, options_of
 
 TEXTS = """
 model revision device dtype attn_implementation shape medusa assistant files document data
-include_path haystack policy decode_policy baseline beside budget storage pooling group_reduce
+include_path haystack policy decode_policy baseline beside budget pooling group_reduce
 window_reduce set_
 kernel_size protect kinds question questions prompt answer_start tasks lengths batch datasets
 context gpu_memory reserve bandwidth documents positions windows kernels poolings budgets corpora

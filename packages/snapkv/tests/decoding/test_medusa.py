@@ -26,16 +26,11 @@ PROMPT, NEW = 80, 16
 POLICY = SnapKV(36, window_size=8, kernel_size=5)
 STORAGES = {
     "dynamic": (POLICY, {}),
-    "static": (POLICY, {"storage": "static", "room_tokens": 60}),
     "uneven layers": (PyramidKV(36, window_size=8), {}),
     "ragged": (AdaKV(POLICY), {}),
     "per query head": (SnapKV(36, window_size=8, group_reduce="none"), {}),
     "full": (FullCache(), {}),
     "few bits": (POLICY, {"quantize": "int8"}),
-    "few bits, static": (
-        POLICY,
-        {"quantize": "int8", "storage": "static", "room_tokens": 60},
-    ),
 }
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 BUSHY = CandidateTree.likeliest([(0.3, 0.3, 0.3)] * 3, 39)
@@ -111,12 +106,11 @@ def test_the_text_ends_where_plain_decoding_ends():
     text = generate(model, ids, new_cache(model, "dynamic"))
     end = int(text[0, PROMPT + 6])
     plain = generate(model, ids, new_cache(model, "dynamic"), eos_token_id=end)
-    for storage in ("dynamic", "static"):
-        cache = new_cache(model, storage)
-        medusa = Medusa(KnowingHeads.of(model, cache, text), BUSHY)
-        got = generate(model, ids, cache, custom_generate=medusa, eos_token_id=end)
-        assert torch.equal(got, plain)
-        assert cache.get_seq_length() == plain.shape[1] - 1
+    cache = new_cache(model, "dynamic")
+    medusa = Medusa(KnowingHeads.of(model, cache, text), BUSHY)
+    got = generate(model, ids, cache, custom_generate=medusa, eos_token_id=end)
+    assert torch.equal(got, plain)
+    assert cache.get_seq_length() == plain.shape[1] - 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -227,23 +221,16 @@ def test_sampling_takes_only_plausible_tokens():
 
 PADS = torch.ones(1, PROMPT).long().index_fill(1, torch.arange(4), 0)
 REFUSED = {
-    "one sequence": ("full", {"num_beams": 2}),
-    "no padding": ("full", {"attention_mask": PADS}),
-    "return_dict_in_generate": ("full", {"return_dict_in_generate": True}),
-    "room_tokens": ("little room", {}),
+    "one sequence": {"num_beams": 2},
+    "no padding": {"attention_mask": PADS},
+    "return_dict_in_generate": {"return_dict_in_generate": True},
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_cannot_be_verified_is_refused(why):
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    kind, options = REFUSED[why]
-    cache = {
-        "full": lambda: new_cache(model, "full"),
-        "little room": lambda: CompressedCache(
-            model, POLICY, storage="static", room_tokens=NEW + 5
-        ),
-    }[kind]()
+    options, cache = REFUSED[why], new_cache(model, "full")
     with pytest.raises(InvalidArgumentError, match=why):
         generate(model, ids, cache, custom_generate=Medusa(random_heads(model), BUSHY), **options)
     assert cache.get_seq_length() == 0

@@ -72,10 +72,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 STORAGES: dict[str, dict[str, Any]] = {
     "dynamic": {},
-    "static": {"storage": "static", "room_tokens": 64},
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},
-    "static-int8": {"storage": "static", "room_tokens": 64, "quantize": "int8"},
 }
 TURNS: dict[str, dict[str, Any]] = {
     "append": {},

@@ -21,7 +21,6 @@ KINDS = {
     "dense": _PLAIN,
     "per-query-head": replace(_PLAIN, policy="snapkv-none"),
     "ragged": replace(_PLAIN, policy="adakv"),
-    "static": replace(_PLAIN, storage="static"),
     "recall": replace(_PLAIN, turns="recall"),
     "sinks": replace(_PLAIN, policy="streaming-llm"),
     "sums": replace(_PLAIN, policy="h2o"),

@@ -5,9 +5,14 @@ As there, numbers that Python knew stay what they were, and nothing but the oper
 
 import contextlib
 
+import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import GenerationMixin
+
+from snapkv.hf import step_graph
+from snapkv.hf.cache_argument import cache_among
 
 
 class Tape(TorchDispatchMode):
@@ -39,3 +44,19 @@ class TapeRecorder:
         with Tape() as tape:
             step()
         return tape.replay
+
+
+@contextlib.contextmanager
+def recording_on_a_cpu():
+    """Within this block a CPU is as a device whose work can be recorded."""
+    own = GenerationMixin._valid_auto_compile_criteria
+
+    def criteria(model, model_kwargs, config):
+        asks = config.compile_config is not None or config.disable_compile
+        cache = cache_among(model_kwargs)
+        return own(model, model_kwargs, config) if asks else cache.is_compileable
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(step_graph.RECORDERS, "cpu", TapeRecorder)
+        patch.setattr(GenerationMixin, "_valid_auto_compile_criteria", criteria)
+        yield

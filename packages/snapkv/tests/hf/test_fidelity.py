@@ -186,10 +186,9 @@ def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(wrong, 
     assert not cache._check.doubts
 
 
-@pytest.mark.parametrize("storage", ["dynamic", "static"])
-def test_doubts_of_a_pass_that_ended_early_are_forgotten_with_it(storage):
+def test_doubts_of_a_pass_that_ended_early_are_forgotten_with_it():
     model, ids = tiny_model("llama"), random_ids(1, 32)
-    cache = CompressedCache(model, SnapKV(budget=8, window_size=4), storage=storage)
+    cache = CompressedCache(model, SnapKV(budget=8, window_size=4))
     model(ids, past_key_values=cache)
     cache._check.doubts.append(doubt_scores(states(), whole_output(states()) * 2, module()))
     with pytest.raises(CacheMismatchError, match="reset"):

@@ -179,22 +179,22 @@ def test_what_fails_leaves_nothing(llama):
 
 PADDED = torch.ones(2, 60).long().index_fill(1, torch.arange(9), 0)
 INLINE = {
-    "one pass": ("static", {}),
-    "pieces": ("dynamic", {"prefill_chunk_size": 7}),
-    "beams": ("dynamic", {"num_beams": 2}),
-    "padded": ("static", {"attention_mask": PADDED}),
+    "one pass": {},
+    "pieces": {"prefill_chunk_size": 7},
+    "beams": {"num_beams": 2},
+    "padded": {"attention_mask": PADDED},
 }
 
 
-@pytest.mark.parametrize(("storage", "options"), INLINE.values(), ids=INLINE)
-def test_a_cache_made_in_the_call_answers_as_one_made_before(llama, storage, options):
+@pytest.mark.parametrize("options", INLINE.values(), ids=INLINE)
+def test_a_cache_made_in_the_call_answers_as_one_made_before(llama, options):
     before, ids = state(llama), random_ids(2, 60)
-    cache = CompressedCache(llama, POLICY, storage=storage)
+    cache = CompressedCache(llama, POLICY)
     expected = llama.generate(ids, past_key_values=cache, **OPTIONS, **options)
     del cache
     assert "generate" not in vars(llama)
     tokens = llama.generate(
-        ids, past_key_values=CompressedCache(llama, POLICY, storage=storage), **OPTIONS, **options
+        ids, past_key_values=CompressedCache(llama, POLICY), **OPTIONS, **options
     )
     assert torch.equal(tokens, expected)
     assert as_it_was(llama, before)

@@ -27,10 +27,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("storage", ["dynamic", "static"])
-def test_train_mode_with_gradient_checkpointing_is_refused_before_a_token_is_read(call, storage):
+def test_train_mode_with_gradient_checkpointing_is_refused_before_a_token_is_read(call):
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, PROMPT)
-    cache = CompressedCache(model, POLICY, storage=storage)
+    cache = CompressedCache(model, POLICY)
     for layer in model.model.layers:
         layer.gradient_checkpointing = True
     with torch.no_grad():
@@ -119,3 +118,16 @@ def test_a_model_that_replaces_the_cache_is_refused(mode):
     with pytest.raises(UnsupportedModelError, match=r"into the cache it is given, got 0 of 80"):
         model.generate(random_ids(1, PROMPT), past_key_values=cache, **OPTIONS, **mode)
     assert not cache.prompt_state.is_announced
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+def test_a_compiled_model_is_refused():
+    """Before anything is stored."""
+    model = tiny_model("llama")
+    cache = CompressedCache(model, POLICY)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad(), pytest.raises(UnsupportedModelError, match=r"torch\.compile has"):
+        compiled(random_ids(1, PROMPT), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    torch.compiler.reset()

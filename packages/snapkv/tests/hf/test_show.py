@@ -60,10 +60,9 @@ def test_what_generate_has_read_is_shown_with_how_many_heads_keep_each_token(mod
     assert "snapkv inspect" in stop.sentences[1]
 
 
-@pytest.mark.parametrize("storage", ["dynamic", "static"])
-def test_ids_of_plain_calls_are_given(model, storage):
+def test_ids_of_plain_calls_are_given(model):
     ids = random_ids(1, PROMPT)
-    cache = CompressedCache(model, POLICY, storage=storage)
+    cache = CompressedCache(model, POLICY)
     with torch.inference_mode():
         model(ids, past_key_values=cache)
     with pytest.raises(InvalidArgumentError, match=r"all 90 tokens.*first 0; pass input_ids"):

@@ -6,48 +6,31 @@ import gc
 
 import pytest
 import torch
-from transformers import GenerationMixin
+from transformers import CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
 from snapkv import (
     TOVA,
     AdaKV,
     CompressedCache,
-    InvalidArgumentError,
     PyramidKV,
     SnapKV,
     default_policy,
 )
 from snapkv.app.reading import telling_of_reading
 from snapkv.hf import forward_context, room, step_graph
-from snapkv.hf.cache_argument import cache_among
 from snapkv.kvzip import read_twice
 from tests.families import CASES, HYBRID, peaked_model, random_ids, tiny_config, tiny_model
-from tests.hf.tape import TapeRecorder
+from tests.hf.tape import TapeRecorder, recording_on_a_cpu
 from tests.methods import COMPRESSING, METHODS
 
 POLICY = SnapKV(40, window_size=8)
 
 
 @pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    """As if a CPU were a device whose work can be recorded."""
-    monkeypatch.setitem(step_graph.RECORDERS, "cpu", TapeRecorder)
-    own = GenerationMixin._valid_auto_compile_criteria
-
-    def criteria(model, model_kwargs, config):
-        asks = config.compile_config is not None or config.disable_compile
-        cache = cache_among(model_kwargs)
-        return own(model, model_kwargs, config) if asks else cache.is_compileable
-
-    monkeypatch.setattr(GenerationMixin, "_valid_auto_compile_criteria", criteria)
-
-
-def static(model, policy=POLICY, **options):
-    return CompressedCache(model, policy, storage="static", room_tokens=32, **options)
-
-
-MADE = {"static": static, "growing": CompressedCache}
+def on_a_cpu():
+    with recording_on_a_cpu():
+        yield
 
 
 def generated(model, cache, ids, **options):
@@ -59,19 +42,18 @@ def generated(model, cache, ids, **options):
     return model.generate(ids, past_key_values=cache, **options)
 
 
-@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-def test_a_replayed_step_is_the_eager_one_for_every_prompt(family, quantize, made):
+def test_a_replayed_step_is_the_eager_one_for_every_prompt(family, quantize):
     model = tiny_model(family)
-    cache = made(model, POLICY, quantize=quantize)
+    cache = CompressedCache(model, POLICY, quantize=quantize)
     for tokens in (90, 20, 120):
         ids = random_ids(2, tokens, seed=tokens)
         mask = torch.ones_like(ids)
         mask[1, : tokens // 3] = 0
         cache.reset()
         got = generated(model, cache, ids, attention_mask=mask)
-        eager = made(model, POLICY, quantize=quantize)
+        eager = CompressedCache(model, POLICY, quantize=quantize)
         expected = generated(model, eager, ids, attention_mask=mask, disable_compile=True)
         assert torch.equal(got, expected)
         assert torch.equal(cache.kept_positions(0), eager.kept_positions(0))
@@ -79,13 +61,12 @@ def test_a_replayed_step_is_the_eager_one_for_every_prompt(family, quantize, mad
         assert cache.get_seq_length() == eager.get_seq_length()
 
 
-@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 @pytest.mark.parametrize("quantize", [None, "int4"])
 @pytest.mark.parametrize("name", COMPRESSING)
-def test_the_steps_of_every_method_are_one_graph(name, quantize, made):
+def test_the_steps_of_every_method_are_one_graph(name, quantize):
     model, ids, answers, positions = tiny_model("llama"), random_ids(2, 90), [], []
     for options in ({}, {"disable_compile": True}):
-        cache = made(model, METHODS[name], quantize=quantize)
+        cache = CompressedCache(model, METHODS[name], quantize=quantize)
         if cache.policy.reads_context:
             read_twice(model, ids[:, :80], cache)
         answers.append(generated(model, cache, ids, **options))
@@ -105,9 +86,6 @@ def test_the_steps_of_every_family_are_one_graph_or_it_says_why_not(family, impl
     got = generated(model, cache, ids)
     assert torch.equal(got, generated(model, eager, ids, disable_compile=True))
     assert OBSTACLES.get(family, "one graph") in cache.report()["steps"]
-
-
-# A growing cache is lent room.
 
 
 def turns_of(model, cache, **options):
@@ -180,19 +158,27 @@ class Acting(BaseStreamer):
         """Nothing is held back."""
 
 
-def test_a_branch_that_is_made_meanwhile_grows_by_itself():
+@pytest.mark.parametrize("options", [{}, {"recall": "host"}], ids=["", "recall"])
+def test_a_branch_that_is_made_meanwhile_grows_by_itself(options, tmp_path):
     model, ids, branches = tiny_model("llama"), random_ids(1, 60), []
-    cache = CompressedCache(model, POLICY)
-    branch = Acting(lambda: branches.extend([copy.copy(cache), copy.deepcopy(cache)]))
-    got = generated(model, cache, ids, streamer=branch)
+    cache = CompressedCache(model, POLICY, **options)
+
+    def branch():
+        cache.save(tmp_path / "one")
+        loaded = CompressedCache.load(tmp_path / "one", model)
+        branches.extend([copy.copy(cache), copy.deepcopy(cache), loaded])
+
+    got = generated(model, cache, ids, streamer=Acting(branch))
     for each in branches:
-        assert all(not layer.store.is_static for layer in each.prompt_state.layers)
+        assert all(not layer.store.has_room for layer in each.prompt_state.layers)
         seen = each.get_seq_length()
-        logits = model(got[:, seen:], past_key_values=each).logits
-        eager = CompressedCache(model, POLICY)
+        eager = CompressedCache(model, POLICY, **options)
         model(ids, past_key_values=eager)
         for token in got[0, 60:seen]:
             model(token.view(1, 1), past_key_values=eager)
+        for own, other in zip(each.layers, eager.layers, strict=True):
+            torch.testing.assert_close(own.last_queries, other.last_queries)
+        logits = model(got[:, seen:], past_key_values=each).logits
         torch.testing.assert_close(model(got[:, seen:], past_key_values=eager).logits, logits)
 
 
@@ -206,7 +192,7 @@ def test_a_call_that_ends_in_an_error_leaves_a_cache_that_grows(through_class):
         generate(ids, past_key_values=cache, **options)
     assert cache.get_seq_length() == 63
     model(random_ids(1, 300), past_key_values=cache)
-    assert all(not layer.store.is_static for layer in cache.prompt_state.layers)
+    assert all(not layer.store.has_room for layer in cache.prompt_state.layers)
     cache.reset()
     options["streamer"] = Acting(held.__dict__.clear)  # the last to hold what had lent room
     generate(ids, past_key_values=cache, **options)
@@ -254,6 +240,17 @@ def acted(ids, model, cache, act):
     if ids.shape[1] == 65:
         act(model, cache)
     return False
+
+
+def test_a_turn_that_is_announced_in_the_midst_is_read_as_one():
+    model, ids, answers, caches = tiny_model("llama"), random_ids(1, 60), [], []
+    for options in ({}, {"disable_compile": True}):
+        caches.append(cache := CompressedCache(model, POLICY, turns="compress"))
+        act = Acting(lambda c=cache: c.expect_prompt(c.get_seq_length() + 3))
+        answers.append(generated(model, cache, ids, streamer=act, **options))
+    assert torch.equal(*answers)
+    assert torch.equal(*(cache.kept_positions(1) for cache in caches))
+    assert caches[0].report()["steps"] == "eager: no room was taken for the step"
 
 
 def test_a_cache_that_is_changed_with_every_token_is_not_recorded_for_each():
@@ -322,8 +319,20 @@ def test_a_cache_that_cannot_be_lent_room_grows_and_says_why(said):
     assert said in cache.report()["steps"]
 
 
+def test_a_wish_to_compile_is_recorded_and_it_is_said(caplog):
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    cache, eager = CompressedCache(model, POLICY), CompressedCache(model, POLICY)
+    config = CompileConfig()
+    config._compile_all_devices = True  # or transformers would not on a CPU
+    got = generated(model, cache, ids, compile_config=config)
+    assert torch.equal(got, generated(model, eager, ids, disable_compile=True))
+    assert cache.report()["steps"] == "one graph"
+    assert "compile_config: decoding steps are recorded, not compiled" in caplog.text
+
+
 def test_every_call_records_for_its_own_batch_and_cache():
-    model, cache = tiny_model("llama"), static(tiny_model("llama"))
+    model = tiny_model("llama")
+    cache = CompressedCache(model, POLICY)
     for rows in (1, 2, 1):
         ids = random_ids(rows, 60)
         cache.reset()
@@ -338,8 +347,8 @@ def test_every_call_records_for_its_own_batch_and_cache():
 def test_what_generate_collects_of_a_step_is_not_overwritten_by_the_next():
     model, ids = tiny_model("llama"), random_ids(1, 60)
     wanted = {"return_dict_in_generate": True, "output_hidden_states": True, "output_logits": True}
-    got = generated(model, static(model), ids, **wanted)
-    expected = generated(model, static(model), ids, disable_compile=True, **wanted)
+    got = generated(model, CompressedCache(model, POLICY), ids, **wanted)
+    expected = generated(model, CompressedCache(model, POLICY), ids, disable_compile=True, **wanted)
     torch.testing.assert_close(got.logits, expected.logits)
     torch.testing.assert_close(got.hidden_states[1:], expected.hidden_states[1:])
 
@@ -359,36 +368,26 @@ def followed(model):
 @pytest.mark.parametrize("change", [moved, rescaled, followed])
 def test_nothing_that_changed_between_two_calls_is_replayed(change):
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 60)
-    cache = static(model)
+    cache = CompressedCache(model, POLICY)
     before = generated(model, cache, ids)
     change(model)
     cache.reset()
     after = generated(model, cache, ids)
-    assert torch.equal(after, generated(model, static(model), ids, disable_compile=True))
+    assert torch.equal(
+        after, generated(model, CompressedCache(model, POLICY), ids, disable_compile=True)
+    )
     assert not torch.equal(before, after)
 
 
 def test_a_prompt_read_in_inference_mode_and_one_outside_of_it():
     model, ids = tiny_model("llama"), random_ids(1, 60)
-    cache, answers = static(model), []
+    cache, answers = CompressedCache(model, POLICY), []
     for mode in (True, False, True):
         cache.reset()
         with torch.inference_mode(mode):
             answers.append(generated(model, cache, ids))
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[2])
-
-
-@pytest.mark.parametrize("quantize", [None, "int8"])
-@pytest.mark.parametrize("options", [{}, {"disable_compile": True}], ids=["graph", "eager"])
-def test_tokens_beyond_the_room_are_refused(quantize, options):
-    """Where the class's own `generate` runs, which cannot say how many will come."""
-    model, ids = tiny_model("llama"), random_ids(1, 60)
-    made = {"storage": "static", "room_tokens": 4, "quantize": quantize}
-    cache = CompressedCache(model, POLICY, **made)
-    own = type(model).generate
-    with pytest.raises(InvalidArgumentError, match="room_tokens: expected room for"):
-        own(model, ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **options)
 
 
 def with_frequencies_by_length():
@@ -399,7 +398,7 @@ def with_frequencies_by_length():
 def test_a_step_is_recorded_while_a_bar_follows_the_reading():
     model, ids, told = tiny_model("llama"), random_ids(1, 60), []
     with telling_of_reading(model, lambda *read: told.append(read)):
-        cache = static(model)
+        cache = CompressedCache(model, POLICY)
         generated(model, cache, ids)
     assert cache.report()["steps"] == "one graph"
     assert told[-1] == (60, 60)
@@ -415,7 +414,7 @@ def test_a_step_is_recorded_while_a_bar_follows_the_reading():
 )
 def test_what_cannot_be_recorded_runs_eagerly_and_is_named(made, said):
     model, ids = made(), random_ids(1, 60)
-    cache, eager = static(model), static(model)
+    cache, eager = CompressedCache(model, POLICY), CompressedCache(model, POLICY)
     got = generated(model, cache, ids)
     assert torch.equal(got, generated(model, eager, ids, disable_compile=True))
     assert cache.report()["steps"].startswith(said)
@@ -425,7 +424,7 @@ def test_what_cannot_be_recorded_runs_eagerly_and_is_named(made, said):
 
 def test_followers_of_attention_calls_are_told_of_each():
     model, ids, calls = tiny_model("llama"), random_ids(1, 60), []
-    cache = static(model)
+    cache = CompressedCache(model, POLICY)
     generated(model, cache, ids)
 
     class Follower(forward_context.Hook):
@@ -440,7 +439,7 @@ def test_followers_of_attention_calls_are_told_of_each():
 
 def test_a_recorded_step_goes_with_its_call():
     model, ids = tiny_model("llama"), random_ids(1, 60)
-    cache = static(model)
+    cache = CompressedCache(model, POLICY)
     generated(model, cache, ids)
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is step_graph.StepGraph]

@@ -28,7 +28,7 @@ from tests.methods import BOTH, METHODS, OWN_BUDGET, SNAPKV
 
 LINE = r"^\w+: expected .* got .*; "
 RATIO, BYTES = METHODS["snapkv by ratio"], SnapKV("12%")
-HOST, COMPRESS, STATIC = {"recall": "host"}, {"turns": "compress"}, {"storage": "static"}
+HOST, COMPRESS = {"recall": "host"}, {"turns": "compress"}
 EVICTS = METHODS["h2o"]
 
 REFUSED = [
@@ -51,11 +51,8 @@ REFUSED = [
     ("the same for all heads and layers", PyramidKV(**BOTH), COMPRESS),
     ("chooses by the last queries or none", ExpectedAttention(**BOTH), COMPRESS),
     ("does not ask for positions", KVzap(64, gate=drawn_gate()), COMPRESS),
-    ("storage: expected 'dynamic'", SNAPKV, COMPRESS | STATIC),
     ("recall='host'", OWN_BUDGET, COMPRESS),
     (r"expected .*share=0\.12", BYTES, COMPRESS),
-    # Static storage.
-    ("storage: expected a policy that only compresses prompts", EVICTS, STATIC),
     # Few bits.
     *(
         (f"quantize: expected int8 or int4, keys .*, got '{gone}'", SNAPKV, {"quantize": gone})
@@ -109,8 +106,6 @@ def test_methods_that_turn_keys_refuse_latents(policy):
 PER_QUERY_HEAD = METHODS["snapkv by query head"]
 MODELS = [
     ("llama", FastGen(), {}, "with_tokenizer"),
-    ("sliding", SNAPKV, STATIC, "DynamicSlidingWindowLayer"),
-    ("latent", METHODS["pyramidkv"], STATIC, "'static' of latent attention"),
     ("latent", SNAPKV, {"quantize": "int8"}, "none for latent attention"),
     ("latent", PER_QUERY_HEAD, {}, "'mean' for latent attention"),
     ("linear latent", PER_QUERY_HEAD, {}, "'mean' for latent attention"),
@@ -142,13 +137,11 @@ def read_in_part(model, cache):
 
 LATER = [
     (drop, "llama", EVICTS, {}, "policy: expected one that only compresses prompts for drop"),
-    (drop, "llama", SNAPKV, STATIC, "storage: expected 'dynamic' for drop"),
     (drop, "llama", ExpectedAttention(**BOTH), {}, "for positions, for drop"),
     (verify_drafts, "linear", SNAPKV, {}, "got recurrent states"),
     (verify_drafts, "llama", EVICTS, {}, "where drafts are verified"),
     (read_in_part, "sliding", SNAPKV, {}, "layer_by_layer"),
     (read_in_part, "llama", SNAPKV, HOST, "turns: expected no recall"),
-    (read_in_part, "llama", SNAPKV, STATIC, "storage: expected none"),
     (read_in_part, "llama", ExpectedAttention(**BOTH), {}, "uses attention alone"),
 ]
 

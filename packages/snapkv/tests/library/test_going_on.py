@@ -91,7 +91,6 @@ OPTIONS = (
     {"turns": "compress"},
     {"recall": "host"},
     {"quantize": "int8"},
-    {"storage": "static", "room_tokens": 64},
     {"protect": [(0, 3)]},
 )
 

@@ -92,7 +92,7 @@ BLENDS = [
     ],
     *[
         (ARGUMENT, f"{name}: expected", of("uneven"), {"policy": SMALL, name: value})
-        for name, value in (("turns", "compress"), ("quantize", "int8"), ("storage", "static"))
+        for name, value in (("turns", "compress"), ("quantize", "int8"))
     ],
 ]  # fmt: skip
 

@@ -211,7 +211,6 @@ FORGED = {
     "no layers": changed_notes(layers=[]),
     "a layer that has seen more": lambda _, notes: notes["layers"][1]["slots"].update(start=71),
     "another kind of store": changed_layer(store_kind="another"),
-    "a store with room": changed_layer(store_kind="static"),
     "options that are text": changed_notes(options="none"),
 }
 

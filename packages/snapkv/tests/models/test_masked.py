@@ -20,7 +20,7 @@ from snapkv import (
     default_policy,
 )
 from snapkv.prefill import layer_by_layer
-from tests.families import HYBRID, ONCE, left_padded, random_ids, tiny_model
+from tests.families import ONCE, left_padded, random_ids, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 from tests.pairs import pairs
 
@@ -35,7 +35,6 @@ CACHES = {
     "default": (default_policy(BUDGET, window_size=8), {}),
     "pyramidkv": (PyramidKV(BUDGET, window_size=8), {}),
     "keydiff": (KeyDiff(BUDGET, window_size=8), {}),
-    "static": (SNAPKV, {"storage": "static"}),
     "recall": (SNAPKV, {"recall": "host"}),
 }
 FAMILIES = {"-".join(case): case for case in ONCE}
@@ -70,9 +69,7 @@ def with_new(ids, mask):
     return torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1), new
 
 
-def is_refused(model, family, cache):
-    if cache == "static":
-        return family in HYBRID
+def is_refused(model, cache):
     keys = model(random_ids(1, 4), use_cache=True).past_key_values.layers[0].keys
     shares_one_latent = keys.shape[1] == 1 and model.config.num_attention_heads > 1
     return cache == "per query head" and shares_one_latent
@@ -90,8 +87,8 @@ def test_answers_are_those_of_a_full_cache_that_hides_what_was_dropped(
 ):
     model, (policy, options), name = tiny_model(*family), CACHES[cache], cache
     (ids, mask), full = left_padded(lengths), CompressedCache(model, FullCache())
-    if is_refused(model, family[0], name):
-        with pytest.raises(UnsupportedModelError, match=r"latent attention|full attention only"):
+    if is_refused(model, name):
+        with pytest.raises(UnsupportedModelError, match="latent attention"):
             feed(model, CompressedCache(model, policy, **options), ids, mask, [PROMPT])
         return
     cache = CompressedCache(model, policy, **options)
@@ -153,7 +150,7 @@ def test_nothing_changes_where_the_budget_covers_the_prompt(family, implementati
     assert torch.equal(feed(model, cache, both, both_mask, sizes), plain)
 
 
-OWN_MASKS = [{}, {"quantize": "int8"}, {"turns": "compress"}, {"storage": "static"}]
+OWN_MASKS = [{}, {"quantize": "int8"}, {"turns": "compress"}]
 
 
 @pytest.mark.parametrize("options", OWN_MASKS, ids=str)

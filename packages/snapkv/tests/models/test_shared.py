@@ -13,7 +13,6 @@ from tests.golden.cases import BUDGET, POLICIES
 
 SNAPKV = SnapKV(BUDGET, window_size=6)
 OPTIONS = {
-    "static": {"storage": "static", "room_tokens": 16},
     "int8": {"quantize": "int8"},
     "recall": {"recall": "host"},
     "compress": {"turns": "compress"},

@@ -2,16 +2,14 @@
 
 import itertools
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import BlockLayout, coded_attention, encode
-from tests.ops.ragged_cases import LENGTHS, OPTIONS, roomy, states, with_options, with_room
+from tests.ops.ragged_cases import LENGTHS, OPTIONS, states, with_options, with_room
 
-PARTS = ("packed", "scale", "least")
 BITS = ((4, 4), (8, 4), (4, 8))
 CASES = LENGTHS | {
     "as many blocks": ((70, 90), (65, 96)),
@@ -48,17 +46,6 @@ def blocks_of(flat, layout):
     return flat[layout.rows(list(itertools.accumulate(counts, initial=0)))]
 
 
-def in_buffers(given):
-    """The same in buffers with room, which hold other numbers behind what is written."""
-    room = sum(given["layout"].head_blocks) + 3
-    made = {
-        name: replace(codes, **{part: roomy(getattr(codes, part), 0, room) for part in PARTS})
-        for name, codes in ((name, given[name]) for name in ("keys", "values"))
-    }
-    tail = with_room(given, given["tail_keys"].shape[2])
-    return given | made | tail | {"layout": replace(given["layout"], room=room)}
-
-
 def require_reference(impl, *, cases=tuple(CASES), query_counts=(1, 3, 40)):
     """The cases of an implementation against the reference."""
     for turn, lengths in enumerate(map(CASES.get, cases)):
@@ -68,7 +55,7 @@ def require_reference(impl, *, cases=tuple(CASES), query_counts=(1, 3, 40)):
             for options in OPTIONS.values():
                 given = with_options(given, options)
                 expected = coded_attention(**given, impl="reference")
-                for stored in (given, in_buffers(given)):
+                for stored in (given, with_room(given)):
                     got = coded_attention(**stored, impl=impl)
                     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 

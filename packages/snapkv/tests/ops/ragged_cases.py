@@ -80,26 +80,15 @@ def wide(arguments):
     }
 
 
-def in_buffers(arguments):
-    """The same in buffers with room, which hold other numbers behind what is written."""
-    layout, S = arguments["layout"], arguments["tail_keys"].shape[2]
-    room = 2 * 64 * (max(map(sum, layout.head_tokens)) // 64 + 2)
-    made = {name: roomy(arguments[name], 0, room) for name in ("keys", "values")}
-    return arguments | made | with_room(arguments, S) | {"layout": replace(layout, room=room)}
-
-
-def with_room(arguments, tokens):
-    """A tail of so many tokens with room for seven more."""
-    tail = {name: roomy(arguments[name], 2, tokens + 7) for name in ("tail_keys", "tail_values")}
-    return tail | {"tail_tokens": torch.tensor(tokens, device=tail["tail_keys"].device)}
-
-
-def roomy(states, axis, size):
-    shape = list(states.shape)
-    shape[axis] = size
-    buffer = states.new_full(shape, 100)
-    buffer.narrow(axis, 0, states.shape[axis]).copy_(states)
-    return buffer
+def with_room(arguments):
+    """The same with a tail that has room for seven more, other numbers behind what is written."""
+    written = arguments["tail_keys"]
+    tail = {
+        name: torch.nn.functional.pad(arguments[name], (0, 0, 0, 7), value=100)
+        for name in ("tail_keys", "tail_values")
+    }
+    tail["tail_tokens"] = torch.tensor(written.shape[2], device=written.device)
+    return arguments | tail
 
 
 def runs(impl, given):
@@ -119,7 +108,7 @@ def require_reference(impl, device="cpu", *, cases=tuple(LENGTHS), query_counts=
                 if not runs(impl, given):
                     continue
                 expected = ragged_attention(**given, impl="reference")
-                for stored in (given, in_buffers(given)):
+                for stored in (given, with_room(given)):
                     got = ragged_attention(**stored, impl=impl)
                     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 

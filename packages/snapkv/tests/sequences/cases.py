@@ -4,7 +4,6 @@ import snapkv as kv
 from tests.sequences import operations as do
 
 HOST = {"recall": "host"}
-STATIC = {"storage": "static", "room_tokens": 24}
 FITS = kv.SnapKV(18, window_size=6)
 
 
@@ -87,18 +86,10 @@ CASES = {
         (do.Turn(43, pads=(0, 1, 0)), do.Turn(1)),
     ),
     # Nothing was dropped by the first turn; the mask of the next one had another width.
-    "static, a later turn by layers": llama(
-        kv.SnapKV(4, window_size=2),
-        (do.Turn(1), do.Turn(2, how="layers", piece=1)),
-        {"storage": "static"},
-    ),
     "codes with recall, a later turn in pieces": llama(
         FITS, (do.Turn(1), do.Turn(4, how="pieces", piece=2)), {**HOST, "quantize": "int8"}
     ),
     # Refused where the first layer had read and dropped already.
-    "static storage of query heads": llama(
-        kv.SnapKV(20, window_size=4, group_reduce="none"), (do.Turn(30),), {"storage": "static"}
-    ),
     "codes of heads that differ in length": llama(
         kv.AdaKV(kv.SnapKV(20, window_size=4)), (do.Turn(30),), {"quantize": "int8"}
     ),
@@ -139,27 +130,11 @@ CASES = {
         (do.Turn(10, pads=(0, 4)), do.Rows("reorder_cache", (1,)), do.Turn(17)),
         {"quantize": "int8"},
     ),
-    # All that was seen counted as no more than the row that was left.
-    "static, a row of a layer by itself behind a longer one that is gone": llama(
-        kv.PyramidKV(40, window_size=2),
-        (do.Turn(16, pads=(6, 0)), do.Rows("batch_select_indices", (0,)), do.Step(2)),
-        STATIC,
-    ),
     # The row that had codes was gone, and its slots were read out of nothing.
     "codes of no token": llama(
         kv.KeyDiff(10, window_size=8),
         (do.Turn(5, pads=(4, 0)), do.Rows("batch_select_indices", (0,)), do.Turn(4)),
         {"quantize": "int8"},
-    ),
-    # Refused at the first token without a slot, when others of its turn had been read.
-    "static, a turn by layers that has no room": llama(
-        FITS, (do.Turn(10), do.Turn(40, how="layers", piece=4)), STATIC
-    ),
-    "static, a turn in pieces that has no room": llama(
-        FITS, (do.Turn(10), do.Turn(40, how="generate", piece=4)), STATIC
-    ),
-    "static, an answer behind a turn that has no room": llama(
-        FITS, (do.Turn(10), do.Turn(30, how="generate", answer=6)), STATIC
     ),
     # A pass was refused behind linear layers whose states had gone on.
     "query heads of a latent behind linear layers": do.Sequence(
@@ -218,11 +193,6 @@ CASES = {
         )
         for tokens in (1, 4, 7)
     },
-    "crop into a prompt, static": llama(
-        kv.SnapKV(25, window_size=12),
-        (do.Turn(80), do.Crop(30), do.Turn(20)),
-        {**HOST, "storage": "static", "room_tokens": 40},
-    ),
     "crop within a prompt that comes in pieces": llama(
         FITS, (do.Begin(40, of=80), do.Crop(10), do.Step(20, together=True), do.Turn(1)), HOST
     ),

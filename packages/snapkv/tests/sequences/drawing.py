@@ -23,7 +23,8 @@ def drawn(seed: int, number: int) -> do.Sequence:
     draw = Draw(f"{seed}/{number}")
     model = draw.choice(list(KINDS))
     policy = _policy(draw, model)
-    return do.Sequence(model, policy, _operations(draw, policy), _options(draw, policy, model))
+    operations, options = _operations(draw, policy), _options(draw, policy, model)
+    return do.Sequence(model, policy, operations, options, recorded=draw.random() < 0.5)
 
 
 # Policies.
@@ -159,11 +160,7 @@ def _options(draw: Draw, policy: Policy, model: str) -> dict[str, Any]:
         options["turns"] = "compress"
     elif later == "recall":
         options["recall"] = "host"
-    stored = draw.random()
-    is_static = 0.15 <= stored < 0.3 and has_budget
-    if is_static:
-        options |= {"storage": "static", "room_tokens": draw.choice([24, 64])}
-    if stored < 0.15 or (is_static and draw.random() < 0.4):
+    if draw.random() < 0.15:
         options["quantize"] = draw.choice(["K8V4", "int8", KVCodes(4, 8)])
     return options
 

@@ -176,9 +176,8 @@ class Judge:
         self.evicts = isinstance(self.policy, EvictingPolicy)  # drops tokens after every pass
         self.recalls = self.options.get("recall") is not None  # turns see all that was seen
         self.forgets_states = states_of(self.model) is States.BEGIN_ANEW
-        votes = self.recalls or self.options.get("turns") == "compress"
         # Whether the end of a short turn votes with queries of what stands before it.
-        self.looks_back = votes and self.options.get("storage") != "static"
+        self.looks_back = self.recalls or self.options.get("turns") == "compress"
 
     def new_cache(self) -> CompressedCache:
         """An empty one."""
@@ -300,8 +299,7 @@ class Judge:
         wanted = self.policy.query_tokens
         if not (state.short_by and wanted):
             return False
-        held = wanted != ALL_QUERIES
-        if held and self.options.get("storage") != "static":
+        if wanted != ALL_QUERIES:
             wanted = state.short_by  # as many stand before the crop
         return state.seen - state.resumed_at < wanted
 
@@ -394,8 +392,8 @@ def _require_positions(kept: Tensor, tokens: Tensor, layer: int) -> None:
 
 
 def _require_bytes(kept: Tensor, layer: Any, row: dict[str, Any], options: dict[str, Any]) -> None:
-    """Bytes are those of the tokens that are kept; codes and static buffers are left out."""
-    if options.get("quantize") or options.get("storage") == "static":
+    """Bytes are those of the tokens that are kept; codes are left out."""
+    if options.get("quantize"):
         return
     keys, values = layer.keys, layer.values
     size = keys.element_size() * (keys.shape[-1] + values.shape[-1])

@@ -107,9 +107,14 @@ class Reset(Operation):
 
 @dataclass(frozen=True)
 class Sequence:
-    """A cache of that kind of model, policy and options, and what is done to it."""
+    """A cache of that kind of model, policy and options, and what is done to it.
+
+    Attributes:
+        recorded: whether the steps of `generate` are recorded, in room that runs out soon.
+    """
 
     model: str
     policy: Policy
     operations: tuple[Operation, ...]
     options: dict[str, Any] = field(default_factory=dict)
+    recorded: bool = False

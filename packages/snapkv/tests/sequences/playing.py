@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria
 
 from snapkv import CompressedCache, SnapKVError
+from snapkv.hf import room
 from snapkv.policies.spans import Spans
+from tests.hf.tape import recording_on_a_cpu
 from tests.sequences import operations as do
 from tests.sequences.judging import (
     CHANGES,
@@ -232,7 +235,7 @@ class Game:
         piece = turn.piece
         options = {"prefill_chunk_size": piece} if piece else {}
         output = self._unless_refused(
-            lambda: self.model.generate(
+            lambda: self._generated(
                 ids,
                 attention_mask=state.mask(end),
                 past_key_values=state.cache,
@@ -241,7 +244,6 @@ class Game:
                 pad_token_id=0,
                 output_logits=True,
                 return_dict_in_generate=True,
-                disable_compile=True,
                 stopping_criteria=[watched],
                 **options,
             )
@@ -261,6 +263,14 @@ class Game:
             state.done.append(Part("step", end + number, state.seen, state.ids[:, end + number :]))
             state.logits = logits[:, None]
             self.judge.judge(state, keeps=number + 1 == last)
+
+    def _generated(self, ids: Tensor, **options: Any) -> Any:
+        if not self.sequence.recorded:
+            return self.model.generate(ids, disable_compile=True, **options)
+        with recording_on_a_cpu(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(room, "LEAST_TOKENS", 1)
+            patch.setattr(room, "FIRST_TOKENS", 2)
+            return self.model.generate(ids, **options)
 
     def _draw(self, tokens: int) -> Tensor:
         self.drawn += 1

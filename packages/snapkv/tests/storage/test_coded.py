@@ -62,15 +62,10 @@ def give_what_codes_stand_for(store, coded):
         store.ragged = RaggedStates.gather(keys, values, store.ragged.slots())
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [("llama", {}), ("llama", {"storage": "static", "room_tokens": 8})],
-    ids=["dynamic", "static"],
-)
-def test_a_report_says_the_bits_of_what_is_held(family, options):
-    model = tiny_model(family)
-    assert set(read(model, quantize=KVCodes(8, 4), **options).report()["bits"]) == {"8/4"}
-    assert set(read(model, **options).report()["bits"]) == {"32"}
+def test_a_report_says_the_bits_of_what_is_held():
+    model = tiny_model("llama")
+    assert set(read(model, quantize=KVCodes(8, 4)).report()["bits"]) == {"8/4"}
+    assert set(read(model).report()["bits"]) == {"32"}
 
 
 def test_bytes_are_those_of_codes_and_scales():
@@ -168,7 +163,6 @@ def by_hand(states, how, number, along):
 KEEPING = {
     "even": ("llama", POLICY, {}),
     "whole": ("llama", FullCache(), {}),
-    "static": ("llama", POLICY, {"storage": "static"}),
     "latents": ("deepseek_v3", POLICY, {}),
 }
 

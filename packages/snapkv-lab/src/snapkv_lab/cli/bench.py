@@ -50,9 +50,6 @@ class BenchOptions(ComparedOptions, WritingOptions):
     num_layers: Annotated[
         int | None, panels.model(help="Fewer layers than the shape has"), WholeNumber(1)
     ] = None
-    storage: Annotated[
-        str, panels.sweep(help="dynamic, static, or both with a comma between them")
-    ] = "dynamic"
     baseline: Annotated[
         str,
         panels.sweep(

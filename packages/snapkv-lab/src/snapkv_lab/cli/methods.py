@@ -1,4 +1,4 @@
-"""From `--policy`, `--budget`, `--baseline`, `--storage` and shares to the methods to compare."""
+"""From `--policy`, `--budget`, `--baseline` and shares to the methods to compare."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -28,17 +28,14 @@ def compared_methods(options: SweepOptions) -> list[Method]:
 
 
 def compared_caches(options: Any) -> list[Contender]:
-    """The baselines of a bench, then every policy with every budget and storage."""
-    storages, found = specs([options.storage]), list(map(full, specs([options.baseline])))
-    if any(storage not in ("dynamic", "static") for storage in storages):
-        raise InvalidArgumentError(
-            f"storage: expected dynamic, static or both, got {options.storage!r}"
-        )
-    for each, storage in itertools.product(_read_in_every_way(options), storages):
-        label = f"{each.label} {storage}"
-        made = compressed(label, each.policy, storage=storage, codes=each.bits)
-        found.append(replace(made, prefill=each.prefill))
-    return found
+    """The baselines of a bench, then every policy with every budget."""
+    return [
+        *map(full, specs([options.baseline])),
+        *(
+            replace(compressed(each.label, each.policy, codes=each.bits), prefill=each.prefill)
+            for each in _read_in_every_way(options)
+        ),
+    ]
 
 
 def _read_in_every_way(options: Any) -> list[Method]:

@@ -143,14 +143,10 @@ class Decoder:
         )
 
 
-def compressed(
-    label: str, policy: Policy, *, storage: str = "dynamic", codes: KVCodes | None = None
-) -> Contender:
-    held: Any = {"storage": storage, "room_tokens": ROOM_TOKENS, "quantize": codes}
-
+def compressed(label: str, policy: Policy, *, codes: KVCodes | None = None) -> Contender:
     def make(model: PreTrainedModel, prompt_tokens: int) -> Cache:
         del prompt_tokens
-        return CompressedCache(model, policy, **held)
+        return CompressedCache(model, policy, quantize=codes)
 
     return Contender(label=label, make=make, policy=policy)
 

@@ -49,10 +49,10 @@ def test_decode_gives_a_row_per_length_batch_and_cache(snapkv, tiny, tmp_path):
     out = tmp_path / "rows.jsonl"
     done = snapkv(
         *("bench", "decode", *SMALL, "--batch", "1,2", "--tokens", "2", "--json"),
-        *("--storage", "dynamic,static", "--output", out),
+        *("--output", out),
     )
     rows = rows_of(done)
-    names = ("transformers", "default@48 dynamic", "default@48 static")
+    names = ("transformers", "default@48")
     assert [(row["batch"], row["length"], row["cache"]) for row in rows] == [
         (batch, length, name) for batch in (1, 2) for length in (64, 128) for name in names
     ]
@@ -74,7 +74,7 @@ def test_decode_gives_a_row_per_length_batch_and_cache(snapkv, tiny, tmp_path):
 def test_prefill_reads_in_the_pieces_that_are_asked_for(snapkv, tiny):
     rows = rows_of(snapkv("bench", "prefill", *SMALL, "--chunk-tokens", "32", "--json"))
     assert len(rows) == 4
-    ours = [row for row in rows if row["cache"] == "default@48 dynamic"]
+    ours = [row for row in rows if row["cache"] == "default@48"]
     assert all(row["chunk_tokens"] == 32 for row in ours)
     assert all(row["ms"]["p50"] > 0 for row in rows)
 
@@ -94,9 +94,9 @@ def test_memory_holds_less_and_measures_each_cache_alone(snapkv, tiny, monkeypat
     monkeypatch.setattr(bench.sys, "argv", ["snapkv", *arguments])
     monkeypatch.setattr(bench.subprocess, "run", run)
     rows = rows_of(snapkv(*arguments, "--json"))
-    assert started == ["transformers", "default@48 dynamic"]
+    assert started == ["transformers", "default@48"]
     held = {(row["cache"], row["length"]): row["held_bytes"] for row in rows}
-    full, ours = held["transformers", 128], held["default@48 dynamic", 128]
+    full, ours = held["transformers", 128], held["default@48", 128]
     assert full / 128 * 48 <= ours <= 1.2 * full / 128 * 48
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(rows) == 4
 
@@ -133,12 +133,12 @@ def test_a_cache_that_does_not_fit_keeps_its_cell(snapkv, tiny, full_at_100, tmp
     assert status == {
         ("transformers", 64): "ok",
         ("transformers", 128): "out of memory",
-        ("default@48 dynamic", 64): "ok",
-        ("default@48 dynamic", 128): "ok",
+        ("default@48", 64): "ok",
+        ("default@48", 128): "ok",
     }
     drawn = figure.read_text()
     assert drawn.count("<!-- OOM -->") == 1
-    assert "<!-- default@48 dynamic -->" in drawn
+    assert "<!-- default@48 -->" in drawn
 
 
 def test_decode_compares_at_equal_bytes(snapkv, tiny):
@@ -150,5 +150,5 @@ def test_decode_compares_at_equal_bytes(snapkv, tiny):
     )
     full, exact, coded = (row["held_bytes"] for row in rows)
     names = [row["cache"] for row in rows]
-    assert names == ["transformers", "default@50% dynamic", "default@50% int8 dynamic"]
+    assert names == ["transformers", "default@50%", "default@50% int8"]
     assert coded < 1.4 * exact < 1.4 * full

@@ -19,9 +19,9 @@ from snapkv.policies.states import padding_left
 from snapkv.storage.base import Counts, TokenStore
 from snapkv.storage.coded import CodedStore
 from snapkv.storage.dense import DenseStore
+from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import RaggedStore, tokens_of
-from snapkv.storage.static import LentTail
 from snapkv.storage.storage import Storage
 
 Turns = Literal["append", "compress", "recall"]
@@ -93,7 +93,7 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def is_compileable(self) -> bool:
-        return self.storage.is_compileable or self.store.is_static
+        return self.store.has_room
 
     @property
     def is_croppable(self) -> bool:
@@ -119,7 +119,7 @@ class CompressedLayer(DynamicLayer):
             self.recall()
         elif coming is not None and (self.slots.kept is None or self.turns != "append"):
             self.decode()
-        if not self.store.is_static:
+        if not self.store.has_room:
             self._seen_tokens += key_states.shape[-2]
         return self.store.append(key_states, value_states, coming or 0)
 
@@ -129,7 +129,7 @@ class CompressedLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns, offset): the stored slots stand for the last columns of the full mask."""
-        if self.recall_due or (self.slots.kept is None and not self.store.is_static):
+        if self.recall_due or (self.slots.kept is None and not self.store.has_room):
             return self.columns + query_length, self.slots.removed_tokens
         columns = self.store.mask_columns(query_length)
         return (
@@ -224,9 +224,7 @@ class CompressedLayer(DynamicLayer):
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.offloaded, copied.store = copy.copy(self.offloaded), copy.copy(self.store)
-        if self.is_compileable:
-            copied.storage, copied.store = copy.deepcopy((self.storage, self.store))
-            copied.leave_room()
+        copied.leave_room()
         return copied
 
     @property
@@ -239,7 +237,7 @@ class CompressedLayer(DynamicLayer):
     @property
     def seen_tokens(self) -> int:
         """Tokens seen, whatever became of them: a number, but where a step counts on the device."""
-        return self._counted_tokens if self.store.is_static else self._seen_tokens
+        return self._counted_tokens if self.store.has_room else self._seen_tokens
 
     @property
     def _counted_tokens(self) -> int:
@@ -338,8 +336,8 @@ class CompressedLayer(DynamicLayer):
         return held if held is None else last_tokens(held, self.history_tokens)
 
     def move_queries(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Put the last ones into another order; those of static storage did not pass by."""
-        if self.state.last_queries is not None and not self.store.is_static:
+        """Put the last ones into another order."""
+        if self.state.last_queries is not None:
             self._note(last_queries=move(self.state.last_queries))
 
     def _behind_remembered(self, queries: Tensor) -> Tensor:
@@ -376,7 +374,7 @@ class CompressedLayer(DynamicLayer):
         self, kind: str, stored: dict[str, Any], slots: SlotMap, state: LayerState | None = None
     ) -> None:
         """Hold what a file or a document holds: a store of that kind, by its `state()`."""
-        self.store = self.storage.restored(kind, stored, slots.empty)
+        self.store = self.storage.restored(kind, stored)
         self.slots = slots if self.store.ragged is None else slots.without_padding()
         self.state = self.state if state is None else state
         self._seen_tokens = self._counted_tokens
@@ -560,11 +558,9 @@ class CompressedLayer(DynamicLayer):
             self.slots = self.slots.without_padding()
         elif isinstance(store.tail, LentTail):
             is_dense = store.tail.stood_for_all
-        slots = store.tail_tokens + tokens
-        store.move_into(LentTail(slots, *store.tail.written, stood_for_all=is_dense))
+        store.take_room(tokens, stood_for_all=is_dense)
         self.store = store
-        if (held := self.last_queries) is not None:
-            self._note(last_queries=held.clone())  # that is written over
+        self._hold_own_queries()
 
     def leave_room(self) -> None:
         """Grow again, as before; without effect where no room was lent."""
@@ -576,12 +572,18 @@ class CompressedLayer(DynamicLayer):
             assert isinstance(store, RaggedStore)
             self._hold_dense(store, in_place=self.storage.in_place)
         self._seen_tokens = self._counted_tokens
+        self._hold_own_queries()
         self.store.finalize_step()
+
+    def _hold_own_queries(self) -> None:
+        """Hold the last ones where no other layer does: a replayed step writes over them."""
+        if (held := self.last_queries) is not None:
+            self._note(last_queries=held.clone())
 
     def pass_queries(self, queries: Tensor) -> None:
         """Hold a step's queries in the place of the oldest ones of those that vote with a turn."""
         held = self.state.last_queries
-        if held is not None and isinstance(self.store.tail, LentTail):
+        if held is not None:
             held.copy_(torch.cat([held[:, :, queries.shape[2] :], queries], dim=2))
 
     # What a user says of spans.
@@ -635,7 +637,7 @@ class CompressedLayer(DynamicLayer):
     @property
     def holds_all(self) -> bool:
         """Whether all that was seen is at hand as it came."""
-        return self.slots.kept is None and not self.store.is_static and self.store.is_exact
+        return self.slots.kept is None and not self.store.has_room and self.store.is_exact
 
     def _offload(self, whole: TokenStore, tokens: int) -> None:
         """Put those of the first tokens off the device that are not yet."""
@@ -672,9 +674,6 @@ class CompressedLayer(DynamicLayer):
         if self.holds_all:
             return
         tail = self.store.last(self.columns - self.offloaded.tokens)
-        # Of static storage the last queries did not pass by.
-        queries = None if self.store.is_static else self.state.last_queries
-        self._note(last_queries=queries)
         keys, values = self.offloaded.with_tail(*tail)
         self.store = self.storage.empty().fill(keys, values, self.store.num_kv_heads)
         self.slots = self.slots.whole()

@@ -19,7 +19,6 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.policies import AcrossLayers, EvictingPolicy, Policy, PromptLayer, Selection
-from snapkv.storage.static import room_refusal
 from snapkv.validation import require_int
 
 
@@ -86,8 +85,7 @@ class PaddingTracker:
 
     Pads stand in front of a row, and nowhere else. Those in front of a prompt are read where it
     ends. A batch whose turns or answers differ in length is refused before anything is read.
-    The last mask was made for a pass by whose end `masked_to` tokens have been seen; `is_made` says
-    whether that of the pass that begins was made here, and is not the user's own.
+    The last mask was made for a pass by whose end `masked_to` tokens have been seen.
     """
 
     def __init__(
@@ -98,15 +96,14 @@ class PaddingTracker:
         has_states: bool = False,
     ) -> None:
         self.layers, self.masked_to, self.has_states = layers, masked_to, has_states
-        self.is_made = False
 
     def expect(self, visible: Tensor | None, new_tokens: int) -> Tensor | None:
         """(B, tokens seen + new) bool, which are no pads, to make masks of; None for all.
 
         Of the same as the model was given it; pads behind a row's first token are refused.
         """
-        layer, self.is_made = self.layers[0], True
-        if not (layer.storage.is_compileable or layer.store.is_static):
+        layer = self.layers[0]
+        if not layer.store.has_room:
             self.masked_to = layer.seen_tokens + new_tokens
         if new_tokens == 1 and visible is not None:
             self.require_token(visible[:, : layer.seen_tokens + 1][:, -1])
@@ -168,7 +165,6 @@ class PromptState:
 
     Attributes:
         layers: the compressed ones.
-        room_tokens: how many tokens behind the prompt there is room for; None for any number.
         prompt_end: tokens up to the end of the prompt or of the turn; None until it is known.
         turn_start: tokens before it.
         is_piecewise: whether one layer after the other is reading.
@@ -185,7 +181,6 @@ class PromptState:
     """
 
     layers: Sequence[CompressedLayer]
-    room_tokens: int | None = None
     prompt_end: int | None = None
     turn_start: int = 0
     is_piecewise: bool = False
@@ -222,13 +217,8 @@ class PromptState:
         return self.prompt_end is not None and self.seen_tokens < self.prompt_end
 
     @property
-    def is_open(self) -> bool:
-        """Whether the end of the prompt has yet to be read."""
-        return not self.layers[0].store.is_static and self.is_coming
-
-    @property
     def is_coming(self) -> bool:
-        """Whether what is read next may be a prompt, in whatever storage."""
+        """Whether what is read next may be a prompt: its end has yet to be read."""
         return self.prompt_end is None or self.is_announced
 
     def of(self, layers: Sequence[CompressedLayer]) -> Self:
@@ -349,7 +339,6 @@ class PromptState:
             )
         self.require_one_choice()
         self.require_queries(prompt_tokens)
-        self.require_room(prompt_tokens)
         if not self.is_announced:  # or the turn has begun, and only its end is another
             self.turn_start = seen
         self.prompt_end = prompt_tokens
@@ -423,39 +412,6 @@ class PromptState:
                 f"{self.seen_tokens:,} of {self.prompt_end:,} tokens in it; use transformers' own "
                 "cache for it"
             )
-
-    @property
-    def free_slots(self) -> int | None:
-        """For how many tokens every layer has room in static storage; None where they grow."""
-        rooms = self._rooms()
-        return min(slots - tokens for tokens, slots in rooms) if rooms else None
-
-    def require_slots(self, new_tokens: int) -> None:
-        """Refuse more tokens than every layer has room for in static storage."""
-        for tokens, slots in self._rooms():
-            if tokens + new_tokens > slots:
-                raise room_refusal(tokens + new_tokens, slots)
-
-    def _rooms(self) -> list[tuple[int, int]]:
-        """Tokens in every layer's buffers, and their slots; a GPU is waited for once."""
-        tails = [layer.store.tail for layer in self.layers]
-        counts = {tail: tail.count for tail in tails if tail.count is not None}
-        if not counts:
-            return []
-        device = next(iter(counts.values())).device
-        tokens = torch.stack([count.to(device) for count in counts.values()]).tolist()
-        return [(count, tail.columns(0)) for count, tail in zip(tokens, counts, strict=True)]
-
-    def require_room(self, prompt_tokens: int, new_tokens: int = 0) -> None:
-        """Refuse a prompt that ends there, and new tokens, without room in static storage."""
-        if self.room_tokens is not None and new_tokens > self.room_tokens:
-            raise InvalidArgumentError(
-                f"max_new_tokens: expected at most room_tokens={self.room_tokens:,}, the room of "
-                f"this cache after the prompt, got {new_tokens:,}; make the CompressedCache with "
-                "a larger room_tokens"
-            )
-        if self.layers[0].offloaded is None:  # or the turn is read into a store that grows
-            self.require_slots(prompt_tokens - self.seen_tokens + max(0, new_tokens - 1))
 
     # Which tokens come.
 

@@ -186,7 +186,7 @@ class _Candidates:
 
     def start(self) -> Tensor:
         """Read the prompt; (V,) logits after it."""
-        logits = self._request.read_prompt(len(self._medusa.tree.choices))
+        logits = self._request.read_prompt()
         if not hasattr(self._states, "value"):
             raise InvalidArgumentError(
                 "custom_generate: expected a model that reads the prompt where Medusa's heads look "
@@ -272,8 +272,7 @@ def keep_path(cache: Cache, path: Tensor, read_tokens: int) -> None:
 def _gather(layer: Any, path: Tensor, read_tokens: int) -> None:
     """Move the path's keys, values and queries to the front of the tokens read."""
     end = layer.keys.shape[-2]
-    if isinstance(layer, CompressedLayer):  # static storage has empty slots after them
-        end = layer.store.tail.tokens
+    if isinstance(layer, CompressedLayer):
         layer.move_queries(lambda held: _moved(held.clone(), path, read_tokens, held.shape[-2]))
     for states in (layer.keys, layer.values):
         _moved(states, path, read_tokens, end)

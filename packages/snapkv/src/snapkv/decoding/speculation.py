@@ -65,12 +65,8 @@ class Request:
             return int(torch.multinomial(logits.softmax(dim=-1), 1))
         return int(logits.argmax())
 
-    def read_prompt(self, most_drafts: int) -> Tensor:
+    def read_prompt(self) -> Tensor:
         """Read what the cache has not seen of the prompt; (V,) logits after its last token."""
-        prompt_tokens = self.ids.shape[1]
-        self.cache.prompt_state.require_room(
-            prompt_tokens, self.limit - prompt_tokens + most_drafts
-        )
         seen = self.cache.get_seq_length()
         if seen >= self.ids.shape[1]:
             raise CacheMismatchError(

@@ -6,24 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_cudnn_attention,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
-from snapkv.hf import forward_context
 from snapkv.hf.forward_context import Candidates
 from snapkv.hf.masks import stored_mask, tree_mask
 from snapkv.ops.causal import attend_in_parts, is_faster_in_parts
 from snapkv.storage.base import TokenStore
-
-_KERNELS = (can_use_flash_attention, can_use_cudnn_attention, can_use_efficient_attention)
 
 FEW_QUERIES = 64
 """Up to so many queries read keys and values as they are stored, whatever the mask."""
@@ -74,24 +64,8 @@ class AttentionCall:
         if few and (mask is None or mask.shape[1] == 1):
             return self._attend_in_groups(mask), None
         states = self.query, self.key, self.value
-        if forward_context.current.is_recording and self._has_kernel_of_groups(mask):
-            options = {"attn_mask": mask, "scale": self.options.get("scaling"), "enable_gqa": True}
-            return scaled_dot_product_attention(*states, **options).transpose(1, 2), None
         output, weights = self.function(self.module, *states, mask, **self.options)
         return output, weights
-
-    def _has_kernel_of_groups(self, mask: Any) -> bool:
-        """Whether a recorded step's query may read keys once for a group: torch masks them, too.
-
-        transformers repeats them once per query head where there is a mask, which takes longer than
-        all else in the step.
-        """
-        if not (self.query.is_cuda and isinstance(mask, Tensor)):
-            return False
-        if self.implementation != "sdpa" or self.query.shape[1] == self.key.shape[1]:
-            return False
-        asked = SDPAParams(self.query, self.key, self.value, mask, 0.0, False, True)
-        return any(can_use(asked) for can_use in _KERNELS)
 
     def _tree_mask(self, candidates: Candidates) -> Any:
         """The mask for a tree; layers that were given the same mask share it."""

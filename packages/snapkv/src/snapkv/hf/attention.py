@@ -246,7 +246,7 @@ def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
 
 
 def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
-    """Attend to heads in the buffers of static storage, and to the tail after them."""
+    """Attend to what heads hold, and to the tail after it that has room."""
     if call.implementation == "eager" and _asks_for_weights(call):
         with shared.prompt_state.attending():
             raise _without_weights()

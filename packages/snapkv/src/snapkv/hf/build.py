@@ -18,7 +18,6 @@ from snapkv.hf.model_parts import output_projections, rotations_of
 from snapkv.hf.placement import layer_devices
 from snapkv.hf.support import Setup
 from snapkv.policies import Policy
-from snapkv.storage.static import Static
 from snapkv.storage.storage import Storage
 
 _COMPRESSED = {"DynamicLayer", "LinearAttentionAndFullAttentionLayer"}
@@ -135,13 +134,6 @@ def _require_together(model: PreTrainedModel, readers: dict[int, list[int]]) -> 
 
 def storage_for(setup: Setup) -> StorageMaker:
     """How the storage of each layer is made."""
-    if setup.is_static:
-        return functools.partial(
-            Static,
-            codes=setup.codes,
-            room_tokens=setup.room_tokens,
-            most_tokens=setup.policy.most_tokens if setup.has_one_mask else None,
-        )
     # Evicting moves all of it at every step.
     return functools.partial(Storage, in_place=not setup.evicts, codes=setup.codes)
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -61,6 +61,9 @@ class CompressedCache(Cache):
     that looks at tokens (`FastGen`) is told their ids by `generate`; before plain calls, do that
     with `expect_tokens`.
 
+    On a GPU `generate` lends it room while it makes tokens, records a step as a CUDA graph and
+    replays that.
+
     As long as a cache of it lives, the model's attention implementation is a wrapper of the one it
     has (``"sdpa"`` becomes ``"snapkv|sdpa"``), which leaves other caches untouched. When the last
     one is gone, the model is as it was; see `snapkv.install` and `snapkv.uninstall`.
@@ -68,11 +71,6 @@ class CompressedCache(Cache):
     Args:
         model: a decoder-only transformers model, or one in a `PeftModel`.
         policy: what to keep; `snapkv.default_policy()` by default.
-        storage: "dynamic" grows with every token; on a GPU it is lent room while `generate` makes
-            tokens, whose step is recorded as a CUDA graph and replayed. "static", for compiled
-            steps, moves what is kept into buffers with room for `room_tokens`. Call `reset()` and
-            use the cache again: its buffers stay. It needs a policy that only compresses prompts.
-        room_tokens: for "static", how many tokens behind the prompt there is room for.
         turns: what becomes of a later prompt. "append", the default, stores it whole behind what
             was kept; "compress" reads it over what was kept, lets its end vote on all of that, and
             brings the cache back to its budget; "recall" does so over all that was seen, layer by
@@ -101,8 +99,6 @@ class CompressedCache(Cache):
         model: PreTrainedModel,
         policy: Policy | None = None,
         *,
-        storage: Literal["dynamic", "static"] = "dynamic",
-        room_tokens: int = 512,
         turns: Turns | None = None,
         recall: Recall | None = None,
         recall_bytes: int | None = None,
@@ -126,8 +122,6 @@ class CompressedCache(Cache):
             other_layers=other_kinds(plain),
             shares_latent=shares_latent(model),
             states=states_of(model) if has_states else States.NONE,
-            storage=storage,
-            room_tokens=room_tokens,
             quantize=quantize,
             turns=turns,
             recall=recall,
@@ -146,8 +140,7 @@ class CompressedCache(Cache):
             layer.offloaded = None if pool is None else OffloadedTokens(pool)
         self._use = use(model)
         self.policy, self.setup = policy, setup
-        room = room_tokens if setup.is_static else None
-        self.prompt_state = PromptState(layers=compressed, room_tokens=room)
+        self.prompt_state = PromptState(layers=compressed)
         self._first = compressed[0].identity.layer_idx
         self._padding = PaddingTracker(compressed, has_states=has_states)
         self._check = VoteCheck()
@@ -165,17 +158,11 @@ class CompressedCache(Cache):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             uncompressed.let_go_of_the_past(layer, new_tokens)
             return keys, values
-        if layer.store.is_static and not layer.recall_due:
-            is_piece = self.prompt_state.is_piecewise  # of what was asked for as a whole
-            if layer_idx == self._first and not (is_piece or forward_context.is_traced()):
-                self.require_slots(new_tokens)
+        if layer.store.has_room and not layer.recall_due:
             keys, values = layer.update(key_states, value_states)
             forward_context.share_heads(layer, self.prompt_state, keys)
             return keys, values
-        if torch.compiler.is_compiling():
-            _refuse_compiled()
         padding, prompt_state, seen = self._padding, self.prompt_state, layer.seen_tokens
-        padding.is_made = False
         if prompt_state.narrowing is not None:
             new_tokens = prompt_state.narrowing.arrived(layer, new_tokens)
         first, is_piece = prompt_state.layers[0], prompt_state.is_piecewise
@@ -207,17 +194,6 @@ class CompressedCache(Cache):
         )
         return keys, values
 
-    def require_slots(self, new_tokens: int) -> None:
-        """Refuse what has no slots in static storage, and a mask that was not made for them."""
-        is_made, self._padding.is_made = self._padding.is_made, False
-        if not is_made:  # but it is the user's own
-            raise UnsupportedModelError(
-                "attention_mask: expected a 2-D mask after a prompt with storage='static', whose "
-                "slots are no columns of the text, got a 4-D one; pass (batch, tokens) zeros and "
-                "ones"
-            )
-        self.prompt_state.require_slots(new_tokens)
-
     def require_rows(self, rows: int) -> None:
         """Refuse another batch than the one that was read."""
         if (read := self.prompt_state.rows) not in (0, rows):
@@ -230,10 +206,15 @@ class CompressedCache(Cache):
         """Refuse tokens that cannot be read, before any layer has changed.
 
         So it is asked when their mask is made; what made one itself is asked by its first layer.
+        What is no step of the `generate` that has lent room is read by a cache that grows.
         """
-        prompt_state = self.prompt_state
+        if torch.compiler.is_compiling():
+            _refuse_compiled()
+        current, prompt_state = forward_context.current, self.prompt_state
+        if prompt_state.layers[0].store.has_room and not current.is_step:
+            self.leave_room()
         prompt_state.require_ids(new_tokens, rows)
-        if forward_context.is_traced():
+        if current.is_recording:
             return
         _require_reached(self.model)
         if rows is not None:
@@ -342,9 +323,7 @@ class CompressedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(columns, offset) of a mask, which this thread will make next."""
         layer = self.layers[layer_idx]
-        if isinstance(layer, CompressedLayer) and not forward_context.is_traced():
-            if layer.store.is_static and not forward_context.current.is_step:
-                self.leave_room()
+        if isinstance(layer, CompressedLayer) and not forward_context.current.is_recording:
             self._require_coming(query_length)
             forward_context.enter_padding(self._padding)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
@@ -360,10 +339,10 @@ class CompressedCache(Cache):
         return int(super().get_seq_length(self._first if layer_idx is None else layer_idx))
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Where the next query stands; a tensor where static storage counts on the device."""
+        """Where the next query stands; a tensor where the device counts."""
         layer = self.layers[layer_idx]
-        if isinstance(layer, CompressedLayer) and layer.store.is_static:
-            return layer.store.slot_count + layer.slots.evicted_tokens
+        if isinstance(layer, CompressedLayer) and (count := layer.store.tail.count) is not None:
+            return count + layer.store.unmasked_slots + layer.slots.evicted_tokens
         return super().get_query_offset(layer_idx)
 
     # What users tell and ask a cache.
@@ -379,8 +358,7 @@ class CompressedCache(Cache):
             CacheMismatchError: the cache has already seen that many tokens; or a turn is stored
                 behind what was kept, and a row of the batch has kept everything.
             InvalidArgumentError: the policy would choose by queries of earlier turns, too
-                (`ExpectedAttention` behind a prompt that fitted its budget); or static storage has
-                no room for the turn.
+                (`ExpectedAttention` behind a prompt that fitted its budget).
         """
         self.prompt_state.expect_prompt(prompt_tokens)
 
@@ -423,8 +401,8 @@ class CompressedCache(Cache):
         Raises:
             InvalidArgumentError: a span that is reversed, protected or reaches beyond what was
                 seen, nothing that would be left, a prompt that is still coming in, or options that
-                cannot follow (methods that evict while generating or ask where tokens stand, static
-                storage). Nothing has changed then.
+                cannot follow (methods that evict while generating or ask where tokens stand).
+                Nothing has changed then.
             InvalidTypeError: something else than spans.
         """
         self.leave_room()
@@ -619,9 +597,9 @@ def _branch(layer: Any) -> Any:
 @torch.compiler.disable  # type: ignore[untyped-decorator] # torch's
 def _refuse_compiled() -> NoReturn:
     raise UnsupportedModelError(
-        "model: expected one that torch.compile has not compiled for a cache that grows, whose "
-        "choices it does not follow, got one that it has; pass the model as it was: with "
-        "storage='static', generate compiles the steps by itself"
+        "model: expected one that torch.compile has not compiled for a CompressedCache, whose "
+        "choices it does not follow, got one that it has; pass the model as it was: on a GPU "
+        "generate records its steps by itself"
     )
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer, Turns
@@ -100,8 +99,8 @@ class Shared:
     """Keys and values that a layer has handed out, for later layers which attend to the same.
 
     `context` is that of the layer as it was when it attended itself, before it chose what to keep;
-    `layer` is the one that goes on. `left` counts the layers that are still to come. In static
-    storage there is none behind a prompt, and the layer that has stored is the first of them.
+    `layer` is the one that goes on. `left` counts the layers that are still to come. Where room is
+    lent there is none, and the layer that has stored is still to come.
     """
 
     context: ForwardContext | None
@@ -133,7 +132,6 @@ class _Current(threading.local):
     """What is left for this thread's next call of a mask function or an attention function."""
 
     def __init__(self) -> None:
-        """Each in the instance, where torch.compile looks at it."""
         self.context: ForwardContext | None = None
         self.padding: weakref.ref[PaddingTracker] | None = None
         self.candidates: Candidates | None = None
@@ -147,29 +145,18 @@ current = _Current()
 """Of this thread, likewise what follows its forward passes, and the tree that one reads."""
 
 
-def is_traced() -> bool:
-    """Whether this pass will be run again without Python, so that it may ask for no number."""
-    return torch.compiler.is_compiling() or current.is_recording
-
-
 @contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """Within this block, passes of this thread are recorded."""
-    current.is_recording = True
+def step(*, is_recording: bool = False) -> Iterator[None]:
+    """Within this block, masks and passes are of the `generate` that has lent a cache room.
+
+    One that is recorded will be run again without Python, so that it may ask for no number.
+    """
+    before = current.is_step, current.is_recording
+    current.is_step, current.is_recording = True, is_recording
     try:
         yield
     finally:
-        current.is_recording = False
-
-
-@contextlib.contextmanager
-def step() -> Iterator[None]:
-    """Within this block, masks and passes are of the `generate` that has lent a cache room."""
-    before, current.is_step = current.is_step, True
-    try:
-        yield
-    finally:
-        current.is_step = before
+        current.is_step, current.is_recording = before
 
 
 def leave(prompt_state: PromptState) -> bool:
@@ -188,9 +175,8 @@ def share(context: ForwardContext, keys: Tensor) -> None:
 
 
 def share_heads(layer: CompressedLayer, prompt_state: PromptState, keys: Tensor) -> None:
-    """Before it attends in static storage: where heads hold more than the keys it is handed."""
-    if layer.store.ragged is not None:
-        _share(Shared(None, layer, prompt_state, keys, 1 + layer.identity.readers))
+    """Before a layer attends that is lent room: heads hold more than the keys it is handed."""
+    _share(Shared(None, layer, prompt_state, keys, 1))
 
 
 def _share(shared: Shared) -> None:

@@ -47,7 +47,6 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     end = _prompt_tokens(args, kwargs)
     if (ids := _prompt_ids(args, kwargs)) is not None:
         prompt_state.expect_text(ids, end, kwargs.get("attention_mask"))
-    prompt_state.require_room(end, _new_tokens(model, kwargs, end))
     if piece := _asked(model, kwargs, "prefill_chunk_size"):
         cache_among(kwargs).require_pieces(end, piece, kwargs.get("attention_mask"))
     try:
@@ -64,9 +63,12 @@ def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
     prompt_state = _prompt_state_of(kwargs)
     if prompt_state is None:
         return own(model, *args, **kwargs)
-    if not prompt_state.is_coming and (steps := step_graph.running(cache_among(kwargs))):
-        ids = args[0] if args else kwargs["input_ids"]
-        steps.expect(kwargs.get("next_sequence_length") or ids.shape[1])
+    if steps := step_graph.running(cache_among(kwargs)):
+        if prompt_state.is_coming:
+            steps.close()
+        else:
+            ids = args[0] if args else kwargs["input_ids"]
+            steps.expect(kwargs.get("next_sequence_length") or ids.shape[1])
     splits = _is_split(model) and not prompt_state.seen_tokens  # no mask is made of both parts
     with forward_context.step():
         inputs = own(model, *args, **(kwargs | passed(None) if splits else kwargs))
@@ -111,7 +113,7 @@ def _prefill(
 ) -> Any:
     """Announce the prompt where `generate` had no chance to.
 
-    Its pieces are read as they are: only steps after it are compiled.
+    Its pieces are read as they are: only steps after it are recorded.
     """
     prompt_state = _prompt_state_of(model_kwargs)
     if prompt_state is None:
@@ -337,14 +339,6 @@ def _prompt_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """What `generate` was given first, if it is a tensor."""
     ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     return ids if isinstance(ids, Tensor) else None
-
-
-def _new_tokens(model: PreTrainedModel, kwargs: dict[str, Any], prompt_tokens: int) -> int:
-    """How many tokens `generate` was told to generate at most; 0 if it was not told."""
-    new_tokens, longest = (_asked(model, kwargs, f"max_{of}") for of in ("new_tokens", "length"))
-    if new_tokens is None and longest is not None:
-        new_tokens = max(0, longest - prompt_tokens)
-    return new_tokens or 0
 
 
 def _asked(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:

@@ -165,9 +165,7 @@ def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, sl
         mask: what attention was given: None, boolean or additive 4-D.
         visible: (Q, Q) bool, which of the candidates each of them sees.
         query: (B, Hq, Q, D), the candidates' queries.
-        slots: columns of the mask, where `mask` is None; the candidates are then the last. Else
-            they begin with the last column that the first of them sees: static storage has empty
-            slots after them.
+        slots: columns of the mask, of which the candidates are the last.
     """
     if not (implementation in ("sdpa", "eager") and (mask is None or mask.ndim == 4)):
         raise UnsupportedModelError(
@@ -181,9 +179,9 @@ def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, sl
     visible = visible.to(mask.device)
     depths = visible.sum(dim=-1) - 1
     columns = torch.arange(mask.shape[-1], device=mask.device)
-    start = columns.masked_fill(~_visible(mask, 0, 1, len(columns))[0, 0, 0], -1).amax()
-    own = (columns - start).clamp(0, Q - 1)
-    of_candidates = (columns >= start) & (columns < start + Q)
+    start = len(columns) - Q
+    own = (columns - start).clamp(min=0)
+    of_candidates = columns >= start
     stands_at = torch.where(of_candidates, start + depths[own], columns)
     apart = of_candidates & ~visible[:, own]
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min

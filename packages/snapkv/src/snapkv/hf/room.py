@@ -1,4 +1,4 @@
-"""Room that `generate` lends to a growing cache, so that its steps can be replayed without Python.
+"""Room that `generate` lends to a cache, so that its steps can be replayed without Python.
 
 A cache grows by tensors of other shapes at other places, which no recording can follow. For as long
 as a `generate` makes tokens, what heads keep stays where it is, and behind it lies a tail with room
@@ -22,7 +22,7 @@ class Room:
     """Lends room to the layers of a cache.
 
     Args:
-        cache: a `CompressedCache` that grows.
+        cache: a `CompressedCache`.
         last: tokens seen when `generate` is over at the latest; None where it does not say.
         asks_weights: whether it returns attention weights.
     """

@@ -23,7 +23,7 @@ from snapkv.storage.offload import Recall
 Kind = TypeVar("Kind")
 
 _BESIDE = "beside."
-_OPTIONS = ("storage", "room_tokens", "turns", "quantize", "protect")
+_OPTIONS = ("turns", "quantize", "protect")
 
 
 def require_plain_positions(model: PreTrainedModel) -> None:

@@ -2,13 +2,12 @@
 
 An eager step of a large model keeps a GPU waiting for Python, which launches some 1,500 kernels one
 by one. A CUDA graph launches them all at once. It knows addresses, not tensors: the buffers of the
-cache and the model's weights must stay where they were, and what a step is given is copied to where
-it was when the step was recorded. A cache that grows is lent room for it. A step that asks the
-device for a number cannot be recorded; it runs eagerly, and the report of the cache says why.
+cache, which is lent room for it, and the model's weights must stay where they were, and what a step
+is given is copied to where it was when the step was recorded. A step that asks the device for a
+number cannot be recorded; it runs eagerly, and the report of the cache says why.
 """
 
 import contextlib
-import copy
 import logging
 import warnings
 import weakref
@@ -24,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.utils.generic import is_flash_attention_requested
 
 from snapkv.hf import forward_context
 from snapkv.hf.cache_argument import cache_among, with_cache
@@ -127,24 +125,22 @@ class StepGraph:
     """The recorded step of one `generate` call; called as the model is.
 
     It lives no longer, so that nothing it takes for granted changes meanwhile: weights, hooks,
-    settings, where the cache holds what. A cache that grows has room for as long.
+    settings, where the cache holds what. The cache has room for as long.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: Any, room: Room | None) -> None:
+    def __init__(self, model: PreTrainedModel, cache: Any, room: Room) -> None:
         self._model, self._cache, self._room = model, cache, room
         self._obstacle: str | None = None
         self._given: Any = None  # the kinds of what a step is given
         self._held: list[Tensor] = []  # that, where the graph reads it
         self._output: Any = None
         self._replay: Callable[[], None] | None = None
-        self._free_slots = 0
-        if room is not None:
-            _running[cache] = weakref.ref(self)
-            weakref.finalize(self, room.leave).atexit = False
+        _running[cache] = weakref.ref(self)
+        weakref.finalize(self, room.leave).atexit = False
 
     def expect(self, new_tokens: int) -> None:
         """See that there is room for a step, before its mask is made."""
-        if self._room is None or self._obstacle or self._room.has_slots(new_tokens):
+        if self._obstacle or self._room.has_slots(new_tokens):
             return
         obstacle = _obstacle(self._model) or self._room.obstacle
         if obstacle:
@@ -155,14 +151,14 @@ class StepGraph:
             self._given = None
 
     def close(self) -> None:
-        """The call is over."""
-        if self._room is not None:
-            self._room.leave()
+        """The call is over, or reads what is no step."""
+        self._room.leave()
+        self._given = self._replay = None
 
     def __call__(self, **given: Any) -> Any:
         leaves, spec = tree_flatten(given)
         kinds = spec, [_kind(leaf) for leaf in leaves]
-        if kinds != self._given and (self._room is None or not self._obstacle):
+        if kinds != self._given and not self._obstacle:
             self._given = kinds
             self._begin(leaves, spec)
         if self._replay is None:
@@ -171,7 +167,6 @@ class StepGraph:
             self.close()
             return made
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._require_slots(given["input_ids"].shape[1] if "input_ids" in given else 1)
         for held, tensor in zip(self._held, tensors, strict=True):
             held.copy_(tensor)
         self._replay()
@@ -180,7 +175,7 @@ class StepGraph:
     def _begin(self, leaves: list[Any], spec: Any) -> None:
         """Record a step of this kind, or say why not."""
         if not _counts(self._cache):
-            obstacle = "no prompt has ended"
+            obstacle = "no room was taken for the step"
         else:
             obstacle = _obstacle(self._model) or self._record(leaves, spec)
         if obstacle:
@@ -191,14 +186,7 @@ class StepGraph:
     def _run_eagerly(self, obstacle: str) -> None:
         self._obstacle, _said[self._cache] = obstacle, f"eager: {obstacle}"
         self._held, self._output, self._replay = [], None, None
-        level = logging.WARNING if self._room is None else logging.INFO  # if it was asked for
-        _log.log(level, "decoding steps run eagerly: %s", obstacle)
-
-    def _require_slots(self, new_tokens: int) -> None:
-        """Refuse tokens that the buffers have no room for, which a graph would write beyond."""
-        self._free_slots -= new_tokens
-        if self._free_slots < 0:
-            self._cache.prompt_state.require_slots(new_tokens)
+        _log.info("decoding steps run eagerly: %s", obstacle)
 
     def _record(self, leaves: list[Any], spec: Any) -> str:
         """Record the step that was asked for; why it cannot be, or empty.
@@ -207,7 +195,6 @@ class StepGraph:
         """
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._held = [leaf for leaf in own if isinstance(leaf, Tensor)]
-        self._free_slots = self._cache.prompt_state.free_slots
         given = tree_unflatten(own, spec)
 
         def step() -> None:
@@ -217,7 +204,7 @@ class StepGraph:
         changed = _written_over(self._cache)
         before = [held.clone() for held in changed]
         try:
-            with forward_context.recording():
+            with forward_context.step(is_recording=True):
                 with recorder.aside(), HostReads():  # type: ignore[no-untyped-call] # torch's
                     step()
                 self._replay = recorder.record(step)
@@ -241,12 +228,12 @@ _running: "weakref.WeakKeyDictionary[Cache, weakref.ref[StepGraph]]" = weakref.W
 
 
 def running(cache: Cache) -> StepGraph | None:
-    """That of the `generate` which makes tokens into a cache that grows, if any."""
+    """That of the `generate` which makes tokens into a cache, if any."""
     return graph() if (graph := _running.get(cache)) else None
 
 
 def _counts(cache: Any) -> list[Tensor]:
-    """How much of every layer's buffers is written, where a prompt has ended."""
+    """How much of every layer's room is written, where any is lent."""
     counts = (layer.store.tail.count for layer in cache.prompt_state.layers)
     return [count for count in counts if count is not None]
 
@@ -298,23 +285,17 @@ _LENT = SimpleNamespace(is_compileable=True)
 def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_config: Any) -> Any:
     """Around `_valid_auto_compile_criteria`, by which `generate` decides to compile its steps.
 
-    They are recorded, or compiled where that was asked for, as one graph or not at all: where it
-    breaks, torch would go on without one, in silence. transformers' flash attention breaks it, and
-    some models' own code; those compile as they do without a cache of this kind.
+    Those of a cache of this kind are recorded instead, where the device can.
     """
-    cache, asked = cache_among(model_kwargs), generation_config.compile_config
-    if not hasattr(cache, "prompt_state"):
+    cache = cache_among(model_kwargs)
+    if not hasattr(cache, "prompt_state") or model.device.type not in RECORDERS:
         return own(model, model_kwargs, generation_config)
-    records = asked is None and model.device.type in RECORDERS
-    given = with_cache(model_kwargs, _LENT) if records else model_kwargs
-    if not own(model, given, generation_config):
+    if not own(model, with_cache(model_kwargs, _LENT), generation_config):
         return False
-    if records:
-        room = None if cache.setup.is_static else _room_for(cache, model_kwargs, generation_config)
-        generation_config.compile_config = _Recorded(forward=StepGraph(model, cache, room))
-    elif model._can_compile_fullgraph and not is_flash_attention_requested(model.config):
-        generation_config.compile_config = copy.copy(asked or CompileConfig())
-        generation_config.compile_config.fullgraph = True
+    if generation_config.compile_config is not None:
+        _log.warning("compile_config: decoding steps are recorded, not compiled; leave it out")
+    room = _room_for(cache, model_kwargs, generation_config)
+    generation_config.compile_config = _Recorded(forward=StepGraph(model, cache, room))
     return True
 
 

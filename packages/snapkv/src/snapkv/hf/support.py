@@ -15,7 +15,7 @@ from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Spans
 from snapkv.storage.bits import KVCodes, Quantize
 from snapkv.storage.offload import OffloadPool, Recall, pool_for
-from snapkv.validation import require_choice, require_int
+from snapkv.validation import require_choice
 
 Use = Literal["made", "drop", "drafts", "selective"]
 """What a cache is asked for: to be made so, to drop spans, to verify drafts, or to read only some
@@ -40,8 +40,6 @@ class Setup:
     other_layers: tuple[str, ...]
     shares_latent: bool
     states: States
-    storage: str
-    room_tokens: int
     quantize: Quantize | None
     turns: Turns | None
     recall: Recall | None
@@ -50,8 +48,6 @@ class Setup:
 
     def require_words(self) -> None:
         """Refuse an option that is none, whatever it would go with."""
-        require_choice("storage", self.storage, ("dynamic", "static"))
-        require_int("room_tokens", self.room_tokens, minimum=1)
         if self.turns is not None:
             require_choice("turns", self.turns, get_args(Turns))
         _ = self.codes
@@ -70,8 +66,6 @@ class Setup:
         bits = asdict(self.quantize) if is_dataclass(self.quantize) else self.quantize
         spans = None if self.protect is None else [list(span) for span in self.protect.parts]
         return {
-            "storage": self.storage,
-            "room_tokens": self.room_tokens,
             "quantize": bits,
             "turns": self.going_on,
             "recall": self.recalled_from,
@@ -82,10 +76,6 @@ class Setup:
     @property
     def codes(self) -> KVCodes | None:
         return None if self.quantize is None else KVCodes.of(self.quantize)
-
-    @property
-    def is_static(self) -> bool:
-        return self.storage == "static"
 
     @property
     def going_on(self) -> Turns:
@@ -123,11 +113,6 @@ class Setup:
         """Whether all heads and layers keep the same number of tokens."""
         most = self.policy.most_tokens
         return most is not None and most == getattr(self.policy, "budget", None)
-
-    @property
-    def has_one_mask(self) -> bool:
-        """Whether one mask does for all layers, so that attention may be the model's own."""
-        return self.keeps_alike and not self.policy.per_query_head
 
     @property
     def turns_asked(self) -> str:
@@ -169,30 +154,6 @@ RULES = (
         meets=lambda s: "tokenizer" in s.policy.needs,
         line="policy: expected a method that knows the tokenizer's special tokens and punctuation,"
         " got {s.policy!r} without; pass policy.with_tokenizer(tokenizer)",
-    ),
-    Rule(
-        meets=lambda s: s.is_static and s.evicts,
-        line="storage: expected a policy that only compresses prompts for storage='static', where "
-        "all that is generated stays, got {s.policy.name}; use SnapKV, or storage='dynamic'",
-    ),
-    Rule(
-        meets=lambda s: s.is_static and s.shares_latent and not s.has_one_mask,
-        line="storage: expected a policy that keeps a budget of tokens, the same in all layers, for"
-        " storage='static' of latent attention, whose heads share what is stored, got "
-        "{s.policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'",
-        error=UnsupportedModelError,
-    ),
-    Rule(
-        meets=lambda s: s.is_static and bool(s.other_layers),
-        line="storage: expected a model of full attention only for storage='static', got {s.model}"
-        " with {s.other_names}; use storage='dynamic'",
-        error=UnsupportedModelError,
-    ),
-    Rule(
-        meets=lambda s: s.is_static and s.going_on == "compress",
-        line="storage: expected 'dynamic' where a cache chooses again out of what it stores "
-        "(turns='compress' without recall), got 'static', whose buffer stays as it is; leave "
-        "one out",
     ),
     Rule(
         meets=lambda s: s.quantize is not None and s.evicts,
@@ -244,12 +205,6 @@ RULES = (
     ),
     Rule(
         use="drop",
-        meets=lambda s: s.is_static,
-        line="storage: expected 'dynamic' for drop, got 'static', whose buffer stays as it is; "
-        "make the CompressedCache without storage, or do not drop",
-    ),
-    Rule(
-        use="drop",
         meets=lambda s: bool(s.policy.needs & {"rotation", "queries"}),
         line="policy: expected one that does not ask for positions, for drop, got "
         "{s.policy.name}; use SnapKV, KeyDiff or LagKV",
@@ -281,12 +236,6 @@ RULES = (
         meets=lambda s: s.recalls,
         line="turns: expected no recall where only some tokens go on, since the other layers never"
         " see the rest, got {s.going_on!r}; leave it out, or read the prompt exactly",
-    ),
-    Rule(
-        use="selective",
-        meets=lambda s: s.is_static,
-        line="storage: expected none where only some tokens go on, since the other layers never "
-        "see the rest, got static; leave it out, or read the prompt exactly",
     ),
     Rule(
         use="selective",

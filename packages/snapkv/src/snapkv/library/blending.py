@@ -136,7 +136,7 @@ def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
     """Raise unless the policy and the options of a new cache fit what it will hold."""
     policy = cache.policy
     if held == "uneven":
-        _refuse_options(cache, "protect", "recall", "quantize", "turns", "storage")
+        _refuse_options(cache, "protect", "recall", "quantize", "turns")
         if isinstance(policy, EvictingPolicy):
             raise InvalidArgumentError(
                 f"policy: expected one that only compresses prompts where heads hold different "
@@ -165,7 +165,7 @@ def _require_choice_behind(policy: Policy) -> None:
 
 
 def _refuse_options(cache: CompressedCache, *names: str) -> None:
-    usual = {"storage": "dynamic", "turns": "append"}
+    usual = {"turns": "append"}
     for name in names:
         given = cache.options[name]
         if given is not None and given != usual.get(name):

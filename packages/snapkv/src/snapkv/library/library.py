@@ -338,7 +338,7 @@ class Library:
 
         parts = self.parts(model, tokenizer, hits)
         cache = blend(model, parts, policy, recompute=recompute)
-        if not (cache.prompt_state.is_open or policy is None or isinstance(policy, FullCache)):
+        if not (cache.prompt_state.is_coming or policy is None or isinstance(policy, FullCache)):
             self._on_notice(
                 f"policy: {policy.name} drops nothing of these documents, whose heads or layers "
                 "hold different numbers of tokens since they were added; pass recompute=1, or "

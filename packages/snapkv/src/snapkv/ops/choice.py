@@ -36,14 +36,10 @@ def implementation(
 ) -> Callable[..., _Result]:
     """The implementation of that name; for "auto" the kernel, or the `fitting` one in torch.
 
-    Where torch compiles, "auto" is the latter.
-
     `kernels` is the module of the kernel, imported only where that is to run; `obstacle` says why
     it cannot, or None.
     """
-    if impl == "auto" and torch.compiler.is_compiling():
-        impl = fitting  # which a compiler makes kernels of itself
-    elif impl == "auto":
+    if impl == "auto":
         impl = "triton" if states.is_cuda and obstacle() is None else fitting
         say_once(operation, impl, states.device.type)
     if impl in in_torch:

@@ -81,21 +81,21 @@ def _is_by_token(value: Any, tokens: int) -> bool:
     return value is None or isinstance(value, bool | int | float | str | Cache)
 
 
-def part_of(value: Any, start: int, stop: int, *, grows: bool) -> Any:
+def part_of(value: Any, start: int, stop: int) -> Any:
     """The part of a layer's argument that belongs to tokens `start` to `stop`.
 
     Masks have four axes, the queries along the third; in front of the tokens' own columns stand
-    those of earlier turns, and none after where what is attended to `grows` by the tokens. (B, T)
-    masks and position ids, and (B, T, D) position embeddings have the tokens along the second.
+    those of earlier turns. (B, T) masks and position ids, and (B, T, D) position embeddings have
+    the tokens along the second.
     """
     if isinstance(value, tuple):
-        return tuple(part_of(item, start, stop, grows=grows) for item in value)
+        return tuple(part_of(item, start, stop) for item in value)
     if not isinstance(value, Tensor):
         return value
     if value.ndim != 4:
         return value[:, start:stop]
     earlier = value.shape[-1] - value.shape[-2]
-    return value[..., start:stop, : earlier + stop if grows else None]
+    return value[..., start:stop, : earlier + stop]
 
 
 def at_places(value: Any, places: Tensor) -> Any:

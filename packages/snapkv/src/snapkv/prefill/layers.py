@@ -86,13 +86,10 @@ def _read_layer(
         return forward(hidden_states, *args, **kwargs)
     watch.note(cache, tokens)
     layer = cache.layers[layer_idx]
-    grows = not layer.store.is_static or layer.recall_due  # or every slot of a buffer has a column
-    if not grows and layer is cache.prompt_state.layers[0]:
-        cache.require_slots(tokens)
     with cache.prompt_state.in_pieces(layer, tokens):
         for start in range(0, tokens, chunk_tokens):
             stop = min(start + chunk_tokens, tokens)
-            own = {name: part_of(value, start, stop, grows=grows) for name, value in kwargs.items()}
+            own = {name: part_of(value, start, stop) for name, value in kwargs.items()}
             output = forward(hidden_states[:, start:stop], **own)
             hidden_states[:, start:stop] = output[0] if isinstance(output, tuple) else output
     return (hidden_states,) if isinstance(output, tuple) else hidden_states

@@ -121,8 +121,7 @@ def selective(
 
     Raises:
         InvalidArgumentError: a value out of range; from within the block, a prompt in pieces or
-            with drafts, or a cache with recall, static storage, or a policy that has to
-            see all tokens.
+            with drafts, or a cache with recall or a policy that has to see all tokens.
         UnsupportedModelError: the model's layers cannot be found, or are of several kinds.
     """
     require_int("least_tokens", least_tokens, minimum=0)

@@ -18,14 +18,11 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.storage.buffers import Buffers
+from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.tail import Pair, Tail
 
 Counts = tuple[tuple[int, ...], ...]
 """Tokens of each head, row by row: B lists of H numbers."""
-
-UNSAVED = {"saved": False}
-"""Of a record's field: whether a file has it."""
 
 
 class HeadStates(ABC):
@@ -69,14 +66,6 @@ class HeadStates(ABC):
         """The rows in that order, each as often as it is named."""
 
     @abstractmethod
-    def settled(self, buffers: Buffers) -> "HeadStates":
-        """The same in buffers, whose shapes do not depend on how many tokens which head holds."""
-
-    @abstractmethod
-    def alone(self) -> "HeadStates":
-        """The same without the room of buffers."""
-
-    @abstractmethod
     def attend(
         self,
         queries: Tensor,
@@ -100,13 +89,13 @@ class TokenStore(ABC):
         num_kv_heads: heads of what is appended. H is more where a policy keeps one set per query
             head.
         kind: name of the layout, as saved files have it.
-        is_static: whether it is buffers of fixed size and place, whose steps ask the host nothing.
+        has_room: whether it is lent room: its places stay, and its steps ask the host nothing.
         is_exact: whether keys and values are held as they were appended, none as codes.
         ragged: what heads of different length hold; None where all hold as many.
     """
 
     kind: str
-    is_static: bool = False
+    has_room: bool = False
     is_exact: ClassVar[bool] = True
     ragged: "HeadStates | None" = None
 
@@ -131,13 +120,6 @@ class TokenStore(ABC):
     def slots(self) -> int:
         """Slots of every head and row."""
         return self.tail.tokens
-
-    @property
-    def slot_count(self) -> int | Tensor:
-        """`slots`, on the device where a step counts them there."""
-        if self.tail.count is None:
-            return self.slots
-        return self.tail.count + self.unmasked_slots
 
     @property
     def unmasked_slots(self) -> int:
@@ -249,14 +231,15 @@ class TokenStore(ABC):
         self.keys[..., :sink_tokens, :] = torch.where(moved, turned, sinks)
         return sinks, moved
 
-    def move_into(self, tail: Tail) -> None:
-        """Lie in buffers from now on, as this tail does, which holds what the other one did."""
-        self.tail, self.is_static = tail, True
+    def take_room(self, tokens: int, *, stood_for_all: bool) -> None:
+        """Have room for so many more tokens from now on, see `LentTail`."""
+        self.tail = LentTail(*self.tail.written, tokens, stood_for_all=stood_for_all)
+        self.has_room = True
 
     def leave_room(self, *, in_place: bool) -> None:
         """Grow from now on, with a tail of what is written."""
         self.tail = Tail(*(part.clone() for part in self.tail.written), in_place=in_place)
-        self.is_static = False
+        self.has_room = False
 
     def last(self, tokens: int) -> Pair:
         """Keys and values of the last tokens, (B, num_kv_heads, tokens, D)."""

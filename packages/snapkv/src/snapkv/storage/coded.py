@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,9 +16,8 @@ from snapkv.ops import (
     coded_attention,
     encode_all,
 )
-from snapkv.storage.base import UNSAVED, Counts, HeadStates
+from snapkv.storage.base import Counts, HeadStates
 from snapkv.storage.bits import KVCodes
-from snapkv.storage.buffers import Buffers
 from snapkv.storage.ragged import RaggedStates, RaggedStore
 from snapkv.storage.tail import Pair
 
@@ -34,14 +33,12 @@ class CodedStates(HeadStates):
         sections: tokens of each head in codes, by when they were encoded.
         how: with how many bits.
         least_slots: slots of the padded layout when the first section was encoded, at least.
-        room: blocks of the buffers that codes are; None where they have no room.
     """
 
     codes: tuple[Codes, Codes]
     sections: tuple[Counts, ...]
     how: KVCodes
     least_slots: int = 0
-    room: int | None = field(default=None, metadata=UNSAVED)
 
     @classmethod
     def of(cls, states: RaggedStates, how: KVCodes) -> "CodedStates":
@@ -59,9 +56,7 @@ class CodedStates(HeadStates):
     @functools.cached_property
     def layout(self) -> BlockLayout:
         """Where each head's blocks are, as attention asks for it."""
-        return BlockLayout(
-            self.sections, self.how.group_size, self.codes[0].packed.device, self.room
-        )
+        return BlockLayout(self.sections, self.how.group_size, self.codes[0].packed.device)
 
     @functools.cached_property
     def head_tokens(self) -> Counts:  # type: ignore[override] # never assigned
@@ -91,28 +86,6 @@ class CodedStates(HeadStates):
     ) -> Tensor:
         states = queries, *self.codes, self.layout, *tail, score_options
         return coded_attention(*states, own_visible=own_visible, tail_tokens=tail_tokens)
-
-    def settled(self, buffers: Buffers) -> "CodedStates":
-        alone, rows = self.alone(), len(self.sections[0])
-        blocks = torch.tensor(alone.layout.head_blocks).view(rows, -1).sum(dim=1)
-        room = buffers.most("blocks", rows * int(blocks.max()))
-
-        def held(codes: Codes, name: str) -> Codes:
-            def hold(kind: str) -> Tensor:
-                return buffers.hold(f"{kind} {name}", getattr(codes, kind), room)
-
-            return replace(codes, packed=hold("packed"), scale=hold("scale"), least=hold("least"))
-
-        made = replace(alone, codes=both(held, alone.codes, ("keys", "values")), room=room)
-        _ = made.layout.piece_heads, made.layout.hidden_in_room  # made now, not by the next token
-        return made
-
-    def alone(self) -> "CodedStates":
-        if self.room is None:
-            return self
-        alone = replace(self, room=None)
-        own = slice(sum(alone.layout.head_blocks))
-        return replace(alone, codes=both(lambda part: part.blocks(own), self.codes))
 
     def grown(self, keys: Tensor, values: Tensor) -> "CodedStates":
         """With (B, H, N, D) tokens after them, N a number of whole blocks."""
@@ -243,11 +216,6 @@ class CodedStore(RaggedStore):
             keys, values = self.tail.written
             self.ragged = self.ragged.grown(keys[:, :, :old], values[:, :, :old])
             self._hold(lambda part: part[:, :, old:].clone())
-
-    def _settle(self, heads: RaggedStates) -> None:
-        self.ragged = heads
-        if self.is_static:  # where no step comes to an end that encodes
-            self.ragged = self.tail.settled(CodedStates.of(heads, self.how))
 
     @property
     def bits(self) -> str:

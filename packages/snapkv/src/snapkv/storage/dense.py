@@ -42,10 +42,6 @@ class DenseStore(TokenStore):
             self.tail.hold(keys, values)
         return self
 
-    def move_into(self, tail: Tail) -> None:
-        super().move_into(tail)
-        self.kind = "static"
-
     def keep(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> TokenStore:
         if counts is not None:
             return RaggedStore.gather(self, indices, tokens, counts, in_place=self.tail.in_place)

@@ -7,7 +7,7 @@ has as many slots as the longest one, and its tokens are the last of them.
 import functools
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
-from snapkv.ops.ragged.layout import BLOCK_TOKENS
-from snapkv.storage.base import UNSAVED, Counts, HeadStates, TokenStore
-from snapkv.storage.buffers import Buffers
+from snapkv.storage.base import Counts, HeadStates, TokenStore
 from snapkv.storage.tail import Pair, Tail
 
 
@@ -30,14 +28,12 @@ class RaggedStates(HeadStates):
         values: (N, Dv).
         head_tokens: tokens of each head.
         least_slots: slots of the padded layout, at least.
-        room: rows of the flat buffers that keys and values are; None where they have no room.
     """
 
     keys: Tensor
     values: Tensor
     head_tokens: Counts
     least_slots: int = 0
-    room: int | None = field(default=None, metadata=UNSAVED)
 
     @classmethod
     def gather(
@@ -120,31 +116,14 @@ class RaggedStates(HeadStates):
     def _segments(self) -> list[list[Pair]]:
         """For each row and head its (keys, values), views of (n, D) and (n, Dv)."""
         counts = [count for row in self.head_tokens for count in row]
-        alone = self.alone()
-        parts = (torch.split(states, counts) for states in (alone.keys, alone.values))
+        parts = (torch.split(states, counts) for states in (self.keys, self.values))
         pairs = zip(*parts, strict=True)
         return [[next(pairs) for _ in row] for row in self.head_tokens]
 
     @functools.cached_property
     def layout(self) -> RaggedLayout:
         """Where each head's tokens are, as attention asks for it."""
-        return RaggedLayout(self.head_tokens, self.keys.device, self.room)
-
-    def settled(self, buffers: Buffers) -> "RaggedStates":
-        rows, most = len(self.head_tokens), max(map(sum, self.head_tokens))
-        room = buffers.most("rows", rows * BLOCK_TOKENS * max(1, -(-most // BLOCK_TOKENS)))
-        alone = self.alone()
-        keys = buffers.hold("flat keys", alone.keys, room)
-        values = buffers.hold("flat values", alone.values, room)
-        made = replace(alone, keys=keys, values=values, room=room)
-        _ = made.layout.pieces  # made now, not by the next token
-        return made
-
-    def alone(self) -> "RaggedStates":
-        if self.room is None:
-            return self
-        rows = sum(map(sum, self.head_tokens))
-        return replace(self, keys=self.keys[:rows], values=self.values[:rows], room=None)
+        return RaggedLayout(self.head_tokens, self.keys.device)
 
     def padded_keys(self) -> Tensor:
         """(B, H, S, D), S the tokens of the longest head; any key in the slots of no token."""
@@ -285,7 +264,7 @@ class RaggedStore(TokenStore):
 
     def heads(self) -> RaggedStates:
         """What the heads hold, or what their codes stand for."""
-        heads: RaggedStates = self.ragged.alone().decoded()
+        heads: RaggedStates = self.ragged.decoded()
         return heads
 
     def absorb_tail(self) -> None:
@@ -325,16 +304,8 @@ class RaggedStore(TokenStore):
             super().crop(last)
         if own := tokens - last:
             heads = self.heads()
-            self._settle(heads.keep(heads.slots()[..., : heads.longest_tokens - own]))
+            self.ragged = heads.keep(heads.slots()[..., : heads.longest_tokens - own])
         return self
-
-    def _settle(self, heads: RaggedStates) -> None:
-        """Have the heads hold these, where the tail lies."""
-        self.ragged = self.tail.settled(heads)
-
-    def move_into(self, tail: Tail) -> None:
-        super().move_into(tail)
-        self.ragged = tail.settled(self.ragged)
 
     def last(self, tokens: int) -> Pair:
         """As of every store; what is with the heads by what that stands for."""
@@ -351,9 +322,8 @@ class RaggedStore(TokenStore):
 
     def select_rows(self, rows: Tensor) -> TokenStore:
         """Put the rows in another order; the longest head may be gone with its row."""
-        heads = self.ragged.alone().select_rows(rows)
         super().select_rows(rows)
-        self.ragged = self.tail.settled(heads)
+        self.ragged = self.ragged.select_rows(rows)
         return self
 
     @property
@@ -365,4 +335,4 @@ class RaggedStore(TokenStore):
         return self.ragged.index_bytes
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "states": self.ragged.alone()}
+        return {**super().state(), "states": self.ragged}

@@ -1,7 +1,7 @@
 """What makes the stores of a layer, and what they become behind a prompt."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -20,12 +20,10 @@ class Storage:
     Attributes:
         in_place: as in `DenseStore`.
         codes: how what is kept of a prompt is held in few bits; None for unquantized.
-        is_compileable: whether the decoding step can be compiled.
     """
 
     in_place: bool = True
     codes: KVCodes | None = None
-    is_compileable: ClassVar[bool] = False
 
     @property
     def attends_by_head(self) -> bool:
@@ -61,13 +59,12 @@ class Storage:
         blocks = heads * block_bytes(store.padded(), self.codes)
         return replace(one, block_bytes=blocks, block_tokens=self.codes.group_size)
 
-    def restored(self, kind: str, state: dict[str, Any], empty: Tensor | None) -> TokenStore:
-        """The store of that kind whose `state` this is; `empty` as in `finalize`."""
-        del empty
+    def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
+        """The store of that kind whose `state` this is."""
         if kind == RaggedStore.kind:
             return RaggedStore(**state, in_place=self.in_place)
         if kind == CodedStore.kind:
             return CodedStore(**state)
         if kind != DenseStore.kind:
-            raise ValueError(f"a {kind} store where stores grow")
+            raise ValueError(f"a {kind} store")
         return self.empty().fill(**state)

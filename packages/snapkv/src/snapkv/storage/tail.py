@@ -98,10 +98,6 @@ class Tail:
         """Tokens that attention is handed when so many more have been appended."""
         return self.tokens + new_tokens
 
-    def settled(self, heads: Any) -> Any:
-        """What heads hold, `HeadStates`, where the tail lies: with room for more if that has."""
-        return heads
-
     def _takes_in_place(self, keys: Tensor, values: Tensor) -> bool:
         """Whether they differ in tokens alone, and nothing would miss that a tensor changes.
 
@@ -109,7 +105,7 @@ class Tail:
         """
         if not self.in_place or keys.shape[2] > max(ROOM_TOKENS, self._room):
             return False
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
             return False
         if self.keys.is_inference() and not torch.is_inference_mode_enabled():
             return False

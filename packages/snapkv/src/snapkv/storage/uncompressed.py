@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from snapkv.errors import InvalidArgumentError
@@ -14,7 +13,7 @@ def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:
     transformers keeps the last tokens as a view of all that were there, which stay in memory until
     the next pass: after a long prompt, the whole prompt in every such layer.
     """
-    if not isinstance(layer, DynamicSlidingWindowLayer) or torch.compiler.is_compiling():
+    if not isinstance(layer, DynamicSlidingWindowLayer):
         return
     if layer.keys is not None and new_tokens > layer.keys.shape[-2]:
         layer.keys, layer.values = layer.keys.clone(), layer.values.clone()

@@ -161,8 +161,7 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return [_encode(part, f"{name}.{place}", tensors) for place, part in enumerate(value)]
     if type(value) in _RECORDS.values():
-        saved = (part.name for part in fields(value) if part.metadata.get("saved", True))
-        parts = {name: getattr(value, name) for name in saved}
+        parts = {part.name: getattr(value, part.name) for part in fields(value)}
         return {"record": type(value).__name__, "parts": _encode(parts, name, tensors)}
     return value
 

@@ -58,10 +58,6 @@ class _CodedPieces:
         return multiply(asked, self._keys, self._n)[:, :rows].flatten(2)
 
     def hide(self, scores: Tensor) -> Tensor:
-        if self._layout.room is not None:
-            of_kept = scores[:, :, : self._n * self._G]
-            of_kept.masked_fill_(self._layout.hidden_in_room, float("-inf"))
-            return scores
         pieces, tokens = self._layout.hidden
         if len(pieces):
             scores[pieces, :, tokens] = float("-inf")

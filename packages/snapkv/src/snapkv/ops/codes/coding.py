@@ -87,8 +87,6 @@ class Codes:
         packed = self.packed
         if self.bits == 8:
             return packed.float()
-        if torch.compiler.is_compiling():  # what is written into views of one tensor is not traced
-            return torch.stack([packed & 15, packed >> 4], dim=-3).flatten(-3, -2).float()
         *blocks, rows, width = packed.shape
         numbers = packed.new_empty(*blocks, 2, rows, width)
         low, high = numbers.unbind(dim=-3)

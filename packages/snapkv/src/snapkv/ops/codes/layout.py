@@ -26,14 +26,11 @@ class BlockLayout:
         sections: tokens of each head in every section, the earlier tokens first.
         block_tokens: G, tokens of a whole block.
         device: where its tensors are made, when they are first asked for.
-        room: blocks of all heads, where those stay and the last of them may hold no token; then no
-            shape depends on how many do. None for as many as hold some.
     """
 
     sections: tuple[HeadTokens, ...]
     block_tokens: int
     device: torch.device
-    room: int | None = None
 
     @functools.cached_property
     def head_tokens(self) -> HeadTokens:
@@ -43,15 +40,12 @@ class BlockLayout:
 
     @functools.cached_property
     def head_blocks(self) -> list[int]:
-        """Blocks of each head, counted over all rows; the last one has those to spare."""
+        """Blocks of each head, counted over all rows."""
         of_sections = (
             [-(-count // self.block_tokens) for row in section for count in row]
             for section in self.sections
         )
-        blocks = list(map(sum, zip(*of_sections, strict=True)))
-        if self.room is not None:
-            blocks[-1] += self.room - sum(blocks)
-        return blocks
+        return list(map(sum, zip(*of_sections, strict=True)))
 
     @functools.cached_property
     def piece_blocks(self) -> int:
@@ -59,16 +53,13 @@ class BlockLayout:
 
         Attention takes a piece as a whole, so that few are long and none holds two heads.
         """
-        if self.room is not None:
-            return 1
         return max(1, math.gcd(*self.head_blocks))
 
     @functools.cached_property
     def piece_heads(self) -> Tensor | None:
         """(P,) int64: the head of every piece, counted over all rows; None for one a head."""
         n = self.piece_blocks
-        alike = self.room is None and set(self.head_blocks) == {n}
-        return None if alike else self.heads[::n]
+        return None if set(self.head_blocks) == {n} else self.heads[::n]
 
     @functools.cached_property
     def heads(self) -> Tensor:
@@ -88,12 +79,6 @@ class BlockLayout:
             return slots // tokens, slots % tokens
 
     @functools.cached_property
-    def hidden_in_room(self) -> Tensor:
-        """(M, 1, G) bool, which slots hold no token: of a size that no head's tokens change."""
-        with torch.inference_mode(False):
-            return self._is_empty().view(-1, 1, self.block_tokens).to(self.device)
-
-    @functools.cached_property
     def table(self) -> tuple[Tensor, Tensor]:
         """(B * H + 1,) at which block heads begin, and (M,) tokens of each block."""
         with torch.inference_mode(False):
@@ -107,13 +92,9 @@ class BlockLayout:
     @property
     def flat(self) -> Tensor:
         """(N,) int64: where each token is in M * G slots, in the order of flat states."""
-        return (~self._is_empty()).nonzero()[:, 0].to(self.device)
-
-    def _is_empty(self) -> Tensor:
-        """(M * G,) bool: which slots have no token; not on the device, which is not waited for."""
         tokens = torch.tensor([count for *_, count in self._blocks])
-        slots = torch.arange(self.block_tokens)
-        return (slots >= tokens.view(-1, 1)).flatten()
+        slots = torch.arange(self.block_tokens)  # not on the device, which is not waited for
+        return (slots < tokens.view(-1, 1)).flatten().nonzero()[:, 0].to(self.device)
 
     def rows(self, begins: Sequence[int]) -> Tensor:
         """(M, G) int64: the flat row of each slot of the section, whose heads begin there.
@@ -144,18 +125,15 @@ class BlockLayout:
     def _blocks(self) -> list[tuple[int, int, int]]:
         """Head, first token in its section and number of tokens of every block."""
         sections = ([count for row in section for count in row] for section in self.sections)
-        blocks = [
+        return [
             (head, start, min(self.block_tokens, count - start))
             for head, counts in enumerate(zip(*sections, strict=True))
             for count in counts
             for start in range(0, count, self.block_tokens)
         ]
-        spare = 0 if self.room is None else self.room - len(blocks)
-        return blocks + [(len(self.head_blocks) - 1, 0, 0)] * spare
 
     @property
     def nbytes(self) -> int:
         """Of what attention needs, and of the table where a kernel has asked for it."""
-        tensors = [self.heads, *(self.table if "table" in vars(self) else ())]
-        tensors += self.hidden if self.room is None else [self.hidden_in_room]
+        tensors = [self.heads, *self.hidden, *(self.table if "table" in vars(self) else ())]
         return sum(tensor.nbytes for tensor in tensors)

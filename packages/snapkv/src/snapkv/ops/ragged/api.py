@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
@@ -63,9 +62,9 @@ def ragged_attention(
     Raises:
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
-    fits = layout.room is None and (queries.shape[2] > 1 or keys.numel() <= FLASH_ELEMENTS)
+    fits = queries.shape[2] > 1 or keys.numel() <= FLASH_ELEMENTS
     reason = None
-    if impl == "flash" or (fits and impl == "auto" and not torch.compiler.is_compiling()):
+    if impl == "flash" or (fits and impl == "auto"):
         reason = flash.obstacle(queries, values, layout, score_options)
         fits = reason is None
     if impl == "flash" and reason is not None:
@@ -77,7 +76,7 @@ def ragged_attention(
         impl,
         queries,
         _IN_TORCH,
-        fitting="flash" if fits and not torch.compiler.is_compiling() else "blocked",
+        fitting="flash" if fits else "blocked",
         kernels="snapkv.ops.ragged.triton",
         obstacle=lambda: _obstacle(queries, own_visible),
     )

@@ -17,8 +17,7 @@ class Pieces:
     """Flat states in pieces of equal size: first all whole blocks, then the edges.
 
     A block belongs to the head of its first token. What it holds of the heads after is hidden
-    there and comes once more in edges, at most one per head. Where states have room for more than
-    heads hold there are as many of both whatever the heads hold, and in some all is hidden.
+    there and comes once more in edges, at most one per head.
 
     Attributes:
         heads: (P,) int64, the head that each piece belongs to, counted over all rows.
@@ -45,19 +44,14 @@ class RaggedLayout:
     Attributes:
         head_tokens: tokens of each head, row by row: B lists of H numbers.
         device: where its tensors are made, when they are first asked for.
-        room: rows of the flat states, whole blocks, where those stay and heads may hold fewer; then
-            no shape depends on what they hold. None for as many as they hold.
     """
 
     head_tokens: tuple[tuple[int, ...], ...]
     device: torch.device
-    room: int | None = None
 
     @functools.cached_property
     def longest_tokens(self) -> int:
         """Tokens that no head has more of."""
-        if self.room is not None:
-            return self.room // len(self.head_tokens)
         return max(max(row) for row in self.head_tokens)
 
     @functools.cached_property
@@ -78,7 +72,7 @@ class RaggedLayout:
             return Pieces(
                 heads=heads,
                 hidden=(rows >= stops[:, None])[:, None],
-                edge_rows=rows[len(blocks) :].clamp(max=(self.room or sum(self.counts)) - 1),
+                edge_rows=rows[len(blocks) :].clamp(max=sum(self.counts) - 1),
             )
 
     @property
@@ -92,7 +86,7 @@ class RaggedLayout:
     def _cut(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """(start, stop, head) of every block and of every edge."""
         counts = self.counts
-        whole = (self.room or sum(counts)) // BLOCK_TOKENS
+        whole = sum(counts) // BLOCK_TOKENS
         blocks: list[tuple[int, int, int]] = []
         edges: list[tuple[int, int, int]] = []
         start = 0
@@ -103,9 +97,6 @@ class RaggedLayout:
                 stop = min(start + BLOCK_TOKENS - offset, end)
                 (edges if offset or block == whole else blocks).append((start, stop, head))
                 start = stop
-        if self.room is not None:
-            blocks += [(0, 0, 0)] * (whole - len(blocks))
-            edges += [(0, 0, 0)] * (len(counts) - len(edges))
         return blocks, edges
 
     @functools.cached_property

@@ -1,0 +1,62 @@
+"""The tail of a store that is lent room: it stays where it is, so that a step can be replayed."""
+
+import torch
+from torch import Tensor
+
+from snapkv.storage.tail import Pair, Tail
+
+
+class LentTail(Tail):
+    """In buffers with room, all of which attention is handed; how many are written is a tensor.
+
+    A step counts it up by itself. Attention to what heads hold hides what is not written.
+
+    Args:
+        keys: (B, H, S, D), what to hold.
+        values: (B, H, S, Dv).
+        new_tokens: how many there is room for behind those.
+        stood_for_all: whether heads held nothing and the tail all tokens, before it had room.
+    """
+
+    count: Tensor
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, new_tokens: int, *, stood_for_all: bool
+    ) -> None:
+        super().__init__(_in_buffer(keys, new_tokens), _in_buffer(values, new_tokens))
+        self.count = torch.tensor(keys.shape[2], device=keys.device)
+        self.stood_for_all = stood_for_all
+
+    @property
+    def tokens(self) -> int:
+        return int(self.count)
+
+    @property
+    def written(self) -> Pair:
+        tokens = self.tokens
+        return self.keys[:, :, :tokens], self.values[:, :, :tokens]
+
+    def append(self, keys: Tensor, values: Tensor) -> Pair:
+        new_tokens = keys.shape[2]
+        places = torch.arange(new_tokens, device=keys.device) + self.count
+        self.count.add_(new_tokens)
+        self.keys.index_copy_(2, places, keys)
+        self.values.index_copy_(2, places, values)
+        return self.keys, self.values
+
+    def columns(self, new_tokens: int) -> int:
+        """All slots, written or not."""
+        del new_tokens
+        return int(self.keys.shape[2])
+
+    def __copy__(self) -> "LentTail":
+        """The same, for a branch that leaves the room at once."""
+        return self
+
+
+def _in_buffer(states: Tensor, new_tokens: int) -> Tensor:
+    """The states, and behind them zeros: a weight of nothing does not hide what is no number."""
+    B, H, S, D = states.shape
+    buffer = states.new_zeros(B, H, S + new_tokens, D)
+    buffer[:, :, :S] = states
+    return buffer

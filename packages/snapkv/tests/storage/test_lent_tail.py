@@ -1,0 +1,26 @@
+"""A tail with room stays where it is, and holds what a growing one does."""
+
+import torch
+
+from snapkv.storage.lent_tail import LentTail
+from snapkv.storage.tail import Tail
+
+
+def test_it_holds_what_a_growing_tail_does_at_places_that_stay():
+    keys, values = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 6)
+    grown, lent = Tail(keys, values), LentTail(keys, values, 8, stood_for_all=False)
+    places = lent.keys.data_ptr(), lent.values.data_ptr(), lent.count.data_ptr()
+    for tokens in (1, 4, 3):
+        new = torch.randn(2, 3, tokens, 4), torch.randn(2, 3, tokens, 6)
+        assert lent.columns(tokens) == 13
+        assert all(len(part[0, 0]) == 13 for part in lent.append(*new))
+        assert all(map(torch.equal, lent.written, grown.append(*new)))
+    assert (lent.keys.data_ptr(), lent.values.data_ptr(), lent.count.data_ptr()) == places
+
+
+def test_what_is_not_written_is_a_number():
+    """A weight of nothing would not hide one that is none."""
+    keys = torch.full((1, 1, 2, 4), torch.nan)
+    lent = LentTail(keys, keys, 3, stood_for_all=False)
+    assert not lent.keys[:, :, 2:].any()
+    assert not lent.values[:, :, 2:].any()
