@@ -1,7 +1,8 @@
-"""Spans and edits on vLLM's own server: looked up where it renders a request, told in the response.
+"""Spans, edits and questions on vLLM's own server: looked up where it renders a request.
 
-Bodies hold them next to their other fields, as clients of OpenAI and Anthropic send them
-(``extra_body``); inside vLLM they travel as JSON among the request's own settings.
+Bodies hold spans and edits next to their other fields, as clients of OpenAI and Anthropic send them
+(``extra_body``); inside vLLM they travel as JSON among the request's own settings. The response
+tells what was applied.
 """
 
 import asyncio
@@ -15,13 +16,14 @@ from typing import Any
 
 from snapkv.errors import SnapKVError
 from snapkv_vllm.agents.edits import applied, edits_of
-from snapkv_vllm.agents.messages import Chat, Marked, located, marked, spans_of
+from snapkv_vllm.agents.messages import Chat, Marked, located, marked, question_tokens, spans_of
 from snapkv_vllm.agents.places import tokens_of
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.names import (
     CHATS,
     CONTEXT,
     COUNT,
+    DOCUMENT,
     EDITS,
     ENDPOINTS,
     HINT,
@@ -39,7 +41,7 @@ from snapkv_vllm.tenants import owned
 
 _EDITS, _SESSION = PREFIX + EDITS, PREFIX + SESSION
 
-_BUDGET = PREFIX + "budget"
+_BUDGET, _VOTERS = PREFIX + "budget", PREFIX + "voters"
 
 Render = Callable[..., Awaitable[Any]]
 
@@ -95,15 +97,13 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
             if _SESSION in given and visit is not None:
                 given = {**given, _SESSION: owned(given[_SESSION])}
                 setattr(request, XARGS, given)
-            if not {NAME, _EDITS} & given.keys():
-                return await render(request, **options)
             before = request.model_copy()  # rendering may change it
             made = await render(request, **options)
             try:
-                spans = await resolve(before, made, dict(given))
-                if spans is not None:
-                    _require_fitting(settings, spans, _inputs_of(made))
-                    setattr(request, XARGS, spans)
+                found = await resolve(before, made, dict(given))
+                if found:
+                    _require_fitting(settings, found, _inputs_of(made))
+                    setattr(request, XARGS, found)
             except SnapKVError as error:
                 status = HTTPStatus(status_of(error))
                 return renderer.create_error_response(str(error), status.phrase, status)
@@ -112,15 +112,24 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
         return render_and_resolve
 
     async def of_completion(request: Any, made: Any, given: dict[str, Any]) -> Any:
-        if isinstance(made, list) and len(made) != 1:
+        if NAME not in given or not isinstance(made, list):  # an error of vLLM's
+            return None
+        if len(made) != 1:
             raise wrong(NAME, "one prompt", f"{len(made)}", "send a request for each")
-        return given if isinstance(made, list) else None
+        return given
 
     render_chat = renderer.render_chat
 
     async def of_chat(request: Any, made: Any, given: dict[str, Any]) -> Any:
-        if not isinstance(made, tuple):  # an error of vLLM's
+        if not isinstance(made, tuple) or PREFIX + DOCUMENT in given:
             return None
+        if {NAME, _EDITS} & given.keys():
+            given = await with_spans(request, made, given)
+        asked = await asyncio.to_thread(_question_tokens, request, made, renderer)
+        voters = None if asked is None else settings.voters_of(given, asked)
+        return given if voters is None else {**given, _VOTERS: voters}
+
+    async def with_spans(request: Any, made: Any, given: dict[str, Any]) -> dict[str, Any]:
         entries = list(entries_of(given.pop(NAME, [])))
         edits = given.pop(_EDITS, None)
         if edits is not None or any(entry.span is None for entry in entries):
@@ -139,6 +148,14 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
 
     renderer.render_completion = resolving(renderer.render_completion, of_completion)
     renderer.render_chat = resolving(render_chat, of_chat)
+
+
+def _question_tokens(request: Any, made: Any, renderer: Any) -> int | None:
+    (inputs,), messages = _inputs_of(made), [dict(one) for one in request.messages]
+    text, ids = inputs.get("prompt"), inputs.get("prompt_token_ids")
+    if not (isinstance(text, str) and ids):
+        return None
+    return question_tokens(messages, text, ids, renderer.renderer.get_tokenizer())
 
 
 async def _looked_up(request: Any, made: Any, render: Render, renderer: Any) -> Chat:
