@@ -19,7 +19,12 @@ from snapkv.validation import (
     require_at_least,
     require_int,
 )
-from snapkv_vllm.admission import own_settings, require_named, require_session_name
+from snapkv_vllm.admission import (
+    OWNED_SESSION,
+    own_settings,
+    require_named,
+    require_session_name,
+)
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.sharing import Sharing
@@ -179,7 +184,7 @@ class ServingSettings:
             require_named(PREFIX + DOCUMENT, given[DOCUMENT])
             return Plan(prompt_tokens=prompt_tokens)
         if (session := given.pop(SESSION, None)) is not None:
-            require_session_name(PREFIX + SESSION, session)
+            require_session_name(PREFIX + SESSION, session, OWNED_SESSION)
         spans = _spans_of(given)
         try:
             return self._planned(given, prompt_tokens, spans)

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from snapkv.errors import SnapKVError
+from snapkv_vllm.admission import meant
 from snapkv_vllm.agents.edits import applied, edits_of
 from snapkv_vllm.agents.messages import Chat, Marked, located, marked, question_tokens, spans_of
 from snapkv_vllm.agents.places import tokens_of
@@ -31,6 +32,7 @@ from snapkv_vllm.names import (
     PREFIX,
     SESSION,
     XARGS,
+    shown,
     status_of,
     wrong,
 )
@@ -65,15 +67,39 @@ def moved_inside(body: object, path: str, *, has_sessions: bool) -> dict[str, An
     return {**others, XARGS: {**inside, **found}}
 
 
-def note_edits(body: object, path: str) -> None:
-    """Note the edits of a chat whose tokens are counted, which vLLM has no place for.
+def note_body(body: object, path: str) -> None:
+    """Note that a body is JSON, and the edits of a chat whose tokens are counted.
 
-    Raises as `edits_of` does.
+    vLLM has no place for those. Raises as `edits_of` does.
     """
     visit, given = _visit.get(), body.get(CONTEXT) if isinstance(body, dict) else None
-    if path == COUNT and given is not None and visit is not None:
+    if visit is None:
+        return
+    visit.is_json = body is not None
+    if path == COUNT and given is not None:
         edits_of(given)
         visit.counted_edits = json.dumps(given)
+
+
+def refuse_in_forms(state: Any) -> None:
+    """Let no request name a setting whose body is no JSON, and so was not checked.
+
+    `state` is that of vLLM's FastAPI application.
+    """
+    client = getattr(state, "engine_client", None)
+    if client is None:  # an application without an engine
+        return
+    generate = client.generate
+
+    def generate_checked(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        visit = _visit.get()
+        if visit is not None and not visit.is_json:
+            for name in getattr(sampling_params, "extra_args", None) or ():
+                if meant(name) is not None:
+                    raise wrong(shown(name), "none in a form", "it", "leave it out")
+        return generate(prompt, sampling_params, *args, **kwargs)
+
+    client.generate = generate_checked
 
 
 # Of requests.
@@ -215,6 +241,7 @@ def _require_fitting(
 class _Visit:
     """One HTTP request, and what its response says of the edits that were applied."""
 
+    is_json: bool = field(default=False, init=False)  # its body, which then was checked
     counted_edits: str | None = field(default=None, init=False)  # where tokens are counted
     said: dict[str, Any] | None = field(default=None, init=False)
     cleared_tokens: int = field(default=0, init=False)

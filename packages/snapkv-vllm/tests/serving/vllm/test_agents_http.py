@@ -316,11 +316,15 @@ def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monk
             assert mine == again
             assert len({mine, theirs, other}) == 3
             assert mine.partition("/")[0] == other.partition("/")[0] != theirs.partition("/")[0]
-        for wrong in (7, "", "x" * 300, "x" * 40 + "/" + "y" * 256):
+        longest = "y" * 256
+        for wrong in (7, "", "x" * 300, *(f"{owner}/{longest}" for owner in ("", "a" * 32, "x"))):
             body = {"model": "demo", "messages": [], "agent_hint": {"session_id": wrong}}
             answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
             assert answer.status_code == 400
             assert "1 to 256 characters" in answer.json()["error"]["message"]
+        body = {"model": "demo", "messages": MESSAGES, "agent_hint": {"session_id": longest}}
+        answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
+        assert answer.status_code == 200
 
 
 SALTED = [("mine", {}), ("mine", {}), ("theirs", {}), ("mine", 1), ("theirs", 1), ("mine", 1)]

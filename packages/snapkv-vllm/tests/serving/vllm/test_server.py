@@ -325,6 +325,7 @@ def test_many_ask_about_one_document(server, served):
     def ids(said):
         return [one["token_ids"] for one in said["choices"]]
 
+    before = server.metric("snapkv:requests_total")
     status, said = server.post(documents, {"name": "text", "prompt": text, "budget": 64})
     assert status == 201, said
     registered = json.loads(said)
@@ -336,6 +337,7 @@ def test_many_ask_about_one_document(server, served):
     details = ask(questions[1])["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == len(text)
     assert server.metric("snapkv:documents") == 1
+    assert server.metric("snapkv:requests_total") == before  # of prompts without a document
     assert server.metric("snapkv:document_bytes") == registered["bytes"]
     assert json.loads(server.get(documents))[0]["requests"] == 0
     assert server.post(documents, {"name": "text", "prompt": text})[0] == 409
