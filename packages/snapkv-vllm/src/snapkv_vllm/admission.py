@@ -45,8 +45,10 @@ _LONGEST_PATH = 4096
 
 _LONGEST_SESSION = 256
 
-_SESSION = re.compile(rf"(([0-9a-f]{{32}})?/)?.{{1,{_LONGEST_SESSION}}}", re.DOTALL)
-"""A session's name, inside the engine with its tenant before it, see `tenants.owned`."""
+_SESSION = re.compile(rf".{{1,{_LONGEST_SESSION}}}", re.DOTALL)
+
+OWNED_SESSION = re.compile(rf"(([0-9a-f]{{32}})?/)?{_SESSION.pattern}", re.DOTALL)
+"""A session's name inside the engine, with its tenant before it, see `tenants.owned`."""
 
 _MOST_FIELDS, _ALIKE = 100, 0.8
 """How many fields are compared with words of ours, and from which likeness on they are meant."""
@@ -120,9 +122,9 @@ def require_document_name(argument: str, value: object) -> None:
         raise wrong(argument, expected, f"'{shown(name)}'", "pass a name such as contract")
 
 
-def require_session_name(argument: str, value: object) -> None:
+def require_session_name(argument: str, value: object, pattern: re.Pattern[str] = _SESSION) -> None:
     """Refuse what is no name of a session."""
-    if not isinstance(value, str) or not _SESSION.fullmatch(value):
+    if not isinstance(value, str) or not pattern.fullmatch(value):
         got = "a longer text" if isinstance(value, str) and value else "another value"
         expected = f"a text of 1 to {_LONGEST_SESSION} characters"
         raise wrong(argument, expected, got, "pass one, such as a random one")
@@ -161,13 +163,15 @@ def require_settings(body: object, settings: "ServingSettings", path: str = "") 
 def _of_a_prompt(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """Settings as they are when the prompt is known, once what it takes to know it is checked."""
     own = dict(given)
-    spans, edits = PREFIX + SPANS, PREFIX + EDITS
-    for name in (spans, edits, PREFIX + SESSION):
+    spans, edits, session = PREFIX + SPANS, PREFIX + EDITS, PREFIX + SESSION
+    for name in (spans, edits, session):
         chats = path in CHATS
         if name in own and not (chats or (path in ENDPOINTS and name != edits)):
             got, remedy = f"it in a request to {shown(path)}", "send the request there"
             where = " or ".join(CHATS if name == edits else (*ENDPOINTS, MESSAGES))
             raise wrong(name, f"it at {where}", got, f"{remedy}, or leave it out")
+    if own.get(session) is not None:
+        require_session_name(session, own[session])
     if edits in own:
         edits_of(own.pop(edits))
     if spans in own and path in CHATS:

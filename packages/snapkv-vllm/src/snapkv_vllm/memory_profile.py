@@ -26,7 +26,7 @@ from snapkv_vllm.settings import ServingSettings
 class Largest:
     """How large one step may become."""
 
-    policy: Policy  # of what requests may ask for, what takes the most memory
+    policies: Sequence[Policy]  # of what requests may ask for, one takes the most memory
     prompt_tokens: int  # that are held at most when a prompt is compressed
     step_tokens: int  # that one step computes, and so the most that short prompts keep in it
     # whose queries may wait in all layers: those of the prompts that end in one step, of one window
@@ -40,10 +40,11 @@ class Largest:
         settings = ServingSettings.from_config(vllm_config.additional_config)
         scheduler, limits = vllm_config.scheduler_config, settings.limits
         prompt_tokens = vllm_config.model_config.max_model_len
-        policy = settings.costliest(prompt_tokens)
-        step_tokens, window = scheduler.max_num_batched_tokens, policy.query_tokens
+        policies = settings.costliest(prompt_tokens)
+        step_tokens = scheduler.max_num_batched_tokens
+        window = max(one.query_tokens for one in policies)
         return cls(
-            policy=policy,
+            policies=policies,
             prompt_tokens=prompt_tokens,
             step_tokens=step_tokens,
             recorded_tokens=min(step_tokens, scheduler.max_num_seqs * window)
@@ -68,7 +69,8 @@ def profiled(
     yield
     if layers:
         widest = max(layers, key=lambda layer: layer.num_heads * layer.head_size)
-        _vote(widest, largest, kind)
+        for policy in largest.policies:
+            _vote(widest, policy, largest, kind)
         if largest.reads_again:
             _read_again(widest, largest, kind)
     del waiting
@@ -96,10 +98,10 @@ def _read_again(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
 
 
 @torch.inference_mode()
-def _vote(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
+def _vote(layer: Any, policy: Policy, largest: Largest, kind: dict[str, Any]) -> None:
     kept = [torch.empty(2, layer.num_kv_heads, largest.step_tokens, layer.head_size, **kind)]
-    prompt = _prompt(layer, largest.prompt_tokens, largest.policy.query_tokens, kind)
-    selection = largest.policy.select(prompt)
+    prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
+    selection = policy.select(prompt)
     if selection is not None:
         keep = selection.keep_indices.clamp(min=0)  # -1 where a head keeps fewer than others
         kept += [ops.gather_tokens(prompt.keys, keep) for _ in range(2)]

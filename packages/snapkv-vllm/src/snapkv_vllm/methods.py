@@ -18,9 +18,10 @@ from snapkv.policies import (
     SnapKV,
     StreamingLLM,
 )
+from snapkv.policies.default import default_parameters
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import LayerStates
-from snapkv.validation import MOST
+from snapkv.validation import DEFAULT, MOST
 from snapkv_vllm.names import PROTECT_FIRST
 from snapkv_vllm.spans import RequestSpans
 
@@ -29,7 +30,12 @@ def _adakv(*, safeguard: float = AdaKV.safeguard, **of_scores: Any) -> AdaKV:
     return AdaKV(SnapKV(**of_scores), safeguard=safeguard)
 
 
+def _default(**given: Any) -> SnapKV:
+    return SnapKV(**default_parameters(given))
+
+
 METHODS: dict[str, Callable[..., Policy]] = {
+    DEFAULT: _default,
     SnapKV.name: SnapKV,
     StreamingLLM.name: StreamingLLM,
     TOVA.name: TOVA,
@@ -42,7 +48,8 @@ _UNSERVABLE = {"keep_ratio", "recent", "policy"}
 
 def parameters_of(method: str) -> list[str]:
     """The names of a method's parameters, with those of the scores that it goes by."""
-    kinds = (SnapKV, AdaKV) if method == AdaKV.name else (POLICIES[method],)
+    around = {DEFAULT: (SnapKV,), AdaKV.name: (SnapKV, AdaKV)}
+    kinds = around.get(method) or (POLICIES[method],)
     names = [one.name for kind in kinds for one in fields(kind) if one.init]
     return [name for name in names if name not in _UNSERVABLE]
 
@@ -98,14 +105,22 @@ class WithSpans(Policy):
             return
         self.policy.require_protection(self.spans.named)
         scores = scoring(self.policy)
-        named, room = self.spans.named.tokens, kept_tokens(scores, MOST) - scores.query_tokens
+        named, room = self.spans.named.tokens, kept_tokens(scores, MOST) - last_tokens(scores)
         if named + first_tokens(scores) > room:
             raise InvalidArgumentError(f"protect: expected at most {room:,} tokens, got {named:,}")
 
     @property
+    def _methods(self) -> list[Policy]:
+        return [one for one in (self.policy, *self.of_spans) if one is not None]
+
+    @property
     def query_tokens(self) -> int:
-        methods = (self.policy, *self.of_spans)
-        return max((one.query_tokens for one in methods if one is not None), default=0)
+        return max((one.query_tokens for one in self._methods), default=0)
+
+    @property
+    def last_tokens(self) -> int:
+        """See the function of this name."""
+        return max(map(last_tokens, self._methods), default=0)
 
     @property
     def per_head_budget(self) -> bool:  # type: ignore[override] # of the method around which it is
@@ -152,6 +167,13 @@ def first_tokens(policy: Policy) -> int:
     return tokens
 
 
+def last_tokens(policy: Policy) -> int:
+    """How many last tokens a method keeps whatever their votes: its window."""
+    scores = scoring(policy)
+    tokens: int = getattr(scores, "window_size", scores.query_tokens)
+    return tokens
+
+
 def scoring(policy: Policy) -> Policy:
     """The method that scores, inside those around it."""
     while isinstance(policy, ProtectingFirst | AdaKV):
@@ -175,7 +197,7 @@ def kept_tokens(policy: Policy, prompt_tokens: int) -> int:
 def require_spans_within(policy: Policy | None, prompt_tokens: int) -> None:
     """Raise InvalidArgumentError where a request names spans that its prompt does not have."""
     if isinstance(policy, WithSpans):
-        policy.spans.require_within(prompt_tokens, policy.query_tokens)
+        policy.spans.require_within(prompt_tokens, policy.last_tokens)
 
 
 def require_first_protected(policy: Policy, tokens: int) -> None:

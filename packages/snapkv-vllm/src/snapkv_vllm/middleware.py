@@ -15,7 +15,8 @@ from snapkv.errors import SnapKVError
 from snapkv_vllm.admission import require_settings
 from snapkv_vllm.agents.front import (
     moved_inside,
-    note_edits,
+    note_body,
+    refuse_in_forms,
     resolve_spans,
     saying_what_was_applied,
 )
@@ -41,7 +42,8 @@ class SettingsCheck:
     """An ASGI middleware that looks at a body when the server reads it.
 
     Nothing is read that the server does not read itself, so that whoever is not let in (API keys)
-    stays outside, and a body that is refused elsewhere is refused there. The server's settings are
+    stays outside, and a body that is refused elsewhere is refused there. A form is not read at all:
+    settings in it are refused where they reach the engine's client. The server's settings are
     those in its ``--additional-config``.
     """
 
@@ -66,7 +68,7 @@ class SettingsCheck:
         self, scope: Message, settings: ServingSettings, receive: _Receive, send: Send
     ) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        checking = _checking(receive, settings, path)
+        checking = receive if _is_form(scope) else _checking(receive, settings, path)
         with saying_what_was_applied(send) as send_and_say:
             if self._documents is None:
                 await self._app(scope, checking, FirstEvent(send_and_say))
@@ -81,6 +83,7 @@ class SettingsCheck:
             self._settings = ServingSettings.from_config(state.args.additional_config or {})
             self._has_keys = has_keys(state.args)
             resolve_spans(state, self._settings)
+            refuse_in_forms(state)
             sharing = self._settings.sharing
             if sharing is None or not sharing.across_keys:
                 keep_prefixes_apart(state)
@@ -93,7 +96,8 @@ class SettingsCheck:
 
 def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Receive:
     """What receives a whole body in one message, checked."""
-    about_documents = path == PATH or path.startswith(f"{PATH}/")  # which have fields of their own
+    is_documents = path == PATH or path.startswith(f"{PATH}/")
+    about_documents = is_documents and settings.sharing is not None
 
     async def receive_whole() -> Message:
         text = bytearray()
@@ -107,20 +111,28 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
         body = _body_of(bytes(text))
         if moved := moved_inside(body, path, has_sessions=settings.sessions is not None):
             body, text = moved, bytearray(json.dumps(moved).encode())
-        if settings.sharing is None or not about_documents:
-            _require_settings(body, settings, path)
+        _require_settings(body, None if about_documents else settings, path)
         return {"type": "http.request", "body": bytes(text), "more_body": False}
 
     return receive_whole
 
 
-def _require_settings(body: object, settings: ServingSettings, path: str) -> None:
+def _require_settings(body: object, settings: ServingSettings | None, path: str) -> None:
+    """Without settings where a body has fields of its own, which its route checks."""
     try:
-        require_settings(body, settings, path)
-        note_edits(body, path)
+        if settings is not None:
+            require_settings(body, settings, path)
+        note_body(body, path)
     except SnapKVError as error:
         # FastAPI answers with it wherever it comes up while a body is read.
         raise HTTPException(400, detail=str(error)) from error
+
+
+def _is_form(scope: Message) -> bool:
+    """Whether a body may hold files, which the server does not hold in memory."""
+    kinds = (value for name, value in scope["headers"] if name.lower() == b"content-type")
+    kind = next(kinds, b"").partition(b";")[0].strip().lower()
+    return bool(kind in (b"multipart/form-data", b"application/x-www-form-urlencoded"))
 
 
 def _body_of(text: bytes) -> object:

@@ -16,7 +16,6 @@ from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_vllm.agents.sessions import held_sessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
 from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.documents.plans import FromDocument, ReadTwice
 from snapkv_vllm.documents.protocol import OF_SESSIONS, document_request
 from snapkv_vllm.documents.registry import registry
 from snapkv_vllm.methods import require_spans_within
@@ -253,8 +252,8 @@ class _CompressingScheduler(Scheduler):
             order = plan.order(seen, held, step_tokens)
         if order is not None and (order.ends or order.noted_tokens or order.steps_back):
             order = self._compressed(request, order)
-        counts = not isinstance(plan, FromDocument | ReadTwice)
-        if counts and seen < prompt_tokens <= request.num_computed_tokens:
+        has_own_prompt = isinstance(plan, Plan)  # it does not name a document, nor ask about one
+        if has_own_prompt and seen < prompt_tokens <= request.num_computed_tokens:
             kept = prompt_tokens - self._blocks.dropped_tokens(request_id)
             if order is not None and order.moves:
                 kept = order.kept_tokens

@@ -7,8 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies import SnapKV
-from snapkv.validation import DEFAULT_BUDGET, MAX_KERNEL_SIZE, MAX_WINDOW_SIZE, format_bytes
+from snapkv.validation import (
+    DEFAULT,
+    DEFAULT_BUDGET,
+    MAX_KERNEL_SIZE,
+    MAX_WINDOW_SIZE,
+    format_bytes,
+)
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.sharing import Sharing
@@ -34,7 +39,7 @@ _SHARE_OF_FREE = 4
 def engine_args(
     *,
     budget: int = DEFAULT_BUDGET,
-    policy: str = SnapKV.name,
+    policy: str = DEFAULT,
     parameters: Mapping[str, Any] | None = None,
     protect_first: int = 0,
     max_window_size: int = MAX_WINDOW_SIZE,
@@ -49,11 +54,12 @@ def engine_args(
     Args:
         budget: tokens kept per KV head and layer; 0 compresses only requests with
             ``extra_args={"snapkv_budget": ...}``.
-        policy: "snapkv", "adakv", "streaming-llm" or "tova"; all of them compress the prompt at its
-            end.
+        policy: "default", the largest votes as in `snapkv.default_policy`, though every layer keeps
+            as many tokens; "snapkv", "adakv", "streaming-llm" or "tova". All of them compress the
+            prompt at its end.
         parameters: of the method, such as ``{"kernel_size": 13}``.
         protect_first: first tokens of every prompt that are kept.
-        max_window_size: the largest window size that a request may set.
+        max_window_size: the largest window size, and the most voters, that a request may set.
         max_kernel_size: the largest kernel size that a request may set.
         limits: how many tokens a request may store while generating; by default all.
         sharing: settings of documents shared by requests; None for no sharing.

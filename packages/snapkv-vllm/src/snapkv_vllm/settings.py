@@ -5,18 +5,26 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies import AdaKV, Policy, SnapKV, StreamingLLM
+from snapkv.policies import AdaKV, Policy, StreamingLLM
+from snapkv.policies.default import asked_by
 from snapkv.policies.spans import Spans
 from snapkv.validation import (
+    DEFAULT,
     DEFAULT_BUDGET,
     MAX_KERNEL_SIZE,
     MAX_WINDOW_SIZE,
+    POOLINGS,
     byte_budget,
     nearest,
     require_at_least,
     require_int,
 )
-from snapkv_vllm.admission import own_settings, require_named, require_session_name
+from snapkv_vllm.admission import (
+    OWNED_SESSION,
+    own_settings,
+    require_named,
+    require_session_name,
+)
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.sharing import Sharing
@@ -26,6 +34,7 @@ from snapkv_vllm.methods import (
     ProtectingFirst,
     WithSpans,
     first_tokens,
+    last_tokens,
     parameters_of,
     scoring,
 )
@@ -78,7 +87,8 @@ class ServingSettings:
         parameters: further parameters of the method, by name.
         protect_first: how many of a prompt's first tokens stay whatever their votes, such as those
             of a system message; they count towards the budget.
-        max_window_size: the longest window that the server or a request may ask for.
+        max_window_size: the longest window, and the most voters, that the server or a request may
+            ask for.
         max_kernel_size: the widest kernel; a pair (before, after) is before + 1 + after wide.
         limits: how many tokens a request may hold while its answer grows.
         sharing: of documents among requests; None where there is none.
@@ -89,7 +99,7 @@ class ServingSettings:
         InvalidTypeError: a value of the wrong type.
     """
 
-    policy: str = SnapKV.name
+    policy: str = DEFAULT
     budget: int = DEFAULT_BUDGET
     parameters: Mapping[str, Any] = field(default_factory=dict)
     protect_first: int = 0
@@ -174,7 +184,7 @@ class ServingSettings:
             require_named(PREFIX + DOCUMENT, given[DOCUMENT])
             return Plan(prompt_tokens=prompt_tokens)
         if (session := given.pop(SESSION, None)) is not None:
-            require_session_name(PREFIX + SESSION, session)
+            require_session_name(PREFIX + SESSION, session, OWNED_SESSION)
         spans = _spans_of(given)
         try:
             return self._planned(given, prompt_tokens, spans)
@@ -215,15 +225,36 @@ class ServingSettings:
             given["budget"] = 0
         return self._planned(given, held_tokens, spans)
 
-    def costliest(self, prompt_tokens: int) -> Policy:
-        """Of what requests may ask for, the method that takes the most memory.
+    def costliest(self, prompt_tokens: int) -> list[Policy]:
+        """Of what requests may ask for, the methods one of which takes the most memory.
 
-        Of the longest prompt all but one token is kept, where the window leaves so much room.
+        The most voters, in the window or before it, where votes are counted in another way, and
+        every pooling. Of the longest prompt all but one token is kept, where the window leaves so
+        much room.
         """
-        own = dict(self.parameters)
-        if "window_size" in parameters_of(self.policy) and not own.get("voters"):
-            own["window_size"] = self.max_window_size
-        return self._made(max(prompt_tokens - 1, _ample(own)), own)
+        asks: list[dict[str, Any]] = [{}]
+        if "voters" in parameters_of(self.policy):
+            most = self.max_window_size
+            asks = [
+                {"voters": most, "window_size": window, "pooling": pooling}
+                for window in (most, 1)
+                for pooling in POOLINGS
+            ]
+        every = map(self._parameters, asks)
+        return [self._made(max(prompt_tokens - 1, _ample(own)), own) for own in every]
+
+    def voters_of(self, extra_args: Mapping[str, Any], question_tokens: int) -> int | None:
+        """How many tokens of a prompt vote that has so many from its question's first one on.
+
+        None leaves it to the method. `asked_by` decides, as in the library.
+        """
+        if question_tokens > self.max_window_size:
+            return None
+        given = own_settings(extra_args)
+        given.pop("budget", None)
+        own = {name: given[name] for name in parameters_of(self.policy) if name in given}
+        made = self._made(None, self._parameters(own))
+        return getattr(asked_by(made, question_tokens), "voters", None)
 
     @property
     def safeguard(self) -> float | None:
@@ -245,22 +276,27 @@ class ServingSettings:
         first = own.pop(PROTECT_FIRST, self.protect_first)
         require_int(PROTECT_FIRST, first, minimum=0)
         decode_budget = own.pop(DECODE_BUDGET, None)
-        parameters = dict(self.parameters)
-        if "pooling" in own:  # of the server's, what the request's has no use for
-            parameters.pop("kernel_size" if own["pooling"] == "fading" else "decay", None)
-        policy: Policy | None = self._made(budget or None, parameters | own)
+        parameters = self._parameters(own)
+        policy: Policy | None = self._made(budget or None, parameters)
         if not budget:
             policy = None
         elif first and policy is not None:
             policy = ProtectingFirst(policy, first)
         if spans:
             protecting = spans.protecting(min(first, prompt_tokens))
-            policy = self._with_spans(protecting, budget, parameters | own, prompt_tokens)
+            policy = self._with_spans(protecting, budget, parameters, prompt_tokens)
         return Plan(
             prompt_tokens=prompt_tokens,
             policy=policy,
             growth=self.limits.growth_of(decode_budget, policy, protect_first=first),
         )
+
+    def _parameters(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """The server's, without what the request's pooling has no use for, and the request's."""
+        parameters = dict(self.parameters)
+        if "pooling" in own:
+            parameters.pop("kernel_size" if own["pooling"] == "fading" else "decay", None)
+        return parameters | dict(own)
 
     def _with_spans(
         self, spans: RequestSpans, budget: int, parameters: Mapping[str, Any], prompt_tokens: int
@@ -270,7 +306,7 @@ class ServingSettings:
         `prompt_tokens` may be too few where a request is only checked.
         """
         scores = scoring(self._made(None, parameters))
-        window, first = scores.query_tokens, first_tokens(scores)
+        window, first = last_tokens(scores), first_tokens(scores)
         of_spans = []
         for (start, end), kept in spans.compress:
             if start < first:
@@ -321,8 +357,9 @@ class ServingSettings:
         # A longer window or a wider kernel would cost the other requests too much.
         kernel = getattr(scoring(made), "kernel_size", None) or 0
         width = kernel if isinstance(kernel, int) else sum(kernel) + 1
-        _require_at_most("window_size", made.query_tokens, self.max_window_size)
-        _require_at_most("kernel_size", width, self.max_kernel_size)
+        _require_at_most("window_size", last_tokens(made), "max_window_size", self.max_window_size)
+        _require_at_most("voters", made.query_tokens, "max_window_size", self.max_window_size)
+        _require_at_most("kernel_size", width, "max_kernel_size", self.max_kernel_size)
         return made if budget is None else kind(**given, budget=budget)
 
 
@@ -336,9 +373,9 @@ def _require_tokens(budget: object) -> None:
     raise wrong("budget", "a number of tokens on a server", repr(budget), remedy)
 
 
-def _require_at_most(name: str, size: int, cap: int) -> None:
+def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
     if size > cap:
-        option = f"--max-{name.replace('_', '-')} {size}"
+        option = f"--{cap_name.replace('_', '-')} {size}"
         remedy = f"pass a smaller one, or start the server with {option}"
         raise wrong(name, f"at most {cap:,} on this server", f"{size:,}", remedy)
 

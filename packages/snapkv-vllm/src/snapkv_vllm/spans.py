@@ -205,9 +205,9 @@ class RequestSpans:
         return found
 
     def require_within(self, prompt_tokens: int, window_tokens: int) -> None:
-        """Refuse spans beyond a prompt, of its last token, or of voters that are to be chosen from.
+        """Refuse spans beyond a prompt, of its last token, or of the window and to be chosen from.
 
-        `window_tokens` is how many of the last ones vote.
+        `window_tokens` is how many of the last ones stay whatever the votes.
         """
         ends = {
             DROP: (prompt_tokens - 1, self.drop.parts, "its last token stays"),
@@ -215,7 +215,7 @@ class RequestSpans:
             COMPRESS: (
                 prompt_tokens - window_tokens,
                 [span for span, _ in self.compress],
-                f"its last {window_tokens} vote",
+                f"its last {window_tokens} stay",
             ),
         }
         for do, (most, spans, why) in ends.items():

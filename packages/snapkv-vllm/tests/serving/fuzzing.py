@@ -40,6 +40,7 @@ def likely_value(generator, name):
     return {
         "budget": lambda: generator.choice((0, 20, 65, 96, 140, 500, generator.randint(-2, 300))),
         "window_size": lambda: generator.choice((1, 8, 16, 32, 128, generator.randint(-2, 140))),
+        "voters": lambda: generator.choice((1, 8, 40, 128, generator.randint(-2, 140))),
         "kernel_size": lambda: generator.choice(
             (1, 5, 13, 129, generator.randint(-2, 140), pair(generator))
         ),

@@ -5,16 +5,16 @@ import random
 import pytest
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv_vllm.methods import kept_tokens, per_head_budget, scoring
+from snapkv_vllm.methods import kept_tokens, last_tokens, per_head_budget, scoring
 from snapkv_vllm.names import OF_A_REQUEST, PREFIX
 from snapkv_vllm.settings import ServingSettings
 from tests.ops.states import random_layer
 from tests.serving.fuzzing import random_settings
 
 SERVERS = (
-    ServingSettings(budget=96),
+    ServingSettings(budget=96, policy="snapkv"),
     ServingSettings(budget=0, parameters={"pooling": "fading", "window_size": 16}),
-    ServingSettings(budget=64, max_window_size=64, max_kernel_size=31, protect_first=8),
+    ServingSettings(budget=60, max_window_size=64, max_kernel_size=31, protect_first=8),
     ServingSettings(policy="streaming-llm", budget=64, protect_first=5),
     ServingSettings(policy="tova", budget=64),
     ServingSettings(policy="adakv", budget=80, max_kernel_size=31, protect_first=3),
@@ -47,7 +47,7 @@ def require_clear(message, given, server):
     assert len(message) < 500
     assert message.isprintable()
     ours = [name for name in given if "snapkv" in name.lower() or name in OF_A_REQUEST]
-    own = [PREFIX + name for name in ("budget", "window_size", "protect_first")]
+    own = [PREFIX + name for name in ("budget", "window_size", "protect_first", "voters")]
     said = message.partition(":")[0].partition(",")[0]
     shortened = said.removesuffix("...")
     names = [name.encode("unicode_escape").decode() for name in (*ours, *own)]
@@ -57,7 +57,8 @@ def require_clear(message, given, server):
 def require_capped(policy, server):
     kernel = getattr(scoring(policy), "kernel_size", None) or 1
     width = kernel if isinstance(kernel, int) else sum(kernel) + 1
-    assert policy is None or policy.query_tokens <= server.max_window_size
+    asked = () if policy is None else (policy.query_tokens, last_tokens(policy))
+    assert all(size <= server.max_window_size for size in asked)
     assert width <= server.max_kernel_size
 
 

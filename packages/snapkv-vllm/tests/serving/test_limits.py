@@ -8,6 +8,7 @@ from snapkv_vllm import Limits, ServingSettings
 from snapkv_vllm.plans import Growth
 
 BOUNDED = ServingSettings(
+    policy="snapkv",
     budget=64,
     parameters={"window_size": 8},
     limits=Limits(decode_budget=256, evict_every=32),

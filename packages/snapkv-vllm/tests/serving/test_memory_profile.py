@@ -16,6 +16,7 @@ from snapkv.policies.kvzip import most_attention
 from snapkv_vllm.documents.plans import STEP_TOKENS
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.memory_profile import Largest, profiled
+from snapkv_vllm.methods import parameters_of
 from snapkv_vllm.settings import ServingSettings
 from tests.ops.states import random_layer
 
@@ -62,19 +63,28 @@ def config(settings, **sizes):
 
 def test_the_largest_step_worked_out_by_hand():
     largest = Largest.of(config(ServingSettings(budget=64, max_window_size=40)))
-    assert (largest.policy.window_size, largest.policy.budget) == (40, 2999)
+    asked = {(one.window_size, one.voters, one.budget) for one in largest.policies}
+    assert asked == {(40, 40, 2999), (1, 40, 2999)}
+    assert {one.pooling for one in largest.policies} == {"max", "avg", "fading"}
     assert (largest.prompt_tokens, largest.step_tokens) == (3000, 500)
     assert largest.recorded_tokens == 4 * 40 + 40  # four requests, and what one began before
     many = Largest.of(config(ServingSettings(max_window_size=40), max_num_seqs=256))
     assert many.recorded_tokens == 500 + 40
     sinks = Largest.of(config(ServingSettings(policy="streaming-llm")))
-    assert (sinks.policy.query_tokens, sinks.recorded_tokens) == (0, 0)
+    assert ([one.query_tokens for one in sinks.policies], sinks.recorded_tokens) == ([0], 0)
     assert Largest.of(config(ServingSettings(policy="tova"))).recorded_tokens == 4 + 1
 
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"parameters": {"voters": 40}}, {"policy": "tova"}, {"policy": "streaming-llm"}],
+    [
+        {},
+        {"policy": "snapkv"},
+        {"policy": "snapkv", "parameters": {"voters": 40}},
+        {"policy": "adakv"},
+        {"policy": "tova"},
+        {"policy": "streaming-llm"},
+    ],
 )
 def test_no_step_takes_more_memory_than_what_was_profiled(given):
     settings = ServingSettings(**given, budget=200, max_window_size=48)
@@ -84,12 +94,12 @@ def test_no_step_takes_more_memory_than_what_was_profiled(given):
     queries = HEADS * WIDTH * 4
     assert waiting >= LAYERS * largest.recorded_tokens * queries
     requests = [{"snapkv_budget": budget} for budget in (100, 1500, PROMPT - 1)]
-    if settings.policy == "snapkv":
+    if "voters" in parameters_of(settings.policy):
         wide = {"snapkv_pooling": "avg", "snapkv_kernel_size": 129}
-        requests += [one | {"snapkv_window_size": 48} for one in requests]
-        requests += [one | wide for one in requests] + [
-            one | {"snapkv_pooling": "fading"} for one in requests
-        ]
+        windows = {"snapkv_window_size": 48}, {"snapkv_window_size": 1, "snapkv_voters": 48}
+        requests += [one | window for one in requests for window in windows]
+        poolings = wide, {"snapkv_pooling": "max"}, {"snapkv_pooling": "fading"}
+        requests += [one | pooling for one in requests for pooling in poolings]
     for request in requests:
         made = settings.for_request(request)
         assert waiting + bytes_of_a_step(made) <= peak.most, request

@@ -1,12 +1,14 @@
 """What a server keeps by default and for one request."""
 
+import functools
 import json
 
 import pytest
 import torch
 
-from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM
+from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM, default_policy
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.policies.default import asked_by, by_layer
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
@@ -14,14 +16,34 @@ from snapkv_vllm.methods import ProtectingFirst, kept_tokens
 from snapkv_vllm.settings import ServingSettings
 from tests.ops.states import random_layer
 
+PAPERS = functools.partial(ServingSettings, policy="snapkv")
+DEFAULTS = by_layer(default_policy(1024))
+
 
 def test_the_defaults_are_those_of_the_library():
-    assert ServingSettings().for_request(None) == SnapKV()
-    assert ServingSettings().for_request({"other": 1}) == SnapKV()
+    assert ServingSettings().for_request(None) == DEFAULTS
+    assert ServingSettings().for_request({"other": 1}) == DEFAULTS
+    assert PAPERS().for_request(None) == SnapKV()
+    own = {"snapkv_kernel_size": 5, "snapkv_voters": 40}
+    asked = default_policy(64, kernel_size=5, voters=40)
+    assert ServingSettings(budget=64).for_request(own) == by_layer(asked)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 64, 65, 100, 101])
+@pytest.mark.parametrize("own", [{}, {"voters": 30}, {"pooling": "avg"}, {"decay": 0.8}], ids=str)
+def test_a_questions_tokens_vote_where_they_do_in_the_library(tokens, own):
+    expected = asked_by(by_layer(default_policy(**own)), tokens)
+    server = ServingSettings(parameters=own)
+    assert server.voters_of({"snapkv_budget": 300}, tokens) == expected.voters
+    given = {f"snapkv_{name}": value for name, value in own.items()}
+    assert ServingSettings(budget=0).voters_of(given, tokens) == expected.voters
+    assert ServingSettings(max_window_size=60).voters_of({}, 64) is None
+    for policy in ("snapkv", "tova", "adakv"):
+        assert ServingSettings(policy=policy).voters_of({}, tokens) is None
 
 
 def test_a_request_overrides_what_it_names():
-    settings = ServingSettings(budget=512, parameters={"kernel_size": 13, "window_size": 16})
+    settings = PAPERS(budget=512, parameters={"kernel_size": 13, "window_size": 16})
     given = {"snapkv_budget": 300, "snapkv_pooling": "avg"}
     expected = SnapKV(300, kernel_size=13, window_size=16, pooling="avg")
     assert settings.for_request(given) == expected
@@ -29,14 +51,14 @@ def test_a_request_overrides_what_it_names():
 
 
 def test_a_request_may_choose_another_pooling_than_the_servers():
-    wide = ServingSettings(budget=512, parameters={"kernel_size": [0, 12]})
+    wide = PAPERS(budget=512, parameters={"kernel_size": [0, 12]})
     assert wide.for_request(None) == SnapKV(512, kernel_size=(0, 12))
     fading = {"snapkv_pooling": "fading"}
     assert wide.for_request(fading) == SnapKV(512, pooling="fading")
     assert wide.for_request({**fading, "snapkv_decay": 0.8}) == SnapKV(
         512, pooling="fading", decay=0.8
     )
-    faded = ServingSettings(budget=512, parameters={"pooling": "fading", "decay": 0.8})
+    faded = PAPERS(budget=512, parameters={"pooling": "fading", "decay": 0.8})
     assert faded.for_request({"snapkv_decay": 0.7}) == SnapKV(512, pooling="fading", decay=0.7)
     assert faded.for_request(fading) == SnapKV(512, pooling="fading", decay=0.8)
     assert faded.for_request({"snapkv_pooling": "max"}) == SnapKV(512)
@@ -45,16 +67,16 @@ def test_a_request_may_choose_another_pooling_than_the_servers():
 
 
 def test_zero_turns_it_off_for_a_request_or_until_a_request_asks():
-    assert ServingSettings(budget=512).for_request({"snapkv_budget": 0}) is None
-    off = ServingSettings(budget=0)
+    assert PAPERS(budget=512).for_request({"snapkv_budget": 0}) is None
+    off = PAPERS(budget=0)
     assert off.for_request(None) is None
     assert off.for_request({"snapkv_budget": 64}) == SnapKV(64)
 
 
 def test_the_log_is_told_all_that_decides_what_is_kept():
     assert ServingSettings().summary == (
-        "policy snapkv, budget 1024, window_size 32, kernel_size 7, pooling max, sink_tokens 0, "
-        "group_reduce mean, window_reduce mean, protect_first 0, max_window_size 128, "
+        "policy default, budget 1024, window_size 16, pooling fading, decay 0.935, sink_tokens 4, "
+        "group_reduce max, window_reduce max, protect_first 0, max_window_size 128, "
         "max_kernel_size 129, "
         "decode_budget 0, decode_policy r-kv, evict_every 128, share no, sessions no"
     )
@@ -84,17 +106,19 @@ def test_other_methods_keep_positions_and_have_their_own_parameters():
         ({"policy": "adakv", "parameters": {"safeguard": 0}}, "safeguard"),
         ({"policy": "adakv", "parameters": {"policy": "snapkv"}}, "expected a parameter of adakv"),
         ({"policy": "adakv", "budget": 16}, "window_size=32"),
-        ({"parameters": {"safeguard": 0.5}}, "expected a parameter of snapkv"),
+        ({"parameters": {"safeguard": 0.5}}, "expected a parameter of default"),
         ({"policy": "snapvk"}, "did you mean snapkv"),
         ({"policy": ["snapkv"]}, "expected one of"),
         ({"budget": -1}, "at least 0"),
         ({"budget": 1.5}, "an integer"),
         ({"budget": True}, "an integer"),
-        ({"budget": 16}, "window_size=32"),
+        ({"budget": 16}, "window_size=16"),
+        ({"parameters": {"voters": 129}}, "voters: expected at most 128 .* --max-window-size 129"),
+        ({"policy": "tova", "parameters": {"voters": 8}}, "expected a parameter of tova"),
         ({"parameters": {"kernel": 3}}, "did you mean kernel_size"),
         ({"parameters": {"kernel_size": 4}}, "odd"),
         ({"parameters": {"group_reduce": "none"}}, "once per KV head"),
-        ({"parameters": {"keep_ratio": 0.5}}, "expected a parameter of snapkv"),
+        ({"parameters": {"keep_ratio": 0.5}}, "expected a parameter of default"),
         ({"policy": "streaming-llm", "parameters": {"positions": "cache"}}, "not turned"),
         ({"policy": "streaming-llm", "parameters": {"recent": 5}}, "expected a parameter"),
         ({"policy": "streaming-llm", "budget": 3}, "expected start"),
@@ -116,6 +140,13 @@ def test_what_cannot_be_served_is_refused_when_the_server_starts(given, words):
         ({"snapkv_decay": None}, InvalidTypeError, "snapkv_decay: expected a value"),
         ({"snapkv_budget": 8}, InvalidArgumentError, "window_size=32"),
         ({"snapkv_window_size": 0}, InvalidArgumentError, "window_size"),
+        ({"snapkv_voters": 0}, InvalidArgumentError, "snapkv_voters: expected at least 1"),
+        ({"snapkv_voters": 129}, InvalidArgumentError, "snapkv_voters: expected at most 128"),
+        (
+            {"snapkv_voters": 8, "snapkv_window_size": 129},
+            InvalidArgumentError,
+            "snapkv_window_size: expected at most 128",
+        ),
         ({"snapkv_kernel_size": 6}, InvalidArgumentError, "kernel_size"),
         ({"snapkv_pooling": "median"}, InvalidArgumentError, "pooling"),
         ({"snapkv_pooling": ["max"]}, InvalidArgumentError, "pooling"),
@@ -134,21 +165,27 @@ def test_what_cannot_be_served_is_refused_when_the_server_starts(given, words):
 )
 def test_wrong_settings_of_a_request_are_refused_with_their_name(budget, given, error, words):
     with pytest.raises(error, match=words):
-        ServingSettings(budget=budget).for_request(given)
+        PAPERS(budget=budget).for_request(given)
+
+
+@pytest.mark.parametrize("policy", ["tova", "streaming-llm"])
+def test_a_method_without_voters_refuses_them(policy):
+    with pytest.raises(InvalidArgumentError, match=r"^snapkv_voters: expected one of"):
+        ServingSettings(policy=policy).for_request({"snapkv_voters": 8})
 
 
 def test_settings_travel_as_json():
-    settings = ServingSettings(budget=300, parameters={"kernel_size": 5, "pooling": "avg"})
+    settings = PAPERS(budget=300, parameters={"kernel_size": 5, "pooling": "avg"})
     config = json.loads(json.dumps({"mine": 1, **settings.to_config()}))
     assert ServingSettings.from_config(config) == settings
     assert ServingSettings.from_config({}) == ServingSettings()
-    forward = ServingSettings(parameters={"kernel_size": (0, 12)})
+    forward = PAPERS(parameters={"kernel_size": (0, 12)})
     config = json.loads(json.dumps(forward.to_config()))
     assert ServingSettings.from_config(config).for_request(None) == SnapKV(kernel_size=(0, 12))
 
 
 def test_first_tokens_are_protected_by_the_server_or_a_request():
-    settings = ServingSettings(budget=64, protect_first=20)
+    settings = PAPERS(budget=64, protect_first=20)
     assert ServingSettings.from_config(settings.to_config()) == settings
     assert settings.for_request(None) == ProtectingFirst(SnapKV(64), 20)
     assert settings.for_request({"snapkv_protect_first": 0}) == SnapKV(64)
@@ -162,7 +199,7 @@ def test_first_tokens_are_protected_by_the_server_or_a_request():
         ServingSettings(policy="tova", budget=9, protect_first=9)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "tova", "streaming-llm"])
+@pytest.mark.parametrize("policy", ["default", "tova", "streaming-llm"])
 def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy):
     made = ServingSettings(policy=policy, budget=48, protect_first=10).for_request(None)
     layer = random_layer(0, prompt_tokens=90, query_tokens=made.query_tokens)
@@ -191,7 +228,7 @@ def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy):
 def test_what_a_server_shares_and_promises_travels_in_the_settings(own, entry):
     settings = ServingSettings(budget=64, **own)
     config = json.loads(json.dumps(settings.to_config()))
-    assert config["snapkv"] == {"policy": "snapkv", "budget": 64, **entry}
+    assert config["snapkv"] == {"policy": "default", "budget": 64, **entry}
     assert ServingSettings.from_config(config) == settings
 
 

@@ -13,7 +13,7 @@ from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.policies.spans import Spans
 from snapkv_vllm.agents.messages import Chat, Piece, located, spans_of
 from snapkv_vllm.agents.places import Tokens
-from snapkv_vllm.methods import WithSpans, kept_tokens
+from snapkv_vllm.methods import METHODS, WithSpans, kept_tokens, require_spans_within
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.spans import NAME, RequestSpans, entries_of
 from tests.ops.states import random_layer
@@ -42,7 +42,8 @@ def test_what_is_left_of_spans_is_a_difference_of_sets(some, gone):
 
 def test_a_worked_example():
     """Of ten tokens three go; of the budget of four, two are protected, and the last one votes."""
-    settings = ServingSettings(budget=4, parameters={"window_size": 1, "kernel_size": 1})
+    own = {"window_size": 1, "kernel_size": 1}
+    settings = ServingSettings(policy="snapkv", budget=4, parameters=own)
     given = {NAME: said((2, 5, "drop"), (0, 2, "protect"))}
     policy = settings.plan_for(given, 10).policy
     assert policy.spans == RequestSpans(Spans(((2, 5),)), Spans(((0, 2),)))
@@ -87,9 +88,13 @@ def test_spans_have_their_prefix_once_where_the_servers_own_settings_clash_with_
         SETTINGS.plan_for(given, 100)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "adakv", "tova", "streaming-llm"])
-def test_every_method_keeps_its_budget_of_what_is_left(policy):
-    settings = ServingSettings(budget=40, policy=policy)
+@pytest.mark.parametrize(
+    ("policy", "own"),
+    [(name, {}) for name in METHODS] + [("default", {"voters": 3}), ("snapkv", {"voters": 60})],
+    ids=str,
+)
+def test_every_method_keeps_its_budget_of_what_is_left(policy, own):
+    settings = ServingSettings(budget=40, policy=policy, parameters=own)
     given = said((50, 90, "drop"), (100, 104, "protect"))
     policy = settings.plan_for({NAME: given}, 200).policy
     keep = chosen(policy, 200)
@@ -98,6 +103,18 @@ def test_every_method_keeps_its_budget_of_what_is_left(policy):
     for head in keep.flatten(0, 1).tolist():
         assert not set(range(50, 90)) & set(head)
         assert set(range(100, 104)) <= set(head)
+
+
+@pytest.mark.parametrize("voters", [3, 8, 60])
+def test_what_is_compressed_may_reach_to_the_window_whoever_votes(voters):
+    """Of an answer and a question that votes on it, and on itself."""
+    own = {"snapkv_voters": voters, "snapkv_budget": 0}
+    policy = SETTINGS.plan_for({NAME: said((50, 192, "compress"), budget=9), **own}, 200).policy
+    require_spans_within(policy, 200)
+    (heads,) = chosen(policy, 200).tolist()
+    assert [len([place for place in head if 50 <= place < 192]) for head in heads] == [9, 9]
+    with pytest.raises(InvalidArgumentError, match="since its last 8 stay"):
+        require_spans_within(policy, 199)
 
 
 def test_sinks_cannot_be_compressed():

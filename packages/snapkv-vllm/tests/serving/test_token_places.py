@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from snapkv.app.models import load
 from snapkv_vllm.agents import places
-from snapkv_vllm.agents.places import Tokens, tokens_of
+from snapkv_vllm.agents.places import Tokens, tokens_behind, tokens_of
 
 TEXT = "A fox <end>jumps — 12 times\n\n  over ßöä 狐狸 😀.\r\n<end>"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -73,6 +73,19 @@ def test_every_text_of_bytes_is_found_again(text):
     assert all(start < end for start, end in zip(found.starts, found.ends, strict=True))
 
 
+@settings(max_examples=50)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), place=st.integers(0, 99))
+def test_the_last_tokens_of_a_text_are_counted_from_a_place_on(text, place):
+    tokenizer, place = byte_level(), place % len(text)
+    ids = tokenizer.backend_tokenizer.encode(text).ids
+    behind = [end for end in tokens_of(tokenizer, text, ids).ends if end > place]
+    assert tokens_behind(tokenizer, text, ids, place, 1000) == len(behind)
+    assert tokens_behind(tokenizer, text, ids, place, len(behind)) == len(behind)
+    assert tokens_behind(tokenizer, text + "?", ids, place, 1000) is None
+    if len(behind) > 1:
+        assert tokens_behind(tokenizer, text, ids, place, len(behind) - 1) is None
+
+
 def test_where_tokens_are_not_the_texts_the_tokenizer_is_asked(tokenizers):
     tokenizer = tokenizers["lower-case"]
     found = tokenizer.backend_tokenizer.encode(TEXT)
@@ -84,4 +97,5 @@ def test_where_tokens_are_not_the_texts_the_tokenizer_is_asked(tokenizers):
 @pytest.mark.parametrize("ids", [[], [1, 2], [10**6], [-1]])
 def test_what_are_not_the_texts_tokens_is_found_nowhere(tokenizers, ids):
     assert tokens_of(tokenizers["demo"], TEXT, ids) is None
+    assert tokens_behind(tokenizers["demo"], TEXT, ids, 0, 1000) is None
     assert tokens_of(SimpleNamespace(is_fast=False), TEXT, [1]) is None

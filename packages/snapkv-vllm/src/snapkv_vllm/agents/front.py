@@ -1,7 +1,8 @@
-"""Spans and edits on vLLM's own server: looked up where it renders a request, told in the response.
+"""Spans, edits and questions on vLLM's own server: looked up where it renders a request.
 
-Bodies hold them next to their other fields, as clients of OpenAI and Anthropic send them
-(``extra_body``); inside vLLM they travel as JSON among the request's own settings.
+Bodies hold spans and edits next to their other fields, as clients of OpenAI and Anthropic send them
+(``extra_body``); inside vLLM they travel as JSON among the request's own settings. The response
+tells what was applied.
 """
 
 import asyncio
@@ -14,14 +15,16 @@ from http import HTTPStatus
 from typing import Any
 
 from snapkv.errors import SnapKVError
+from snapkv_vllm.admission import meant
 from snapkv_vllm.agents.edits import applied, edits_of
-from snapkv_vllm.agents.messages import Chat, Marked, located, marked, spans_of
+from snapkv_vllm.agents.messages import Chat, Marked, located, marked, question_tokens, spans_of
 from snapkv_vllm.agents.places import tokens_of
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.names import (
     CHATS,
     CONTEXT,
     COUNT,
+    DOCUMENT,
     EDITS,
     ENDPOINTS,
     HINT,
@@ -29,6 +32,7 @@ from snapkv_vllm.names import (
     PREFIX,
     SESSION,
     XARGS,
+    shown,
     status_of,
     wrong,
 )
@@ -39,7 +43,7 @@ from snapkv_vllm.tenants import owned
 
 _EDITS, _SESSION = PREFIX + EDITS, PREFIX + SESSION
 
-_BUDGET = PREFIX + "budget"
+_BUDGET, _VOTERS = PREFIX + "budget", PREFIX + "voters"
 
 Render = Callable[..., Awaitable[Any]]
 
@@ -63,15 +67,39 @@ def moved_inside(body: object, path: str, *, has_sessions: bool) -> dict[str, An
     return {**others, XARGS: {**inside, **found}}
 
 
-def note_edits(body: object, path: str) -> None:
-    """Note the edits of a chat whose tokens are counted, which vLLM has no place for.
+def note_body(body: object, path: str) -> None:
+    """Note that a body is JSON, and the edits of a chat whose tokens are counted.
 
-    Raises as `edits_of` does.
+    vLLM has no place for those. Raises as `edits_of` does.
     """
     visit, given = _visit.get(), body.get(CONTEXT) if isinstance(body, dict) else None
-    if path == COUNT and given is not None and visit is not None:
+    if visit is None:
+        return
+    visit.is_json = body is not None
+    if path == COUNT and given is not None:
         edits_of(given)
         visit.counted_edits = json.dumps(given)
+
+
+def refuse_in_forms(state: Any) -> None:
+    """Let no request name a setting whose body is no JSON, and so was not checked.
+
+    `state` is that of vLLM's FastAPI application.
+    """
+    client = getattr(state, "engine_client", None)
+    if client is None:  # an application without an engine
+        return
+    generate = client.generate
+
+    def generate_checked(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        visit = _visit.get()
+        if visit is not None and not visit.is_json:
+            for name in getattr(sampling_params, "extra_args", None) or ():
+                if meant(name) is not None:
+                    raise wrong(shown(name), "none in a form", "it", "leave it out")
+        return generate(prompt, sampling_params, *args, **kwargs)
+
+    client.generate = generate_checked
 
 
 # Of requests.
@@ -95,15 +123,13 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
             if _SESSION in given and visit is not None:
                 given = {**given, _SESSION: owned(given[_SESSION])}
                 setattr(request, XARGS, given)
-            if not {NAME, _EDITS} & given.keys():
-                return await render(request, **options)
             before = request.model_copy()  # rendering may change it
             made = await render(request, **options)
             try:
-                spans = await resolve(before, made, dict(given))
-                if spans is not None:
-                    _require_fitting(settings, spans, _inputs_of(made))
-                    setattr(request, XARGS, spans)
+                found = await resolve(before, made, dict(given))
+                if found:
+                    _require_fitting(settings, found, _inputs_of(made))
+                    setattr(request, XARGS, found)
             except SnapKVError as error:
                 status = HTTPStatus(status_of(error))
                 return renderer.create_error_response(str(error), status.phrase, status)
@@ -112,15 +138,24 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
         return render_and_resolve
 
     async def of_completion(request: Any, made: Any, given: dict[str, Any]) -> Any:
-        if isinstance(made, list) and len(made) != 1:
+        if NAME not in given or not isinstance(made, list):  # an error of vLLM's
+            return None
+        if len(made) != 1:
             raise wrong(NAME, "one prompt", f"{len(made)}", "send a request for each")
-        return given if isinstance(made, list) else None
+        return given
 
     render_chat = renderer.render_chat
 
     async def of_chat(request: Any, made: Any, given: dict[str, Any]) -> Any:
-        if not isinstance(made, tuple):  # an error of vLLM's
+        if not isinstance(made, tuple) or PREFIX + DOCUMENT in given:
             return None
+        if {NAME, _EDITS} & given.keys():
+            given = await with_spans(request, made, given)
+        asked = await asyncio.to_thread(_question_tokens, request, made, renderer)
+        voters = None if asked is None else settings.voters_of(given, asked)
+        return given if voters is None else {**given, _VOTERS: voters}
+
+    async def with_spans(request: Any, made: Any, given: dict[str, Any]) -> dict[str, Any]:
         entries = list(entries_of(given.pop(NAME, [])))
         edits = given.pop(_EDITS, None)
         if edits is not None or any(entry.span is None for entry in entries):
@@ -139,6 +174,14 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
 
     renderer.render_completion = resolving(renderer.render_completion, of_completion)
     renderer.render_chat = resolving(render_chat, of_chat)
+
+
+def _question_tokens(request: Any, made: Any, renderer: Any) -> int | None:
+    (inputs,), messages = _inputs_of(made), [dict(one) for one in request.messages]
+    text, ids = inputs.get("prompt"), inputs.get("prompt_token_ids")
+    if not (isinstance(text, str) and ids):
+        return None
+    return question_tokens(messages, text, ids, renderer.renderer.get_tokenizer())
 
 
 async def _looked_up(request: Any, made: Any, render: Render, renderer: Any) -> Chat:
@@ -198,6 +241,7 @@ def _require_fitting(
 class _Visit:
     """One HTTP request, and what its response says of the edits that were applied."""
 
+    is_json: bool = field(default=False, init=False)  # its body, which then was checked
     counted_edits: str | None = field(default=None, init=False)  # where tokens are counted
     said: dict[str, Any] | None = field(default=None, init=False)
     cleared_tokens: int = field(default=0, init=False)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from snapkv.policies.default import MOST_VOTERS
 from snapkv.policies.spans import Span
-from snapkv_vllm.agents.places import Tokens
+from snapkv_vllm.agents.places import Tokens, tokens_behind
 from snapkv_vllm.names import wrong
 from snapkv_vllm.spans import NAME, OF_MESSAGES, PROTECT, Entry, require_few
 
@@ -139,6 +140,23 @@ def _unclear(piece: Piece) -> Exception:
     shows = "a chat template that shows the texts of messages as they are"
     got = f"another one for message {piece.message}"
     return wrong(NAME, shows, got, "pass spans of tokens")
+
+
+def question_tokens(
+    messages: Sequence[Mapping[str, Any]], text: str, ids: Sequence[int], tokenizer: Any
+) -> int | None:
+    """How many tokens a chat's prompt has from its question's first one on.
+
+    That is the last text of the last message of a user. None where nobody knows, or where they are
+    more than `MOST_VOTERS`.
+    """
+    contents = (one.get("content") for one in reversed(messages) if one.get("role") == "user")
+    content = next(contents, None)
+    parts = content if isinstance(content, list) else [{"text": content}]
+    said = [part.get("text") for part in reversed(parts) if isinstance(part, Mapping)]
+    question = next((one.strip() for one in said if isinstance(one, str) and one.strip()), None)
+    place = -1 if question is None else text.rfind(question)
+    return None if place < 0 else tokens_behind(tokenizer, text, ids, place, MOST_VOTERS)
 
 
 @dataclass(frozen=True)

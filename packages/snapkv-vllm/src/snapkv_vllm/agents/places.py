@@ -10,6 +10,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -45,11 +46,36 @@ def tokens_of(tokenizer: Any, text: str, ids: Sequence[int]) -> Tokens | None:
     return _by_vocabulary(_vocabulary(tokenizer), text, ids) or _tokenized(tokenizer, text, ids)
 
 
-def _by_vocabulary(vocabulary: Sequence[bytes], text: str, ids: Sequence[int]) -> Tokens | None:
+def tokens_behind(
+    tokenizer: Any, text: str, ids: Sequence[int], place: int, most: int
+) -> int | None:
+    """How many of a text's last tokens, of these, have what stands behind a place in it.
+
+    None where that cannot be told, or they are more than `most`.
+    """
+    if not (ids and getattr(tokenizer, "is_fast", False)):
+        return None
+    pieces = _spelt(_vocabulary(tokenizer), ids[-most:])
+    if pieces is None or len(text) - place > sum(map(len, pieces)):
+        return None
+    behind = text[place:].encode()
+    if not b"".join(pieces).endswith(behind):
+        return None
+    reach = accumulate(map(len, reversed(pieces)))
+    return next(number for number, size in enumerate(reach, 1) if size >= len(behind))
+
+
+def _spelt(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes] | None:
+    """What each token stands for; None where one of them is not known."""
     if not 0 <= min(ids) <= max(ids) < len(vocabulary):
         return None
-    pieces, whole = [vocabulary[one] for one in ids], text.encode()
-    if b"".join(pieces) != whole or not all(pieces):
+    pieces = [vocabulary[one] for one in ids]
+    return pieces if all(pieces) else None
+
+
+def _by_vocabulary(vocabulary: Sequence[bytes], text: str, ids: Sequence[int]) -> Tokens | None:
+    pieces, whole = _spelt(vocabulary, ids), text.encode()
+    if pieces is None or b"".join(pieces) != whole:
         return None
     lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
     ends = lengths.cumsum()

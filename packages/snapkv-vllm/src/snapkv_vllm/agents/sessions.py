@@ -299,7 +299,7 @@ class HeldSessions:
         """Do what a request of `snapkv_vllm.documents.protocol` asks; it is told at its end."""
         answer = self._deleted if asked.verb == FORGET else self._listed
         self._answers[request.request_id] = answer(asked.document_id)
-        return Plan(prompt_tokens=request.num_prompt_tokens)
+        return RequestPlan()
 
     def _listed(self, whose: str) -> dict[str, Any]:
         """What there is of the sessions whose names begin so, least recently used first."""

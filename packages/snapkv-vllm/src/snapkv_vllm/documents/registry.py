@@ -22,7 +22,7 @@ from snapkv_vllm.documents.protocol import (
     Room,
 )
 from snapkv_vllm.names import wrong
-from snapkv_vllm.plans import Plan, PrefixReuse, RequestPlan, SecondReading
+from snapkv_vllm.plans import PrefixReuse, RequestPlan, SecondReading
 from snapkv_vllm.settings import ServingSettings
 
 
@@ -105,7 +105,7 @@ class Registry:
             reused_tokens=kept,
             per_head_budget=self._safeguard is not None and not is_whole,
         )
-        plan: RequestPlan = Plan(prompt_tokens=len(ids) + 1)
+        plan = RequestPlan()
         if not is_whole:
             plan = self._read_twice(prefix, asked.instruction_ids)
         self._held[asked.document_id] = RegisteredDocument(plan=FromDocument(prefix=prefix))
@@ -152,7 +152,7 @@ class Registry:
         held = RegisteredDocument(plan=plan, blocks=blocks)
         self._held[asked.document_id] = held
         self._answers[request.request_id] = held.described
-        return Plan(prompt_tokens=request.num_prompt_tokens)
+        return RequestPlan()
 
     def _require_new(self, asked: DocumentRequest) -> None:
         if asked.document_id in self._held:
@@ -176,11 +176,11 @@ class Registry:
         if held is not None and held.blocks:
             del self._held[asked.document_id]
             self._release(held)
-        return Plan(prompt_tokens=request.num_prompt_tokens)
+        return RequestPlan()
 
     def _say_room(self, asked: DocumentRequest, request: Any) -> RequestPlan:
         self._answers[request.request_id] = asdict(self._room)
-        return Plan(prompt_tokens=request.num_prompt_tokens)
+        return RequestPlan()
 
     def reused_blocks(self, request_id: str) -> tuple[FromDocument, tuple[list[Any], ...]] | None:
         """What a request begins with: the plan, and the blocks of every group."""

@@ -36,9 +36,13 @@ class Watched:
 
 
 def small_engine(small: Any, **options: Any) -> "Engine":
-    """An engine of one of the small random models, where 512 tokens are many."""
+    """An engine of one of the small random models, where 512 tokens are many.
+
+    With the method of the paper, unless the options say another one.
+    """
     sizes = {"max_model_len": 512, "max_num_seqs": 8, "kv_cache_memory_bytes": 50 << 20}
-    return Engine(small.folder, **{"skip_tokenizer_init": True, **sizes, **options})
+    usual = {"skip_tokenizer_init": True, "policy": "snapkv", **sizes}
+    return Engine(small.folder, **{**usual, **options})
 
 
 class Engine:

@@ -31,9 +31,8 @@ def engine_config(folder, max_model_len, **own):
 
     from snapkv_vllm import engine_args
 
-    options = engine_args(
-        budget=12, parameters={"window_size": 6}, max_window_size=6, dtype="float32", **own
-    )
+    method = {"policy": "snapkv", "parameters": {"window_size": 6}, "max_window_size": 6}
+    options = engine_args(budget=12, **method, dtype="float32", **own)
     options |= {"max_model_len": max_model_len, "max_num_batched_tokens": 24}
     options |= {"enforce_eager": True, "max_num_seqs": 8, "block_size": 32}
     return EngineArgs(folder, **options).create_engine_config()

@@ -5,6 +5,9 @@ import json
 
 import pytest
 
+from snapkv import default_policy
+from snapkv.app.prompts import Prompt
+from snapkv.policies.default import asked_by, by_layer
 from snapkv_vllm.admission import misspelt
 from snapkv_vllm.agents import front
 from snapkv_vllm.agents.edits import ClearThinking, ClearToolUses
@@ -53,7 +56,7 @@ def asked(site, client):
         answer = client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         own, (ids,) = site.seen[-1]
-        assert set(own) <= {NAME, "snapkv_budget", "other"}
+        assert set(own) <= {NAME, "snapkv_budget", "snapkv_voters", "other"}
         decode = site.app.state.online_renderer.renderer.get_tokenizer().decode
         spans = json.loads(own[NAME])
         return [(one["do"], decode(ids[one["start"] : one["end"]])) for one in spans], answer.json()
@@ -87,6 +90,58 @@ def test_a_message_that_is_repeated_elsewhere_is_found_where_it_is(asked, site):
     tokenizer = site.app.state.online_renderer.renderer.get_tokenizer()
     assert tokenizer.decode(ids[: one["start"]]).endswith("assistant\n")
     assert spans == [("protect", "user")]
+
+
+def in_parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+QUESTION = "In which year does the gate open, and who has the key?"
+CALLED = {"role": "assistant", "content": "I look.", "tool_calls": [call(0)]}
+RESULT = {"role": "tool", "tool_call_id": "call0", "content": "In May."}
+BEFORE = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello"})
+ASKED = [
+    (QUESTION, []),
+    ("  Why?\n", []),
+    (in_parts(RESULTS[0], QUESTION), []),
+    (QUESTION, [{"role": "assistant", "content": "In"}]),
+    (QUESTION, [CALLED, RESULT]),
+    (f"{RESULTS[0]}\n\n{QUESTION}", []),
+]
+
+
+@pytest.mark.parametrize(("content", "behind"), ASKED, ids=str)
+@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
+def test_the_questions_tokens_vote_as_in_the_library(client, site, path, content, behind):
+    """From its first one to the prompt's end; a long text's none, and its last 16 tokens vote."""
+    messages = [*BEFORE, {"role": "user", "content": content}, *behind]
+    body = {"model": "demo", "messages": messages, "vllm_xargs": {"snapkv_budget": 70}}
+    if path == ANTHROPIC:
+        body |= {"messages": as_anthropic(messages), "system": SYSTEM, "max_tokens": 5}
+    assert client.post(path, json=body).status_code == 200
+    own, (ids,) = site.seen[-1]
+    tokenizer = site.app.state.online_renderer.renderer.get_tokenizer()
+    text = content if isinstance(content, str) else content[-1]["text"]
+    prompt = Prompt(text=tokenizer.decode(ids), has_special_tokens=True, question=text)
+    asked = asked_by(by_layer(default_policy()), prompt.question_tokens(tokenizer))
+    assert own == {"snapkv_budget": 70} | ({"snapkv_voters": asked.voters} if asked.voters else {})
+    assert (asked.voters is None) == text.startswith(RESULTS[0])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"vllm_xargs": {"snapkv_voters": 9}}),
+        (CHAT, {"vllm_xargs": {"snapkv_window_size": 8}}),
+        (CHAT, {"messages": [{"role": "system", "content": QUESTION}]}),
+        (TEXT, {"vllm_xargs": {"snapkv_budget": 70}}),
+    ],
+    ids=str,
+)
+def test_nobody_else_votes_where_a_request_says_who_or_asks_nothing(client, site, path, body):
+    chat = {"messages": [{"role": "user", "content": QUESTION}], "prompt": QUESTION}
+    assert client.post(path, json={"model": "demo"} | chat | body).status_code == 200
+    assert site.seen[-1][0] == body.get("vllm_xargs")
 
 
 def edit(kind, **fields):
@@ -167,7 +222,9 @@ def as_anthropic(messages):
             {"type": "tool_use", "id": one["id"], "name": one["function"]["name"], "input": {}}
             for one in message.get("tool_calls", ())
         ]
-        return message["role"], [{"type": "text", "text": str(message["content"])}, *calls]
+        content = message["content"]
+        texts = content if isinstance(content, list) else in_parts(content)
+        return message["role"], [*texts, *calls]
 
     pairs = [blocks(one) for one in messages[1:]]
     return [{"role": role, "content": content} for role, content in pairs]
@@ -259,11 +316,15 @@ def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monk
             assert mine == again
             assert len({mine, theirs, other}) == 3
             assert mine.partition("/")[0] == other.partition("/")[0] != theirs.partition("/")[0]
-        for wrong in (7, "", "x" * 300, "x" * 40 + "/" + "y" * 256):
+        longest = "y" * 256
+        for wrong in (7, "", "x" * 300, *(f"{owner}/{longest}" for owner in ("", "a" * 32, "x"))):
             body = {"model": "demo", "messages": [], "agent_hint": {"session_id": wrong}}
             answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
             assert answer.status_code == 400
             assert "1 to 256 characters" in answer.json()["error"]["message"]
+        body = {"model": "demo", "messages": MESSAGES, "agent_hint": {"session_id": longest}}
+        answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
+        assert answer.status_code == 200
 
 
 SALTED = [("mine", {}), ("mine", {}), ("theirs", {}), ("mine", 1), ("theirs", 1), ("mine", 1)]

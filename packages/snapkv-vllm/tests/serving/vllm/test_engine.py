@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from snapkv import TOVA, SnapKV
+from snapkv import TOVA, default_policy
+from snapkv.policies.default import by_layer
+from snapkv.validation import DEFAULT
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 
@@ -13,7 +15,9 @@ CHUNK = 150
 
 @pytest.fixture(scope="module")
 def engine(small):
-    with small_engine(small, budget=BUDGET, max_num_batched_tokens=CHUNK) as running:
+    with small_engine(
+        small, policy=DEFAULT, budget=BUDGET, max_num_batched_tokens=CHUNK
+    ) as running:
         yield running
 
 
@@ -32,7 +36,7 @@ def test_kept_sets_and_answers_are_those_of_the_library(engine, small):
     with engine.watching() as kept:
         answers = engine.answers(prompts, greedy(16))
     for prompt, answer in zip(prompts, answers, strict=True):
-        expected, cache = small.library(prompt, SnapKV(BUDGET), 16)
+        expected, cache = small.library(prompt, by_layer(default_policy(BUDGET)), 16)
         assert answer == expected, len(prompt)
         if len(prompt) > BUDGET:
             for layer, keep in enumerate(kept.of(prompt)):
@@ -42,16 +46,20 @@ def test_kept_sets_and_answers_are_those_of_the_library(engine, small):
     assert engine.free_blocks == engine.all_blocks
 
 
-def test_a_request_has_its_own_budget_window_kernel_and_pooling(engine, small):
+def test_a_request_has_its_own_budget_window_voters_kernel_and_pooling(engine, small):
     prompt = ids_of(400)
     settings = [
-        {"snapkv_budget": 40},
+        {"snapkv_budget": 40, "snapkv_voters": 60},
         {"snapkv_window_size": 16, "snapkv_kernel_size": 13, "snapkv_pooling": "avg"},
         {"snapkv_budget": 0},
     ]
     answers = engine.answers([prompt] * 3, [greedy(16, extra_args=own) for own in settings])
-    policies = [SnapKV(40), SnapKV(BUDGET, window_size=16, kernel_size=13, pooling="avg")]
-    expected = [small.answer(prompt, policy, 16) for policy in [*policies, SnapKV(512)]]
+    policies = [
+        default_policy(40, voters=60),
+        default_policy(BUDGET, kernel_size=13, pooling="avg"),
+        default_policy(512),
+    ]
+    expected = [small.answer(prompt, by_layer(policy), 16) for policy in policies]
     assert answers == expected
     assert len({tuple(answer) for answer in answers}) == 3
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from snapkv import AdaKV, SnapKV
+from snapkv import AdaKV, SnapKV, default_policy
+from snapkv.policies.default import by_layer
+from snapkv.validation import DEFAULT
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
@@ -27,18 +29,22 @@ class Asked:
     budget: int
     window: int
     tokens: int
-    safeguard: float | None = None
+    method: str
+    voters: int | None
+    safeguard: float
 
     @classmethod
-    def random(cls, draw, seed, *, apart):
-        """Where heads keep different numbers, a share of 1 parts nothing."""
-        window = draw.choice([1, 5, 16, 32])
+    def random(cls, draw, seed, method):
+        """Where heads keep different numbers, a share of 1 parts nothing; the default has sinks."""
+        window, least = draw.choice([1, 5, 16, 32]), 4 if method == DEFAULT else 1
         return cls(
-            safeguard=draw.choice([0.01, 0.2, 0.2, 0.5, 1]) if apart else None,
+            method=method,
+            voters=draw.choice([None, None, 3, 16, 64]),
+            safeguard=draw.choice([0.01, 0.2, 0.2, 0.5, 1]),
             opening=draw.choice([0, 32, 70, 140]),
             ending=draw.randrange(1, 170),
             seed=seed,
-            budget=draw.choice([0, 512, *(window + more for more in (1, 8, 31, 32, 60))]),
+            budget=draw.choice([0, 512, *(window + more for more in (least, 8, 31, 32, 60))]),
             window=window,
             tokens=draw.randrange(1, 60),
         )
@@ -49,18 +55,24 @@ class Asked:
 
     @property
     def policy(self):
-        policy = SnapKV(self.budget or 512, window_size=self.window)
-        return AdaKV(policy, safeguard=self.safeguard) if self.safeguard else policy
+        given = {"budget": self.budget or 512, "window_size": self.window, "voters": self.voters}
+        if self.method == DEFAULT:
+            return by_layer(default_policy(**given))
+        policy = SnapKV(**given)
+        return AdaKV(policy, safeguard=self.safeguard) if self.method == "adakv" else policy
 
     @property
     def sampling(self):
         own = {"snapkv_budget": self.budget, "snapkv_window_size": self.window}
-        own |= {"snapkv_safeguard": self.safeguard} if self.safeguard else {}
+        own |= {"snapkv_voters": self.voters} if self.voters else {}
+        own |= {"snapkv_safeguard": self.safeguard} if self.method == "adakv" else {}
         return greedy(self.tokens, extra_args=own)
 
 
 @pytest.fixture(
-    scope="module", params=[("snapkv", True), ("adakv", False), ("adakv", True)], ids=str
+    scope="module",
+    params=[("snapkv", True), (DEFAULT, True), ("adakv", False), ("adakv", True)],
+    ids=str,
 )
 def engine(small, request):
     """Of few blocks and short chunks, so that requests are preempted and prompts are cut."""
@@ -74,7 +86,7 @@ def engine(small, request):
         max_num_batched_tokens=90,
         enable_prefix_caching=caching,
     ) as running:
-        running.per_head_budget = policy == "adakv"
+        running.method = policy
         yield running
         assert running.preempted > 0, "the pool was large enough"
 
@@ -90,7 +102,7 @@ def test_every_answer_is_the_librarys(engine, expected, seed):
     draw = random.Random(seed)
     asked, answers = {}, {}
     for number in range(REQUESTS):
-        one = Asked.random(draw, seed=1000 * seed + number, apart=engine.per_head_budget)
+        one = Asked.random(draw, 1000 * seed + number, engine.method)
         (name,) = engine.start([one.ids], one.sampling)
         asked[name] = one
         for _ in range(draw.randrange(5)):

@@ -1,8 +1,10 @@
 """The check of bodies in an application of its own, and where vLLM puts it."""
 
+import asyncio
 import json
 import sys
 from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
 
@@ -15,15 +17,20 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture
 def client():
-    from fastapi import FastAPI, Request
+    from fastapi import FastAPI, Form, Request
     from fastapi.responses import StreamingResponse
     from starlette.testclient import TestClient
+    from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
+    from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
 
     from snapkv_vllm.middleware import SettingsCheck
 
     app = FastAPI()
     config = ServingSettings(budget=512, max_window_size=40).to_config()
-    app.state.args = SimpleNamespace(additional_config=config, api_key=None)
+    app.state.args = SimpleNamespace(additional_config=config, api_key=None, log_error_stack=False)
+    engine = SimpleNamespace(generate=lambda prompt, sampling_params: sampling_params.extra_args)
+    app.state.engine_client = engine
+    app.exception_handler(ValueError)(exception_handler)
     app.add_middleware(SettingsCheck)
 
     @app.post("/parsed")
@@ -39,6 +46,15 @@ def client():
         events = [f"data: {json.dumps(body)}\n\n"]
         return StreamingResponse(iter(events), media_type="text/event-stream")
 
+    @app.post("/pieces")
+    async def pieces(request: Request) -> int:
+        return len([piece async for piece in request.stream() if piece])
+
+    @app.post("/form")
+    async def form(request: Annotated[TranscriptionRequest, Form()]) -> dict | None:
+        sampling = SimpleNamespace(extra_args=request.vllm_xargs)
+        return app.state.engine_client.generate("prompt", sampling_params=sampling)
+
     @app.post("/closed")
     async def closed() -> str:
         return "nobody read it"
@@ -51,7 +67,7 @@ def test_wrong_settings_end_in_a_400_and_right_bodies_arrive_unchanged(client, p
     assert client.post(path, json=RIGHT).json() == RIGHT
     refused = client.post(path, json=WRONG)
     assert refused.status_code == 400
-    assert refused.json()["detail"].startswith("snapkv_budget: expected more than window_size=32")
+    assert refused.json()["detail"].startswith("snapkv_budget: expected more than window_size=16")
 
 
 def test_a_stream_that_begins_with_an_error_is_answered_with_its_status(client):
@@ -65,6 +81,35 @@ def test_a_stream_that_begins_with_an_error_is_answered_with_its_status(client):
 def test_the_servers_own_caps_hold(client):
     body = {"vllm_xargs": {"snapkv_window_size": 41}}
     assert "at most 40 on this server" in client.post("/raw", json=body).text
+
+
+@pytest.mark.parametrize("name", ["snapkv_budget", "snapkv_forget", "snapkv-session", "budget"])
+def test_a_form_names_no_setting(client, name):
+    def sent(xargs):
+        fields = {"vllm_xargs": json.dumps(xargs), "stream": "true"}
+        return client.post("/form", data=fields, files={"file": b"a sound"})
+
+    assert sent({"session_id": "theirs"}).json() == {"session_id": "theirs"}
+    refused = sent({name: "run"})
+    said = f"{name}: expected none in a form, got it; leave it out"
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, said)
+
+
+@pytest.mark.parametrize(("kind", "pieces"), [(b"Multipart/Form-Data; boundary=x", 3), (b"", 1)])
+def test_a_form_is_not_held_in_memory(client, kind, pieces):
+    parts = [{"body": one, "more_body": one != b"}"} for one in (b"{", b" ", b"}")]
+    coming = iter([{"type": "http.request", **part} for part in parts])
+    sent = []
+
+    async def receive():
+        return next(coming)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/pieces", "query_string": b""}
+    asyncio.run(client.app(scope | {"headers": [(b"content-type", kind)]}, receive, send))
+    assert json.loads(sent[-1]["body"]) == pieces
 
 
 def test_a_body_that_nobody_reads_is_not_looked_at(client):

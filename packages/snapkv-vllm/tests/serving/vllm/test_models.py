@@ -6,12 +6,15 @@ from functools import cached_property
 import pytest
 import torch
 
-from snapkv import SnapKV
+from snapkv import SnapKV, default_policy
+from snapkv.policies.default import by_layer
+from snapkv.validation import DEFAULT
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.families import FamilyModel
 from tests.serving.vllm.models import ids_of
 
 BUDGET = 64
+POLICY = by_layer(default_policy(BUDGET))
 FAMILIES = (
     "gemma3_text",
     "gpt_oss",
@@ -40,7 +43,7 @@ class Served:
 
     @cached_property
     def engine(self):
-        return small_engine(self.small, budget=BUDGET, **self.options)
+        return small_engine(self.small, policy=DEFAULT, budget=BUDGET, **self.options)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -90,7 +93,7 @@ def test_kept_sets_and_answers_are_those_of_the_library(served):
     """Twice, so that the second time there are prefixes in the cache to begin with."""
     engine, small = served.engine, served.small
     prompts = [ids_of(length, seed=length) for length in LENGTHS]
-    expected = [small.library(prompt, SnapKV(BUDGET), 16) for prompt in prompts]
+    expected = [small.library(prompt, POLICY, 16) for prompt in prompts]
     for _ in range(2):
         with engine.watching() as kept, nothing_else_written(engine) as changed:
             answers = engine.answers(prompts, greedy(16))
@@ -113,7 +116,7 @@ def test_preempted_requests_answer_as_the_library_does(served):
     answers = engine.answers(prompts, greedy(110))
     assert engine.preempted > before
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer == served.small.answer(prompt, SnapKV(BUDGET), 110), len(prompt)
+        assert answer == served.small.answer(prompt, POLICY, 110), len(prompt)
     engine.require_empty()
 
 

@@ -294,7 +294,7 @@ def test_other_options_are_passed_on():
         budget=64, dtype="float32", additional_config={"mine": 1}, logits_processors=["a:B"]
     )
     assert given["dtype"] == "float32"
-    assert given["additional_config"] == {"mine": 1, "snapkv": {"policy": "snapkv", "budget": 64}}
+    assert given["additional_config"] == {"mine": 1, "snapkv": {"policy": "default", "budget": 64}}
     assert given["logits_processors"][0] == "a:B"
 
 

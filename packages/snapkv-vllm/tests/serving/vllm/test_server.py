@@ -16,8 +16,10 @@ from statistics import median
 
 import pytest
 
-from snapkv import SnapKV
+from snapkv import default_policy
+from snapkv.app.prompts import Prompt
 from snapkv.errors import SnapKVError
+from snapkv.policies.default import asked_by, by_layer
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_vllm.settings import ServingSettings
 from tests.serving.fuzzing import random_settings
@@ -27,19 +29,10 @@ from tests.serving.vllm.test_documents import Library
 
 ROOT = Path(__file__).parents[5]
 BUDGET, PROMPT = 128, 300
-SETTINGS = ServingSettings(budget=BUDGET, parameters={"kernel_size": 13})
+SETTINGS = ServingSettings(budget=BUDGET)
 NOISE = 0.5  # seconds that a busy machine adds now and then
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 12}
-OWN = [
-    "--policy",
-    "snapkv",
-    "--budget",
-    str(BUDGET),
-    "--set",
-    "kernel_size=13",
-    "--share",
-    "--sessions",
-]
+OWN = ["--budget", str(BUDGET), "--share", "--sessions"]
 VLLMS = ["--max-num-batched-tokens", "512", "--enable-prompt-tokens-details"]
 
 
@@ -108,9 +101,24 @@ def test_completions_chat_and_streams_are_served(client, many_ids):
 
 
 def test_answers_are_those_of_the_library(client, served, many_ids):
-    ids = prompt(many_ids, 1200)
-    expected = served.answer(ids, SnapKV(BUDGET, kernel_size=13), 12)
-    assert answer(client, ids).choices[0].token_ids == expected
+    ids, policy = prompt(many_ids, 1200), by_layer(default_policy(BUDGET))
+    assert answer(client, ids).choices[0].token_ids == served.answer(ids, policy, 12)
+
+
+@pytest.mark.parametrize("question", ["Why?", "Who pays, and when? " * 4, "Who? " * 80], ids=len)
+def test_the_question_of_a_chat_votes_as_in_the_library(client, served, question):
+    from transformers import AutoTokenizer
+
+    messages = [{"role": "user", "content": "The tenant pays the rent on the third day. " * 30}]
+    messages += [{"role": "assistant", "content": "I see."}, {"role": "user", "content": question}]
+    chat = client.chat.completions.create(
+        messages=messages, extra_body={"return_token_ids": True}, **GREEDY
+    )
+    tokenizer = AutoTokenizer.from_pretrained(served.folder)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    asked = Prompt.written(text, question=question).question_tokens(tokenizer)
+    policy = asked_by(by_layer(default_policy(BUDGET)), asked)
+    assert chat.choices[0].token_ids == served.answer(chat.prompt_token_ids, policy, 12)
 
 
 def test_metrics_tell_what_compression_does(server, client, many_ids):
@@ -145,7 +153,7 @@ BODIES = {
     "/invocations": {"prompt": "Hi", "max_tokens": 2},
 }
 MISTAKES = {
-    "expected more than window_size=32": {"vllm_xargs": {"snapkv_budget": 3}},
+    "expected more than window_size=16": {"vllm_xargs": {"snapkv_budget": 3}},
     "expected inside vllm_xargs": {"snapkv_budget": 64},
     "write snapkv_budget": {"vllm_xargs": {"budget": 64}},
 }
@@ -317,6 +325,7 @@ def test_many_ask_about_one_document(server, served):
     def ids(said):
         return [one["token_ids"] for one in said["choices"]]
 
+    before = server.metric("snapkv:requests_total")
     status, said = server.post(documents, {"name": "text", "prompt": text, "budget": 64})
     assert status == 201, said
     registered = json.loads(said)
@@ -328,6 +337,7 @@ def test_many_ask_about_one_document(server, served):
     details = ask(questions[1])["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == len(text)
     assert server.metric("snapkv:documents") == 1
+    assert server.metric("snapkv:requests_total") == before  # of prompts without a document
     assert server.metric("snapkv:document_bytes") == registered["bytes"]
     assert json.loads(server.get(documents))[0]["requests"] == 0
     assert server.post(documents, {"name": "text", "prompt": text})[0] == 409

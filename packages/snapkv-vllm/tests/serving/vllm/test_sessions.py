@@ -5,7 +5,9 @@ import random
 import pytest
 import torch
 
-from snapkv import CompressedCache, SnapKV
+from snapkv import CompressedCache, default_policy
+from snapkv.policies.default import asked_by, by_layer
+from snapkv.validation import DEFAULT, SMALL_WINDOW
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.names import PREFIX, SESSION
 from snapkv_vllm.spans import NAME
@@ -13,14 +15,14 @@ from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import generated, ids_of
 
-PAGE, WINDOW, BUDGET = 32, 8, 96
+PAGE, BUDGET = 32, 96
 TURNS = 4 if SECOND_RUNNER else 8
 
 
 def options(small, blocks=100, **more):
     sizes = {"kv_cache_memory_bytes": small.blocks_bytes(blocks, PAGE), "max_model_len": 1600}
     sessions = Sessions(most_bytes=small.blocks_bytes(40, PAGE))
-    own = {"budget": BUDGET, "parameters": {"window_size": WINDOW}, "sessions": sessions}
+    own = {"budget": BUDGET, "policy": DEFAULT, "sessions": sessions}
     return {**sizes, **own, "max_num_batched_tokens": 120, **more}
 
 
@@ -55,16 +57,19 @@ def forget(engine):
 
 
 def test_every_turn_answers_as_one_cache_of_the_library(engine, small):
-    """Turns short and long, answers too; some turns bring fewer tokens than a window."""
+    """Turns short and long, answers too; of each the question votes, where it is known."""
     draw = random.Random(1)
-    policy = SnapKV(BUDGET, window_size=WINDOW)
+    policy = by_layer(default_policy(BUDGET))
     cache = CompressedCache(small.model, policy, turns="compress")
     ids, read, before = [], 0, reused(engine)
     for turn in range(TURNS):
         ids += ids_of(draw.choice([40, 90, 150]), seed=turn)
-        tokens = draw.choice([5, 40, 70])
+        tokens, question = draw.choice([5, 40, 70]), draw.choice([None, 5, 30, 40])
+        voters = asked_by(policy, question).voters
+        asked = {} if voters is None else {"snapkv_voters": voters}
+        cache.expect_question(question)
         expected = generated(small.model, ids, cache, tokens)
-        (found,) = engine.answers([ids], greedy(tokens, extra_args=own("one")))
+        (found,) = engine.answers([ids], greedy(tokens, extra_args=own("one", **asked)))
         assert found == expected, turn
         read += len(ids)
         ids += found
@@ -176,7 +181,7 @@ def assert_spans(engine, results, ids, turn):
                 assert not [one for one in head if start <= one < end], turn
             start, end = results[-1]
             assert [one for one in head if start <= one < end] == list(range(start, end))
-            assert set(range(len(ids) - WINDOW, len(ids))) <= set(head)
+            assert set(range(len(ids) - SMALL_WINDOW, len(ids))) <= set(head)
 
 
 def test_what_a_request_wants_whole_is_read_again_where_votes_have_chosen(engine):

@@ -44,7 +44,7 @@ class ServeOptions:
         str,
         typer.Option(
             help="Method: snapkv, adakv, streaming-llm or tova",
-            show_default="snapkv with fading pooling",
+            show_default="snapkv's largest votes",
         ),
     ] = DEFAULT
     budget: Annotated[
@@ -187,18 +187,13 @@ def _settings(
     options: ServeOptions, sharing: dict[str, Any] | None, sessions: dict[str, Any] | None
 ) -> "ServingSettings":
     from snapkv.cli.policy import typed_assignments  # imports torch
-    from snapkv.policies import SnapKV
-    from snapkv.policies.default import fading_parameters
     from snapkv_vllm import Limits, ServingSettings
     from snapkv_vllm.agents.held import Sessions
     from snapkv_vllm.documents.sharing import Sharing
 
-    policy, parameters = options.policy, typed_assignments(options.policy, options.set_ or [])
-    if policy == DEFAULT:
-        policy, parameters = SnapKV.name, fading_parameters(parameters)
     return ServingSettings(
-        policy=policy,
-        parameters=parameters,
+        policy=options.policy,
+        parameters=typed_assignments(options.policy, options.set_ or []),
         limits=Limits.from_config({name: getattr(options, name) for name in _LIMITS}),
         sharing=None if sharing is None else Sharing.from_config(sharing),
         sessions=None if sessions is None else Sessions.from_config(sessions),

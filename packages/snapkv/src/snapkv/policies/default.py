@@ -18,22 +18,16 @@ _BEFORE_A_QUESTION = {"voters": 64, "pooling": "max", "decay": None, "sink_token
 of what the text's end looks at."""
 
 
-def fading_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of `SnapKV`: fading and a small window, but for what is given.
-
-    A width asks for pooling over neighbours, so there is no fading beside one.
-    """
-    pooling = {} if given.get("kernel_size") is not None else {"pooling": "fading"}
-    return {"window_size": SMALL_WINDOW, **pooling, **given}
-
-
 def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the default's `SnapKV`, whose votes are the largest of any query and head.
 
-    A budget that these choose goes by a bound of its own: each is as large as any query's, where a
-    mean over the window is smaller.
+    A width asks for pooling over neighbours, so there is no fading beside one. A budget that these
+    choose goes by a bound of its own: each is as large as any query's, where a mean over the window
+    is smaller.
     """
-    found = fading_parameters({"window_reduce": "max", "group_reduce": "max", **given})
+    pooling = {} if given.get("kernel_size") is not None else {"pooling": "fading"}
+    largest = {"window_reduce": "max", "group_reduce": "max"}
+    found = {"window_size": SMALL_WINDOW, **pooling, **largest, **given}
     budget = found.get("budget")
     auto = {} if budget == AUTO else budget.get(AUTO) if isinstance(budget, dict) else None
     if auto is not None and found["window_reduce"] == "max":
