@@ -17,8 +17,7 @@ class Turns:
     """Contenders that took turns, so that noise hit all alike: medians, and ratios of pairs.
 
     Args:
-        work: by name. What gives a `Spent`, or milliseconds, is taken at its word; all else is
-            timed as a whole.
+        work: by name. What gives milliseconds is taken at its word; all else is timed.
         rounds: of all contenders that count.
         warmup_rounds: before them.
     """
@@ -49,8 +48,6 @@ class Turns:
 def _timed(work: Callable[[], Any]) -> Spent:
     said: list[Any] = []
     spent = spent_on(lambda: said.append(work()))
-    if isinstance(said[0], Spent):
-        return said[0]
     return Spent(wall_ms=said[0], cpu_ms=spent.cpu_ms) if isinstance(said[0], float) else spent
 
 

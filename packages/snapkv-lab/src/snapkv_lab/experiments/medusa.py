@@ -1,10 +1,4 @@
-"""Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths.
-
-`figure_9` is for a 7B shape on a GPU. Its weights are random, so no head can guess right: how many
-guesses are accepted is set, not measured, to `ACCEPTED` of the most likely tree, and every row says
-so. What is measured is the time of a step: the heads, the tree's forward pass and moving what was
-accepted.
-"""
+"""Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +17,12 @@ from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel, load
 from snapkv.app.prompts import question_prompt
 from snapkv.app.settings import GenerationSettings
-from snapkv.decoding import CandidateTree, Medusa, MedusaHeads
 from snapkv.decoding.speculation import begin_verifying, fast_few_rows
 from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import encode, load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.prompts import generate
 from snapkv_lab.measure.timing import alternate, ratios, spread
 from snapkv_lab.report.tables import Pivot
 from snapkv_lab.rows import Row, grouped, of
@@ -241,63 +233,3 @@ DRAFTS = Experiment(
     },
     tables=_tables,
 )
-
-ACCEPTED = (0.75, 0.55, 0.4, 0.3)
-"""How often a candidate of each depth is accepted where the one above it was; an assumption, which
-comes to 2.4 tokens a step."""
-
-
-class SetMedusa(Medusa):
-    """Accepts as many candidates as a draw says, right or wrong."""
-
-    def __init__(self, heads: MedusaHeads, tree: CandidateTree) -> None:
-        super().__init__(heads, tree)
-        self._draw = torch.Generator().manual_seed(0)
-
-    def accept(
-        self, tree: CandidateTree, tokens: Tensor, logits: Tensor, *, samples: bool
-    ) -> list[int]:
-        """The first path, as far as the draw goes."""
-        super().accept(tree, tokens, logits, samples=samples)  # its time counts
-        path = [node for node in tree.paths[0].tolist() if node >= 0]
-        draws = torch.rand(len(path) - 1, generator=self._draw)
-        stays = (draws < torch.tensor(ACCEPTED[: len(path) - 1])).long()
-        return path[: 1 + int(stays.cumprod(dim=0).sum())]
-
-
-def figure_9(
-    model: Any, *, lengths: Sequence[int], budget: int, tokens: int, rounds: int
-) -> Iterator[Row]:
-    """Rows of plain decoding and Medusa, each on the full cache and on SnapKV's."""
-    heads = MedusaHeads.untrained(model, len(ACCEPTED)).to(model.dtype)
-    tree = CandidateTree.likeliest(heads.accuracies, 63)
-    caches: dict[str, Policy] = {"full cache": FullCache(), f"snapkv@{budget}": SnapKV(budget)}
-    for length in lengths:
-        ids = torch.randint(3, model.config.vocab_size, (1, length), device=model.device)
-        ways = {
-            f"{way}, {name}": (policy, medusa)
-            for name, policy in caches.items()
-            for way, medusa in (("plain", None), ("Medusa", SetMedusa(heads, tree)))
-        }
-        work = {name: partial(_stepped, model, ids, *way, tokens) for name, way in ways.items()}
-        turns = Turns(work, rounds=rounds)
-        for name, (_, medusa) in ways.items():
-            accepted = 1.0 if medusa is None else medusa.tally.acceptance_length
-            yield {
-                "bench": "medusa",
-                "contender": name,
-                "length": length,
-                "budget": budget,
-                "tokens": tokens,
-                "ms_per_token": turns.ms(name, 3),
-                "faster_than_plain": turns.ratio(PLAIN, name, 3),
-                "faster_than_medusa": turns.ratio(MEDUSA, name, 3),
-                "acceptance_length": round(accepted, 3),
-                "acceptance": "set, not measured",
-            }
-
-
-def _stepped(model: Any, ids: Tensor, policy: Policy, medusa: Medusa | None, tokens: int) -> float:
-    clock, cache = Clock(), CompressedCache(model, policy)
-    generate(model, ids[0].tolist(), cache, tokens, custom_generate=medusa, streamer=clock)
-    return clock.ms_per_token()

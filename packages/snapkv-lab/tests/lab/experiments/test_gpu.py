@@ -54,14 +54,15 @@ def day(tmp_path, monkeypatch):
         ran.append(name)
         if name in failing:
             raise failing.pop(name)
-        yield {"operation": "o", "voters": 1, "impl": name, "length": 9, "ms": {"p50": 1.0}}
+        yield {"cache": name, "length": 9, "ms": one, "ratio": one}
 
     def declared(given):
         return ((name, 60, cell, name) for name in "abc")
 
     failing: dict[str, BaseException] = {}
+    one = dict.fromkeys(("p20", "p50", "p80"), 1.0)
     monkeypatch.setattr(gpu, "DECLARED", dict.fromkeys(gpu.GPU.parts, declared))
-    return ran, failing, lambda *arguments: gpu.GPU.main(["--part", "votes", *arguments])
+    return ran, failing, lambda *arguments: gpu.GPU.main(["--part", "reading", *arguments])
 
 
 def test_a_call_goes_on_behind_the_one_that_was_cut_off(day, capsys):
@@ -71,9 +72,9 @@ def test_a_call_goes_on_behind_the_one_that_was_cut_off(day, capsys):
         call()
     call()
     assert ran == ["a", "b", "b", "c"]
-    assert [row["impl"] for row in read_rows(gpu.GPU.rows)[1:]] == ["a", "b", "c"]
-    assert re.search(r"votes +2 of 3 cells, 2\.0 minutes", capsys.readouterr().err)
-    assert "| o | 1 | c | 1.000 |" in gpu.GPU.page.read_text("utf-8")
+    assert [row["cache"] for row in read_rows(gpu.GPU.rows)[1:]] == ["a", "b", "c"]
+    assert re.search(r"reading +2 of 3 cells, 2\.0 minutes", capsys.readouterr().err)
+    assert "| 9 | c | 1 | 1.000 (1.000 to 1.000) |" in gpu.GPU.page.read_text("utf-8")
 
 
 def test_a_cell_that_fails_has_a_row_and_one_that_the_time_is_too_short_for_has_none(day, capsys):
