@@ -172,10 +172,6 @@ _FULL = {"kvpress": "kvpress full", "snapkv": "transformers"}
 """What a method is a part of: the full cache on the same transformers."""
 
 
-def _at_once(model: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 @torch.inference_mode()
 def _measure(given: RunContext) -> Iterator[Row]:
     model, python = given.loaded.model, given.python
@@ -193,8 +189,8 @@ def _measure(given: RunContext) -> Iterator[Row]:
             read = {
                 "kvpress": partial(theirs.read, prompt),
                 "kvpress full": partial(theirs_full.read, prompt),
-                "snapkv": compressed("snapkv", policy).reader(model, prompt, _at_once),
-                "transformers": full("transformers").reader(model, prompt, _at_once),
+                "snapkv": compressed("snapkv", policy).reader(model, prompt),
+                "transformers": full("transformers").reader(model, prompt),
             }
             yield from _rows("prefill", read, given.prefill_rounds, named)
             whole = read_prompt(model, ids)

@@ -1,12 +1,11 @@
 """Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import TextStreamer
 
@@ -17,15 +16,13 @@ from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel, load
 from snapkv.app.prompts import question_prompt
 from snapkv.app.settings import GenerationSettings
-from snapkv.decoding.speculation import begin_verifying, fast_few_rows
 from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import encode, load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
-from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.measure.timing import alternate, ratios, spread
 from snapkv_lab.report.tables import Pivot
-from snapkv_lab.rows import Row, grouped, of
+from snapkv_lab.rows import Row, grouped
 
 QUESTION = "Summarize the text above."
 PLAIN, MEDUSA = "plain, full cache", "Medusa, full cache"
@@ -86,11 +83,9 @@ def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[Contender]:
 
 
 def _measure(dtype: str, given: RunContext) -> Iterator[Row]:
-    """A row per cache and size of a pass, and one per contender and length."""
+    """A row per contender and length."""
     same = str(given.loaded.model.dtype) == f"torch.{dtype}"
     loaded = given.loaded if same else load(given.model, dtype=dtype)
-    for row in _passes(loaded, given):
-        yield row | {"model": loaded.description()}
     everyone = contenders(loaded, given.budget, given.heads)
     for length in given.lengths[dtype]:
         ids = _prompt(loaded, length)
@@ -103,42 +98,6 @@ def _measure(dtype: str, given: RunContext) -> Iterator[Row]:
             require_same_texts(everyone, runs)
         for one in everyone:
             yield _row(one, runs, ids.shape[1], given) | {"model": loaded.description()}
-
-
-@torch.inference_mode()
-def _passes(loaded: LoadedModel, given: RunContext) -> Iterator[Row]:
-    """What a forward pass of several tokens takes, against one of one token."""
-    ids = _prompt(loaded, given.pass_prompt_tokens)
-    for name, policy in (("full cache", FullCache()), ("SnapKV", _wide(given.budget))):
-        cache = CompressedCache(loaded.model, policy)
-        loaded.model(ids, past_key_values=cache, logits_to_keep=1)
-        begin_verifying(cache)
-        work = {count: _pass(loaded.model, cache, count) for count in given.pass_tokens}
-        with fast_few_rows(loaded.model):
-            turns = Turns(work, rounds=given.pass_rounds, warmup_rounds=2)
-        for count in turns:
-            yield {
-                "benchmark": "pass",
-                "cache": name,
-                "prompt_tokens": ids.shape[1],
-                "budget": given.budget,
-                "tokens": count,
-                "ms": turns.ms(count, 2),
-                "against_one": turns.ratio(count, 1, 3),
-            }
-
-
-def _pass(model: Any, cache: CompressedCache, count: int) -> Callable[[], float]:
-    tokens = torch.arange(100, 100 + count)[None]
-
-    def run() -> float:
-        begin = time.perf_counter()
-        model(tokens, past_key_values=cache, use_cache=True)
-        ms = 1000 * (time.perf_counter() - begin)
-        cache.crop(-count)
-        return ms
-
-    return run
 
 
 def _prompt(loaded: LoadedModel, length: int) -> Tensor:
@@ -193,8 +152,7 @@ def _row(one: Contender, runs: dict[str, list[Decoded]], length: int, given: Run
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
-    for dtype, own in grouped(rows, "dtype").items():
-        decoded = of(own, benchmark="medusa")
+    for dtype, decoded in grouped(rows, "dtype").items():
         for what, pattern in {
             "milliseconds per token": "{ms_per_token[p50]:.1f}",
             **{f"times faster than {base}": partial(_faster, base) for base in (PLAIN, MEDUSA)},
@@ -203,9 +161,6 @@ def _tables(rows: list[Row]) -> Iterator[str]:
         }.items():
             by = Pivot("decoding", "{contender}", "{prompt_tokens:,}", pattern)
             yield from Listing(by, f"{dtype}, {what}").parts(decoded)
-    cell = "{ms[p50]:.0f} ms ({against_one[p50]:.2f})"
-    by = Pivot("dtype, cache", "{dtype}, {cache}", "{tokens} tokens", cell)
-    yield from Listing(by, "What a pass takes", {"benchmark": "pass"}).parts(rows)
 
 
 def _faster(base: str, row: Row) -> str:
@@ -227,9 +182,6 @@ DRAFTS = Experiment(
             {"float32": (1024, 4096), "bfloat16": (1024, 4096, 7936)},
             {"float32": (96,), "bfloat16": (96,)},
         ),
-        "pass_tokens": Size((1, 2, 4, 7, 10), (1, 3)),
-        "pass_prompt_tokens": Size(4096, 96),
-        "pass_rounds": Size(15, 2),
     },
     tables=_tables,
 )

