@@ -1,16 +1,14 @@
 """lm-eval's tasks from compressed caches: likelihoods by hand, local tasks, and one command."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from snapkv import default_policy
 from snapkv.app.answering import answer
-from snapkv.app.likelihood import log_likelihood, log_likelihoods
+from snapkv.app.likelihood import log_likelihoods
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.app import run
@@ -27,44 +25,41 @@ FULL = Method(label="full", policy=FullCache())
 
 CONTEXT = "The gate opens at nine. The key is under the blue stone. " * 12
 
-GENERATE = """
-task: local_gate
+TASK = """
 dataset_path: json
 dataset_kwargs: {data_files: {test: ROWS}, cache_dir: CACHE}
 test_split: test
-output_type: generate_until
-doc_to_text: "{{text}}Question: {{question}}\\nAnswer:"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["\\n", "."], max_gen_toks: 6, temperature: 1, do_sample: false}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true, ignore_case: true}
-metadata: {version: 3.0}
 """
-
-CHOOSE = """
+ASKED = 'doc_to_text: "{{text}}Question: {{question}}\\nAnswer:"'
+TASKS = {
+    "gate": f"""
+task: local_gate
+output_type: generate_until
+{ASKED}
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n", "."], max_gen_toks: 6, temperature: 1, do_sample: false}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true, ignore_case: true}}
+metadata: {{version: 3.0}}
+""",
+    "choice": f"""
 task: local_choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: ROWS}, cache_dir: CACHE}
-test_split: test
 output_type: multiple_choice
-doc_to_text: "{{text}}Question: {{question}}\\nAnswer:"
-doc_to_choice: "{{choices}}"
+{ASKED}
+doc_to_choice: "{{{{choices}}}}"
 doc_to_target: 1
 metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-"""
-
-WHOLE = """
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+""",
+    "whole": """
 task: local_whole
-dataset_path: json
-dataset_kwargs: {data_files: {test: ROWS}, cache_dir: CACHE}
-test_split: test
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{text}}"
 metric_list:
   - metric: word_perplexity
-"""
+""",
+}
 
 ROWS = [
     {
@@ -92,9 +87,9 @@ def folder(tmp_path):
     """Task files over a local file of rows."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    for name, text in (("gate", GENERATE), ("choice", CHOOSE), ("whole", WHOLE)):
-        text = text.replace("ROWS", str(rows)).replace("CACHE", str(tmp_path / "cache"))
-        (tmp_path / f"{name}.yaml").write_text(text)
+    data = TASK.replace("ROWS", str(rows)).replace("CACHE", str(tmp_path / "cache"))
+    for name, text in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(text + data)
     return tmp_path
 
 
@@ -154,54 +149,34 @@ def ids(tiny):
     return context, tiny.tokenizer(" under the blue stone", return_tensors="pt").input_ids
 
 
-@pytest.mark.parametrize("policy", [SnapKV(40), H2O(40)], ids=["snapkv", "h2o"])
-def test_a_continuation_is_scored_as_it_would_be_generated(tiny, ids, policy):
-    found, _ = log_likelihood(tiny, *ids, policy)
-    assert found == pytest.approx(stepwise_log_likelihood(tiny.model, *ids, policy), abs=1e-4)
-    assert abs(found - plain_log_likelihood(tiny.model, *ids)) > 1e-3, "something was dropped"
-
-
 EVERY_WAY = [FullCache(), default_policy(40), AdaKV(SnapKV(40)), H2O(40), RKV(40)]
 
 
-@pytest.mark.parametrize("policy", EVERY_WAY, ids=lambda policy: policy.name)
-def test_continuations_that_share_a_context_have_the_scores_they_have_alone(tiny, ids, policy):
+HYBRID = {"family": "lfm2", "layer_types": ["conv", "full_attention"]}
+WAYS = [*(({}, policy) for policy in EVERY_WAY), (HYBRID, AdaKV(SnapKV(40)))]
+
+
+@pytest.mark.parametrize(("changed", "policy"), WAYS, ids=lambda each: getattr(each, "name", ""))
+def test_continuations_that_share_a_context_have_the_scores_they_have_alone(
+    tiny, ids, changed, policy
+):
     """Of different lengths, the longest in the middle; one of them is greedy's."""
+    loaded = tiny_loaded(tiny.tokenizer, **changed) if changed else tiny
     context, other = ids
-    completed = tiny.completed(policy)
+    completed = loaded.completed(policy)
     with torch.no_grad():
-        cache = CompressedCache(tiny.model, completed)
-        own = tiny.model.generate(
+        cache = CompressedCache(loaded.model, completed)
+        own = loaded.model.generate(
             context, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0
         )[:, context.shape[1] :]
     given = [own, other[:, :1], torch.cat([other, other], dim=1), own[:, :2], other]
-    found = list(log_likelihoods(tiny, context, given, policy, 2))
+    found = list(log_likelihoods(loaded, context, given, policy, 2))
     for one, (score, greedy) in zip(given, found, strict=True):
-        alone = stepwise_log_likelihood(tiny.model, context, one, completed)
+        alone = stepwise_log_likelihood(loaded.model, context, one, completed)
         assert score == pytest.approx(alone, abs=1e-4)
         assert greedy == (own[:, : one.shape[1]].equal(one))
-
-
-def test_models_with_recurrent_layers_score_several_continuations(tiny, ids):
-    policy = AdaKV(SnapKV(40))
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "lfm2",
-        vocab_size=len(tiny.tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"] * 2,
-    )
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    hybrid = replace(tiny, model=model)
-    context, other = ids
-    given = [other, other[:, :2], other.flip(1)]
-    found = list(log_likelihoods(hybrid, context, given, policy, 3))
-    alone = [stepwise_log_likelihood(hybrid.model, context, one, policy) for one in given]
-    assert [score for score, _ in found] == pytest.approx(alone, abs=1e-4)
+    plain = plain_log_likelihood(loaded.model, context, other)
+    assert (abs(found[-1][0] - plain) < 1e-3) == isinstance(policy, FullCache)
 
 
 def test_a_context_is_read_once_for_all_its_continuations(tiny, tmp_path, monkeypatch):

@@ -75,27 +75,6 @@ def test_lagkv_ranks_and_rates_as_there(press, tokens, cross_scoring):
     assert float(ours[..., rated:].min()) > 1
 
 
-def test_lagkv_keeps_what_is_kept_there(press):
-    """At a budget that no rank is cut at: 9 of the 32 tokens of every piece."""
-    layer = random_layer(1, batch=2, prompt_tokens=300, query_tokens=1, head_dim=16)
-    tail, pieces = 300 - 6 - 8 * 32, 8
-    policy = LagKV(6 + tail + pieces * 9, window_size=16, lag_size=32, sink_tokens=6)
-    theirs = press("lagkv", {"n_sink": 6, "lag_size": 32}, keys=layer.keys, values=layer.values)
-    kept = theirs.topk(policy.budget).indices.sort().values
-    assert torch.equal(policy.select(layer).keep_indices, kept)
-
-
-def test_lagkv_of_a_channel_that_never_varies_is_no_number_there(press):
-    layer = random_layer(2, prompt_tokens=300, query_tokens=1, head_dim=16)
-    layer = replace(layer, keys=layer.keys.index_fill(3, torch.tensor([5]), 0.25))
-    theirs = press(
-        "lagkv", {"lag_size": 32, "cross_scoring": True}, keys=layer.keys, values=layer.values
-    )
-    assert bool(theirs[..., 4:200].isnan().all())
-    ours = LagKV(100, window_size=1, lag_size=32, cross_scoring=True).score(layer)
-    assert bool(ours.isfinite().all())
-
-
 def test_kvzip_plus_scores_a_text_in_one_piece_as_there(press):
     layer = random_layer(4, prompt_tokens=150, query_tokens=60, head_dim=16)
     weight = output_weight(4 * 16, hidden=4 * 16)
