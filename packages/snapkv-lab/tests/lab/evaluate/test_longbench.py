@@ -1,11 +1,17 @@
-"""LongBench is asked and scored as published: prompts, rows, the cut, settings, and one command."""
+"""LongBench is asked and scored as published: prompts, rows, the cut, settings, and one command.
 
+A tiny random model reads the demo's tokens.
+"""
+
+import copy
 import hashlib
 import json
 import zipfile
+from dataclasses import replace
 
 import pytest
 
+from snapkv.cli.app import run
 from snapkv.errors import DocumentError, MissingDependencyError
 from snapkv_lab.evaluate.tasks import LongBench
 from snapkv_lab.evaluate.tasks.longbench import (
@@ -16,7 +22,9 @@ from snapkv_lab.evaluate.tasks.longbench import (
     read_rows,
     truncated,
 )
+from tests.lab.evaluate.tiny import records, tiny_loaded
 
+MISTRAL = "mistralai/Mistral-7B-Instruct-v0.2"
 TEXT = "The gate opens at nine. The key is under the blue stone. A cat sleeps on the wall. "
 
 INPUTS = {
@@ -180,7 +188,7 @@ def test_the_question_is_found_in_what_another_tokenizer_gives_back():
 @pytest.mark.parametrize(
     ("model", "positions", "tokens"),
     [
-        ("mistralai/Mistral-7B-Instruct-v0.2", 32_768, 31_500),
+        (MISTRAL, 32_768, 31_500),
         ("demo", 8_192, 8_192 - 512 - 256),
         ("demo", 512, 256),
         ("demo", None, None),
@@ -260,7 +268,7 @@ def test_the_extended_sets_come_from_their_own_files_by_length(demo, tmp_path):
 
 
 def test_the_paper_s_rows_stand_beside_its_models():
-    published = LongBench().published("mistralai/Mistral-7B-Instruct-v0.2")
+    published = LongBench().published(MISTRAL)
     assert list(published) == ["full", "snapkv@1024", "snapkv@2048", "snapkv@4096", "h2o@4096"]
     means = {name: sum(row.values()) / 16 for name, row in published.items()}
     assert means == pytest.approx(
@@ -275,3 +283,76 @@ def test_the_paper_s_rows_stand_beside_its_models():
     )
     assert published["full"]["narrativeqa"] == pytest.approx(0.2682)
     assert published["h2o@4096"]["repobench-p"] == pytest.approx(0.511)
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "behind"),
+    [
+        (MISTRAL, "", ""),
+        ("/models/Mixtral-8x7B-Instruct-v0.1", "", ""),
+        ("LargeWorldModel/LWM-Text-Chat-1M", "[INST]", "[/INST]"),
+        ("lmsys/longchat-7b-v1.5-32k", " USER: ", " ASSISTANT:"),
+    ],
+)
+def test_prompts_are_wrapped_as_in_the_paper_s_run(demo, data, model, before, behind):
+    tokenizer = copy.copy(demo.tokenizer)
+    tokenizer.name_or_path = model
+    chat, _, bare, _ = samples(tokenizer, data=str(data), datasets=("qasper", "trec"))
+    prompt = chat.prompt(tokenizer, "longbench", "hidden")
+    assert prompt.text.endswith(f"{before}{chat.context}{chat.question}{behind}")
+    assert prompt.text.startswith("A chat between" if "longchat" in model else before)
+    assert prompt.text[prompt.context_characters :].startswith(chat.question.strip())
+    assert not prompt.has_special_tokens
+    text = bare.prompt(tokenizer, "longbench", "visible").text
+    assert text == bare.context + bare.question
+
+
+# One command.
+
+NAMES = ("trec", "samsum")
+
+
+@pytest.fixture
+def evaluate(demo, data, tmp_path, monkeypatch, capsys):
+    """Run the command on a model of some name; returns its status and what it printed."""
+    loaded = tiny_loaded(demo.tokenizer, positions=8192)
+    for name in NAMES:
+        write(data, name, row(name, context=TEXT * 20), row(name))
+
+    def call(*options, name="tiny"):
+        monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: replace(loaded, name=name))
+        command = ["eval", "longbench", "--data", str(data), "--results", str(tmp_path / "out")]
+        command += ["--datasets", ",".join(NAMES), "--policy", "snapkv", "--budget", "64"]
+        return run([*command, *options]), capsys.readouterr().out
+
+    return call
+
+
+def test_one_command_answers_and_scores_every_set(evaluate, tmp_path):
+    status, out = evaluate("--json")
+    assert status == 0
+    found = json.loads(out)
+    assert found["run"]["task"]["max_prompt_tokens"] == 8192 - 512 - 256
+    assert {(r["method"], r["cell"]["dataset"], r["samples"]) for r in found["rows"]} == {
+        (method, name, 2) for method in ("full", "snapkv@64") for name in NAMES
+    }
+    answers = records(tmp_path / "out")
+    assert len(answers) == 2 * 2 * len(NAMES)
+    for record in answers:
+        if record["cell"]["dataset"] == "samsum":
+            assert "\n" not in record["prediction"].rstrip("\n")
+        if record["method"] == "snapkv@64":
+            assert record["kept_tokens"] <= 64 + record["new_tokens"]
+        assert 0 <= record["score"] <= 1
+    assert evaluate("--json")[1] == out, "a second run answers nothing anew"
+
+
+def test_the_table_shows_what_the_paper_measured_with_the_model(evaluate, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    status, out = evaluate("--limit", "1", "--baseline", "none", name=MISTRAL)
+    assert status == 0
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+    rows = {cells[0]: cells for cells in lines if cells}
+    assert rows["paper: full"][2:5] == ["71.0", "43.0", "57.0"]
+    assert rows["paper: h2o@4096"][2:4] == ["70.5", "43.0"]
+    assert len(rows["snapkv@64"]) == len(rows["paper: full"])
