@@ -15,7 +15,6 @@ from snapkv.cli.app import run
 from snapkv.errors import OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import H2O, RKV, AdaKV, FullCache, SnapKV
-from snapkv_lab.evaluate import harness
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.harness import CompressedLM
 from snapkv_lab.evaluate.store import Store
@@ -276,41 +275,24 @@ def test_without_the_package_its_command_is_named(evaluate, monkeypatch):
 # Runs that are continued.
 
 
-class Asked(list):
-    """What the model was asked; where `fails_at` questions have been, memory runs out."""
+class Added(list):
+    """Responses that were stored; where there are `fails_at` of them, memory runs out."""
 
     fails_at = None
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """What the model is asked from now on."""
-    given = Asked()
+def added(monkeypatch):
+    """What is answered from now on, since every response is stored as soon as it is there."""
+    given, real = Added(), Store.add
 
-    def count(*arguments):
+    def add(self, record):
         if len(given) == given.fails_at:
             raise OutOfMemoryError("prompt: about 12 tokens would fit")
-        given.append(arguments)
+        given.append(record)
+        real(self, record)
 
-    def answer(loaded, prompt, *arguments):
-        count(prompt, *arguments)
-        return real["answer"](loaded, prompt, *arguments)
-
-    def answers_together(loaded, prompts, *arguments):
-        for prompt in prompts:
-            count(prompt, *arguments)
-        return real["answers_together"](loaded, prompts, *arguments)
-
-    def log_likelihoods(loaded, context, continuations, *arguments):
-        scores = real["log_likelihoods"](loaded, context, continuations, *arguments)
-        for continuation in continuations:
-            count(context, continuation, *arguments)
-            yield next(scores)
-
-    asked = (answer, answers_together, log_likelihoods)
-    real = {each.__name__: getattr(harness, each.__name__) for each in asked}
-    for each in asked:
-        monkeypatch.setattr(harness, each.__name__, each)
+    monkeypatch.setattr(Store, "add", add)
     return given
 
 
@@ -318,19 +300,19 @@ BOTH = "local_gate,local_choice"
 ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices of each of two
 
 
-def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder):
+def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, added, folder):
     stop, batches = 10, ("--batch-size", "2")
     _, whole, _ = evaluate(BOTH, "--json", "--results", "whole", *batches)
-    assert len(asked) == len(records(folder / "whole")) == ANSWERS
-    asked.clear()
-    asked.fails_at = stop
+    assert len(added) == len(records(folder / "whole")) == ANSWERS
+    added.clear()
+    added.fails_at = stop
     assert evaluate(BOTH, "--results", "stopped", *batches)[0] == 1
     assert len(records(folder / "stopped")) == stop
-    asked.clear()
-    asked.fails_at = None
+    added.clear()
+    added.fails_at = None
     status, found, _ = evaluate(BOTH, "--json", "--results", "stopped", *batches)
     assert status == 0
-    assert len(asked) == ANSWERS - stop
+    assert len(added) == ANSWERS - stop
     assert records(folder / "stopped") == records(folder / "whole")
     assert json.loads(found)["rows"] == json.loads(whole)["rows"]
     summaries = [(folder / name / "summary.jsonl").read_text() for name in ("stopped", "whole")]
@@ -338,12 +320,12 @@ def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder):
 
 
 @pytest.mark.slow
-def test_a_changed_question_is_asked_anew(evaluate, asked, folder):
+def test_a_changed_question_is_asked_anew(evaluate, added, folder):
     evaluate("local_gate", "--results", "run")
-    asked.clear()
+    added.clear()
     rows = [ROWS[0], {**ROWS[1], "question": "Who opens the gate?"}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     status, _, _ = evaluate("local_gate", "--results", "run")
     assert status == 0
-    assert len(asked) == 2
-    assert all("Who opens the gate?" in prompt.text for prompt, *_ in asked)
+    assert len(added) == 2
+    assert {record["sample"].rpartition("/")[0] for record in added} == {"local_gate/1/0"}

@@ -216,34 +216,6 @@ def test_rows_come_out_of_the_archive_and_out_of_a_folder_around_it(data, tmp_pa
     assert zipped[0]["answers"] == ["Date"]
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "message"),
-    [
-        ("qasper", "{broken", r"a JSON object in .*qasper.jsonl, line 2, got '{broken'"),
-        (
-            "passage_retrieval_en",
-            json.dumps(row("passage_retrieval_en", answers=["3"])),
-            r"answers to be texts like \"Paragraph 3\"",
-        ),
-    ],
-)
-def test_a_malformed_row_is_named_by_file_line_and_field(tmp_path, name, line, message):
-    (tmp_path / f"{name}.jsonl").write_text(json.dumps(row(name)) + f"\n{line}\n")
-    with pytest.raises(DocumentError, match=message):
-        read_rows(tmp_path, SETS[name], extended=False)
-
-
-def test_missing_files_and_archives_are_named(tmp_path):
-    with pytest.raises(DocumentError, match=r"expected lcc_e.jsonl in .*nowhere"):
-        read_rows(tmp_path / "nowhere", SETS["lcc"], extended=True)
-    (tmp_path / "data.zip").write_text("no archive")
-    with pytest.raises(DocumentError, match="download it again"):
-        read_rows(tmp_path / "data.zip", SETS["lcc"], extended=False)
-    (tmp_path / "lcc.jsonl").write_text("\n")
-    with pytest.raises(DocumentError, match="expected rows in"):
-        read_rows(tmp_path, SETS["lcc"], extended=False)
-
-
 def test_without_a_network_the_command_that_brings_the_data_is_named(demo, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

@@ -175,18 +175,6 @@ def test_the_loss_is_what_generation_gives_and_the_answer_stays(
     assert (abs(record["loss"] - full) < 1e-4) == keeps_all, "something was dropped"
 
 
-def test_methods_that_share_a_reading_have_the_losses_they_have_alone(tiny, tmp_path):
-    methods = [*METHODS, Method(label="h2o", policy=H2O(40))]
-    given = {"loaded": tiny, "task": TwoReferences(), "reference_loss": True}
-    Run(**given, methods=methods).into(tmp_path / "all")
-    for method in methods:
-        Run(**given, methods=[method]).into(tmp_path / "alone")
-    alone = {(one["sample"], one["method"]): one["loss"] for one in records(tmp_path / "alone")}
-    together = {(one["sample"], one["method"]): one["loss"] for one in records(tmp_path / "all")}
-    assert together == pytest.approx(alone, abs=1e-5)
-    assert len(set(alone.values())) == len(alone)
-
-
 @pytest.mark.parametrize(
     ("policy", "later"),
     [(SnapKV(48), "compress"), (FullCache(), "append")],

@@ -27,14 +27,9 @@ def test_hotpotqa_has_its_questions_and_two_paragraphs_for_each():
     assert (len(data.questions), len(data.passages)) == (7405, 66635)
     assert {len(question.gold) for question in data.questions} == {2}
     assert len(set(data.passages)) == len(data.passages)
-    assert sum(question.answers[0] in ("yes", "no") for question in data.questions) == 458
     first = data.questions[0]
     assert first.text == "Were Scott Derrickson and Ed Wood of the same nationality?"
     assert [passage.title for passage in first.gold] == ["Scott Derrickson", "Ed Wood"]
-    assert first.gold[0].text.startswith(
-        "Scott Derrickson (born July 16, 1966) is an American director, screenwriter and producer. "
-        "He lives in Los Angeles, California."
-    )
 
 
 def test_the_order_is_that_of_bm25_computed_by_hand():

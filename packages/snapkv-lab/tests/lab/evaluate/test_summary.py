@@ -16,6 +16,7 @@ from snapkv_lab.evaluate.intervals import (
 )
 from snapkv_lab.evaluate.summary import axis_values, score_lines, summarise
 from tests.lab.evaluate.tiny import Keys
+from tests.lab.report.runs import answered
 
 
 def record(sample, method, score, *, status="ok", cell=None, **numbers):
@@ -140,19 +141,8 @@ def test_losses_are_rows_and_lines_of_their_own():
 # Differences from the full cache.
 
 
-def row(method, cell, scores, policy=None):
-    """A row of a cell with those scores of its samples."""
-    return {
-        "method": method,
-        "question": "visible",
-        "cell": {"documents": cell},
-        "score": fmean(scores) if scores else None,
-        "scores": {f"{cell}/{number}": score for number, score in enumerate(scores)},
-        "policy": policy or {"name": "full" if method == "full" else "snapkv"},
-        "status": "ok",
-        "held_bytes": 1024,
-        "token_ms": 2.0,
-    }
+def row(method, documents, scores):
+    return answered(method, {"documents": documents}, scores)
 
 
 def difference(mean, interval, samples):
@@ -197,7 +187,8 @@ def test_a_lines_difference_is_the_mean_of_its_columns():
 def test_the_difference_of_turns_is_drawn_by_conversations():
     """Two conversations of four turns: one is lost in all of them, the other in none."""
     rows = [
-        row(method, turn, scores) | {"conversations": {f"{turn}/0": "a", f"{turn}/1": "b"}}
+        (own := row(method, turn, scores))
+        | {"conversations": dict(zip(own["scores"], "ab", strict=True))}
         for method, scores in (("full", (1.0, 1.0)), ("snapkv@64", (0.0, 1.0)))
         for turn in range(1, 5)
     ]
@@ -208,7 +199,8 @@ def test_the_difference_of_turns_is_drawn_by_conversations():
 
 def test_a_full_cache_that_is_filled_otherwise_is_compared_like_any_method():
     selective = {"name": "full", "prefill": {"name": "selective"}}
-    rows = [row("full", 10, (1.0, 1.0)), row("full selective", 10, (0.5, 0.5), selective)]
+    other = row("full selective", 10, (0.5, 0.5)) | {"policy": selective}
+    rows = [row("full", 10, (1.0, 1.0)), other]
     assert cell_differences(rows) == [None, difference(-0.5, [-0.5, -0.5], 2)]
     assert relative_differences(rows) == {("full selective", "visible"): -0.5}
 
