@@ -3,7 +3,6 @@
 `make test-sweeps` brings that.
 """
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -242,14 +241,6 @@ def assert_same(given, folder, expected):
     assert by_key(folder) == by_key(place)
     assert untimed(given.rows) == untimed(results.rows)
     assert (folder / "run.json").read_bytes() == (place / "run.json").read_bytes()
-
-
-@pytest.mark.sweeps
-def test_two_workers_leave_the_folder_that_one_process_leaves(run, folder, expected, tmp_path):
-    with OnRay("local", {"name": str(folder)}, workers=2) as pool:
-        there = replace(run, loaded=replace(run.loaded, answers_on=pool.device))
-        given = there.into(tmp_path, executor=pool)
-    assert_same(given, tmp_path, expected)
 
 
 @pytest.mark.sweeps

@@ -1,6 +1,5 @@
 """The loss of the references: what it is behind a full cache, and behind what was kept of one."""
 
-import json
 from dataclasses import dataclass, replace
 
 import pytest
@@ -21,7 +20,7 @@ from snapkv.app.likelihood import References
 from snapkv.app.prefills import Exact, LayerByLayer, Selective
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.errors import OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import read_as_wanted
 from snapkv_lab.evaluate.asking import Answerer, Method, Question
@@ -201,20 +200,6 @@ def test_every_turn_has_the_loss_of_its_own_reference(tiny, tmp_path, policy, la
         assert record["loss"] == pytest.approx(expected, abs=1e-4)
         if isinstance(policy, FullCache):
             assert expected == pytest.approx(plain_loss(tiny.model, ids[0].tolist(), own), abs=1e-4)
-
-
-# What a run says of it.
-
-
-def test_a_run_without_the_option_is_named_and_written_as_ever(tiny, tmp_path):
-    run = Run(loaded=tiny, task=Keys(), methods=METHODS[:2], limit=1)
-    asked = replace(run, reference_loss=True)
-    assert run.fingerprint() != asked.fingerprint()
-    results = run.into(tmp_path)
-    assert "reference_loss" not in json.loads((tmp_path / "run.json").read_text())
-    assert not any("loss" in name for row in results.rows for name in row)
-    with pytest.raises(InvalidArgumentError, match="another reference_loss: null there, true here"):
-        asked.into(tmp_path)
 
 
 def test_a_reference_behind_the_models_positions_has_no_loss_and_the_answer_stays(demo, tmp_path):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from snapkv import FullCache, KVzip, SnapKV, default_policy
 from snapkv.errors import OutOfMemoryError
@@ -78,8 +79,8 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(tiny, 
                 ids = ids + tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
             start = len(ids)
             output = tiny.model.generate(
-                tiny.model.dummy_inputs["input_ids"].new_tensor([ids]),
-                attention_mask=tiny.model.dummy_inputs["input_ids"].new_ones((1, len(ids))),
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids)),
                 max_new_tokens=turn.settings.max_new_tokens,
                 stop_strings=list(turn.settings.stop_strings),
                 tokenizer=tiny.tokenizer,
