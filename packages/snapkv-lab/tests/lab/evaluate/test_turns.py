@@ -160,8 +160,8 @@ def test_where_a_conversation_ends_early_its_other_questions_say_why(tiny, tmp_p
 
     monkeypatch.setattr(asking, "answer_ids", answer_ids)
     methods = [Method(label="full", policy=FullCache())]
-    run_of(tiny, methods, limit=1).into(tmp_path / "out")
-    status = [record["status"] for record in records(tmp_path / "out")]
+    results = run_of(tiny, methods, limit=1).into(tmp_path / "out")
+    status = [row["status"] for row in results.rows]
     assert status == ["ok", "out of memory", "out of memory"]
     run_of(tiny, methods, limit=1).into(tmp_path / "out")  # asks for what was lost again
     assert [record["status"] for record in records(tmp_path / "out")] == ["ok"] * 3
