@@ -35,14 +35,13 @@ class Turns:
         """The milliseconds of every round: "wall_ms", or "cpu_ms" of all threads together."""
         return [getattr(run, clock) for run in self.runs[name]]
 
-    def ms(self, name: Any, digits: int, clock: str = "wall_ms") -> Spread:
+    def ms(self, name: Any, digits: int) -> Spread:
         """The median, with the 20th and 80th percentile."""
-        return spread(self.samples(name, clock), digits)
+        return spread(self.samples(name), digits)
 
-    def ratio(self, name: Any, base: Any, digits: int = 4, clock: str = "wall_ms") -> Spread:
+    def ratio(self, name: Any, base: Any, clock: str = "wall_ms") -> Spread:
         """The same of the ratios of pairs."""
-        pairs = ratios(self.samples(name, clock), self.samples(base, clock))
-        return spread(pairs, digits)
+        return spread(ratios(self.samples(name, clock), self.samples(base, clock)), 4)
 
 
 def _timed(work: Callable[[], Any]) -> Spent:
