@@ -266,10 +266,3 @@ def test_killed_workers_and_a_node_that_is_gone_change_nothing(
             given = run.into(tmp_path, executor=pool)
     assert len(killed) >= 3
     assert_same(given, tmp_path, expected)
-
-
-@pytest.mark.sweeps
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "lokal", "head:", ""])
-def test_no_cluster_is_said(address):
-    with pytest.raises(InvalidArgumentError, match="ray: expected local, auto or the address of"):
-        OnRay(address, {})

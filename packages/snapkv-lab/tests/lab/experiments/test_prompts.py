@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from snapkv import H2O, CompressedCache, FastGen, FullCache, SnapKV
+from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.methods import METHODS_OF
 from snapkv_lab.experiments.prompts import make_documents, quoted_document, read_prompt
 from snapkv_lab.experiments.texts import Case, scored
@@ -27,8 +28,8 @@ def asked(document):
 
 
 @pytest.fixture(scope="module")
-def document(demo, haystack):
-    (document,) = make_documents(demo.tokenizer, haystack, prompt_tokens=TOKENS, count=1)
+def document(demo):
+    (document,) = make_documents(demo.tokenizer, load_haystack(), prompt_tokens=TOKENS, count=1)
     return document
 
 
@@ -72,8 +73,8 @@ def test_a_document_has_its_length_the_needle_and_digits_of_one_token_each(demo,
     assert digits == [" ", *number]
 
 
-def test_questions_quote_the_document_at_ten_depths(demo, haystack):
-    document = quoted_document(demo.tokenizer, haystack.text, tokens=1024)
+def test_questions_quote_the_document_at_ten_depths(demo):
+    document = quoted_document(demo.tokenizer, load_haystack().text, tokens=1024)
     text = demo.tokenizer.decode(document.ids)
     assert len(document.ids) == 1024
     for place, quote in enumerate(document.quotes):
