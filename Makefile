@@ -143,7 +143,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (hours on two 
 	for name in $(EXPERIMENTS); do $(BIN)/python -m snapkv_lab.experiments $$name || exit 1; done
 
 # Those that need neither vLLM nor kvpress nor files of other commands; the last one makes the pages.
-EXPERIMENTS := per_byte methods method_times recall studies evaluation library speed flat codes appending medusa results
+EXPERIMENTS := per_byte methods recall studies evaluation library speed by_default medusa results
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

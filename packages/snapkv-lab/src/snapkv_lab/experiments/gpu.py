@@ -1,7 +1,7 @@
-"""What a GPU user sees: tokens, reading and votes, in one call of at most ten minutes.
+"""What a GPU user sees: tokens and reading, in one call of at most ten minutes.
 
     python -m snapkv_lab.experiments gpu  all parts, most valuable first
-    python -m snapkv_lab.experiments gpu --part decode   one of them
+    python -m snapkv_lab.experiments gpu --part token     one of them
     python -m snapkv_lab.experiments gpu --small  tiny sizes on a CPU, so that this file cannot rot
 
 Weights are random, in published shapes, so nothing is downloaded. Rows of a cell are stored as soon
@@ -15,36 +15,27 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from snapkv import AdaKV, CompressedCache, FullCache, SnapKV, default_policy, ops
+from snapkv import AdaKV, CompressedCache, FullCache, SnapKV, default_policy
 from snapkv.app.prefills import LayerByLayer
 from snapkv.policies import Policy
 from snapkv.storage.bits import KVCodes
 from snapkv.validation import first_line
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
-from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.records import describe_environment
 from snapkv_lab.measure.contenders import Contender, compressed, full
 from snapkv_lab.measure.prefill import PrefillBench
-from snapkv_lab.measure.ragged import EVEN, KERNELS, RaggedHeads
 from snapkv_lab.measure.random_models import random_model
 from snapkv_lab.measure.timing import spread
 from snapkv_lab.rows import Row, grouped
 
 K = 1024
 GRAPHS = ("full", "snapkv", "adakv", "snapkv int8", "snapkv int4", "default", "default K8V4")
-VOTES = (
-    ("window_votes", 32, "triton"),
-    ("window_votes", 32, "reference"),
-    ("largest_votes", 16, "triton"),
-    ("largest_votes", 16, "blocked"),
-)
 
 
 def _device(given: RunContext) -> torch.device:
@@ -141,68 +132,6 @@ def _long_reading(given: RunContext, length: int) -> Iterator[Row]:
         yield row | {"reading_seconds": round(time.monotonic() - started, 1)}
 
 
-def _states(given: RunContext, voters: int) -> tuple[Tensor, Tensor, ops.ScoreOptions]:
-    """Random queries of a window, keys of a layer, and what scales their scores."""
-    text = _model(given, given.shape).config
-    head_dim = text.hidden_size // text.num_attention_heads
-    queries, keys = (
-        torch.randn(1, heads, count, head_dim, device=_device(given), dtype=_dtype(given))
-        for heads, count in (
-            (text.num_attention_heads, voters),
-            (text.num_key_value_heads, given.vote_tokens),
-        )
-    )
-    return queries, keys, ops.ScoreOptions(scaling=head_dim**-0.5)
-
-
-def _votes(given: RunContext, operation: str, voters: int, impl: str) -> Iterator[Row]:
-    """A layer's votes: the device's own time, without that of the processor that launches."""
-    queries, keys, scores = _states(given, voters)
-    work: dict[str, Callable[[], Any]] = {
-        "window_votes": partial(
-            ops.window_votes, queries, keys, scores, group_reduce="mean", impl=impl
-        ),
-        "largest_votes": partial(
-            ops.largest_votes, queries, keys, scores, ops.Fading(0.935), sink_tokens=4,
-            prefix_tokens=given.vote_tokens - voters, group_reduce="max", impl=impl,
-        ),
-    }  # fmt: skip
-    yield {
-        "operation": operation,
-        "impl": impl,
-        "voters": voters,
-        "length": given.vote_tokens,
-        "ms": _device_ms(given, work[operation]),
-    }
-
-
-def _ragged(given: RunContext, batch: int, kernel: str) -> Iterator[Row]:
-    """One query's attention to heads that hold the budget on average, as far apart as AdaKV's."""
-    text = _model(given, given.shape).config
-    heads, query_heads = text.num_key_value_heads, text.num_attention_heads
-    shape = batch, heads, query_heads // heads, text.hidden_size // query_heads
-    states = RaggedHeads.drawn(shape, given.budget, _device(given), _dtype(given))
-    attend, expected = states.attention(kernel), states.plainly().float()
-    differs = float((attend().float() - expected).abs().max() / expected.abs().max())
-    yield {
-        "kernel": kernel,
-        "batch": batch,
-        "tokens": given.budget,
-        "longest": max(map(max, states.counts)),
-        "ms": _device_ms(given, attend),
-        "differs": None if kernel == EVEN else float(f"{differs:.3g}"),
-    }
-
-
-def _device_ms(given: RunContext, work: Callable[[], Any]) -> dict[str, float]:
-    if _device(given).type != "cuda":
-        return Turns({"": work}, rounds=given.rounds).ms("", 4)
-    from triton.testing import do_bench_cudagraph  # which torch for CUDA brings
-
-    low, median, high = do_bench_cudagraph(work, rep=30, quantiles=[0.2, 0.5, 0.8])
-    return {"p20": round(low, 4), "p50": round(median, 4), "p80": round(high, 4)}
-
-
 def _same_as_on_a_cpu(given: RunContext, name: str) -> Iterator[Row]:
     """A small model in float32: how many of the kept tokens are those of a CPU, and the logits."""
     policy: Policy = SnapKV(given.budget)
@@ -273,15 +202,6 @@ DECLARED: dict[str, Callable[[RunContext], Iterator[tuple[Any, ...]]]] = {
         for name in names
     ),
     "reading": lambda given: ((f"{length}", 40, _reading, length) for length in given.lengths),
-    "votes": lambda given: (
-        (f"{operation}, {voters}, {impl}", 4, _votes, operation, voters, impl)
-        for operation, voters, impl in given.votes
-    ),
-    "ragged attention": lambda given: (
-        (f"{batch} rows, {kernel}", 3, _ragged, batch, kernel)
-        for batch in (1, 16)
-        for kernel in given.kernels
-    ),
     "long reading": lambda given: (
         (f"{length}", length / 4096, _long_reading, length) for length in given.long_lengths
     ),
@@ -399,27 +319,6 @@ TABLES = (
     ),
     Listing(
         {
-            "votes": "{operation}",
-            "voters": "{voters}",
-            "implementation": "{impl}",
-            "ms": "{ms[p50]:.3f}",
-        },
-        "The votes of a layer, {length:,} tokens; {device}",
-        {"part": "votes"},
-    ),
-    Listing(
-        {
-            "rows": "{batch}",
-            "kernel": "{kernel}",
-            "longest head": "{longest:,}",
-            "ms": "{ms[p50]:.4f}",
-            "differs": lambda row: "" if row["differs"] is None else f"{row['differs']:.0e}",
-        },
-        "Attention to heads of different length, {tokens:,} tokens on average; {device}",
-        {"part": "ragged attention"},
-    ),
-    Listing(
-        {
             "prompt tokens": "{length:,}",
             "seconds": "{reading_seconds:.1f}",
             "peak": "{peak_growth_bytes:bytes}",
@@ -467,9 +366,6 @@ GPU = Experiment(
             ((1, 256, ("transformers", "snapkv, eager", *GRAPHS)), (2, 256, ("snapkv",))),
         ),
         "lengths": Size((4 * K, 32 * K), (256,)),
-        "votes": Size(VOTES, VOTES[1::2]),
-        "vote_tokens": Size(32 * K, 300),
-        "kernels": Size(KERNELS, ("snapkv", *KERNELS[2:])),
         "long_lengths": Size((128 * K, 380 * K), (512,)),
         "compiled_lengths": Size((16 * K, 128 * K), (256,)),
         "chunk_tokens": Size(16 * K, 128),

@@ -7,7 +7,6 @@ work.
 
 import contextlib
 import json
-import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv import FullCache, SnapKV
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.errors import InvalidArgumentError
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Listing
@@ -48,7 +47,6 @@ class Kvpress:
 
     Raises:
         InvalidArgumentError: no such interpreter; later, what kvpress does not take.
-        OutOfMemoryError: later, what does not fit, beginning with the weights a second time.
 
     Attributes:
         versions: of kvpress and what it runs on, once it has started.
@@ -71,7 +69,6 @@ class Kvpress:
         self._python, self._policy = str(python), policy
         self._model, self._tokenizer = model, tokenizer
         self._process: Any = None
-        self._waits = False  # for an answer that has not come, or is not wanted any more
         self.versions: Row = {}
         self.last: Row = {}
 
@@ -80,7 +77,8 @@ class Kvpress:
 
     def __exit__(self, *error: object) -> None:
         if self._process is not None:
-            self._end()
+            self._process.terminate()  # it may still work on what nobody wants any more
+            self._process.communicate()
             self._said.close()
             self._folder.cleanup()
         self._process = None
@@ -95,15 +93,12 @@ class Kvpress:
 
     def ask(self, **question: Any) -> Row:
         """What a method of its worker says: its name under "do", with its arguments."""
-        process, self._waits = self._started(), True
+        process = self._started()
         with contextlib.suppress(BrokenPipeError):  # no answer will come either
             process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
         line = process.stdout.readline()
-        self._waits = False
-        answer: Row = json.loads(line) if line else self._last_words()
-        if "out_of_memory" in answer:
-            raise OutOfMemoryError(f"kvpress: {answer['out_of_memory']}")
+        answer: Row = json.loads(line) if line else {"error": self._last_words()}
         if "error" in answer:
             raise InvalidArgumentError(
                 f"kvpress: expected it to take what is measured, got {answer['error']}; leave it "
@@ -120,31 +115,18 @@ class Kvpress:
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self._process = subprocess.Popen(command, stderr=self._said, **pipes)
             self._folder = tempfile.TemporaryDirectory()  # some presses look into it later
-            try:
-                for own in (self._model, self._tokenizer):
-                    if own is not None:
-                        own.save_pretrained(self._folder.name)
-                self.versions = self.ask(**_settings(self._model, self._folder.name, self._policy))
-            except BaseException:
-                self.__exit__()
-                raise
+            for own in (self._model, self._tokenizer):
+                if own is not None:
+                    own.save_pretrained(self._folder.name)
+            self.versions = self.ask(**_settings(self._model, self._folder.name, self._policy))
         return self._process
 
-    def _end(self) -> int:
-        """Let it end, or make it, where nobody wants its answer any more; its status."""
-        if self._waits:
-            self._process.terminate()
-        self._process.communicate()
-        return int(self._process.returncode)
-
-    def _last_words(self) -> Row:
-        """What the end of its process comes to; the next question starts another."""
-        status = self._end()
+    def _last_words(self) -> str:
+        """What the end of its process comes to."""
+        status = self._process.wait()
         self._said.seek(0)
         lines = self._said.read().strip().splitlines() or ["nothing"]
-        self.__exit__()
-        why = f"status {status} from {self._python!r}, which said {lines[-1]}"
-        return {"out_of_memory" if status == -signal.SIGKILL else "error": why}
+        return f"status {status} from {self._python!r}, which said {lines[-1]}"
 
 
 def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:
@@ -172,10 +154,6 @@ _FULL = {"kvpress": "kvpress full", "snapkv": "transformers"}
 """What a method is a part of: the full cache on the same transformers."""
 
 
-def _at_once(model: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 @torch.inference_mode()
 def _measure(given: RunContext) -> Iterator[Row]:
     model, python = given.loaded.model, given.python
@@ -193,8 +171,8 @@ def _measure(given: RunContext) -> Iterator[Row]:
             read = {
                 "kvpress": partial(theirs.read, prompt),
                 "kvpress full": partial(theirs_full.read, prompt),
-                "snapkv": compressed("snapkv", policy).reader(model, prompt, _at_once),
-                "transformers": full("transformers").reader(model, prompt, _at_once),
+                "snapkv": compressed("snapkv", policy).reader(model, prompt),
+                "transformers": full("transformers").reader(model, prompt),
             }
             yield from _rows("prefill", read, given.prefill_rounds, named)
             whole = read_prompt(model, ids)

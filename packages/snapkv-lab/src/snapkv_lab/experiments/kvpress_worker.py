@@ -50,7 +50,7 @@ class Worker:
         options = {"dtype": dtype, "attn_implementation": attn_implementation}
         self._model = AutoModelForCausalLM.from_pretrained(model, **options)
         self._model.to(self._device).eval()
-        self.forget()
+        self._cache: Any = None
         self._seen = 0
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
 
@@ -62,7 +62,6 @@ class Worker:
         }
 
     def read(self, ids: list[list[int]], kept_tokens: int) -> Answer:
-        self.forget()
         prompt = torch.tensor(ids, device=self._device)
         press = self._pressing(prompt.shape[1], kept_tokens)
         hooks = contextlib.nullcontext() if press is None else press(self._model)
@@ -134,10 +133,6 @@ class Worker:
             return None
         return SnapKVPress(1 - (kept_tokens + 0.5) / length, **self._press)
 
-    def forget(self) -> None:
-        """Hold nothing."""
-        self._cache: Any = DynamicCache(config=self._model.config)
-
     def _spent_on(self, work: Callable[[], Any]) -> Answer:
         """Time, and how many tokens are kept after it."""
         self._synchronize()
@@ -159,12 +154,6 @@ def _bytes(tensor: Any) -> int:
     return int(tensor.nbytes)
 
 
-def _refusal(error: Exception) -> Answer:
-    full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    kind = "out_of_memory" if full or "DefaultCPUAllocator" in str(error) else "error"
-    return {kind: f"{type(error).__name__}: {error}"}
-
-
 @torch.inference_mode()
 def main() -> None:
     transformers.utils.logging.disable_progress_bar()
@@ -178,9 +167,7 @@ def main() -> None:
             else:
                 found = getattr(worker, asked.pop("do"))(**asked)
         except Exception as error:
-            found = _refusal(error)
-        if worker is not None and "out_of_memory" in found:
-            worker.forget()  # now that nothing of what failed is held
+            found = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(found), file=_ANSWERS, flush=True)
 
 

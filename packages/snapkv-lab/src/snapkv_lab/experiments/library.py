@@ -1,11 +1,10 @@
 """Documents that were read once: how soon the first token comes, and whether answers stay right.
 
 Ten documents of Python's standard library and thirty questions, written by hand, whose answers
-stand word for word in them, and questions of SQuAD over paragraphs of one article. Every document
-is read once for every way of keeping it, and saved. For every question the files of four documents
-are loaded and joined; the same four are also read in full, in an order that turns from
-question to question. The right answer is then fed to the model: it counts as right where each of
-its tokens is the most likely.
+stand word for word in them. Every document is read once for every way of keeping it, and saved. For
+every question the files of four documents are loaded and joined; the same four are also read in
+full, in an order that turns from question to question. The right answer is then fed to the model:
+it counts as right where each of its tokens is the most likely.
 """
 
 import importlib
@@ -14,7 +13,8 @@ import random
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ from snapkv.kvzip import read_twice
 from snapkv.library import Part, blend
 from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
-from snapkv_lab.evaluate.corpora import load_corpus
 from snapkv_lab.evaluate.haystack import encode
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.library_size import rows_by_size
@@ -49,13 +48,12 @@ _EXAMPLES = (
 class DocumentQuestion:
     """A question over several documents: how its answer has to go on after them and it."""
 
-    group: str
     documents: Sequence[str]
     question: str
     answer: str
 
 
-def python_questions(count: int | None = None) -> list[DocumentQuestion]:
+def python_questions(count: int) -> list[DocumentQuestion]:
     """The questions by hand, each over the document that answers it and others, in drawn order."""
     rows, drawn = read_rows(QUESTIONS), random.Random(SEED)
     texts = {name: module_text(name) for name in dict.fromkeys(row["document"] for row in rows)}
@@ -64,41 +62,17 @@ def python_questions(count: int | None = None) -> list[DocumentQuestion]:
         free = [name for name in texts if name != row["document"]]
         own = [row["document"], *drawn.sample(free, DOCUMENTS_EACH - 1)]
         documents = [texts[name] for name in drawn.sample(own, DOCUMENTS_EACH)]
-        asked.append(asked_of("python", documents, row))
+        lead = f" {row['lead']}" if row["lead"] else ""
+        question = f"{_EXAMPLES}Question: {row['question']}\nAnswer:{lead}"
+        answer = f" {row['answer']}"
+        asked.append(DocumentQuestion(documents=documents, question=question, answer=answer))
     return asked
-
-
-def squad_questions(count: int) -> list[DocumentQuestion]:
-    """Questions of SQuAD over the paragraph that answers each and others of its article."""
-    drawn, asked = random.Random(SEED), []
-    fitting = [each for each in load_corpus("squad").questions if len(each.near) >= DOCUMENTS_EACH]
-    for question in drawn.sample(fitting, count):
-        passages = [question.gold[0], *question.near[: DOCUMENTS_EACH - 1]]
-        texts = [_document(each.title, each.text) for each in drawn.sample(passages, len(passages))]
-        row = {"question": question.text, "lead": "", "answer": question.answers[0]}
-        asked.append(asked_of("squad", texts, row))
-    return asked
-
-
-def asked_of(group: str, documents: Sequence[str], row: Row) -> DocumentQuestion:
-    lead = f" {row['lead']}" if row["lead"] else ""
-    question = f"{_EXAMPLES}Question: {row['question']}\nAnswer:{lead}"
-    answer = f" {row['answer']}"
-    return DocumentQuestion(group=group, documents=documents, question=question, answer=answer)
 
 
 def module_text(name: str) -> str:
     """What a module of Python's standard library says of itself, as a document."""
-    return _document(f"the module {name}", inspect.getdoc(importlib.import_module(name)) or "")
-
-
-def _document(title: str, text: str) -> str:
-    return f"Document: {title}\n{text.strip()}\n\n"
-
-
-def encoded(tokenizer: Any, *texts: str) -> Tensor:
-    """(1, T) int64, the tokens of every text."""
-    return torch.tensor([[token for text in texts for token in encode(tokenizer, text)]])
+    text = inspect.getdoc(importlib.import_module(name)) or ""
+    return f"Document: the module {name}\n{text.strip()}\n\n"
 
 
 class Way(NamedTuple):
@@ -159,7 +133,9 @@ class Shelf:
         self._files: dict[tuple[str, str], Path] = {}
 
     def ids(self, *texts: str) -> Tensor:
-        return encoded(self.loaded.tokenizer, *texts)
+        """(1, T) int64, the tokens of every text."""
+        own = (token for text in texts for token in encode(self.loaded.tokenizer, text))
+        return torch.tensor([list(own)])
 
     def file(self, text: str, way: Way) -> Path:
         """Of a document; it is read where it was not yet."""
@@ -225,21 +201,15 @@ def answered(shelf: Shelf, asked: DocumentQuestion, method: Method) -> Row:
     }
 
 
-def _python(given: RunContext) -> Iterator[Row]:
-    yield from _group(given.loaded, python_questions(given.questions), METHODS)
-
-
-def _bits(given: RunContext) -> Iterator[Row]:
-    asked = python_questions(given.questions)
-    yield from _group(given.loaded, [replace(each, group="bits") for each in asked], IN_BITS)
-
-
-def _squad(given: RunContext) -> Iterator[Row]:
-    yield from _group(given.loaded, squad_questions(given.questions), FEW)
+def _asked(group: str, methods: Sequence[Method], given: RunContext) -> Iterator[Row]:
+    yield from _group(given.loaded, group, python_questions(given.questions), methods)
 
 
 def _group(
-    loaded: LoadedModel, questions: Sequence[DocumentQuestion], methods: Sequence[Method]
+    loaded: LoadedModel,
+    group: str,
+    questions: Sequence[DocumentQuestion],
+    methods: Sequence[Method],
 ) -> Iterator[Row]:
     """A row for each question, and one for the files of each way of keeping documents."""
     with tempfile.TemporaryDirectory() as folder:
@@ -252,7 +222,7 @@ def _group(
             ids = shelf.ids(PREFIX), *map(shelf.ids, asked.documents), shelf.ids(asked.question)
             yield {
                 "benchmark": "library",
-                "group": asked.group,
+                "group": group,
                 "question": asked.question.splitlines()[-2],
                 "documents": len(asked.documents),
                 "prompt_tokens": sum(each.shape[1] for each in ids),
@@ -262,7 +232,7 @@ def _group(
         for way in {each.way.name: each.way for each in methods if each.way is not None}.values():
             yield {
                 "benchmark": "library",
-                "group": questions[0].group,
+                "group": group,
                 "way": way.name,
                 "files": len(texts),
                 "bytes": sum(shelf.file(text, way).stat().st_size for text in texts),
@@ -273,7 +243,6 @@ def _group(
 _TITLES = {
     "python": "Documents of Python",
     "bits": "Documents of Python in few bits",
-    "squad": "Paragraphs of SQuAD",
     "many": "The folder by the number of documents",
 }
 _SIZES = {
@@ -337,7 +306,11 @@ LIBRARY = Experiment(
     name="library",
     title="Documents that were read once",
     takes="two hours",
-    measure={"python": _python, "bits": _bits, "squad": _squad, "many": rows_by_size},
+    measure={
+        "python": partial(_asked, "python", METHODS),
+        "bits": partial(_asked, "bits", IN_BITS),
+        "many": rows_by_size,
+    },
     part_key="group",
     options={
         "questions": Size(30, 1),

@@ -17,8 +17,7 @@ class Turns:
     """Contenders that took turns, so that noise hit all alike: medians, and ratios of pairs.
 
     Args:
-        work: by name. What gives a `Spent`, or milliseconds, is taken at its word; all else is
-            timed as a whole.
+        work: by name. What gives milliseconds is taken at its word; all else is timed.
         rounds: of all contenders that count.
         warmup_rounds: before them.
     """
@@ -36,21 +35,18 @@ class Turns:
         """The milliseconds of every round: "wall_ms", or "cpu_ms" of all threads together."""
         return [getattr(run, clock) for run in self.runs[name]]
 
-    def ms(self, name: Any, digits: int, clock: str = "wall_ms") -> Spread:
+    def ms(self, name: Any, digits: int) -> Spread:
         """The median, with the 20th and 80th percentile."""
-        return spread(self.samples(name, clock), digits)
+        return spread(self.samples(name), digits)
 
-    def ratio(self, name: Any, base: Any, digits: int = 4, clock: str = "wall_ms") -> Spread:
+    def ratio(self, name: Any, base: Any, clock: str = "wall_ms") -> Spread:
         """The same of the ratios of pairs."""
-        pairs = ratios(self.samples(name, clock), self.samples(base, clock))
-        return spread(pairs, digits)
+        return spread(ratios(self.samples(name, clock), self.samples(base, clock)), 4)
 
 
 def _timed(work: Callable[[], Any]) -> Spent:
     said: list[Any] = []
     spent = spent_on(lambda: said.append(work()))
-    if isinstance(said[0], Spent):
-        return said[0]
     return Spent(wall_ms=said[0], cpu_ms=spent.cpu_ms) if isinstance(said[0], float) else spent
 
 

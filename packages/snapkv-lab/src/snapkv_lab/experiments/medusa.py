@@ -1,18 +1,11 @@
-"""Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths.
-
-`figure_9` is for a 7B shape on a GPU. Its weights are random, so no head can guess right: how many
-guesses are accepted is set, not measured, to `ACCEPTED` of the most likely tree, and every row says
-so. What is measured is the time of a step: the heads, the tree's forward pass and moving what was
-accepted.
-"""
+"""Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import TextStreamer
 
@@ -23,17 +16,13 @@ from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel, load
 from snapkv.app.prompts import question_prompt
 from snapkv.app.settings import GenerationSettings
-from snapkv.decoding import CandidateTree, Medusa, MedusaHeads
-from snapkv.decoding.speculation import begin_verifying, fast_few_rows
 from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import encode, load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
-from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.prompts import generate
 from snapkv_lab.measure.timing import alternate, ratios, spread
 from snapkv_lab.report.tables import Pivot
-from snapkv_lab.rows import Row, grouped, of
+from snapkv_lab.rows import Row, grouped
 
 QUESTION = "Summarize the text above."
 PLAIN, MEDUSA = "plain, full cache", "Medusa, full cache"
@@ -94,11 +83,9 @@ def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[Contender]:
 
 
 def _measure(dtype: str, given: RunContext) -> Iterator[Row]:
-    """A row per cache and size of a pass, and one per contender and length."""
+    """A row per contender and length."""
     same = str(given.loaded.model.dtype) == f"torch.{dtype}"
     loaded = given.loaded if same else load(given.model, dtype=dtype)
-    for row in _passes(loaded, given):
-        yield row | {"model": loaded.description()}
     everyone = contenders(loaded, given.budget, given.heads)
     for length in given.lengths[dtype]:
         ids = _prompt(loaded, length)
@@ -111,42 +98,6 @@ def _measure(dtype: str, given: RunContext) -> Iterator[Row]:
             require_same_texts(everyone, runs)
         for one in everyone:
             yield _row(one, runs, ids.shape[1], given) | {"model": loaded.description()}
-
-
-@torch.inference_mode()
-def _passes(loaded: LoadedModel, given: RunContext) -> Iterator[Row]:
-    """What a forward pass of several tokens takes, against one of one token."""
-    ids = _prompt(loaded, given.pass_prompt_tokens)
-    for name, policy in (("full cache", FullCache()), ("SnapKV", _wide(given.budget))):
-        cache = CompressedCache(loaded.model, policy)
-        loaded.model(ids, past_key_values=cache, logits_to_keep=1)
-        begin_verifying(cache)
-        work = {count: _pass(loaded.model, cache, count) for count in given.pass_tokens}
-        with fast_few_rows(loaded.model):
-            turns = Turns(work, rounds=given.pass_rounds, warmup_rounds=2)
-        for count in turns:
-            yield {
-                "benchmark": "pass",
-                "cache": name,
-                "prompt_tokens": ids.shape[1],
-                "budget": given.budget,
-                "tokens": count,
-                "ms": turns.ms(count, 2),
-                "against_one": turns.ratio(count, 1, 3),
-            }
-
-
-def _pass(model: Any, cache: CompressedCache, count: int) -> Callable[[], float]:
-    tokens = torch.arange(100, 100 + count)[None]
-
-    def run() -> float:
-        begin = time.perf_counter()
-        model(tokens, past_key_values=cache, use_cache=True)
-        ms = 1000 * (time.perf_counter() - begin)
-        cache.crop(-count)
-        return ms
-
-    return run
 
 
 def _prompt(loaded: LoadedModel, length: int) -> Tensor:
@@ -201,8 +152,7 @@ def _row(one: Contender, runs: dict[str, list[Decoded]], length: int, given: Run
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
-    for dtype, own in grouped(rows, "dtype").items():
-        decoded = of(own, benchmark="medusa")
+    for dtype, decoded in grouped(rows, "dtype").items():
         for what, pattern in {
             "milliseconds per token": "{ms_per_token[p50]:.1f}",
             **{f"times faster than {base}": partial(_faster, base) for base in (PLAIN, MEDUSA)},
@@ -211,9 +161,6 @@ def _tables(rows: list[Row]) -> Iterator[str]:
         }.items():
             by = Pivot("decoding", "{contender}", "{prompt_tokens:,}", pattern)
             yield from Listing(by, f"{dtype}, {what}").parts(decoded)
-    cell = "{ms[p50]:.0f} ms ({against_one[p50]:.2f})"
-    by = Pivot("dtype, cache", "{dtype}, {cache}", "{tokens} tokens", cell)
-    yield from Listing(by, "What a pass takes", {"benchmark": "pass"}).parts(rows)
 
 
 def _faster(base: str, row: Row) -> str:
@@ -235,69 +182,6 @@ DRAFTS = Experiment(
             {"float32": (1024, 4096), "bfloat16": (1024, 4096, 7936)},
             {"float32": (96,), "bfloat16": (96,)},
         ),
-        "pass_tokens": Size((1, 2, 4, 7, 10), (1, 3)),
-        "pass_prompt_tokens": Size(4096, 96),
-        "pass_rounds": Size(15, 2),
     },
     tables=_tables,
 )
-
-ACCEPTED = (0.75, 0.55, 0.4, 0.3)
-"""How often a candidate of each depth is accepted where the one above it was; an assumption, which
-comes to 2.4 tokens a step."""
-
-
-class SetMedusa(Medusa):
-    """Accepts as many candidates as a draw says, right or wrong."""
-
-    def __init__(self, heads: MedusaHeads, tree: CandidateTree) -> None:
-        super().__init__(heads, tree)
-        self._draw = torch.Generator().manual_seed(0)
-
-    def accept(
-        self, tree: CandidateTree, tokens: Tensor, logits: Tensor, *, samples: bool
-    ) -> list[int]:
-        """The first path, as far as the draw goes."""
-        super().accept(tree, tokens, logits, samples=samples)  # its time counts
-        path = [node for node in tree.paths[0].tolist() if node >= 0]
-        draws = torch.rand(len(path) - 1, generator=self._draw)
-        stays = (draws < torch.tensor(ACCEPTED[: len(path) - 1])).long()
-        return path[: 1 + int(stays.cumprod(dim=0).sum())]
-
-
-def figure_9(
-    model: Any, *, lengths: Sequence[int], budget: int, tokens: int, rounds: int
-) -> Iterator[Row]:
-    """Rows of plain decoding and Medusa, each on the full cache and on SnapKV's."""
-    heads = MedusaHeads.untrained(model, len(ACCEPTED)).to(model.dtype)
-    tree = CandidateTree.likeliest(heads.accuracies, 63)
-    caches: dict[str, Policy] = {"full cache": FullCache(), f"snapkv@{budget}": SnapKV(budget)}
-    for length in lengths:
-        ids = torch.randint(3, model.config.vocab_size, (1, length), device=model.device)
-        ways = {
-            f"{way}, {name}": (policy, medusa)
-            for name, policy in caches.items()
-            for way, medusa in (("plain", None), ("Medusa", SetMedusa(heads, tree)))
-        }
-        work = {name: partial(_stepped, model, ids, *way, tokens) for name, way in ways.items()}
-        turns = Turns(work, rounds=rounds)
-        for name, (_, medusa) in ways.items():
-            accepted = 1.0 if medusa is None else medusa.tally.acceptance_length
-            yield {
-                "bench": "medusa",
-                "contender": name,
-                "length": length,
-                "budget": budget,
-                "tokens": tokens,
-                "ms_per_token": turns.ms(name, 3),
-                "faster_than_plain": turns.ratio(PLAIN, name, 3),
-                "faster_than_medusa": turns.ratio(MEDUSA, name, 3),
-                "acceptance_length": round(accepted, 3),
-                "acceptance": "set, not measured",
-            }
-
-
-def _stepped(model: Any, ids: Tensor, policy: Policy, medusa: Medusa | None, tokens: int) -> float:
-    clock, cache = Clock(), CompressedCache(model, policy)
-    generate(model, ids[0].tolist(), cache, tokens, custom_generate=medusa, streamer=clock)
-    return clock.ms_per_token()

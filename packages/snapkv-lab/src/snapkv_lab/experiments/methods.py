@@ -1,7 +1,7 @@
-"""Every method side by side at equal budgets: right answers, and time per token.
+"""Every method side by side at equal budgets: right answers.
 
 The texts of `per_byte` with other numbers, each question once after its text and once hidden until
-the text is compressed. Methods have their own defaults; FastGen, without a budget, is only timed.
+the text is compressed. Methods have their own defaults; FastGen has no budget and takes no part.
 """
 
 import copy
@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from snapkv import FullCache, default_policy
+from snapkv import default_policy
 from snapkv.app.observing import RecordedPrompt
 from snapkv.policies import (
     H2O,
@@ -20,7 +20,6 @@ from snapkv.policies import (
     AdaKV,
     CriticalKV,
     ExpectedAttention,
-    FastGen,
     KeyDiff,
     KVzap,
     KVzip,
@@ -33,9 +32,8 @@ from snapkv.policies import (
     StreamingLLM,
 )
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
-from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.prompts import decoder, read_prompt, read_prompt_twice
+from snapkv_lab.experiments.prompts import read_prompt_twice
 from snapkv_lab.experiments.texts import (
     AskedPrompt,
     ReadText,
@@ -50,7 +48,6 @@ from snapkv_lab.experiments.texts import (
 from snapkv_lab.report.tables import Pivot
 from snapkv_lab.rows import Row, grouped
 
-FULL = "full cache"
 Made = Callable[[int], Policy]
 """A policy of a budget in tokens."""
 
@@ -118,37 +115,6 @@ def _found(given: RunContext, setting: str, asked: AskedPrompt) -> Iterator[list
             yield [way | scored(prompt, copy.copy(cache), case) for case in asked.cases]
 
 
-@torch.inference_mode()
-def _timing(given: RunContext) -> Iterator[Row]:
-    """Times per token of every method; all caches decode in turn, one token each.
-
-    By one thread: where steps are this small, two threads mostly wait for one
-    another, which is the machine's, not the method's.
-    """
-    tokens, budget, new_tokens = given.timed
-    prompt = read_prompt(given.loaded.model, given.prompt(tokens), recorded_queries=tokens)
-    policies = {FULL: FullCache()} | {
-        name: made(budget) for name, made in METHODS_OF["visible"].items()
-    }
-    policies["Scissorhands, half at once"] = Scissorhands(budget)
-    policies["FastGen"] = given.loaded.completed(FastGen(given.recovery))
-    caches = {name: prompt.compressed(policy) for name, policy in policies.items()}
-    reports = {name: cache.report() for name, cache in caches.items()}
-    steps = {name: decoder(prompt, cache) for name, cache in caches.items()}
-    turns = Turns(steps, rounds=new_tokens, warmup_rounds=4)
-    for name, report in reports.items():
-        yield {
-            "prompt_tokens": tokens,
-            "method": name,
-            "policy": policies[name].describe(),
-            "tokens": new_tokens,
-            "ms_per_token": turns.ms(name, 2),
-            "against_full": turns.ratio(name, FULL),
-            "held_bytes": report.held_bytes,
-            "index_bytes": report["index_bytes"],
-        }
-
-
 def _cells(rows: list[Row]) -> Iterator[Row]:
     cells = grouped(
         answers_of(rows), lambda row: (row["method"], row["of"]["setting"], row["share"])
@@ -169,26 +135,6 @@ METHODS = Experiment(
             Pivot("method", "{method}", "{place}", "{right}"),
             "Right answers, and the loss per token above the full cache's",
             made=_cells,
-        ),
-    ],
-)
-
-TIMES = Experiment(
-    name="method_times",
-    title="Bytes and time per token, by method",
-    measure=_timing,
-    threads=1,
-    options={"timed": Size((2048, 512, 48), (192, 64, 2)), "recovery": 0.08},
-    tables=[
-        Listing(
-            {
-                "cache": "{method}",
-                "keys and values": "{held_bytes:bytes}",
-                "index": "{index_bytes:bytes}",
-                "ms per token": "{ms_per_token[p50]:.1f}",
-                "against the full cache": "{against_full:spread|.2f}",
-            },
-            "After {prompt_tokens:,} tokens",
         ),
     ],
 )

@@ -30,9 +30,6 @@ from snapkv_lab.measure.timing import spent_on, synchronize
 ROOM_TOKENS = 512
 """Tokens after the prompt that caches of a fixed size have room for."""
 
-Pieces = Callable[[PreTrainedModel], contextlib.AbstractContextManager[None]]
-"""Within what it gives, a model reads prompts in pieces."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
@@ -43,17 +40,17 @@ class Contender:
     policy: Policy | None = None
     prefill: Prefill = field(default_factory=Exact)
 
-    def reader(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Callable[[], float]:
+    def reader(self, model: PreTrainedModel, ids: Tensor) -> Callable[[], float]:
         """Reads a prompt, (B, T) int64, into a new cache; ms.
 
         It raises OutOfMemoryError where that does not fit.
         """
-        return lambda: spent_on(lambda: self._read(model, ids, pieces)).wall_ms
+        return lambda: spent_on(lambda: self._read(model, ids)).wall_ms
 
-    def peak(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> dict[str, int]:
+    def peak(self, model: PreTrainedModel, ids: Tensor) -> dict[str, int]:
         """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it."""
         caches: list[Cache] = []
-        peak = peak_growth_bytes(lambda: caches.append(self._read(model, ids, pieces)), ids.device)
+        peak = peak_growth_bytes(lambda: caches.append(self._read(model, ids)), ids.device)
         return {"peak_growth_bytes": peak, "held_bytes": cache_bytes(caches[0])}
 
     def decoder(self, model: PreTrainedModel, batch: int, length: int) -> "Decoder":
@@ -71,9 +68,9 @@ class Contender:
             yield
 
     @torch.no_grad()
-    def _read(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Cache:
+    def _read(self, model: PreTrainedModel, ids: Tensor) -> Cache:
         explained = out_of_memory_explained(lambda: self.label)
-        with self.at_work(model), explained, pieces(model), self.prefill.installed(model):
+        with self.at_work(model), explained, self.prefill.installed(model):
             cache = self.make(model, ids.shape[1])
             model(ids, past_key_values=cache, logits_to_keep=1)
         return cache

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.errors import OutOfMemoryError
-from snapkv.prefill import layer_by_layer
 from snapkv.validation import require_int
 from snapkv_lab.measure.contenders import Contender
 from snapkv_lab.measure.decode import raced
@@ -20,17 +19,13 @@ from snapkv_lab.rows import Row
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBench:
-    """What reading a prompt takes, once and then in `rounds` turns; ratios are to the first one.
-
-    What goes into a compressed cache is read layer by layer in pieces of `chunk_tokens`.
-    """
+    """What reading a prompt takes, once and then in `rounds` turns; ratios are to the first one."""
 
     model: PreTrainedModel
     contenders: Sequence[Contender]
     lengths: Sequence[int]
     batches: Sequence[int] = (1,)
     rounds: int = 5
-    chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         require_int("rounds", self.rounds, minimum=2)
@@ -54,7 +49,7 @@ class PrefillBench:
                     yield row | {"status": "out of memory"}
                     continue
                 try:
-                    peak = contender.peak(self.model, self._ids(batch, length), self._pieces)
+                    peak = contender.peak(self.model, self._ids(batch, length))
                     yield row | {"status": "ok"} | peak
                 except OutOfMemoryError:
                     full.add((contender.label, batch))
@@ -69,7 +64,7 @@ class PrefillBench:
             parameter.reshape(-1).view(torch.uint8).sum()  # not every dtype can be summed
         with contextlib.suppress(OutOfMemoryError):  # its cell will say so
             for contender in self.contenders:
-                contender.reader(self.model, self._ids(1, 1), self._pieces)()
+                contender.reader(self.model, self._ids(1, 1))()
 
     def _cells(self) -> Iterator[tuple[int, int]]:
         for batch in self.batches:
@@ -80,7 +75,7 @@ class PrefillBench:
         ids = self._ids(batch, length)
 
         def attempt(contender: Contender) -> Callable[[], float]:
-            read = contender.reader(self.model, ids, self._pieces)
+            read = contender.reader(self.model, ids)
             read()
             return read
 
@@ -93,19 +88,8 @@ class PrefillBench:
             else:
                 yield rows[name] | {"status": "out of memory"}
 
-    def _pieces(self, model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
-        if self.chunk_tokens is None:
-            return contextlib.nullcontext()
-        return layer_by_layer(model, chunk_tokens=self.chunk_tokens)
-
     def _row(self, bench: str, contender: Contender, batch: int, length: int) -> Row:
-        return {
-            "bench": bench,
-            "cache": contender.label,
-            "batch": batch,
-            "length": length,
-            "chunk_tokens": None if contender.policy is None else self.chunk_tokens,
-        }
+        return {"bench": bench, "cache": contender.label, "batch": batch, "length": length}
 
     def _ids(self, batch: int, length: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)

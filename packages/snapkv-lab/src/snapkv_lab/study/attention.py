@@ -15,7 +15,7 @@ from snapkv_lab.drawing import Panel, curves
 from snapkv_lab.evaluate.sample import Sample, Template, data_hash
 from snapkv_lab.evaluate.store import Store
 from snapkv_lab.report.tables import Table
-from snapkv_lab.rows import Row, grouped
+from snapkv_lab.rows import Row, grouped, of
 from snapkv_lab.study.base import (
     DocumentStudy,
     Plan,
@@ -23,7 +23,6 @@ from snapkv_lab.study.base import (
     mean_rows,
     named,
     over_layers,
-    rows_of,
     weighted,
 )
 from snapkv_lab.study.material import LEAST_TOKENS, QUESTIONS, cut
@@ -522,8 +521,8 @@ class Overlap(ReadingStudy):
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        layers = named(rows_of(rows, "prompt"), "layer", "layer {}")
-        windows = named(rows_of(rows, "answer"), "window", "answer {}")
+        layers = named(of(rows, of="prompt"), "layer", "layer {}")
+        windows = named(of(rows, of="answer"), "window", "answer {}")
         common = "The same, of positions that all windows see"
         return curves(
             Panel("Windows of the prompt against the answer", "window", "overlap", layers),

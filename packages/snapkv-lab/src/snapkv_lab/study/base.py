@@ -176,11 +176,6 @@ def named(rows: Iterable[Row], by: str, label: str = "{}") -> dict[str, list[Row
     return {label.format(value): own for value, own in grouped(rows, by).items()}
 
 
-def rows_of(rows: Iterable[Row], kind: str) -> list[Row]:
-    """Rows whose "of" says what they are of."""
-    return [row for row in rows if row["of"] == kind]
-
-
 def over_layers(rows: Sequence[Row], name: str) -> str:
     """The mean of a number over rows of one layer each, its lowest and its highest value."""
     known = [row[name] for row in rows if row[name] is not None]

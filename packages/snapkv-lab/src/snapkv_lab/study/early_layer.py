@@ -15,8 +15,8 @@ from snapkv_lab.drawing import Panel, curves
 from snapkv_lab.evaluate.haystack import encode
 from snapkv_lab.evaluate.store import Store
 from snapkv_lab.report.tables import Table
-from snapkv_lab.rows import Row
-from snapkv_lab.study.base import DocumentStudy, Plan, Step, rows_of
+from snapkv_lab.rows import Row, of
+from snapkv_lab.study.base import DocumentStudy, Plan, Step
 from snapkv_lab.study.material import LEAST_TOKENS
 
 if TYPE_CHECKING:
@@ -247,8 +247,8 @@ class EarlyLayer(DocumentStudy):
         return f"selective reading begins after {layer} layers from now on: stored in {path}"
 
     def table(self, rows: Sequence[Row]) -> Table:
-        votes = rows_of(rows, "votes")
-        tried = {row["layer"]: row for row in rows_of(rows, "reading")}
+        votes = of(rows, of="votes")
+        tried = {row["layer"]: row for row in of(rows, of="reading")}
         first, last = (len(votes) + 1) // 4, max([*tried, 3 * (len(votes) + 1) // 4])
         return Table(
             title=f"{self.keep_ratio:.0%} of the tokens go on after some layers, the number at "
@@ -263,8 +263,8 @@ class EarlyLayer(DocumentStudy):
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        votes = {"votes of the layer": rows_of(rows, "votes")}
-        tried = {"selective": rows_of(rows, "reading")}
+        votes = {"votes of the layer": of(rows, of="votes")}
+        tried = {"selective": of(rows, of="reading")}
         return curves(
             Panel("Part of the number that goes on", "layer", "goes_on", votes),
             Panel("Numbers found", "layer", "right", tried),
@@ -282,7 +282,7 @@ def _of_votes(records: Sequence[Row], count: int) -> list[Row]:
 
 
 def _why_none(rows: Sequence[Row]) -> str:
-    tried = rows_of(rows, "reading")
+    tried = of(rows, of="reading")
     if not tried:
         return "no layer's votes let every number go on"
     if not any(row["exact_right"] for row in tried):

@@ -1,6 +1,5 @@
 """What cannot be is said in one line, before a model is loaded where that can be known."""
 
-import importlib.util
 import sys
 
 import pytest
@@ -50,30 +49,24 @@ def test_bad_input_is_one_line_and_status_2(snapkv, tiny_only, here, command, me
         assert tiny_only == []
 
 
-def test_an_address_of_no_cluster_is_refused(snapkv, here, monkeypatch):
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "lokal", "head:", ""])
+def test_an_address_of_no_cluster_is_refused(snapkv, here, monkeypatch, address):
     monkeypatch.setattr("snapkv_lab.evaluate.on_ray._ray", lambda: None)
-    done = snapkv("eval", "needle", "--ray", "127.0.0.1:1")
+    done = snapkv("eval", "needle", "--ray", address)
     assert done.status == 2
     assert "expected local, auto or the address of a cluster that runs" in done.err
 
 
 @pytest.mark.parametrize(
-    ("package", "option"), [("matplotlib", "--plot n.png"), ("jinja2", "--report r")]
+    ("package", "option"),
+    [("matplotlib", "--plot n.png"), ("jinja2", "--report r"), ("ray", "--ray local")],
 )
-def test_a_missing_package_is_named_before_the_run_starts(
-    snapkv, here, monkeypatch, package, option
+def test_a_missing_package_is_named_before_a_model_is_loaded(
+    snapkv, tiny_only, here, monkeypatch, package, option
 ):
     monkeypatch.setitem(sys.modules, package, None)
     done = snapkv("eval", "needle", *option.split())
     assert done.status == 2
     assert f"the package {package}, which is not installed; run pip install" in done.err
     assert done.err.count("\n") == 1
-    assert list(here.iterdir()) == []
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
-def test_ray_that_is_not_installed_is_said_before_a_model_is_loaded(snapkv, here, tiny_only):
-    done = snapkv("eval", "needle", "--ray", "local")
-    assert tiny_only == []
-    assert done.status == 2
-    assert "needs the package ray, which is not installed; run pip install 'ray" in done.err
+    assert list(here.iterdir()) == tiny_only == []

@@ -72,10 +72,12 @@ def test_decode_gives_a_row_per_length_batch_and_cache(snapkv, tiny, tmp_path):
 
 
 def test_prefill_reads_in_the_pieces_that_are_asked_for(snapkv, tiny):
-    rows = rows_of(snapkv("bench", "prefill", *SMALL, "--chunk-tokens", "32", "--json"))
-    assert len(rows) == 4
-    ours = [row for row in rows if row["cache"] == "default@48"]
-    assert all(row["chunk_tokens"] == 32 for row in ours)
+    way = "layer-by-layer:chunk_tokens=32"
+    rows = rows_of(snapkv("bench", "prefill", *SMALL, "--prefill", way, "--json"))
+    caches = ("transformers", f"default@48 {way}")
+    assert [(row["cache"], row["length"]) for row in rows] == [
+        (cache, length) for length in (64, 128) for cache in caches
+    ]
     assert all(row["ms"]["p50"] > 0 for row in rows)
 
 

@@ -26,17 +26,6 @@ def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(
     assert len((here / folder[1] / "samples.jsonl").read_text().splitlines()) == 2 * 2 * 3
 
 
-def test_the_same_command_again_answers_nothing_twice(snapkv, tiny_only, here, monkeypatch):
-    first = snapkv(*NEEDLE, "--budget", 64, "--json")
-
-    def fail(*_):
-        raise AssertionError("answered again")
-
-    monkeypatch.setattr("snapkv.app.prompt_reader.answer", fail)
-    again = snapkv(*NEEDLE, "--budget", 64, "--json")
-    assert (again.status, again.out) == (0, first.out)
-
-
 def test_at_equal_bytes_few_bits_hold_more_and_too_few_bytes_are_said(snapkv, tiny_only, here):
     done = snapkv(
         *("eval", "needle", "--lengths", 360, "--depths", 1, "--digits", 1, "--cloze"),

@@ -1,34 +1,16 @@
 """Tables of the laboratory's commands, on narrow screens: nothing is cut off."""
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from snapkv_lab.cli import tables
-from snapkv_lab.evaluate.runner import Results
-from snapkv_lab.evaluate.tasks import RagCitation
 from snapkv_lab.report.page import method_table
 from snapkv_lab.report.tables import Table
+from tests.lab.report.runs import grid
 
 LABEL = "snapkv:kernel_size=13,window_size=64,pooling=avg,group_reduce=sum@1024"
-
-
-def results():
-    rows = [
-        {
-            **{"method": method, "question": "visible", "cell": {"documents": documents}},
-            **{"score": 0.5, "status": "ok", "interval": [0.4, 0.6], "difference": None},
-            **{"held_bytes": 10**9, "full_bytes": 4 * 10**9, "token_ms": 212.0},
-            "policy": {"name": "full" if method == "full" else "snapkv"},
-            "scores": {f"{documents}/0": 0.4, f"{documents}/1": 0.6},
-        }
-        for method in ("full", LABEL)
-        for documents in (10, 20, 30, 40, 50, 1000, 2000, 3000)
-    ]
-    run = {"model": {"name": "demo"}}
-    return Results(folder=Path(), run=run, task=RagCitation(), rows=rows)
 
 
 ROW = {
@@ -37,7 +19,7 @@ ROW = {
 }
 SCORE = {"task": "squad", "metric": "em", "filter": "none", "method": LABEL, "score": 0.25}
 TABLES = {
-    "eval": lambda: method_table(results()),
+    "eval": lambda: method_table(grid(("full", LABEL), [1024 * n for n in range(1, 9)])),
     "lm-eval": lambda: tables.metrics_table("lm-eval", [SCORE]),
     "bench": lambda: tables.bench_table([ROW]),
     "study": lambda: Table(title="of it", headings=("kept", "rate"), rows=[("sinks", "0.93")]),

@@ -1,23 +1,20 @@
 """lm-eval's tasks from compressed caches: likelihoods by hand, local tasks, and one command."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from snapkv import default_policy
 from snapkv.app.answering import answer
-from snapkv.app.likelihood import log_likelihood, log_likelihoods
+from snapkv.app.likelihood import log_likelihoods
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.app import run
 from snapkv.errors import OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import H2O, RKV, AdaKV, FullCache, SnapKV
-from snapkv_lab.evaluate import harness
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.harness import CompressedLM
 from snapkv_lab.evaluate.store import Store
@@ -27,44 +24,41 @@ FULL = Method(label="full", policy=FullCache())
 
 CONTEXT = "The gate opens at nine. The key is under the blue stone. " * 12
 
-GENERATE = """
-task: local_gate
+TASK = """
 dataset_path: json
 dataset_kwargs: {data_files: {test: ROWS}, cache_dir: CACHE}
 test_split: test
-output_type: generate_until
-doc_to_text: "{{text}}Question: {{question}}\\nAnswer:"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["\\n", "."], max_gen_toks: 6, temperature: 1, do_sample: false}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true, ignore_case: true}
-metadata: {version: 3.0}
 """
-
-CHOOSE = """
+ASKED = 'doc_to_text: "{{text}}Question: {{question}}\\nAnswer:"'
+TASKS = {
+    "gate": f"""
+task: local_gate
+output_type: generate_until
+{ASKED}
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n", "."], max_gen_toks: 6, temperature: 1, do_sample: false}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true, ignore_case: true}}
+metadata: {{version: 3.0}}
+""",
+    "choice": f"""
 task: local_choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: ROWS}, cache_dir: CACHE}
-test_split: test
 output_type: multiple_choice
-doc_to_text: "{{text}}Question: {{question}}\\nAnswer:"
-doc_to_choice: "{{choices}}"
+{ASKED}
+doc_to_choice: "{{{{choices}}}}"
 doc_to_target: 1
 metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-"""
-
-WHOLE = """
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+""",
+    "whole": """
 task: local_whole
-dataset_path: json
-dataset_kwargs: {data_files: {test: ROWS}, cache_dir: CACHE}
-test_split: test
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{text}}"
 metric_list:
   - metric: word_perplexity
-"""
+""",
+}
 
 ROWS = [
     {
@@ -92,9 +86,9 @@ def folder(tmp_path):
     """Task files over a local file of rows."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    for name, text in (("gate", GENERATE), ("choice", CHOOSE), ("whole", WHOLE)):
-        text = text.replace("ROWS", str(rows)).replace("CACHE", str(tmp_path / "cache"))
-        (tmp_path / f"{name}.yaml").write_text(text)
+    data = TASK.replace("ROWS", str(rows)).replace("CACHE", str(tmp_path / "cache"))
+    for name, text in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(text + data)
     return tmp_path
 
 
@@ -154,54 +148,34 @@ def ids(tiny):
     return context, tiny.tokenizer(" under the blue stone", return_tensors="pt").input_ids
 
 
-@pytest.mark.parametrize("policy", [SnapKV(40), H2O(40)], ids=["snapkv", "h2o"])
-def test_a_continuation_is_scored_as_it_would_be_generated(tiny, ids, policy):
-    found, _ = log_likelihood(tiny, *ids, policy)
-    assert found == pytest.approx(stepwise_log_likelihood(tiny.model, *ids, policy), abs=1e-4)
-    assert abs(found - plain_log_likelihood(tiny.model, *ids)) > 1e-3, "something was dropped"
-
-
 EVERY_WAY = [FullCache(), default_policy(40), AdaKV(SnapKV(40)), H2O(40), RKV(40)]
 
 
-@pytest.mark.parametrize("policy", EVERY_WAY, ids=lambda policy: policy.name)
-def test_continuations_that_share_a_context_have_the_scores_they_have_alone(tiny, ids, policy):
+HYBRID = {"family": "lfm2", "layer_types": ["conv", "full_attention"]}
+WAYS = [*(({}, policy) for policy in EVERY_WAY), (HYBRID, AdaKV(SnapKV(40)))]
+
+
+@pytest.mark.parametrize(("changed", "policy"), WAYS, ids=lambda each: getattr(each, "name", ""))
+def test_continuations_that_share_a_context_have_the_scores_they_have_alone(
+    tiny, ids, changed, policy
+):
     """Of different lengths, the longest in the middle; one of them is greedy's."""
+    loaded = tiny_loaded(tiny.tokenizer, **changed) if changed else tiny
     context, other = ids
-    completed = tiny.completed(policy)
+    completed = loaded.completed(policy)
     with torch.no_grad():
-        cache = CompressedCache(tiny.model, completed)
-        own = tiny.model.generate(
+        cache = CompressedCache(loaded.model, completed)
+        own = loaded.model.generate(
             context, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0
         )[:, context.shape[1] :]
     given = [own, other[:, :1], torch.cat([other, other], dim=1), own[:, :2], other]
-    found = list(log_likelihoods(tiny, context, given, policy, 2))
+    found = list(log_likelihoods(loaded, context, given, policy, 2))
     for one, (score, greedy) in zip(given, found, strict=True):
-        alone = stepwise_log_likelihood(tiny.model, context, one, completed)
+        alone = stepwise_log_likelihood(loaded.model, context, one, completed)
         assert score == pytest.approx(alone, abs=1e-4)
         assert greedy == (own[:, : one.shape[1]].equal(one))
-
-
-def test_models_with_recurrent_layers_score_several_continuations(tiny, ids):
-    policy = AdaKV(SnapKV(40))
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "lfm2",
-        vocab_size=len(tiny.tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"] * 2,
-    )
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    hybrid = replace(tiny, model=model)
-    context, other = ids
-    given = [other, other[:, :2], other.flip(1)]
-    found = list(log_likelihoods(hybrid, context, given, policy, 3))
-    alone = [stepwise_log_likelihood(hybrid.model, context, one, policy) for one in given]
-    assert [score for score, _ in found] == pytest.approx(alone, abs=1e-4)
+    plain = plain_log_likelihood(loaded.model, context, other)
+    assert (abs(found[-1][0] - plain) < 1e-3) == isinstance(policy, FullCache)
 
 
 def test_a_context_is_read_once_for_all_its_continuations(tiny, tmp_path, monkeypatch):
@@ -301,41 +275,24 @@ def test_without_the_package_its_command_is_named(evaluate, monkeypatch):
 # Runs that are continued.
 
 
-class Asked(list):
-    """What the model was asked; where `fails_at` questions have been, memory runs out."""
+class Added(list):
+    """Responses that were stored; where there are `fails_at` of them, memory runs out."""
 
     fails_at = None
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """What the model is asked from now on."""
-    given = Asked()
+def added(monkeypatch):
+    """What is answered from now on, since every response is stored as soon as it is there."""
+    given, real = Added(), Store.add
 
-    def count(*arguments):
+    def add(self, record):
         if len(given) == given.fails_at:
             raise OutOfMemoryError("prompt: about 12 tokens would fit")
-        given.append(arguments)
+        given.append(record)
+        real(self, record)
 
-    def answer(loaded, prompt, *arguments):
-        count(prompt, *arguments)
-        return real["answer"](loaded, prompt, *arguments)
-
-    def answers_together(loaded, prompts, *arguments):
-        for prompt in prompts:
-            count(prompt, *arguments)
-        return real["answers_together"](loaded, prompts, *arguments)
-
-    def log_likelihoods(loaded, context, continuations, *arguments):
-        scores = real["log_likelihoods"](loaded, context, continuations, *arguments)
-        for continuation in continuations:
-            count(context, continuation, *arguments)
-            yield next(scores)
-
-    asked = (answer, answers_together, log_likelihoods)
-    real = {each.__name__: getattr(harness, each.__name__) for each in asked}
-    for each in asked:
-        monkeypatch.setattr(harness, each.__name__, each)
+    monkeypatch.setattr(Store, "add", add)
     return given
 
 
@@ -343,19 +300,19 @@ BOTH = "local_gate,local_choice"
 ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices of each of two
 
 
-def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder):
+def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, added, folder):
     stop, batches = 10, ("--batch-size", "2")
     _, whole, _ = evaluate(BOTH, "--json", "--results", "whole", *batches)
-    assert len(asked) == len(records(folder / "whole")) == ANSWERS
-    asked.clear()
-    asked.fails_at = stop
+    assert len(added) == len(records(folder / "whole")) == ANSWERS
+    added.clear()
+    added.fails_at = stop
     assert evaluate(BOTH, "--results", "stopped", *batches)[0] == 1
     assert len(records(folder / "stopped")) == stop
-    asked.clear()
-    asked.fails_at = None
+    added.clear()
+    added.fails_at = None
     status, found, _ = evaluate(BOTH, "--json", "--results", "stopped", *batches)
     assert status == 0
-    assert len(asked) == ANSWERS - stop
+    assert len(added) == ANSWERS - stop
     assert records(folder / "stopped") == records(folder / "whole")
     assert json.loads(found)["rows"] == json.loads(whole)["rows"]
     summaries = [(folder / name / "summary.jsonl").read_text() for name in ("stopped", "whole")]
@@ -363,12 +320,12 @@ def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder):
 
 
 @pytest.mark.slow
-def test_a_changed_question_is_asked_anew(evaluate, asked, folder):
+def test_a_changed_question_is_asked_anew(evaluate, added, folder):
     evaluate("local_gate", "--results", "run")
-    asked.clear()
+    added.clear()
     rows = [ROWS[0], {**ROWS[1], "question": "Who opens the gate?"}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     status, _, _ = evaluate("local_gate", "--results", "run")
     assert status == 0
-    assert len(asked) == 2
-    assert all("Who opens the gate?" in prompt.text for prompt, *_ in asked)
+    assert len(added) == 2
+    assert {record["sample"].rpartition("/")[0] for record in added} == {"local_gate/1/0"}

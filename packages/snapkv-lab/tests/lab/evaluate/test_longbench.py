@@ -1,11 +1,17 @@
-"""LongBench is asked and scored as published: prompts, rows, the cut, settings, and one command."""
+"""LongBench is asked and scored as published: prompts, rows, the cut, settings, and one command.
 
+A tiny random model reads the demo's tokens.
+"""
+
+import copy
 import hashlib
 import json
 import zipfile
+from dataclasses import replace
 
 import pytest
 
+from snapkv.cli.app import run
 from snapkv.errors import DocumentError, MissingDependencyError
 from snapkv_lab.evaluate.tasks import LongBench
 from snapkv_lab.evaluate.tasks.longbench import (
@@ -16,7 +22,9 @@ from snapkv_lab.evaluate.tasks.longbench import (
     read_rows,
     truncated,
 )
+from tests.lab.evaluate.tiny import tiny_loaded
 
+MISTRAL = "mistralai/Mistral-7B-Instruct-v0.2"
 TEXT = "The gate opens at nine. The key is under the blue stone. A cat sleeps on the wall. "
 
 INPUTS = {
@@ -180,7 +188,7 @@ def test_the_question_is_found_in_what_another_tokenizer_gives_back():
 @pytest.mark.parametrize(
     ("model", "positions", "tokens"),
     [
-        ("mistralai/Mistral-7B-Instruct-v0.2", 32_768, 31_500),
+        (MISTRAL, 32_768, 31_500),
         ("demo", 8_192, 8_192 - 512 - 256),
         ("demo", 512, 256),
         ("demo", None, None),
@@ -208,34 +216,6 @@ def test_rows_come_out_of_the_archive_and_out_of_a_folder_around_it(data, tmp_pa
     assert zipped[0]["answers"] == ["Date"]
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "message"),
-    [
-        ("qasper", "{broken", r"a JSON object in .*qasper.jsonl, line 2, got '{broken'"),
-        (
-            "passage_retrieval_en",
-            json.dumps(row("passage_retrieval_en", answers=["3"])),
-            r"answers to be texts like \"Paragraph 3\"",
-        ),
-    ],
-)
-def test_a_malformed_row_is_named_by_file_line_and_field(tmp_path, name, line, message):
-    (tmp_path / f"{name}.jsonl").write_text(json.dumps(row(name)) + f"\n{line}\n")
-    with pytest.raises(DocumentError, match=message):
-        read_rows(tmp_path, SETS[name], extended=False)
-
-
-def test_missing_files_and_archives_are_named(tmp_path):
-    with pytest.raises(DocumentError, match=r"expected lcc_e.jsonl in .*nowhere"):
-        read_rows(tmp_path / "nowhere", SETS["lcc"], extended=True)
-    (tmp_path / "data.zip").write_text("no archive")
-    with pytest.raises(DocumentError, match="download it again"):
-        read_rows(tmp_path / "data.zip", SETS["lcc"], extended=False)
-    (tmp_path / "lcc.jsonl").write_text("\n")
-    with pytest.raises(DocumentError, match="expected rows in"):
-        read_rows(tmp_path, SETS["lcc"], extended=False)
-
-
 def test_without_a_network_the_command_that_brings_the_data_is_named(demo, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -260,7 +240,7 @@ def test_the_extended_sets_come_from_their_own_files_by_length(demo, tmp_path):
 
 
 def test_the_paper_s_rows_stand_beside_its_models():
-    published = LongBench().published("mistralai/Mistral-7B-Instruct-v0.2")
+    published = LongBench().published(MISTRAL)
     assert list(published) == ["full", "snapkv@1024", "snapkv@2048", "snapkv@4096", "h2o@4096"]
     means = {name: sum(row.values()) / 16 for name, row in published.items()}
     assert means == pytest.approx(
@@ -275,3 +255,55 @@ def test_the_paper_s_rows_stand_beside_its_models():
     )
     assert published["full"]["narrativeqa"] == pytest.approx(0.2682)
     assert published["h2o@4096"]["repobench-p"] == pytest.approx(0.511)
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "behind"),
+    [
+        (MISTRAL, "", ""),
+        ("/models/Mixtral-8x7B-Instruct-v0.1", "", ""),
+        ("LargeWorldModel/LWM-Text-Chat-1M", "[INST]", "[/INST]"),
+        ("lmsys/longchat-7b-v1.5-32k", " USER: ", " ASSISTANT:"),
+    ],
+)
+def test_prompts_are_wrapped_as_in_the_paper_s_run(demo, data, model, before, behind):
+    tokenizer = copy.copy(demo.tokenizer)
+    tokenizer.name_or_path = model
+    chat, _, bare, _ = samples(tokenizer, data=str(data), datasets=("qasper", "trec"))
+    prompt = chat.prompt(tokenizer, "longbench", "hidden")
+    assert prompt.text.endswith(f"{before}{chat.context}{chat.question}{behind}")
+    assert prompt.text.startswith("A chat between" if "longchat" in model else before)
+    assert prompt.text[prompt.context_characters :].startswith(chat.question.strip())
+    assert not prompt.has_special_tokens
+    text = bare.prompt(tokenizer, "longbench", "visible").text
+    assert text == bare.context + bare.question
+
+
+# One command.
+
+NAMES = ("trec", "samsum")
+
+
+@pytest.fixture
+def evaluate(demo, data, tmp_path, monkeypatch, capsys):
+    """Run the command on a model of some name; returns its status and what it printed."""
+    loaded = tiny_loaded(demo.tokenizer, positions=8192)
+
+    def call(*options, name="tiny"):
+        monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: replace(loaded, name=name))
+        command = ["eval", "longbench", "--data", str(data), "--results", str(tmp_path / "out")]
+        command += ["--datasets", ",".join(NAMES), "--policy", "snapkv", "--budget", "64"]
+        return run([*command, *options]), capsys.readouterr().out
+
+    return call
+
+
+def test_the_table_shows_what_the_paper_measured_with_the_model(evaluate, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    status, out = evaluate("--limit", "1", "--baseline", "none", name=MISTRAL)
+    assert status == 0
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+    rows = {cells[0]: cells for cells in lines if cells}
+    assert rows["paper: full"][2:5] == ["71.0", "43.0", "57.0"]
+    assert rows["paper: h2o@4096"][2:4] == ["70.5", "43.0"]
+    assert len(rows["snapkv@64"]) == len(rows["paper: full"])

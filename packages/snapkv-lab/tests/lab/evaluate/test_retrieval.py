@@ -1,7 +1,5 @@
 """HotpotQA as it is installed, its index, and the order that meaning gives."""
 
-import math
-
 import pytest
 import torch
 
@@ -27,44 +25,21 @@ def test_hotpotqa_has_its_questions_and_two_paragraphs_for_each():
     assert (len(data.questions), len(data.passages)) == (7405, 66635)
     assert {len(question.gold) for question in data.questions} == {2}
     assert len(set(data.passages)) == len(data.passages)
-    assert sum(question.answers[0] in ("yes", "no") for question in data.questions) == 458
     first = data.questions[0]
     assert first.text == "Were Scott Derrickson and Ed Wood of the same nationality?"
     assert [passage.title for passage in first.gold] == ["Scott Derrickson", "Ed Wood"]
-    assert first.gold[0].text.startswith(
-        "Scott Derrickson (born July 16, 1966) is an American director, screenwriter and producer. "
-        "He lives in Los Angeles, California."
-    )
 
 
-def test_the_order_is_that_of_bm25_computed_by_hand():
-    """BM25 with Lucene's idf, k1 1.5 and b 0.75; words of one letter do not count."""
-    words = [
-        ["river", "elb", "flow", "through", "hamburg", "dresden"],
-        ["bridg", "dresden", "has", "mani", "bridg", "over", "river", "bridg", "old"],
-        ["hamburg", "harbour", "harbour", "again"],
-        ["cat", "cat", "sleep", "wall"],
-        ["cat", "cat", "sleep", "roof"],
-    ]
-    mean = sum(map(len, words)) / len(words)
-
-    def rated(document):
-        total = 0.0
-        for word in ("hamburg", "dresden", "harbour"):
-            holding = sum(word in other for other in words)
-            times, length = document.count(word), len(document)
-            idf = math.log(1 + (len(words) - holding + 0.5) / (holding + 0.5))
-            total += idf * times / (times + 1.5 * (0.25 + 0.75 * length / mean))
-        return total
-
-    by_hand = sorted(range(5), key=lambda place: -rated(words[place]))
-    ranked = Index(PASSAGES).ranked("Hamburg, Dresden, harbour?")
-    assert [PASSAGES.index(passage) for passage in ranked] == by_hand
+def test_passages_are_ranked_by_the_stems_of_title_and_text():
+    """BM25: a rare word twice in few words, then two words, then one among many."""
+    ranked = Index(PASSAGES).ranked("Hamburg, Dresden, harbours?")
+    titles = [passage.title for passage in ranked]
+    assert titles == ["Hamburg", "Rivers", "Bridges", "Cats", "Cats"]
 
 
 def test_meaning_orders_what_shares_no_word(reranker):
     texts = [f"{passage.title}. {passage.text}" for passage in PASSAGES]
-    places = [place for place, _ in reranker.nearest("Where do kittens rest?", texts)]
+    places = reranker.nearest("Where do kittens rest?", texts)
     assert set(places[:2]) == {3, 4}
     assert sorted(places) == [0, 1, 2, 3, 4]
 

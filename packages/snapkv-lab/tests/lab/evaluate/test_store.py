@@ -1,15 +1,10 @@
 """A folder holds one run's answers, whole lines only, and one process adds to it."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
 from snapkv.errors import InvalidArgumentError
-from snapkv_lab import rows as rows_module
 from snapkv_lab.evaluate.store import LOST, Store
 
 RUN = {"task": {"name": "needle", "seed": 42, "lengths": [1024]}, "model": {"name": "demo"}}
@@ -35,15 +30,6 @@ def filled(folder, count=3):
         for number in range(count):
             store.add(record(str(number)))
     return folder
-
-
-def test_what_was_added_is_there_when_opened_again(tmp_path):
-    filled(tmp_path / "new" / "folder")
-    with Store(tmp_path / "new" / "folder", RUN) as store:
-        assert [r["sample"] for r in store.records] == ["0", "1", "2"]
-        assert ("1", "full", "visible") in store
-        assert ("1", "full", "hidden") not in store
-        assert ("3", "full", "visible") not in store
 
 
 def test_a_folder_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path):
@@ -85,99 +71,20 @@ def test_one_process_at_a_time(tmp_path):
         assert store.records == []
 
 
-# Answers that were lost to memory.
-
-
-def lost(sample):
-    return {**record(sample), "status": LOST}
-
-
-def with_a_loss(folder):
-    """Three answers, the second of which was lost."""
-    with Store(folder, RUN) as store:
-        for each in (record("0"), lost("1"), record("2")):
-            store.add(each)
-    return folder
-
-
-def test_what_was_lost_to_memory_is_asked_again_once_and_keeps_its_place(tmp_path):
-    wanted = ("1", "full", "visible")
-    with Store(with_a_loss(tmp_path), RUN) as store:
-        assert wanted not in store
-        assert store.records == [record("0"), lost("1"), record("2")]
-        store.add(record("1"))
+def test_what_was_lost_to_memory_counts_until_the_end_and_is_then_asked_again(tmp_path):
+    wanted, lost = ("1", "full", "visible"), record("1") | {"status": LOST}
+    with Store(tmp_path, RUN) as store:
+        store.add(record("0"))
+        store.add(lost)
         assert wanted in store
+        assert store.records == [record("0"), lost]
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(lost) + "\n")  # as earlier releases did
+    with Store(tmp_path, RUN) as store:
+        assert ("0", "full", "visible") in store
+        assert ("0", "full", "hidden") not in store
+        assert wanted not in store
+        store.add(record("1"))
         assert store[wanted] == record("1")
-        assert store.records == [record("0"), record("1"), record("2")]
-    assert [json.loads(line) for line in lines(tmp_path)] == [record(n) for n in "012"]
-
-
-@pytest.mark.parametrize("moment", ["while running", "while writing anew", "before replacing"])
-def test_a_kill_between_two_answers_of_one_question_loses_neither(tmp_path, moment):
-    patch = {
-        "while running": "",
-        "while writing anew": "rows.replace_file = lambda path, text: (half(path, text), kill())",
-        "before replacing": "os.replace = kill",
-    }[moment]
-    code = f"""
-import os, pathlib, signal
-from snapkv_lab import rows
-from snapkv_lab.evaluate import store as module
-
-def kill(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def half(path, text):
-    path.with_name(f".{{path.name}}.{{os.getpid()}}").write_text(text[:50])
-
-{patch}
-with module.Store(pathlib.Path({str(tmp_path)!r}), {RUN!r}) as store:
-    store.add({record("1")!r})
-    {"kill()" if moment == "while running" else ""}
-"""
-    with_a_loss(tmp_path)
-    done = subprocess.run([sys.executable, "-c", code], check=False)
-    assert done.returncode == -signal.SIGKILL
     with Store(tmp_path, RUN) as store:
-        assert ("1", "full", "visible") in store, "the newer line counts"
-        assert store.records == [record("0"), record("1"), record("2")]
-    assert [json.loads(line) for line in lines(tmp_path)] == [record(n) for n in "012"]
-
-
-def test_a_file_that_another_run_has_just_replaced_is_not_written_to(tmp_path, monkeypatch):
-    filled(tmp_path)
-    path, lock, seen = tmp_path / "samples.jsonl", rows_module._lock, []
-
-    def locked(file, folder):
-        seen.append(os.fstat(file.fileno()).st_ino)
-        if len(seen) == 1:  # the other run ends between opening and locking
-            rows_module.replace_file(path, path.read_text())
-        lock(file, folder)
-
-    monkeypatch.setattr(rows_module, "_lock", locked)
-    with Store(tmp_path, RUN) as store:
-        store.add(record("3"))
-    assert len(set(seen)) == 2
-    assert [json.loads(line)["sample"] for line in lines(tmp_path)] == ["0", "1", "2", "3"]
-
-
-def test_a_full_disk_is_said_in_one_line_and_leaves_whole_answers(tmp_path):
-    resource = pytest.importorskip("resource")
-    code = f"""
-import pathlib, resource
-from snapkv.errors import OutputError
-from snapkv_lab.evaluate.store import Store
-resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
-try:
-    with Store(pathlib.Path({str(tmp_path)!r}), {RUN!r}) as store:
-        for number in range(9):
-            store.add({record("x")!r} | {{"sample": str(number)}})
-except OutputError as error:
-    print(error)
-"""
-    assert resource
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "output: expected to write '" in done.stdout
-    assert not done.stderr
-    with Store(tmp_path, RUN) as store:
-        assert [r["sample"] for r in store.records] == ["0", "1", "2", "3"]
+        assert store.records == [record("0"), record("1")]

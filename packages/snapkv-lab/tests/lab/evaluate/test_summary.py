@@ -1,6 +1,5 @@
-"""Rows and their lines by hand, and how sure they are: by hand, by plain loops, by trying."""
+"""Rows and their lines by hand, and how sure they are: by hand and by plain loops."""
 
-import random
 from statistics import fmean
 
 import numpy as np
@@ -17,6 +16,7 @@ from snapkv_lab.evaluate.intervals import (
 )
 from snapkv_lab.evaluate.summary import axis_values, score_lines, summarise
 from tests.lab.evaluate.tiny import Keys
+from tests.lab.report.runs import answered
 
 
 def record(sample, method, score, *, status="ok", cell=None, **numbers):
@@ -141,19 +141,8 @@ def test_losses_are_rows_and_lines_of_their_own():
 # Differences from the full cache.
 
 
-def row(method, cell, scores, policy=None):
-    """A row of a cell with those scores of its samples."""
-    return {
-        "method": method,
-        "question": "visible",
-        "cell": {"documents": cell},
-        "score": fmean(scores) if scores else None,
-        "scores": {f"{cell}/{number}": score for number, score in enumerate(scores)},
-        "policy": policy or {"name": "full" if method == "full" else "snapkv"},
-        "status": "ok",
-        "held_bytes": 1024,
-        "token_ms": 2.0,
-    }
+def row(method, documents, scores):
+    return answered(method, {"documents": documents}, scores)
 
 
 def difference(mean, interval, samples):
@@ -198,7 +187,8 @@ def test_a_lines_difference_is_the_mean_of_its_columns():
 def test_the_difference_of_turns_is_drawn_by_conversations():
     """Two conversations of four turns: one is lost in all of them, the other in none."""
     rows = [
-        row(method, turn, scores) | {"conversations": {f"{turn}/0": "a", f"{turn}/1": "b"}}
+        (own := row(method, turn, scores))
+        | {"conversations": dict(zip(own["scores"], "ab", strict=True))}
         for method, scores in (("full", (1.0, 1.0)), ("snapkv@64", (0.0, 1.0)))
         for turn in range(1, 5)
     ]
@@ -209,7 +199,8 @@ def test_the_difference_of_turns_is_drawn_by_conversations():
 
 def test_a_full_cache_that_is_filled_otherwise_is_compared_like_any_method():
     selective = {"name": "full", "prefill": {"name": "selective"}}
-    rows = [row("full", 10, (1.0, 1.0)), row("full selective", 10, (0.5, 0.5), selective)]
+    other = row("full selective", 10, (0.5, 0.5)) | {"policy": selective}
+    rows = [row("full", 10, (1.0, 1.0)), other]
     assert cell_differences(rows) == [None, difference(-0.5, [-0.5, -0.5], 2)]
     assert relative_differences(rows) == {("full selective", "visible"): -0.5}
 
@@ -260,16 +251,11 @@ def test_an_interval_is_what_plain_loops_find(columns):
     assert found == (expected and pytest.approx(expected, abs=1e-9))
 
 
-def test_intervals_by_hand():
+def test_an_interval_by_hand_and_what_cancels_out():
     # Of 256 draws 81 have no right answer, which is more than 2.5 %. One has four right ones
     # (0.4 %) and 12 three (4.7 %): without the highest 2.5 % three of four are left.
     assert interval([[[0.0, 0.0, 0.0, 1.0]]]) == (0.0, 0.75)
-    # Where a cell is one sample, cells are drawn.
-    assert interval([[[0.0], [1.0]]]) == interval([[[0.0, 1.0]]]) == (0.0, 1.0)
-    assert interval([[[0.0, 0.5], [1.0]]]) == interval([[[0.25, 1.0]]]) == (0.25, 1.0)
-    for nothing in ([], [[]], [[[]]], [[[1.0]]], [[[0.0, 1.0]], [[1.0]]], [[[0.0, 1.0]], []]):
-        assert interval(nothing) is None
-    # What cancels out is zero, and not what is left of 0.1 + 0.2 - 0.3.
+    # Zero, and not what is left of 0.1 + 0.2 - 0.3.
     assert interval([[[0.1, 0.1]], [[0.2, 0.2]], [[-0.3, -0.3]]]) == (0.0, 0.0)
 
 
@@ -290,18 +276,3 @@ def test_turns_of_a_conversation_are_drawn_together_by_hand():
     names = ("a", "b", "c", "d")
     assert interval([[one], [other]], [[names], [names[:3]]]) == interval([[one], [other]])
     assert interval([[one], [one]], [[names], [("e", "f", "g", "h")]]) == interval([[one]] * 2)
-
-
-def test_the_truth_lies_in_the_interval_of_a_mean_over_turns():
-    """Where all turns of a conversation go well together or ill; drawn apart it is missed often."""
-    draw, times, held, apart = random.Random(11), 300, 0, 0
-    names = [[tuple(map(str, range(30)))]] * 4
-    for _ in range(times):
-        luck = [draw.random() < 0.5 for _ in range(30)]
-        turns = [[[float(draw.random() < (0.9 if good else 0.1)) for good in luck]] for _ in names]
-        low, high = interval(turns, names)
-        held += low <= 0.5 <= high
-        low, high = interval(turns)
-        apart += low <= 0.5 <= high
-    assert 0.9 <= held / times <= 0.985
-    assert apart / times < 0.85

@@ -16,7 +16,6 @@ from snapkv_lab.evaluate.task import fitted, needed_tokens, percents
 from snapkv_lab.evaluate.tasks import (
     Instructions,
     Lines,
-    lines,
 )
 
 NEW_TOKENS = 7
@@ -114,16 +113,6 @@ def test_a_record_is_worded_as_published_and_the_last_whole_number_is_the_answer
     for said, score in ((f"{name} is <{value}>.", 1), (f"11111. No: {value}", 1), (f"{value}6", 0)):
         assert Lines().score(sample, said) == score
     assert Lines().score(sample, "") == 0
-
-
-def test_names_are_never_repeated(demo, monkeypatch):
-    few = ["red-hat", "red-hat", "odd-cow", "red-hat", "low-sun", "odd-cow", "big-jar"]
-    draws = iter(few * 100)
-    monkeypatch.setattr(lines, "all_fitted", lambda builds, *_, **__: [next(builds)(4)])
-    monkeypatch.setattr(lines, "word_key", lambda _: next(draws))
-    (sample,) = lines_of(demo, positions=1)
-    names = [name for name, _ in record(sample.context)]
-    assert names == ["red-hat", "odd-cow", "low-sun", "big-jar"]
 
 
 def test_the_asked_line_stands_at_its_position(demo):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from snapkv import FullCache, KVzip, SnapKV, default_policy
 from snapkv.errors import OutOfMemoryError
@@ -78,8 +79,8 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(tiny, 
                 ids = ids + tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
             start = len(ids)
             output = tiny.model.generate(
-                tiny.model.dummy_inputs["input_ids"].new_tensor([ids]),
-                attention_mask=tiny.model.dummy_inputs["input_ids"].new_ones((1, len(ids))),
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids)),
                 max_new_tokens=turn.settings.max_new_tokens,
                 stop_strings=list(turn.settings.stop_strings),
                 tokenizer=tiny.tokenizer,
@@ -91,7 +92,15 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(tiny, 
             assert said[turn.name] == text.partition("\n")[0]
 
 
-def test_ways_of_later_questions_keep_and_say_what_they_promise(tiny, tmp_path):
+def test_ways_of_later_questions_keep_and_say_what_they_promise(tiny, tmp_path, monkeypatch):
+    real, places = asking.answer_ids, []
+
+    def answer_ids(loaded, ids, cache, *args, **options):
+        given = real(loaded, ids, cache, *args, **options)
+        places.append([set(head) for head in cache.kept_positions(0)[0].tolist()])
+        return given
+
+    monkeypatch.setattr(asking, "answer_ids", answer_ids)
     methods = [Method(label=way, policy=SnapKV(48), later=way) for way in LATER]
     methods += [Method(label="full", policy=FullCache())]
     results = run_of(tiny, methods, questions=("hidden",)).into(tmp_path / "out")
@@ -100,6 +109,12 @@ def test_ways_of_later_questions_keep_and_say_what_they_promise(tiny, tmp_path):
         assert kept["append", turn] - kept["append", turn - 1] > 8
         for way in ("compress", "recall"):
             assert 48 <= kept[way, turn] <= 48 + 8
+    for at, way in enumerate(LATER):  # what a later turn keeps of what the first one dropped
+        first, *later = places[3 * at : 3 * at + 3]
+        end = max(first[0]) - 8  # before the first answer, of which later turns read the last token
+        dropped = [set(range(end)) - own for own in first]
+        back = [own & gone for turn in later for own, gone in zip(turn, dropped, strict=True)]
+        assert any(back) == (way == "recall")
     described = {row["method"]: row["policy"].get("turns") for row in results.rows}
     assert described["append"] is described["full"] is None
     assert (described["compress"], described["recall"]) == ("compress", "recall")
@@ -109,31 +124,6 @@ def test_ways_of_later_questions_keep_and_say_what_they_promise(tiny, tmp_path):
         assert record["conversation"] in ("200/0/1", "200/1/1")
     assert len(said["full"]) == 6
     assert said["recall"] != said["full"]
-
-
-def test_recall_brings_back_what_an_earlier_turn_dropped_and_compress_does_not(
-    tiny, tmp_path, monkeypatch
-):
-    real, kept = asking.answer_ids, []
-
-    def answer_ids(loaded, ids, cache, *args, **options):
-        given = real(loaded, ids, cache, *args, **options)
-        kept.append(cache.kept_positions(0)[0])
-        return given
-
-    monkeypatch.setattr(asking, "answer_ids", answer_ids)
-    for way in ("append", "compress", "recall"):
-        kept.clear()
-        methods = [Method(label=way, policy=SnapKV(48), later=way)]
-        run_of(tiny, methods, limit=1).into(tmp_path / way)
-        first, *later = [[set(head) for head in heads.tolist()] for heads in kept]
-        end = max(first[0]) - 8  # before the first answer, of which later turns read the last token
-        new = [
-            {place for place in own if place < end} - before
-            for turn in later
-            for own, before in zip(turn, first, strict=True)
-        ]
-        assert any(new) == (way == "recall")
 
 
 def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, tmp_path):
@@ -170,8 +160,8 @@ def test_where_a_conversation_ends_early_its_other_questions_say_why(tiny, tmp_p
 
     monkeypatch.setattr(asking, "answer_ids", answer_ids)
     methods = [Method(label="full", policy=FullCache())]
-    run_of(tiny, methods, limit=1).into(tmp_path / "out")
-    status = [record["status"] for record in records(tmp_path / "out")]
+    results = run_of(tiny, methods, limit=1).into(tmp_path / "out")
+    status = [row["status"] for row in results.rows]
     assert status == ["ok", "out of memory", "out of memory"]
     run_of(tiny, methods, limit=1).into(tmp_path / "out")  # asks for what was lost again
     assert [record["status"] for record in records(tmp_path / "out")] == ["ok"] * 3

@@ -26,7 +26,9 @@ METHODS = (
 TIMES = ("token_ms", "first_token_ms")
 
 
-def tiny_loaded(tokenizer: Any, positions: int = 512, family: str = "llama") -> LoadedModel:
+def tiny_loaded(
+    tokenizer: Any, positions: int = 512, family: str = "llama", **changed: Any
+) -> LoadedModel:
     """What it says is noise, the same every time."""
     torch.manual_seed(0)
     config = tiny_config(
@@ -35,6 +37,7 @@ def tiny_loaded(tokenizer: Any, positions: int = 512, family: str = "llama") -> 
         num_hidden_layers=2,
         max_position_embeddings=positions,
         eos_token_id=tokenizer.eos_token_id,
+        **changed,
     )
     model = AutoModelForCausalLM.from_config(config).float().eval()
     return LoadedModel(model=model, tokenizer=tokenizer, name="tiny", revision=None)

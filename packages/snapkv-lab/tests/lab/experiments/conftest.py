@@ -1,6 +1,5 @@
 import pytest
 
-from snapkv_lab.evaluate.haystack import load_haystack
 from tests.lab.evaluate.tiny import tiny_loaded
 
 
@@ -17,8 +16,3 @@ def saved(tiny, tmp_path_factory):
     tiny.model.save_pretrained(folder)
     tiny.tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture(scope="session")
-def haystack():
-    return load_haystack()

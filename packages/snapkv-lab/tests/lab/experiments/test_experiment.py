@@ -135,8 +135,8 @@ def test_every_experiment_says_what_it_takes(name, capsys):
     assert EXPERIMENTS[name].title in " ".join(capsys.readouterr().out.split())
 
 
-CHEAP = ["appending", "by_default", "codes", "recall", "speed"]
-SLOW = ["flat", "library", "method_times", "methods"]
+CHEAP = ["by_default", "recall", "speed"]
+SLOW = ["library", "methods"]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,20 @@
 """The real kvpress in its own environment, which `make kvpress` makes."""
 
+import re
+import subprocess
+
 import pytest
 import torch
 
 from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError
+from snapkv.kvpress_names import instead_of
 from snapkv_lab.experiments.kvpress import KVPRESS, PYTHON, Kvpress
 from snapkv_lab.experiments.peers import Answers, Ours, Theirs
 from snapkv_lab.experiments.texts import AskedPrompt, Case, ReadText
 from tests.families import random_ids, tiny_model
+from tests.test_pages import migrations
 
 pytestmark = [
     pytest.mark.kvpress,
@@ -80,3 +85,17 @@ def test_its_rows_have_the_columns_of_the_stored_ones(saved):
     assert {frozenset(row) for row in rows} == {frozenset(row) for row in KVPRESS.known()}
     assert all(row["peer"]["kept_tokens"] == 64 for row in rows)
     assert all(row["against_kvpress"]["p50"] == 1 for row in rows if row["cache"] == "kvpress")
+
+
+def test_an_import_of_a_press_says_what_to_write_instead():
+    run = [PYTHON, "-I", "-c", "import kvpress; print(*kvpress.__all__)"]
+    names = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
+    for name in (name for name in names if name.endswith("Press")):
+        assert re.match("write |use |there is no: ", instead_of(name)), name
+
+
+def test_the_presses_that_the_page_replaces_can_be_made():
+    theirs = [press for press, _ in migrations()]
+    assert len(theirs) > 10
+    code = "from kvpress import *\n" + "\n".join(theirs)
+    subprocess.run([PYTHON, "-I", "-c", code], check=True)

@@ -6,17 +6,14 @@ from snapkv import FullCache
 from snapkv.decoding import MedusaHeads, save_heads
 from snapkv_lab.experiments import medusa
 from snapkv_lab.experiments.measuring import Turns
-from snapkv_lab.measure.timing import Spent
-from tests.families import tiny_model
 
 
 def test_turns_take_a_time_at_its_word_and_time_all_else():
-    work = {"spent": lambda: Spent(wall_ms=8, cpu_ms=2), "own": lambda: 4.0, "else": lambda: None}
+    work = {"twice": lambda: 8.0, "own": lambda: 4.0, "else": lambda: None}
     turns = Turns(work, rounds=3)
     assert list(turns) == list(work)
-    assert turns.samples("spent", "cpu_ms") == [2, 2, 2]
     assert turns.ms("own", 1) == {"p20": 4, "p50": 4, "p80": 4}
-    assert turns.ratio("spent", "own")["p50"] == 2
+    assert turns.ratio("twice", "own")["p50"] == 2
     assert 0 < turns.ms("else", 6)["p50"] < 4
 
 
@@ -25,19 +22,14 @@ def test_the_benchmark_of_drafts_measures_every_contender(tiny, tmp_path):
     save_heads(MedusaHeads.untrained(tiny.model, 2), tmp_path, base_model="tiny")
     own = medusa.DRAFTS
     given = own.given(small=True, loaded=tiny, heads=str(tmp_path), parts=("float32",))
-    everything = list(own.complete(given))
-    assert {frozenset(row) for row in everything} == {frozenset(row) for row in own.known()}
-    passes, rows = everything[:4], everything[4:]
-    assert [(row["cache"], row["tokens"]) for row in passes] == [
-        ("full cache", 1), ("full cache", 3), ("SnapKV", 1), ("SnapKV", 3),
-    ]  # fmt: skip
-    assert all(row["against_one"]["p50"] == 1 for row in passes if row["tokens"] == 1)
+    rows = list(own.complete(given))
+    assert {frozenset(row) for row in rows} == {frozenset(row) for row in own.known()}
     assert all(row["same_tokens"] == 6 for row in rows)
     plain, with_heads, kept, both = rows
     assert plain["acceptance_length"] == kept["acceptance_length"] == 1.0
     assert kept["held_bytes"] == both["held_bytes"] < plain["held_bytes"]
     assert with_heads["faster_than"].keys() == {"plain, full cache"}
-    assert f"{both['ms_per_token']['p50']:.1f}" in own.render(everything)
+    assert f"{both['ms_per_token']['p50']:.1f}" in own.render(rows)
 
 
 def test_times_of_another_text_do_not_count():
@@ -45,14 +37,3 @@ def test_times_of_another_text_do_not_count():
     both = [medusa.Contender(name=name, policy=FullCache(), like="a") for name in "ab"]
     with pytest.raises(AssertionError, match="b to give the text of a"):
         medusa.require_same_texts(both, runs)
-
-
-def test_the_form_for_a_gpu_says_that_acceptance_is_set():
-    sizes = {"lengths": (96,), "budget": 36, "tokens": 12, "rounds": 2}
-    rows = list(medusa.figure_9(tiny_model("llama"), **sizes))
-    assert [row["contender"] for row in rows] == [
-        "plain, full cache", "Medusa, full cache", "plain, snapkv@36", "Medusa, snapkv@36",
-    ]  # fmt: skip
-    assert all(row["acceptance"] == "set, not measured" for row in rows)
-    assert rows[0]["acceptance_length"] == 1.0
-    assert rows[1]["acceptance_length"] > 1.2

@@ -60,6 +60,13 @@ def row(method, cell, score, *, status="ok", question="visible"):
     }
 
 
+def answered(method, cell, scores):
+    """A row with those scores of its samples."""
+    mean = sum(scores) / len(scores) if scores else None
+    named = {f"{json.dumps(cell)}/{number}": score for number, score in enumerate(scores)}
+    return row(method, cell, mean) | {"scores": named}
+
+
 def results(task, rows: Sequence[Row], **run) -> Results:
     return Results(folder=Path("results"), run=RUN | run, task=task, rows=list(rows))
 

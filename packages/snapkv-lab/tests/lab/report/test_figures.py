@@ -1,6 +1,5 @@
 """What a figure shows is what the rows say."""
 
-import json
 import math
 import xml.etree.ElementTree as ElementTree
 
@@ -9,7 +8,7 @@ import pytest
 from snapkv_lab import drawing
 from snapkv_lab.report import figures
 from tests.lab.evaluate.tiny import Keys
-from tests.lab.report.runs import grid, results, row, sets
+from tests.lab.report.runs import answered, grid, results, row, sets
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -109,11 +108,6 @@ def test_several_budgets_are_a_curve_and_the_others_lines_across():
     }  # fmt: skip
     assert ticks(axes.xaxis) == ["512", "1k"]
     assert axes.get_xscale() == "log"
-
-
-def answered(method, cell, scores):
-    named = {f"{json.dumps(cell)}/{number}": score for number, score in enumerate(scores)}
-    return row(method, cell, sum(scores) / len(scores)) | {"scores": named}
 
 
 def shaded(axes):

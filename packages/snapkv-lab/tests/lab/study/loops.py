@@ -23,24 +23,27 @@ def summed(rows, tokens):
     return [sum(row[i] for row in rows if i < len(row)) for i in range(tokens)]
 
 
-def hit_rate(heads, scaling, *, prompt, window, keep_ratio, threshold, answer, first=0):
+def hit_rate(heads, scaling, *, prompt, window, keep_ratio, threshold, answer, first, sinks=None):
     """Eq. 4-8 over all heads and some tokens of the answer, from position `first` on.
 
     `heads` has queries and keys for every query head: lists over positions of lists over channels.
+    With `sinks`, so many first positions and the last ones are kept, not those voted for. Also how
+    many positions are important to a token and a head.
     """
     prefix = prompt - window
+    count = math.floor(keep_ratio * prefix)
     hits = important = 0
     for queries, keys in heads:
-        votes = summed(
-            [attention(queries, keys, scaling, i) for i in range(prefix, prompt)], prefix
-        )
-        voted = top(votes, math.floor(keep_ratio * prefix))
+        voters = [attention(queries, keys, scaling, i) for i in range(prefix, prompt)]
+        kept = top(summed(voters, prefix), count)
+        if sinks is not None:
+            kept = {*range(sinks), *range(prefix - count + sinks, prefix)}
         for position in answer:
             row = attention(queries, keys, scaling, position)
             strong = {i for i in range(first, prefix) if row[i] > threshold}
             important += len(strong)
-            hits += len(strong & voted)
-    return hits / important if important else None
+            hits += len(strong & kept)
+    return hits / important, important / (len(heads) * len(answer))
 
 
 def overlap(heads, scaling, *, one, other, candidates, keep_tokens):

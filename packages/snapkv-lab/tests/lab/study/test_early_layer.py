@@ -147,8 +147,7 @@ def test_a_search_on_the_demo_is_remembered_and_continued(
     assert SMALL.into(demo, tmp_path / "first").rows == findings.rows
 
 
-def test_what_is_found_need_not_be_remembered(demo, tmp_path, early_layers):
-    study = replace(SMALL, remember=False, tolerance=99, layers=(29,), keep_ratio=1.0)
-    findings = study.into(demo, tmp_path)
-    assert findings.rows[-1]["layer"] in (29, None)
+def test_what_is_found_need_not_be_remembered(demo, early_layers):
+    study, rows = replace(SMALL, remember=False), [{"of": "found", "layer": 29}]
+    assert study.closing(demo, None, rows) == "29 layers are enough; that is not stored"
     assert not early_layers.exists()

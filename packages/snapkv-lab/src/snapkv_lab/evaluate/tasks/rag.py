@@ -237,7 +237,7 @@ class RagPipeline(PhraseTask):
         for question in drawn(questions, self.samples_each, self.seed):
             retrieved = list(itertools.islice(index.ranked(question.text), self.retrieve))
             texts = [f"{passage.title}. {passage.text}" for passage in retrieved]
-            passages = [retrieved[place] for place, _ in embeddings.nearest(question.text, texts)]
+            passages = [retrieved[place] for place in embeddings.nearest(question.text, texts)]
             for documents in self.documents:
                 _require_documents(documents, len(passages))
                 yield phrase_sample(
