@@ -21,10 +21,9 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.kvzip import read_context, read_layers, read_twice
-from snapkv.ops import ScoreOptions
-from snapkv.policies import PromptLayer
 from snapkv.policies.kvzip import most_attention
 from tests.families import random_ids, tiny_config, tiny_model
+from tests.ops.states import worked_layer
 from tests.oracle import unwrapped
 
 TOKENS, BUDGET, WINDOW, CHUNK, SINKS = 70, 30, 4, 32, 4
@@ -122,12 +121,10 @@ def test_plus_by_hand():
     The first pays them (1/3, 1/3), so 1/3 and 1; the second, of logits (ln 8, 0) beside its own
     and the first's of 0, pays (8/11, 1/11), over 4 (2/11, 3/44). So the most is 1/3 and 1.
     """
-    seen = PromptLayer(
-        queries=torch.tensor([[[[0.0], [math.log(8)]]]]),
+    seen = worked_layer(
         keys=torch.tensor([[[[1.0], [0.0], [0.0], [0.0]]]]),
         values=torch.tensor([[[[1.0], [3.0], [9.0], [9.0]]]]),
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
+        queries=torch.tensor([[[[0.0], [math.log(8)]]]]),
     )
     plain = most_attention(seen, 2)
     assert plain[0, 0].tolist() == pytest.approx([8 / 11, 1 / 3])

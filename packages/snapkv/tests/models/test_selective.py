@@ -17,12 +17,12 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
-from snapkv.ops import ScoreOptions
-from snapkv.policies import EvictingPolicy, PromptLayer
+from snapkv.policies import EvictingPolicy
 from snapkv.prefill import layer_by_layer, selective
 from snapkv.prefill.selective import _TokensThatGoOn, _voting
 from tests.families import HYBRID, ONCE, generated, left_padded, random_ids, tiny_model
 from tests.methods import METHODS
+from tests.ops.states import worked_layer
 
 CASES = [case for case in ONCE if case[0] not in HYBRID]
 OPTIONS = {"layer": 2, "keep_ratio": 0.25, "least_tokens": 4}
@@ -177,13 +177,7 @@ def prompt_of(looks_at, tokens):
         for place in set(places):
             share = torch.tensor(places.count(place) / len(places))
             queries[0, head, :, place] = 60.0 + share.log()
-    return PromptLayer(
-        queries=queries,
-        keys=keys,
-        values=keys,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=1,
-    )
+    return worked_layer(keys, queries=queries, layer_idx=1)
 
 
 @pytest.mark.parametrize("options", [{"least_tokens": 200}, {"keep_ratio": 1.0}])

@@ -102,7 +102,7 @@ POOLINGS = [
 
 
 @pairs(
-    kernel_size=[1, 3, 13, (0, 12), (3, 0), (2, 5)],
+    kernel_size=[1, 3, 13, (0, 12), (3, 0), (2, 5), (0, 40)],
     pooling=["max", "avg"],
     prefix_tokens=[1, 2, 5, 30],
 )

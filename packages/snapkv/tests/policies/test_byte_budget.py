@@ -16,12 +16,12 @@ from snapkv import (
     SnapKV,
 )
 from snapkv.kvzip import read_twice
-from snapkv.ops import ScoreOptions, TokenCost
-from snapkv.policies import PromptLayer
+from snapkv.ops import TokenCost
 from snapkv.policies.prefix import Prefix
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.storage import Storage
 from tests.families import call, random_ids, tiny_model
+from tests.ops.states import worked_layer
 
 CODES = TokenCost(full_bytes=8, block_bytes=12, block_tokens=4)
 BARE = TokenCost(full_bytes=8, block_bytes=8)
@@ -30,17 +30,9 @@ BARE = TokenCost(full_bytes=8, block_bytes=8)
 def worked(cost, tokens, depth=0, pads=(0,)):
     """One of two layers, whose tokens cost what is said."""
     states = torch.zeros(len(pads), 1, tokens, 2, dtype=torch.float16)
-    return PromptLayer(
-        queries=states,
-        keys=states,
-        values=states,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=depth,
-        depth=depth,
-        num_layers=2,
-        pad_tokens=torch.tensor(pads) if any(pads) else None,
-        token_cost=lambda: cost,
-    )
+    pad_tokens = torch.tensor(pads) if any(pads) else None
+    place = {"layer_idx": depth, "depth": depth, "num_layers": 2}
+    return worked_layer(states, pad_tokens=pad_tokens, token_cost=lambda: cost, **place)
 
 
 @pytest.mark.parametrize(

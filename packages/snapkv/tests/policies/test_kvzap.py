@@ -16,24 +16,19 @@ from snapkv import (
 )
 from snapkv.hf.identity import digest_of
 from snapkv.hf.known_gates import known_gate, remember_gate
-from snapkv.ops import ScoreOptions
-from snapkv.policies import PromptLayer
 from snapkv.policies.gate import Gate, read_gate
 from tests.families import random_ids, tiny_model
 from tests.gates import drawn_gate
-from tests.ops.states import pad_left, random_layer, rotate
+from tests.ops.states import pad_left, random_layer, rotate, worked_layer
 
 
 def test_scores_by_hand():
     """Two tokens before a window of one, keys of two numbers that do not turn, values of one."""
     weights = [1, 10, 100, 0, 1000, 0, 2, 3, 4, 5, 6]  # keys, squares, value, norms, places, 1
-    layer = PromptLayer(
-        queries=torch.zeros(1, 1, 0, 2),
+    layer = worked_layer(
         keys=torch.tensor([[[[3.0, 4.0], [0.0, 2.0], [9.0, 9.0]]]]),
         values=torch.tensor([[[[1.0], [-0.5], [9.0]]]]),
-        score_options=ScoreOptions(scaling=1.0),
         rotation=lambda states, _: states.float(),
-        layer_idx=0,
     )
     gate = Gate.of(torch.tensor(weights)[None, None], 2, 1)
     first = 3 + 40 + 900 + 1000 + 0 * math.log(5) + 2 * math.log(1)

@@ -15,7 +15,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from snapkv import CompressedCache, UnsupportedModelError
-from snapkv.hf.model_parts import rotations_of
 from snapkv.policies import StreamingLLM
 from tests.families import IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
 from tests.oracle import unwrapped
@@ -23,10 +22,6 @@ from tests.oracle import unwrapped
 START, RECENT, PROMPT = 3, 17, 50
 BUDGET = START + RECENT
 POLICY = StreamingLLM(start=START, recent=RECENT)
-
-# One way of rotating each: halves, the first half of a head, neighbours in pairs, both of these,
-# tables of half the width and sinks of the model's own, two kinds.
-ROTARY = ("llama", "phi3", "cohere", "glm4", "gpt_oss", "gemma3_text")
 
 _slots: dict[int, list[torch.Tensor]] = {}
 _rotate: dict[str, object] = {}
@@ -128,25 +123,6 @@ def test_only_the_keys_of_the_sinks_are_turned(family):
         assert turned is (one.identity.rotation.apply is not None)
         norms = [layer.keys[:, :, :START].norm(dim=-1) for layer in (one, other)]
         torch.testing.assert_close(*norms)
-
-
-@pytest.mark.parametrize("family", ROTARY)
-def test_turning_a_key_gives_the_models_own_key_elsewhere(family):
-    """Keys of a lone token at two places, far apart; turning back works as well."""
-    model = tiny_model(family, "eager")
-    first, far = (
-        model(
-            torch.tensor([[9]]), position_ids=torch.tensor([[place]]), use_cache=True
-        ).past_key_values
-        for place in (3, 403)
-    )
-    full = CompressedCache(model, StreamingLLM(8)).compressed_layers
-    for index, rotation in rotations_of(model, full).items():
-        keys, other = first.layers[index].keys, far.layers[index].keys
-        ahead = rotation(keys, torch.tensor([[400]]))
-        back = rotation(other, torch.tensor([[-400]]))
-        torch.testing.assert_close(ahead, other, atol=2e-3, rtol=1e-3)
-        torch.testing.assert_close(back, keys, atol=2e-3, rtol=1e-3)
 
 
 def test_rounding_does_not_add_up():
