@@ -3,7 +3,6 @@
 import dis
 import importlib
 import inspect
-import json
 import os
 import re
 import shlex
@@ -162,63 +161,6 @@ def test_a_command_that_another_package_brings_is_listed_and_told_where_it_is_br
         said = f"{name}: expected a command that can be imported from {places[name]}, got "
         assert said in refused(name, "--whatever")
     assert "No such option: --no" in refused("ask", "--no")
-
-
-PROBE = """
-import contextlib, io, json, sys
-from snapkv.cli.app import run
-sys.modules["torch"] = sys.modules["transformers"] = None  # importing them fails
-found = []
-for arguments in json.loads(sys.stdin.read()):
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
-        status = run(arguments)
-    found.append((status, errors.getvalue()))
-print(json.dumps(found))
-"""
-
-BAD_METHODS = [
-    ("--budget", "0"),
-    ("--budget", "16"),
-    ("--budget", "19"),
-    ("--budget", "35", "--policy", "snapkv", "--pooling", "fading"),
-    ("--window-size", "2000", "--policy", "snapkv"),
-    ("--budget", "auto:more=4"),
-    ("--budget", "auto:most=4.5"),
-    ("--decay", "0.9", "--pooling", "max"),
-    ("--decay", "0.9", "--kernel-size", "7"),
-    ("--pooling", "fading", "--kernel-size", "7"),
-    ("--budget", "64", "--keep-ratio", "0.5"),
-    ("--keep-ratio", "nan"),
-    ("--kernel-size", "4"),
-    ("--pooling", "median"),
-    ("--group-reduce", "min"),
-    ("--temperature", "-1"),
-    ("--policy", "h2o", "--budget", "0"),
-]
-
-
-def test_what_is_wrong_is_refused_before_torch(document):
-    """Every whole number of every command, and what no method takes."""
-    calls = [
-        command.call(option.flag, number, document=document)
-        for command, option in options_of(lambda option: option.kind is int)
-        for number in ("-1", "9" * 30)
-    ]
-    assert len(calls) > 100
-    calls += [["ask", str(document), "-q", "Why?", *options] for options in BAD_METHODS]
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE],
-        input=json.dumps(calls),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    for arguments, (status, errors) in zip(calls, json.loads(done.stdout), strict=True):
-        assert status == 2, (arguments, errors)
-        assert errors.startswith("snapkv: error: "), arguments
-        assert errors.count("\n") == 1, arguments
 
 
 @pytest.mark.parametrize(
