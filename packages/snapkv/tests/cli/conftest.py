@@ -6,9 +6,8 @@ import pytest
 
 from snapkv.cli.app import run
 from snapkv.errors import ModelNotFoundError
+from tests.app.conftest import DOCUMENT
 from tests.lab.evaluate.tiny import tiny_loaded
-
-DOCUMENT = "The gate opens at nine. The key is under the blue stone. " * 12
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from snapkv import AdaKV, CompressedCache, FullCache, KeyDiff, SnapKV
 from snapkv.library import blend, joined_ids
 from snapkv.storage.ragged import RaggedStore
-from tests.families import random_ids, tiny_model
+from tests.families import call, random_ids, tiny_model
 from tests.library import reference
 from tests.library.test_blending import documents, few, uneven
 from tests.pairs import pairs
@@ -42,16 +42,10 @@ def logits_over(model, cache, question):
             return args, {**kwargs, "attention_mask": mask}
 
         handles.append(layer.register_forward_pre_hook(give, with_kwargs=True))
-    with torch.no_grad():
-        logits = model(question, past_key_values=plain).logits
+    logits = call(model, plain, question)
     for handle in handles:
         handle.remove()
     return logits
-
-
-def logits_of(model, cache, question):
-    with torch.no_grad():
-        return model(question, past_key_values=cache).logits
 
 
 def assert_close(own, wanted):
@@ -63,7 +57,7 @@ def test_a_question_is_read_over_what_is_held(family, kind, share):
     model = tiny_model(family, "sdpa")
     cache = blend(model, parts_of(model, kind), FullCache(), recompute=share)
     wanted = logits_over(model, cache, asked())
-    assert_close(logits_of(model, cache, asked()), wanted)
+    assert_close(call(model, cache, asked()), wanted)
     assert isinstance(cache.layers[0].store, RaggedStore) == (kind == "uneven")
 
 
@@ -149,10 +143,10 @@ def test_files_and_copies_go_on_alike_and_a_question_can_be_taken_back(kind, tmp
     assert cache.report().seen_tokens == others[0].report().seen_tokens
     roomy = blend(model, parts, SnapKV(64, window_size=4))
     fresh = copy.copy(roomy)
-    logits_of(model, roomy, asked(6))
+    call(model, roomy, asked(6))
     roomy.crop(-6)
     assert roomy.get_seq_length() == joined_ids(parts).shape[1]
-    assert torch.equal(logits_of(model, roomy, asked(5)), logits_of(model, fresh, asked(5)))
+    assert torch.equal(call(model, roomy, asked(5)), call(model, fresh, asked(5)))
 
 
 def test_the_parts_stay_as_they_were():
@@ -164,7 +158,7 @@ def test_the_parts_stay_as_they_were():
         ]
         first = blend(model, parts, recompute=0.3)
         second = blend(model, parts, recompute=0.3)
-        assert torch.equal(logits_of(model, first, asked()), logits_of(model, second, asked()))
+        assert torch.equal(call(model, first, asked()), call(model, second, asked()))
         for part, states in zip(parts, before, strict=True):
             assert all(map(torch.equal, part.cache.layers[2].store.padded(), states))
 

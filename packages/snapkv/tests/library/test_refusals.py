@@ -19,7 +19,7 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.library import Part, blend, joined_ids
-from tests.families import random_ids, tiny_config, tiny_model
+from tests.families import call, random_ids, tiny_config, tiny_model
 from tests.library.reference import read_part
 from tests.library.test_blending import documents, few
 from tests.library.test_going_on import parts_of
@@ -153,7 +153,6 @@ def test_parts_that_do_not_hold_their_tokens_where_they_stood():
     padded = CompressedCache(model, FullCache())
     mask = torch.ones_like(ids)
     mask[:, :3] = 0
-    with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=padded)
+    call(model, padded, ids, attention_mask=mask)
     with pytest.raises(CacheMismatchError, match="without padding"):
         Part(input_ids=ids, cache=padded)
