@@ -68,14 +68,6 @@ def test_a_file_that_is_gone_is_dropped_when_it_is_added_again_and_others_stay(s
     assert [row["name"] for row in rows] == ["papers/garden.txt", "papers/lease.txt"]
 
 
-def test_a_folder_with_the_library_in_it_adds_no_part_of_the_library(snapkv, tiny_only, here):
-    for whats_there in ("read", "skipped"):
-        done = snapkv("library", "add", ".", "--json")
-        assert set(whats(done).values()) == {whats_there}
-        assert len(whats(done)) == 3
-    assert (here / "snapkv-library/library.json").exists()
-
-
 def test_what_cannot_be_read_is_named_at_the_end_and_the_others_are_there(snapkv, tiny_only, here):
     (here / "papers/long.txt").write_text("word " * 2000)
     (here / "empty.txt").write_text("")

@@ -16,7 +16,7 @@ from snapkv.ops.votes import reference
 from snapkv.policies import SnapKV
 from tests.ops import oracle
 from tests.ops.listing1 import listing_kept, listing_scores, repeat_keys
-from tests.ops.states import pad_left, random_layer
+from tests.ops.states import random_layer
 from tests.pairs import pairs
 
 ROUNDING = 1e-6
@@ -178,14 +178,6 @@ def test_every_mode_equals_the_loops(window_reduce, group_reduce, pooling, with_
     assert selection.padding_slots is None
     for row in range(2):
         assert our_kept(selection, layer, row) == oracle_kept(layer, policy, row)
-
-
-def test_only_pads_are_dropped_where_every_row_fits_the_budget():
-    rows = [random_layer(9, prompt_tokens=tokens, query_tokens=4) for tokens in (9, 4)]
-    layer = pad_left(rows, query_tokens=4, extra=6)
-    selection = SnapKV(budget=12, window_size=4).select(layer)
-    assert our_kept(selection, layer, 0) == [list(range(9))] * 2
-    assert our_kept(selection, layer, 1) == [list(range(4))] * 2
 
 
 @pytest.mark.parametrize("group_reduce", ["mean", "max", "sum"])
