@@ -48,20 +48,6 @@ def test_the_document_thinking_and_turns_are_dropped_and_stay_so_in_a_file(think
             conversation.drop(wrong)
 
 
-def test_an_interrupted_turn_drops_nothing(tiny):
-    conversation = said(tiny, POLICY)[0]
-    tokens = conversation.drop("document")["tokens"]
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        conversation.ask("Who?", on_text=interrupt)
-    assert dropped(conversation).tokens == tokens
-    conversation.ask("Who?")
-    assert conversation.report()["dropped_tokens"] == tokens
-
-
 def test_without_recall_what_cannot_be_dropped_is_refused_and_the_conversation_goes_on(tiny):
     conversation = said(tiny, POLICY, recall="none")[0]
     with pytest.raises(InvalidArgumentError, match="turns: expected spans of which every head"):

@@ -6,8 +6,6 @@ import inspect
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections import defaultdict
 from types import CodeType, FunctionType
 
@@ -22,6 +20,7 @@ from snapkv.cli.outputs import require_outputs
 from snapkv.cli.policy import build_policy
 from tests.app.test_text_files import write_pdf
 from tests.cli.commands import commands, options_of
+from tests.cli.conftest import run_python
 
 COMMANDS = {str(command): command for command in commands()}
 EXAMPLES = [(name, line) for name, command in COMMANDS.items() for line in command.examples]
@@ -84,13 +83,8 @@ def test_the_budget_says_what_it_is_where_none_is_given(snapkv):
 )
 def test_a_shell_completes_commands_and_options(typed, offered):
     asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-m", "snapkv"],
-        env={**os.environ, **asked, "_SNAPKV_COMPLETE": "complete_bash"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {**os.environ, **asked, "_SNAPKV_COMPLETE": "complete_bash"}
+    done = run_python("-m", "snapkv", env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == [offered]
 
@@ -107,9 +101,7 @@ for name in ("demo", "ask", "generate", "chat", "plan", "policies", "serve", "li
 assert run(["ask", "nope", "-q", "x"]) == 2
 print("modules:", *listed, ";", *sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=True, encoding="utf-8"
-    )
+    done = run_python("-c", code, check=True)
     assert all(f" {name.partition(' ')[0]} " in done.stdout for name in COMMANDS)
     listed, called = done.stdout.rpartition("modules:")[2].split(";")
     listed, called = set(listed.split()), set(called.split())

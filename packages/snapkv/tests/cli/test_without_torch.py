@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ import torch
 from snapkv import Library
 from snapkv.validation import AUTO, DEVICES
 from tests.cli.commands import options_of
+from tests.cli.conftest import run_python
 
 RUN = """
 import contextlib, io, json, sys, time
@@ -97,13 +96,7 @@ def test_no_command_that_needs_no_model_loads_torch(tmp_path, tiny):
         for number in ("-1", "9" * 30, "many")
     ]
     assert len(commands) > len(typed) + 150
-    done = subprocess.run(
-        [sys.executable, "-c", RUN],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-c", RUN, input=json.dumps(commands), check=True)
     found = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[[")]
     statuses = ([0] * len(SAID) + [1] + [2] * len(commands))[: len(commands)]
     expected = [[each, status, []] for each, status in zip(commands, statuses, strict=True)]
