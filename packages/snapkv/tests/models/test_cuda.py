@@ -10,7 +10,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from snapkv import AdaKV, CompressedCache, FullCache, SnapKV
 from snapkv.hf import room
-from tests.families import IMPLEMENTATIONS, random_ids, tiny_model
+from tests.families import IMPLEMENTATIONS, random_ids, read, tiny_model
 from tests.ops.coded_cases import require_encoding
 
 pytestmark = [
@@ -37,13 +37,6 @@ def on_cuda(family, implementation, dtype):
     return model.to("cuda", dtype)
 
 
-def read(model, ids, policy, **options):
-    cache = CompressedCache(model, policy)
-    with torch.no_grad():
-        model(ids, past_key_values=cache, **options)
-    return cache
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("implementation", ["sdpa", flash])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -53,8 +46,7 @@ def test_low_precision_keeps_what_eager_keeps(family, implementation, dtype, pad
     mask = torch.ones_like(ids)
     mask[1, : 120 if padded else 0] = 0
     caches = [
-        read(on_cuda(family, name, dtype), ids, POLICY, attention_mask=mask)
-        for name in (implementation, "eager")
+        read(on_cuda(family, name, dtype), POLICY, ids, mask) for name in (implementation, "eager")
     ]
     for layer in caches[0].compressed_layers:
         ours, theirs = (cache.kept_positions(layer) for cache in caches)
@@ -72,7 +64,7 @@ def test_the_prompt_is_freed_while_it_is_read():
     for policy in (FullCache(), SnapKV(64, window_size=16)):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        cache = read(model, ids, policy)
+        cache = read(model, policy, ids)
         peaks.append(torch.cuda.max_memory_allocated() - before)
         held = cache.report().held_bytes
         del cache
@@ -90,7 +82,7 @@ def test_recall_over_turns_keeps_what_a_fresh_compression_keeps(family):
         for ids in turns:
             cache.expect_prompt(cache.get_seq_length() + ids.shape[1])
             model(ids, past_key_values=cache)
-    fresh = read(model, torch.cat(turns, dim=1), POLICY)
+    fresh = read(model, POLICY, torch.cat(turns, dim=1))
     for layer in fresh.compressed_layers:
         assert torch.equal(cache.kept_positions(layer), fresh.kept_positions(layer))
         assert cache.layers[layer].offloaded.pieces[0].room.tensors[0].is_pinned()

@@ -13,7 +13,14 @@ from snapkv.app.models import load_outline
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.plan import Plan, Request, footprint_of, shapes, verdict
 from snapkv.plan.planner import LAYER_MS
-from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
+from tests.families import (
+    FAMILIES,
+    IMPLEMENTATIONS,
+    random_ids,
+    read,
+    tiny_config,
+    tiny_model,
+)
 
 ROOT = Path(__file__).parents[4]
 GIB = 2**30
@@ -33,10 +40,7 @@ def demo_outline():
 
 
 def held_bytes(model, ids, policy):
-    cache = CompressedCache(model, policy)
-    with torch.inference_mode():
-        model(ids, past_key_values=cache, logits_to_keep=1)
-    return cache.report()["held_bytes"]
+    return read(model, policy, ids).report()["held_bytes"]
 
 
 def test_the_peak_of_reading_is_the_one_that_was_measured(demo_outline):

@@ -17,7 +17,7 @@ from snapkv import (
 from snapkv.hf.identity import digest_of
 from snapkv.hf.known_gates import known_gate, remember_gate
 from snapkv.policies.gate import Gate, read_gate
-from tests.families import random_ids, tiny_model
+from tests.families import random_ids, read, tiny_model
 from tests.gates import drawn_gate
 from tests.ops.states import pad_left, random_layer, rotate, worked_layer
 
@@ -125,17 +125,11 @@ def test_a_model_goes_by_its_own_gate_and_by_no_others(gates, tmp_path):
         CompressedCache(other, KVzap(24, gate=gate, window_size=4))
 
 
-@pytest.mark.parametrize(
-    "around",
-    [lambda p: p, AdaKV],
-    ids=["alone", "adakv"],
-)
+@pytest.mark.parametrize("around", [lambda p: p, AdaKV], ids=["alone", "adakv"])
 def test_a_saved_cache_brings_its_gate(gates, tmp_path, around):
     model, ids = tiny_model("llama"), random_ids(1, 60)
     stored = remember_gate(drawn_gate(model=digest_of(model)))
-    cache = CompressedCache(model, around(KVzap(24, window_size=4)))
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
+    cache = read(model, around(KVzap(24, window_size=4)), ids)
     cache.save(tmp_path / "cache")
     stored.unlink()
     loaded = CompressedCache.load(tmp_path / "cache", model)
@@ -147,8 +141,6 @@ def test_a_saved_cache_brings_its_gate(gates, tmp_path, around):
 
 
 def test_the_demo_has_a_gate(demo):
-    cache = CompressedCache(demo.model, KVzap(40, window_size=8))
+    cache = read(demo.model, KVzap(40, window_size=8), random_ids(1, 90))
     assert cache.policy.gate == known_gate(demo.model)
-    with torch.no_grad():
-        demo.model(random_ids(1, 90), past_key_values=cache)
     assert cache.report().kept_tokens == 40

@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from snapkv import CompressedCache, UnsupportedModelError
 from snapkv.policies import StreamingLLM
-from tests.families import IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
+from tests.families import IMPLEMENTATIONS, random_ids, tiny_config, tiny_gpt2, tiny_model
 from tests.oracle import unwrapped
 
 START, RECENT, PROMPT = 3, 17, 50
@@ -153,15 +153,11 @@ REFUSED = {
 
 @pytest.mark.parametrize(("family", "rope", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_moved_is_refused_before_any_work(family, rope, message):
+    changes = {} if rope is None else {"rope_parameters": {"rope_theta": 1e4, **rope}}
     if family == "gpt2":
-        own = {"n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 64}
-        from transformers import GPT2Config
-
-        config = GPT2Config(**own, bos_token_id=1, eos_token_id=2)
+        model = tiny_gpt2()
     else:
-        changes = {} if rope is None else {"rope_parameters": {"rope_theta": 1e4, **rope}}
-        config = tiny_config(family, **changes)
-    model = AutoModelForCausalLM.from_config(config).eval()
+        model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
     with pytest.raises(UnsupportedModelError, match=message):
         CompressedCache(model, POLICY)
     assert not model.config._attn_implementation.startswith("snapkv"), "nothing was touched"

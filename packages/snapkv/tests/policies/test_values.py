@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
 
-from snapkv import CompressedCache, UnsupportedModelError
+from snapkv import UnsupportedModelError
 from snapkv.policies import (
     CriticalKV,
     ExpectedAttention,
@@ -16,7 +15,7 @@ from snapkv.policies import (
     SnapKV,
 )
 from snapkv.policies.criticalkv import projected_norms
-from tests.families import random_ids
+from tests.families import random_ids, read, tiny_gpt2
 from tests.ops.states import random_layer, rotate, worked_layer, worked_prompt
 from tests.policies.test_selection_contract import Stated, kept_sets
 
@@ -133,14 +132,8 @@ class Noting(CriticalKV):
 
 
 def test_the_transposed_projection_of_gpt2_is_read_rightly():
-    config = GPT2Config(
-        n_embd=32, n_head=2, n_layer=2, vocab_size=64, bos_token_id=1, eos_token_id=2
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    policy = Noting(Stated(20, window_size=4))
-    with torch.no_grad():
-        model(random_ids(1, 40) % 64, past_key_values=CompressedCache(model, policy))
+    model, policy = tiny_gpt2(), Noting(Stated(20, window_size=4))
+    read(model, policy, random_ids(1, 40) % 64)
     layer = policy.seen[0]
     projection = model.transformer.h[0].attn.c_proj
     states = torch.zeros(1, 32)
