@@ -12,6 +12,7 @@ from snapkv.storage.ragged import RaggedStore
 from tests.families import call, random_ids, tiny_model
 from tests.library import reference
 from tests.library.test_blending import documents, few, uneven
+from tests.oracle import masked_judge, masked_pass
 from tests.pairs import pairs
 
 HELD = {"whole": None, "even": few, "uneven": uneven}
@@ -28,24 +29,14 @@ def asked(tokens=5, seed=70):
 
 def logits_over(model, cache, question):
     """Of a question over what a cache holds: masked attention over all tokens, layer by layer."""
-    seen, tokens = cache.get_seq_length(), question.shape[1]
-    plain, handles = DynamicCache(config=model.config), []
-    own = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    for index, layer in enumerate(model.get_decoder().layers):
+    seen, plain, hidden = cache.get_seq_length(), DynamicCache(config=model.config), {}
+    for index in range(len(cache.layers)):
         keys, values, held = reference.states_held(cache, index, seen)
         plain.update(keys.nan_to_num()[None], values.nan_to_num()[None], index)
-        mask = torch.cat([held[:, None].expand(-1, tokens, -1), own.expand(len(held), -1, -1)], -1)
-        groups = model.config.num_attention_heads // len(held)
-        mask = mask.repeat_interleave(groups, dim=0)[None]
-
-        def give(_, args, kwargs, mask=mask):
-            return args, {**kwargs, "attention_mask": mask}
-
-        handles.append(layer.register_forward_pre_hook(give, with_kwargs=True))
-    logits = call(model, plain, question)
-    for handle in handles:
-        handle.remove()
-    return logits
+        hidden[index] = ~held[None]
+    end = seen + question.shape[1]
+    mask, positions = torch.ones(1, end).long(), torch.arange(seen, end)[None]
+    return masked_pass(masked_judge(model), plain, hidden, question, mask, positions)
 
 
 def assert_close(own, wanted):
