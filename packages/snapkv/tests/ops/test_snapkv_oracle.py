@@ -69,13 +69,14 @@ def our_kept(selection, layer, row=0):
 
 @pairs(
     beyond_budget=[-3, 0, 1, 70],
+    dtype=[torch.float32, torch.bfloat16],
     pooling=["max", "avg"],
-    window_size=[16, 32],
+    window_size=[16, 32, 64],
     kernel_size=[1, 5, 7, 13],
     heads={"mha": (2, 2), "gqa": (4, 2)},
 )
 def test_the_loops_and_we_keep_the_set_of_the_papers_listing_1(
-    beyond_budget, pooling, window_size, kernel_size, heads
+    beyond_budget, dtype, pooling, window_size, kernel_size, heads
 ):
     """Up to ties at the cut, of which the listing's `topk` promises no order."""
     (query_heads, kv_heads), budget = heads, window_size + 24
@@ -87,7 +88,7 @@ def test_the_loops_and_we_keep_the_set_of_the_papers_listing_1(
         group_reduce="none",
     )
     tokens = {"prompt_tokens": budget + beyond_budget, "query_tokens": window_size}
-    layer = random_layer(1, query_heads=query_heads, kv_heads=kv_heads, **tokens)
+    layer = random_layer(1, query_heads=query_heads, kv_heads=kv_heads, dtype=dtype, **tokens)
     scores = listing_scores(
         layer.queries,
         repeat_keys(layer.keys, query_heads),
