@@ -94,7 +94,13 @@ REFUSED = [
     (Random, {"seed": -1}, VALUE, "seed", "got -1"),
     *((policy, {"sink_tokens": -1}, VALUE, "sink_tokens", "got -1") for policy in WITH_SINKS),
     *(
-        (policy, BARELY, VALUE, "budget", "at least window_size=7 + sink_tokens=4, since both")
+        (
+            policy,
+            BARELY,
+            VALUE,
+            "budget",
+            "sink_tokens=4, since both are part of the budget, got 10",
+        )
         for policy in WITH_SINKS
     ),
     (AdaKV, {"policy": 36}, TYPE, "policy", "got 36"),
@@ -134,6 +140,7 @@ REFUSED = [
     (PromptThenDecode, {"prompt": H2O(64)}, TYPE, "prompt", "got h2o"),
     (PromptThenDecode, {"prompt": 64}, TYPE, "prompt", "got 64"),
     (PromptThenDecode, {"decode": SnapKV(64)}, TYPE, "decode", "a method that evicts while gen"),
+    (PromptThenDecode, {"decode": SnapKV(64)}, TYPE, "decode", "got snapkv"),
     (PromptThenDecode, {"decode": PromptThenDecode()}, TYPE, "decode", "got prompt-then-decode"),
     (PromptThenDecode, {"prompt": AdaKV(SnapKV(64))}, VALUE, "prompt", "got AdaKV"),
     (PromptThenDecode, {"prompt": KVzip(64)}, VALUE, "prompt", "use it by itself"),
