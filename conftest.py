@@ -28,6 +28,14 @@ def demo() -> LoadedModel:
     return load("demo")
 
 
+@pytest.fixture(scope="session")
+def tiny(demo) -> LoadedModel:
+    """A tiny model with the demo's tokenizer, whose noise is the same every time."""
+    from tests.lab.evaluate.tiny import tiny_loaded
+
+    return tiny_loaded(demo.tokenizer)
+
+
 @pytest.fixture(autouse=True)
 def early_layers(tmp_path_factory, monkeypatch):
     """Nothing is known of any model's early layer but what a test remembers; returns the folder.

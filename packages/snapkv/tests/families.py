@@ -7,6 +7,8 @@ import transformers
 from packaging import version
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from snapkv import CompressedCache
+
 # After drafts were verified, transformers' own sliding layers make a mask of the wrong width for
 # several tokens at once, with or without this library.
 SLIDING_LAYERS_CRASH_AFTER_DRAFTS = version.parse(transformers.__version__) < version.parse("5.23")
@@ -227,6 +229,14 @@ def tiny_model(family: str, implementation: str = "sdpa") -> PreTrainedModel:
     return peaked_model(tiny_config(family), implementation)
 
 
+def tiny_gpt2() -> PreTrainedModel:
+    """Learned positions, and projections that are transposed."""
+    sizes = {"n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 64}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt2", **sizes, bos_token_id=1, eos_token_id=2)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
 def peaked_model(config, implementation: str) -> PreTrainedModel:
     """A model whose attention is peaked, so that what is kept matters."""
     torch.manual_seed(0)
@@ -256,6 +266,13 @@ CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 def call(model, cache, ids, **options) -> torch.Tensor:
     """(B, N, V): the logits of one forward pass over a cache."""
     return model(ids, past_key_values=cache, **options).logits
+
+
+def read(model, policy, ids, mask=None, **options) -> CompressedCache:
+    """A cache with these options that has read a prompt."""
+    cache = CompressedCache(model, policy, **options)
+    call(model, cache, ids, attention_mask=mask)
+    return cache
 
 
 def generated(model, cache, ids, **options) -> torch.Tensor:

@@ -1,77 +1,55 @@
 """Every method once and in its variants, small enough for prompts of 90 tokens."""
 
-from snapkv.policies import (
-    H2O,
-    RKV,
-    TOVA,
-    AcrossLayers,
-    AdaKV,
-    AutoBudget,
-    CriticalKV,
-    EvictingPolicy,
-    ExpectedAttention,
-    FastGen,
-    FullCache,
-    KeyDiff,
-    KVzap,
-    KVzip,
-    LagKV,
-    PromptThenDecode,
-    PyramidKV,
-    Random,
-    Scissorhands,
-    SnapKV,
-    StreamingLLM,
-)
+from snapkv import policies as kv
 from tests.gates import drawn_gate
 
 BOTH = {"budget": 40, "window_size": 8}
-SNAPKV = SnapKV(**BOTH, kernel_size=5)
-OWN_BUDGET = SnapKV(budget=AutoBudget(lost_vote=0.05, least=4), window_size=8)
+SNAPKV = kv.SnapKV(**BOTH, kernel_size=5)
+OWN_BUDGET = kv.SnapKV(budget=kv.AutoBudget(lost_vote=0.05, least=4), window_size=8)
 
 METHODS = {
     "snapkv": SNAPKV,
-    "snapkv by query head": SnapKV(group_reduce="none", **BOTH),
-    "snapkv fading": SnapKV(pooling="fading", **BOTH),
-    "snapkv by the largest": SnapKV(
+    "snapkv by query head": kv.SnapKV(group_reduce="none", **BOTH),
+    "snapkv fading": kv.SnapKV(pooling="fading", **BOTH),
+    "snapkv by the largest": kv.SnapKV(
         pooling="fading", window_reduce="max", group_reduce="max", **BOTH
     ),
-    "snapkv, more voters": SnapKV(voters=20, **BOTH),
-    "snapkv by ratio": SnapKV(keep_ratio=0.4, window_size=8),
+    "snapkv, more voters": kv.SnapKV(voters=20, **BOTH),
+    "snapkv by ratio": kv.SnapKV(keep_ratio=0.4, window_size=8),
     "snapkv by itself": OWN_BUDGET,
-    "adakv by itself": AdaKV(OWN_BUDGET),
-    "pyramidkv": PyramidKV(beta=2, **BOTH),
-    "adakv": AdaKV(SNAPKV),
-    "adakv by ratio": AdaKV(SnapKV(keep_ratio=0.4, window_size=8)),
-    "adakv of expected-attention": AdaKV(ExpectedAttention(**BOTH)),
-    "criticalkv": CriticalKV(SNAPKV),
-    "adakv of criticalkv": AdaKV(CriticalKV(SNAPKV)),
-    "expected-attention": ExpectedAttention(**BOTH),
-    "full": FullCache(),
-    "h2o": H2O(budget=40),
-    "streaming-llm": StreamingLLM(budget=40, positions="original"),
-    "streaming-llm moved": StreamingLLM(budget=40),
-    "tova": TOVA(budget=40),
-    "scissorhands": Scissorhands(budget=40, recent=4, drop=6, history=16),
-    "scissorhands by slots": Scissorhands(40, history=6, recent=8, drop=3, threshold="slots"),
-    "r-kv": RKV(budget=40, evict_every=3),
-    "fastgen": FastGen(
+    "adakv by itself": kv.AdaKV(OWN_BUDGET),
+    "pyramidkv": kv.PyramidKV(beta=2, **BOTH),
+    "adakv": kv.AdaKV(SNAPKV),
+    "adakv by ratio": kv.AdaKV(kv.SnapKV(keep_ratio=0.4, window_size=8)),
+    "adakv of expected-attention": kv.AdaKV(kv.ExpectedAttention(**BOTH)),
+    "criticalkv": kv.CriticalKV(SNAPKV),
+    "adakv of criticalkv": kv.AdaKV(kv.CriticalKV(SNAPKV)),
+    "expected-attention": kv.ExpectedAttention(**BOTH),
+    "full": kv.FullCache(),
+    "h2o": kv.H2O(budget=40),
+    "streaming-llm": kv.StreamingLLM(budget=40, positions="original"),
+    "streaming-llm moved": kv.StreamingLLM(budget=40),
+    "tova": kv.TOVA(budget=40),
+    "scissorhands": kv.Scissorhands(budget=40, recent=4, drop=6, history=16),
+    "scissorhands by slots": kv.Scissorhands(40, history=6, recent=8, drop=3, threshold="slots"),
+    "r-kv": kv.RKV(budget=40, evict_every=3),
+    "fastgen": kv.FastGen(
         0.2, local_ratio=0.1, frequent_ratio=0.1, special_ids=(1,), punctuation_ids=(5, 9)
     ),
-    "prompt-then-decode": PromptThenDecode(prompt=SNAPKV, decode=TOVA(budget=42)),
-    "snapkv, then h2o": PromptThenDecode(prompt=SNAPKV, decode=H2O(budget=42)),
-    "keydiff": KeyDiff(**BOTH),
-    "lagkv": LagKV(**BOTH, lag_size=8),
-    "random": Random(**BOTH),
-    "kvzip": KVzip(**BOTH),
-    "kvzap": KVzap(**BOTH, gate=drawn_gate()),
-    "across-layers": AcrossLayers(SNAPKV),
-    "across-layers by itself": AcrossLayers(OWN_BUDGET),
-    "across-layers of kvzap": AcrossLayers(KVzap(**BOTH, gate=drawn_gate())),
-    "across-layers of kvzip": AcrossLayers(KVzip(**BOTH)),
+    "prompt-then-decode": kv.PromptThenDecode(prompt=SNAPKV, decode=kv.TOVA(budget=42)),
+    "snapkv, then h2o": kv.PromptThenDecode(prompt=SNAPKV, decode=kv.H2O(budget=42)),
+    "keydiff": kv.KeyDiff(**BOTH),
+    "lagkv": kv.LagKV(**BOTH, lag_size=8),
+    "random": kv.Random(**BOTH),
+    "kvzip": kv.KVzip(**BOTH),
+    "kvzap": kv.KVzap(**BOTH, gate=drawn_gate()),
+    "across-layers": kv.AcrossLayers(SNAPKV),
+    "across-layers by itself": kv.AcrossLayers(OWN_BUDGET),
+    "across-layers of kvzap": kv.AcrossLayers(kv.KVzap(**BOTH, gate=drawn_gate())),
+    "across-layers of kvzip": kv.AcrossLayers(kv.KVzip(**BOTH)),
 }
 
-COMPRESSING = [name for name, made in METHODS.items() if not isinstance(made, EvictingPolicy)]
+COMPRESSING = [name for name, made in METHODS.items() if not isinstance(made, kv.EvictingPolicy)]
 """Those that only compress prompts."""
 
 STORED = {

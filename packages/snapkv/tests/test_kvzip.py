@@ -21,45 +21,14 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.kvzip import read_context, read_layers, read_twice
-from snapkv.ops import ScoreOptions
-from snapkv.policies import PromptLayer
 from snapkv.policies.kvzip import most_attention
 from tests.families import random_ids, tiny_config, tiny_model
+from tests.ops.states import worked_layer
 from tests.oracle import unwrapped
 
 TOKENS, BUDGET, WINDOW, CHUNK, SINKS = 70, 30, 4, 32, 4
 POLICY = KVzip(BUDGET, window_size=WINDOW, chunk_tokens=CHUNK)
 INSTRUCTION = (5, 6, 7)
-
-
-def plain_scores(model, ids):
-    """The highest attention per layer, out of transformers' own attention weights."""
-    reference, best = unwrapped(model, "eager"), None
-    for piece in ids.split(CHUNK, dim=1):
-        before = torch.tensor([INSTRUCTION]).expand(ids.shape[0], -1)
-        whole = torch.cat([ids, before, piece], dim=1)
-        with torch.no_grad():
-            weights = reference(
-                whole, past_key_values=DynamicCache(config=reference.config), output_attentions=True
-            ).attentions
-        found = [w[:, :, TOKENS:, :TOKENS].amax(dim=2) for w in weights]
-        best = found if best is None else list(map(torch.maximum, best, found))
-    return best
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])
-def test_what_is_kept_received_most_attention_while_the_text_was_repeated(family):
-    model, ids = tiny_model(family, "eager"), random_ids(2, TOKENS)
-    cache = read_context(model, ids, POLICY, instruction_ids=INSTRUCTION)
-    assert cache.get_seq_length() == TOKENS
-    for index, scores in enumerate(plain_scores(model, ids)):
-        kept = cache.kept_positions(index)
-        assert kept.shape[-1] == BUDGET
-        heads = kept.shape[1]
-        assert (kept[..., :SINKS] == torch.arange(SINKS)).all()
-        grouped = scores.view(2, heads, -1, TOKENS).amax(dim=2)[..., : TOKENS - WINDOW]
-        least = grouped[..., SINKS:].topk(BUDGET - SINKS - WINDOW).values[..., -1:]
-        assert (grouped.gather(2, kept[..., SINKS:-WINDOW]) >= least - 1e-5).all()
 
 
 def entering(model, ids):
@@ -80,39 +49,59 @@ def entering(model, ids):
     return output.attentions, output.past_key_values, found
 
 
-def plain_plus_scores(model, ids):
-    """KVzip+ per layer and query head, out of transformers' own weights, values and states."""
+def plain_scores(model, ids, *, plus):
+    """The highest attention by layer and query head; KVzip+ weighs it by what it adds.
+
+    Out of transformers' own weights, values and states.
+    """
     reference, best = unwrapped(model, "eager"), {}
     for piece in ids.split(CHUNK, dim=1):
         before = torch.tensor([INSTRUCTION]).expand(ids.shape[0], -1)
         weights, states, read = entering(reference, torch.cat([ids, before, piece], dim=1))
         for index, weight in enumerate(weights):
-            heads, values = weight.shape[1], states.layers[index].values[:, :, :TOKENS]
-            values = values.repeat_interleave(heads // values.shape[1], dim=1)
-            columns = reference.model.layers[index].self_attn.o_proj.weight.chunk(heads, dim=1)
-            added = torch.stack([values[:, h] @ columns[h].T for h in range(heads)], dim=1)
-            shares = weight[:, :, TOKENS:, :TOKENS] * added.norm(dim=-1)[:, :, None]
-            shares = shares / read[index][:, TOKENS:].norm(dim=-1)[:, None, :, None]
+            shares = weight[:, :, TOKENS:, :TOKENS]
+            if plus:
+                heads, values = weight.shape[1], states.layers[index].values[:, :, :TOKENS]
+                values = values.repeat_interleave(heads // values.shape[1], dim=1)
+                columns = reference.model.layers[index].self_attn.o_proj.weight.chunk(heads, dim=1)
+                added = torch.stack([values[:, h] @ columns[h].T for h in range(heads)], dim=1)
+                shares = shares * added.norm(dim=-1)[:, :, None]
+                shares = shares / read[index][:, TOKENS:].norm(dim=-1)[:, None, :, None]
             most = shares.amax(dim=2).detach()
             best[index] = most if index not in best else best[index].maximum(most)
     return best
 
 
-@pytest.mark.parametrize(("family", "rows"), [("llama", 2), ("phi3", 1)])
-def test_plus_weighs_attention_by_what_it_adds_to_the_output(family, rows):
+@pytest.mark.parametrize(
+    ("family", "rows", "plus"),
+    [
+        ("llama", 2, False),
+        ("qwen3", 2, False),
+        ("deepseek_v3", 2, False),
+        ("llama", 2, True),
+        ("phi3", 1, True),
+    ],
+)
+def test_what_is_kept_received_most_while_the_text_was_repeated(family, rows, plus):
     model, ids = tiny_model(family, "eager"), random_ids(rows, TOKENS)
-    policy, kept = replace(POLICY, plus=True), []
-    cache = CompressedCache(model, policy)
-    prompts = read_layers(model, ids, cache, instruction_ids=INSTRUCTION)
-    for index, scores in plain_plus_scores(model, ids).items():
-        heads = prompts[index].keys.shape[1]
+    policy = replace(POLICY, plus=plus)
+    prompts = read_layers(model, ids, CompressedCache(model, policy), instruction_ids=INSTRUCTION)
+    cache, other = (
+        read_context(model, ids, each, instruction_ids=INSTRUCTION) for each in (policy, POLICY)
+    )
+    for index, scores in plain_scores(model, ids, plus=plus).items():
+        heads = prompts[index].received.shape[1]
         expected = scores.view(rows, heads, -1, TOKENS).amax(dim=2)
         torch.testing.assert_close(prompts[index].received, expected, atol=1e-5, rtol=1e-4)
-    for wrap in (policy, AdaKV(policy), POLICY):
-        read = read_context(model, ids, wrap, instruction_ids=INSTRUCTION)
-        assert read.report().kept_tokens == BUDGET
-        kept.append([read.kept_positions(index).tolist() for index in range(4)])
-    assert kept[0] != kept[2], "or nothing is shown here"
+        kept = policy.select(prompts[index]).keep_indices
+        assert (kept[..., :SINKS] == torch.arange(SINKS)).all()
+        assert torch.equal(cache.kept_positions(index), kept)
+        assert torch.equal(other.kept_positions(index), kept) != plus, "or nothing is shown here"
+    assert cache.get_seq_length() == TOKENS
+    assert cache.report().kept_tokens == BUDGET
+    if plus:
+        uneven = read_context(model, ids, AdaKV(policy), instruction_ids=INSTRUCTION)
+        assert uneven.report().kept_tokens == BUDGET
     assert all(not layer.self_attn._forward_pre_hooks for layer in model.model.layers)
 
 
@@ -122,12 +111,10 @@ def test_plus_by_hand():
     The first pays them (1/3, 1/3), so 1/3 and 1; the second, of logits (ln 8, 0) beside its own
     and the first's of 0, pays (8/11, 1/11), over 4 (2/11, 3/44). So the most is 1/3 and 1.
     """
-    seen = PromptLayer(
-        queries=torch.tensor([[[[0.0], [math.log(8)]]]]),
+    seen = worked_layer(
         keys=torch.tensor([[[[1.0], [0.0], [0.0], [0.0]]]]),
         values=torch.tensor([[[[1.0], [3.0], [9.0], [9.0]]]]),
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
+        queries=torch.tensor([[[[0.0], [math.log(8)]]]]),
     )
     plain = most_attention(seen, 2)
     assert plain[0, 0].tolist() == pytest.approx([8 / 11, 1 / 3])

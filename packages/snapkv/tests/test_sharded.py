@@ -151,52 +151,45 @@ def test_turns_rows_crop_and_file(name, require_same, tmp_path):
     require_same(run)
 
 
-def test_spans(require_same):
-    def run(model, put):
-        cache = CompressedCache(model, KeyDiff(**BOTH), protect=[(50, 60)])
-        text = model.generate(put(IDS), past_key_values=cache, **OPTIONS)
-        cache.drop([(3, 9)])
-        asked = torch.cat([text, put(IDS[:, :7])], dim=1)
-        return model.generate(asked, past_key_values=cache, **OPTIONS)
-
-    require_same(run)
+def spans(model, put):
+    cache = CompressedCache(model, KeyDiff(**BOTH), protect=[(50, 60)])
+    text = model.generate(put(IDS), past_key_values=cache, **OPTIONS)
+    cache.drop([(3, 9)])
+    asked = torch.cat([text, put(IDS[:, :7])], dim=1)
+    return model.generate(asked, past_key_values=cache, **OPTIONS)
 
 
-READINGS = {
-    "layer by layer": lambda model: prefill.layer_by_layer(model, chunk_tokens=16),
-    "selective": lambda model: prefill.selective(model, layer=1, least_tokens=4),
-}
+def by_layer(model, put):
+    return within(prefill.layer_by_layer(model, chunk_tokens=16), model, put)
 
 
-@pytest.mark.parametrize("reading", READINGS.values(), ids=READINGS)
-def test_long_prompts(reading, require_same):
-    def run(model, put):
-        before = [vars(module).get("forward") for module in model.modules()]
-        with reading(model):
-            text = generated(model, put)
-        assert [vars(module).get("forward") for module in model.modules()] == before
-        return text
-
-    require_same(run)
+def selective(model, put):
+    return within(prefill.selective(model, layer=1, least_tokens=4), model, put)
 
 
-def test_drafts(require_same):
-    def run(model, put):
-        tree = CandidateTree.likeliest([(0.3, 0.3)] * 3, 12)
-        heads = Medusa(random_heads(model), tree)
-        return generated(model, put, "snapkv", IDS[:1], custom_generate=heads)
+def within(reading, model, put):
+    before = [vars(module).get("forward") for module in model.modules()]
+    with reading:
+        text = generated(model, put)
+    assert [vars(module).get("forward") for module in model.modules()] == before
+    return text
 
-    require_same(run)
+
+def drafts(model, put):
+    tree = CandidateTree.likeliest([(0.3, 0.3)] * 3, 12)
+    heads = Medusa(random_heads(model), tree)
+    return generated(model, put, "snapkv", IDS[:1], custom_generate=heads)
 
 
-def test_a_second_reading(require_same):
-    def run(model, put):
-        policy = AdaKV(KVzip(**BOTH))
-        cache = read_context(model, put(IDS), policy, instruction_ids=(7, 8))
-        asked = torch.cat([put(IDS), put(IDS[:, :5])], dim=1)
-        return model.generate(asked, past_key_values=cache, **OPTIONS)
+def second_reading(model, put):
+    cache = read_context(model, put(IDS), AdaKV(KVzip(**BOTH)), instruction_ids=(7, 8))
+    asked = torch.cat([put(IDS), put(IDS[:, :5])], dim=1)
+    return model.generate(asked, past_key_values=cache, **OPTIONS)
 
-    require_same(run)
+
+@pytest.mark.parametrize("way", [spans, by_layer, selective, drafts, second_reading])
+def test_other_ways_to_read_and_to_go_on(way, require_same):
+    require_same(way)
 
 
 @pytest.mark.parametrize(

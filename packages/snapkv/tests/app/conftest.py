@@ -1,16 +1,10 @@
-"""What answers are tried on: a prompt, and a tiny model whose noise is the same every time."""
+"""What answers are tried on: a document, and a prompt that asks about it."""
 
 import pytest
 
 from snapkv.app.prompts import question_prompt
-from tests.lab.evaluate.tiny import tiny_loaded
 
 DOCUMENT = "The gate opens at nine. The key is under the blue stone. " * 12
-
-
-@pytest.fixture(scope="session")
-def tiny(demo):
-    return tiny_loaded(demo.tokenizer)
 
 
 @pytest.fixture(scope="session")

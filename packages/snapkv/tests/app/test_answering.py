@@ -234,17 +234,6 @@ def test_a_hidden_question_is_read_over_what_was_kept(tiny):
     assert roomy[0].token_ids == roomy[1].token_ids
 
 
-def test_a_hidden_question_does_not_vote(tiny):
-    """What is kept of the context is the same for every question."""
-    kept = []
-    for question in ("Where is the blue key now?", "When does the gate open?"):
-        ends = []
-        prompt = hidden_behind(DOCUMENT, f"\n\n{question}")
-        answer(tiny, prompt, SnapKV(48), SHORT, on_prompt_end=ends.append)
-        kept.append(ends[0].cache.kept_positions(1)[..., :48])
-    assert torch.equal(*kept)
-
-
 def test_more_of_a_text_vote_before_it_is_asked_about(tiny):
     prompt, ends = hidden_behind(DOCUMENT, "\n\nWhen does the gate open?"), []
     given = answer(tiny, prompt, default_policy(48), SHORT, on_prompt_end=ends.append)

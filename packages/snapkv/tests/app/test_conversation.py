@@ -104,6 +104,7 @@ def test_an_interrupted_turn_does_not_count(tiny):
     conversation = Conversation(tiny, POLICY, SHORT, document=DOCUMENT)
     other = Conversation(tiny, POLICY, SHORT, document=DOCUMENT)
     assert conversation.ask(QUESTIONS[0]).text == other.ask(QUESTIONS[0]).text
+    dropped = [each.drop("document")["tokens"] for each in (conversation, other)]
     before = conversation.tokens
 
     def interrupt(_):
@@ -115,6 +116,7 @@ def test_an_interrupted_turn_does_not_count(tiny):
     again = conversation.ask(QUESTIONS[1])
     assert again.cache.seen_tokens == conversation.tokens - 1
     assert again.text[:5] == other.ask(QUESTIONS[1]).text[:5]
+    assert [each.report()["dropped_tokens"] for each in (conversation, other)] == dropped
 
 
 def test_what_cannot_be_asked_is_refused_and_changes_nothing(tiny):

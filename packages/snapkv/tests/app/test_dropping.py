@@ -5,7 +5,7 @@ import pytest
 from snapkv import InvalidArgumentError, SnapKV
 from snapkv.app.conversation import Conversation
 from snapkv.app.thinking import MARKS, thinking
-from tests.app.test_conversation import DOCUMENT, POLICY, QUESTIONS, SHORT
+from tests.app.test_conversation import DOCUMENT, POLICY, QUESTIONS, SHORT, said
 
 
 @pytest.fixture
@@ -14,15 +14,6 @@ def thinks(tiny, monkeypatch):
     template = tiny.tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n")
     monkeypatch.setattr(tiny.tokenizer, "chat_template", template)
     return tiny
-
-
-def talk(tiny, **options):
-    conversation = Conversation(
-        tiny, options.pop("policy", POLICY), SHORT, document=DOCUMENT, **options
-    )
-    for question in QUESTIONS:
-        conversation.ask(question)
-    return conversation
 
 
 def dropped(conversation):
@@ -34,7 +25,7 @@ def text_of(conversation, span):
 
 
 def test_the_document_thinking_and_turns_are_dropped_and_stay_so_in_a_file(thinks, tmp_path):
-    conversation = talk(thinks)
+    conversation = said(thinks, POLICY)[0]
     freed = conversation.drop("document")
     assert abs(freed["tokens"] - len(thinks.tokenizer(DOCUMENT).input_ids)) <= 2
     assert freed["device_bytes"] > 0 < freed["host_bytes"]
@@ -57,32 +48,18 @@ def test_the_document_thinking_and_turns_are_dropped_and_stay_so_in_a_file(think
             conversation.drop(wrong)
 
 
-def test_an_interrupted_turn_drops_nothing(tiny):
-    conversation = talk(tiny)
-    tokens = conversation.drop("document")["tokens"]
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        conversation.ask("Who?", on_text=interrupt)
-    assert dropped(conversation).tokens == tokens
-    conversation.ask("Who?")
-    assert conversation.report()["dropped_tokens"] == tokens
-
-
 def test_without_recall_what_cannot_be_dropped_is_refused_and_the_conversation_goes_on(tiny):
-    conversation = talk(tiny, recall="none")
+    conversation = said(tiny, POLICY, recall="none")[0]
     with pytest.raises(InvalidArgumentError, match="turns: expected spans of which every head"):
         conversation.drop("document")
     conversation.ask("Who?")
-    whole = talk(tiny, recall="none", policy=SnapKV(400, window_size=16))
+    whole = said(tiny, SnapKV(400, window_size=16), recall="none")[0]
     whole.drop("document")
 
 
 def test_where_nothing_was_thought_it_is_said_what_was_looked_for(tiny):
     with pytest.raises(InvalidArgumentError, match="which is not") as refused:
-        talk(tiny).drop("thinking")
+        said(tiny, POLICY)[0].drop("thinking")
     assert all(mark in str(refused.value) for mark in MARKS)
 
 

@@ -1,14 +1,17 @@
 """Running the command line inside the test's process, on a tiny model or the session's demo."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
 
+from snapkv.app.answering import Answer
+from snapkv.cache.report import CacheReport
 from snapkv.cli.app import run
 from snapkv.errors import ModelNotFoundError
+from tests.app.conftest import DOCUMENT
 from tests.lab.evaluate.tiny import tiny_loaded
-
-DOCUMENT = "The gate opens at nine. The key is under the blue stone. " * 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +21,19 @@ class Finished:
     status: int
     out: str
     err: str
+
+
+def run_python(*arguments, **options):
+    """What becomes of a process of its own."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 120} | options
+    return subprocess.run([sys.executable, *arguments], encoding="utf-8", **options)
+
+
+def made_answer(text, cache, *, policy, **told):
+    """An answer that no model has given, from a cache that reports these numbers."""
+    report = CacheReport(policy=policy["name"], **cache)
+    usual = {"finish_reason": "stop", "new_tokens": 10, "first_token_ms": 1.0, "token_ms": 1.0}
+    return Answer(**usual | told, text=text, policy=policy, cache=report)
 
 
 @pytest.fixture

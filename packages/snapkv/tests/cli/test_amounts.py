@@ -1,83 +1,73 @@
 """Amounts as people write them: they work, or the hint does."""
 
-import re
+from functools import partial
 
 import pytest
 
 from snapkv.cli.amounts import byte_count, count, counts, kernel, token_budget, token_budgets
 from snapkv.errors import InvalidArgumentError
 
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("4096", 4096), ("128K", 131072), ("1.5 k", 1536), ("0.25m", 262144), (" 8 ", 8), ("-1", -1)],
-)
-def test_numbers_are_read(text, number):
-    assert count("context", text) == number
-    assert counts("lengths", f"{text},7") == (number, 7)
-
-
-@pytest.mark.parametrize("text", ["128kb", "1.3k", "12.7", "many", "", "4kib", "3g", "1e3", "k"])
-def test_what_is_no_number_is_refused_with_one_that_is(text):
-    with pytest.raises(InvalidArgumentError, match=r"instance --max-new-tokens 4k$"):
-        count("max_new_tokens", text)
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("80GB", 80 * 10**9),
-        ("80 gb", 80 * 10**9),
-        ("80G", 80 * 10**9),
-        ("24GiB", 24 * 2**30),
-        ("1.5TB", 1_500_000_000_000),
-        ("128kb", 128_000),
-        ("128KiB", 131072),
-        ("512b", 512),
-    ],
-)
-def test_bytes_are_read(text, number):
-    assert byte_count("gpu_memory", text) == number
-
-
-@pytest.mark.parametrize("text", ["80", "much", "", "80Gi", "1,5GB", "GB", "80 XB", "8ib"])
-def test_the_hint_for_bytes_is_one_that_works(text):
-    with pytest.raises(InvalidArgumentError, match="write for instance --gpu-memory ") as raised:
-        byte_count("gpu_memory", text)
-    hint = re.search(r"--gpu-memory (\S+)$", str(raised.value))[1]
-    assert byte_count("gpu_memory", hint) > 0
+whole_number, memory = partial(count, "max_new_tokens"), partial(byte_count, "gpu_memory")
+NUMBERS = {"4096": 4096, "128K": 131072, "1.5 k": 1536, "0.25m": 262144, " 8 ": 8, "-1": -1}
+BUDGETS = {
+    "4k": 4096,
+    " 1 ": 1,
+    " auto ": "auto",
+    "AUTO": "auto",
+    " 12% ": "12%",
+    "1.5GB": "1.5GB",
+    "auto:": "auto",
+    "auto:most=4k": {"auto": {"most": 4096}},
+    "auto: lost_vote = .5, least=8": {"auto": {"lost_vote": 0.5, "least": 8}},
+}
+BYTES = {
+    "80GB": 80 * 10**9,
+    "80 gb": 80 * 10**9,
+    "80G": 80 * 10**9,
+    "24GiB": 24 * 2**30,
+    "1.5TB": 1_500_000_000_000,
+    "128kb": 128_000,
+    "128KiB": 131072,
+    "512b": 512,
+}
+KERNELS = {"7": 7, " 13 ": 13, "0+12": (0, 12), "3 + 9": (3, 9), "-1": -1}
+READ = ((whole_number, NUMBERS), (token_budget, BUDGETS), (memory, BYTES), (kernel, KERNELS))
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("7", 7), (" 13 ", 13), ("0+12", (0, 12)), ("3 + 9", (3, 9)), ("-1", -1)]
+    ("read", "text", "amount"),
+    [(read, text, amount) for read, amounts in READ for text, amount in amounts.items()],
 )
-def test_a_kernel_is_a_width_or_how_far_it_reaches(text, size):
-    assert kernel(text) == size
+def test_amounts_are_read(read, text, amount):
+    assert read(text) == amount
 
 
-@pytest.mark.parametrize("text", ["", "+12", "0+", "0+-1", "1+2+3", "0,12", "7.0", "x"])
-def test_what_is_no_kernel_is_refused_with_an_example(text):
-    with pytest.raises(InvalidArgumentError, match=r"kernel_size: expected .*--kernel-size 0\+12"):
-        kernel(text)
+def test_lists_of_amounts_are_read():
+    for text, number in NUMBERS.items():
+        assert counts("lengths", f"{text},7") == (number, 7)
+    for text, budget in BUDGETS.items():
+        assert token_budgets(f"64,{text},128") == (64, budget, 128)
+
+
+NO_NUMBER = "max_new_tokens: expected a whole number such as 4096, 4k or 1.5k, got "
+NO_MEMORY = "gpu_memory: expected bytes with a unit, such as 80GB or 24GiB, got "
+NO_KERNEL = "kernel_size: expected a width such as 7, or positions before and after, 0.12, got "
+UNREAD = (
+    (whole_number, NO_NUMBER, ("128kb", "1.3k", "12.7", "many", "", "4kib", "3g", "1e3", "k")),
+    (memory, NO_MEMORY, ("80", "much", "", "80Gi", "1,5GB", "GB", "80 XB", "8ib")),
+    (kernel, NO_KERNEL, ("", "+12", "0+", "0+-1", "1+2+3", "0,12", "7.0", "x")),
+)
 
 
 @pytest.mark.parametrize(
-    ("text", "budget"),
-    [
-        ("4k", 4096),
-        (" 1 ", 1),
-        (" auto ", "auto"),
-        ("AUTO", "auto"),
-        (" 12% ", "12%"),
-        ("1.5GB", "1.5GB"),
-        ("auto:", "auto"),
-        ("auto:most=4k", {"auto": {"most": 4096}}),
-        ("auto: lost_vote = .5, least=8", {"auto": {"lost_vote": 0.5, "least": 8}}),
-    ],
+    ("read", "said", "text"), [(read, said, text) for read, said, texts in UNREAD for text in texts]
 )
-def test_budgets_are_read(text, budget):
-    assert token_budget(text) == budget
-    assert token_budgets(f"64,{text},128") == (64, budget, 128)
+def test_what_is_none_is_refused_with_one_that_works(read, said, text):
+    with pytest.raises(InvalidArgumentError, match=rf"^{said}.*; write for instance ") as raised:
+        read(text)
+    *_, option, example = str(raised.value).split()
+    assert option == f"--{said.partition(':')[0].replace('_', '-')}"
+    assert read(example) != 0
 
 
 @pytest.mark.parametrize(
@@ -97,30 +87,3 @@ def test_what_is_no_budget_is_one_line(text, message):
             read(text)
         assert message in str(raised.value)
         assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        (("ask", "-", "-q", "x"), "--max-new-tokens"),
-        (("chat",), "--window-size"),
-        (("serve", "demo"), "--decode-budget"),
-        (("bench", "decode"), "--tokens"),
-        (("eval", "needle"), "--depths"),
-        (("plan", "--context", "1k"), "--batch"),
-        (("medusa", "train", "--document", "x"), "--seed"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
-)
-def test_every_whole_number_of_every_command_is_read_the_same_way(refused, command, option):
-    name = option.removeprefix("--").replace("-", "_")
-    said = f"{name}: expected a whole number such as 4096, 4k or 1.5k, got 'many'"
-    assert said in refused(*command, option, "many")
-
-
-def test_thousands_work_where_a_number_does(snapkv, tiny_only, document):
-    asked = ("--budget", "0.25k", "--max-new-tokens", "0.0078125k", "--set", "kernel_size=5")
-    done = snapkv("ask", document, "-q", "When does it open?", *asked, "--json")
-    assert done.status == 0, done.err
-    assert '"budget": 256' in done.out
-    assert '"max_new_tokens": 8' in done.out

@@ -329,8 +329,3 @@ def test_ask_reads_so(snapkv, asked, demo_only, document):
     assert kept[-1] < 48 + 6  # fewer went on than the budget holds
     assert kept[0] > kept[-1]
     assert full["cache"]["kept_tokens"] == full["cache"]["seen_tokens"]
-
-
-def test_layer_by_layer_gives_the_exact_answer(asked, tiny_only):
-    way = "layer-by-layer:chunk_tokens=64"
-    assert asked(*SMALL, "--prefill", way)["answer"] == asked(*SMALL)["answer"]

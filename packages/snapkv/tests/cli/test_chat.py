@@ -53,14 +53,6 @@ def test_json_is_one_object_a_line_and_no_budget_is_needed(chat, recall):
     assert (json.loads(small[1])["stats"]["host_bytes"] > 0) == (not recall)
 
 
-def test_a_conversation_that_recalls_is_not_loaded_without(chat, tmp_path):
-    talk = tmp_path / "talk"
-    said = chat(FIRST, f"/save {talk}", LATER, options=SMALL).out.splitlines()
-    assert chat(f"/load {talk}", LATER, options=SMALL).out.splitlines() == said[1:]
-    refused = chat(f"/load {talk}", options=(*SMALL, "--recall", "none"))
-    assert "recall: expected 'host', a folder or nothing" in refused.err
-
-
 def test_what_was_said_is_dropped(chat):
     said = chat(FIRST, "/drop document", "/drop document", "/drop thinking", LATER, "/stats")
     assert said.status == 1

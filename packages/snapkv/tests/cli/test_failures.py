@@ -15,7 +15,7 @@ from snapkv import __version__
 from snapkv.cache.saving import writing
 from snapkv.errors import OutOfMemoryError
 from tests.app.test_text_files import write_pdf
-from tests.cli.conftest import DOCUMENT, given
+from tests.cli.conftest import DOCUMENT, given, run_python
 from tests.families import tiny_model
 from tests.lab.cli.test_eval import NEEDLE
 
@@ -70,11 +70,6 @@ def test_failures_have_their_own_status(snapkv, monkeypatch, error, status, mess
         assert ("Traceback" in snapkv("generate", "-p", "x", "--verbose").err) == (
             type(error) is RuntimeError
         )
-
-
-def run_python(*arguments, **options):
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 60} | options
-    return subprocess.run([sys.executable, *arguments], text=True, **options)
 
 
 def test_the_program_exits_with_the_status_and_knows_its_version():

@@ -6,13 +6,12 @@ import sys
 import pytest
 from rich.console import Console
 
-from snapkv.app.answering import Answer
 from snapkv.app.models import load_outline
-from snapkv.cache.report import CacheReport
 from snapkv.cli.grid import Grid, show
 from snapkv.cli.plan import plan_table
 from snapkv.cli.session import answers_table
 from snapkv.plan import Plan, Request, footprint_of
+from tests.cli.conftest import made_answer
 
 URL = "https://example.org/" + "/".join(f"{n:x}" * 9 for n in range(900, 911)) + "?end"
 HASH = "sha256:" + "".join(f"{n:02x}" for n in range(100, 164))
@@ -21,21 +20,17 @@ LABEL = "snapkv:kernel_size=13,window_size=64,pooling=avg,group_reduce=sum@1024"
 
 
 def answers():
-    cache = CacheReport(
-        policy="snapkv", seen_tokens=4096, kept_tokens=256.5, held_bytes=10**7, full_bytes=10**9
-    )
+    cache = {"seen_tokens": 4096, "kept_tokens": 256.5, "held_bytes": 10**7, "full_bytes": 10**9}
     texts = f"It is at {URL} (see [b]{HASH}[/b]).", f"Both: {HASH}\n\nand {FILE} 漢字" + "漢" * 50
     return [
-        Answer(
-            text=text,
-            finish_reason="stop",
+        made_answer(
+            text,
+            cache,
             policy={"name": name},
             prompt_tokens=4096,
-            new_tokens=30,
             kept_tokens=226.5,
             first_token_ms=123456.0,
             token_ms=88.0,
-            cache=cache,
             drafts={"acceptance_length": 2.5, "passes": 1200, "method": "prompt lookup"},
         )
         for text, name in zip(texts, ("snapkv", "full"), strict=True)

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, SnapKV
-from snapkv.app.answering import Answer
-from snapkv.cache.report import CacheReport
 from snapkv.cli.changes import (
     FULL,
     MORE_BITS,
@@ -26,6 +24,7 @@ from snapkv.cli.notes import (
 )
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
+from tests.cli.conftest import made_answer
 from tests.families import random_ids, tiny_model
 
 SNAPKV = RunOptions(policy="snapkv", budget=64)
@@ -36,24 +35,13 @@ def answered(text="a b", options=SNAPKV, **votes):
     policy = build_policy(options)
     budget = getattr(policy, "budget", None)
     kept = budget if isinstance(budget, int) else 150
-    cache = CacheReport(
-        policy=policy.name,
-        seen_tokens=609,
-        kept_tokens=kept + 9,
-        held_bytes=10,
-        full_bytes=100,
-        **votes,
-    )
-    return Answer(
-        text=text,
-        finish_reason="stop",
+    cache = {"seen_tokens": 609, "kept_tokens": kept + 9, "held_bytes": 10, "full_bytes": 100}
+    return made_answer(
+        text,
+        cache | votes,
         policy=policy.describe(),
         prompt_tokens=600,
-        new_tokens=10,
         kept_tokens=kept,
-        first_token_ms=1.0,
-        token_ms=1.0,
-        cache=cache,
         token_ids=tuple(map(ord, text)),
     )
 

@@ -3,12 +3,9 @@
 import dis
 import importlib
 import inspect
-import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections import defaultdict
 from types import CodeType, FunctionType
 
@@ -23,6 +20,7 @@ from snapkv.cli.outputs import require_outputs
 from snapkv.cli.policy import build_policy
 from tests.app.test_text_files import write_pdf
 from tests.cli.commands import commands, options_of
+from tests.cli.conftest import run_python
 
 COMMANDS = {str(command): command for command in commands()}
 EXAMPLES = [(name, line) for name, command in COMMANDS.items() for line in command.examples]
@@ -85,13 +83,8 @@ def test_the_budget_says_what_it_is_where_none_is_given(snapkv):
 )
 def test_a_shell_completes_commands_and_options(typed, offered):
     asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-m", "snapkv"],
-        env={**os.environ, **asked, "_SNAPKV_COMPLETE": "complete_bash"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {**os.environ, **asked, "_SNAPKV_COMPLETE": "complete_bash"}
+    done = run_python("-m", "snapkv", env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == [offered]
 
@@ -108,9 +101,7 @@ for name in ("demo", "ask", "generate", "chat", "plan", "policies", "serve", "li
 assert run(["ask", "nope", "-q", "x"]) == 2
 print("modules:", *listed, ";", *sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=True, encoding="utf-8"
-    )
+    done = run_python("-c", code, check=True)
     assert all(f" {name.partition(' ')[0]} " in done.stdout for name in COMMANDS)
     listed, called = done.stdout.rpartition("modules:")[2].split(";")
     listed, called = set(listed.split()), set(called.split())
@@ -162,63 +153,6 @@ def test_a_command_that_another_package_brings_is_listed_and_told_where_it_is_br
         said = f"{name}: expected a command that can be imported from {places[name]}, got "
         assert said in refused(name, "--whatever")
     assert "No such option: --no" in refused("ask", "--no")
-
-
-PROBE = """
-import contextlib, io, json, sys
-from snapkv.cli.app import run
-sys.modules["torch"] = sys.modules["transformers"] = None  # importing them fails
-found = []
-for arguments in json.loads(sys.stdin.read()):
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
-        status = run(arguments)
-    found.append((status, errors.getvalue()))
-print(json.dumps(found))
-"""
-
-BAD_METHODS = [
-    ("--budget", "0"),
-    ("--budget", "16"),
-    ("--budget", "19"),
-    ("--budget", "35", "--policy", "snapkv", "--pooling", "fading"),
-    ("--window-size", "2000", "--policy", "snapkv"),
-    ("--budget", "auto:more=4"),
-    ("--budget", "auto:most=4.5"),
-    ("--decay", "0.9", "--pooling", "max"),
-    ("--decay", "0.9", "--kernel-size", "7"),
-    ("--pooling", "fading", "--kernel-size", "7"),
-    ("--budget", "64", "--keep-ratio", "0.5"),
-    ("--keep-ratio", "nan"),
-    ("--kernel-size", "4"),
-    ("--pooling", "median"),
-    ("--group-reduce", "min"),
-    ("--temperature", "-1"),
-    ("--policy", "h2o", "--budget", "0"),
-]
-
-
-def test_what_is_wrong_is_refused_before_torch(document):
-    """Every whole number of every command, and what no method takes."""
-    calls = [
-        command.call(option.flag, number, document=document)
-        for command, option in options_of(lambda option: option.kind is int)
-        for number in ("-1", "9" * 30)
-    ]
-    assert len(calls) > 100
-    calls += [["ask", str(document), "-q", "Why?", *options] for options in BAD_METHODS]
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE],
-        input=json.dumps(calls),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    for arguments, (status, errors) in zip(calls, json.loads(done.stdout), strict=True):
-        assert status == 2, (arguments, errors)
-        assert errors.startswith("snapkv: error: "), arguments
-        assert errors.count("\n") == 1, arguments
 
 
 @pytest.mark.parametrize(

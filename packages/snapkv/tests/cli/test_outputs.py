@@ -1,8 +1,6 @@
 """No command overwrites what is not its own; what it reads, not even when it is told to."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import pytest
 from snapkv.cli.interrupts import continues
 from snapkv.cli.outputs import Output, RowsFile, RunFolder
 from tests.cli.commands import commands, options_of
+from tests.cli.conftest import run_python
 
 TEXTS = """
 model revision device dtype attn_implementation shape medusa assistant files document data
@@ -137,16 +136,8 @@ def test_a_folder_of_somebody_else_is_no_place_for_a_run(
 
 def test_the_document_on_standard_input_is_an_input_too(tmp_path, document):
     with document.open("rb") as stdin:
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "snapkv", "inspect", "-", "-q", "Why?"),
-                *("-o", str(document), "--force"),
-            ],
-            stdin=stdin,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        call = ("inspect", "-", "-q", "Why?", "-o", str(document), "--force")
+        done = run_python("-m", "snapkv", *call, stdin=stdin)
     assert done.returncode == 2
     assert "which is one of the inputs" in done.stderr
 

@@ -2,24 +2,25 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from snapkv import Library
-from snapkv.validation import DEVICES
+from snapkv.validation import AUTO, DEVICES
+from tests.cli.commands import options_of
+from tests.cli.conftest import run_python
 
 RUN = """
-import json, sys, time
+import contextlib, io, json, sys, time
 from snapkv.cli.app import run
-for command in json.loads(sys.argv[1]):
-    start = time.process_time()
-    status = run(command)
+for command in json.load(sys.stdin):
+    start, said = time.process_time(), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        status = run(command)
     assert time.process_time() - start < 1
     heavy = [name for name in ("torch", "transformers") if name in sys.modules]
-    print(json.dumps([command, status, heavy]), file=sys.stderr)
+    print(json.dumps([command, status, heavy, said.getvalue()]), file=sys.stderr)
 """
 ASK = ("ask", "{folder}/a.txt", "-q", "Who?")
 SAID = [
@@ -50,30 +51,61 @@ REFUSED = [
     (*ASK, "--dtype", "int8"),
     (*ASK, "--device", "gpu"),
     (*ASK, "--device", "cuda:x"),
-    (*ASK, "--budget", "auto:lost_vote=2"),
-    (*ASK, "--budget", "auto:least=64,most=64"),
     ("plan", "--context", "4k", "--dtype", "int8"),
     ("inspect", "{folder}/a.txt", "-q", "Who?", "--beside", "snapvk@64"),
     ("inspect", "{folder}/a.txt", "-q", "Who?", "--beside", "h2o@many"),
     ("chat", "--policy", "nothing"),
 ]
+BAD_METHODS = (
+    "--budget 0",
+    "--budget 16",
+    "--budget 19",
+    "--budget 35 --policy snapkv --pooling fading",
+    "--window-size 2000 --policy snapkv",
+    "--budget auto:lost_vote=2",
+    "--budget auto:least=64,most=64",
+    "--budget auto:more=4",
+    "--budget auto:most=4.5",
+    "--decay 0.9 --pooling max",
+    "--decay 0.9 --kernel-size 7",
+    "--pooling fading --kernel-size 7",
+    "--budget 64 --keep-ratio 0.5",
+    "--keep-ratio nan",
+    "--kernel-size 4",
+    "--pooling median",
+    "--group-reduce min",
+    "--temperature -1",
+    "--policy h2o --budget 0",
+)
+NO_NUMBER = (
+    "expected a whole number such as 4096, 4k or 1.5k, got 'many'",
+    f"expected tokens as 4096 or 4k, a share as 12%, bytes as 64MiB, or {AUTO}, got 'many'",
+)
 
 
 def test_no_command_that_needs_no_model_loads_torch(tmp_path, tiny):
+    """Nor does one that is refused: for any whole number of any command, too."""
     (tmp_path / "a.txt").write_text("The gate opens at nine.")
     texts = [("a", "One."), ("b", "Two.")]
     Library(tmp_path / "library").add(tiny.model, tiny.tokenizer, texts)
-    typed = [*SAID, FAILED, *REFUSED]
+    typed = [*SAID, FAILED, *REFUSED, *((*ASK, *given.split()) for given in BAD_METHODS)]
     commands = [[word.format(folder=tmp_path) for word in words] for words in typed]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(commands)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    commands += [
+        command.call(option.flag, number, document=tmp_path / "a.txt")
+        for command, option in options_of(lambda option: option.kind is int)
+        for number in ("-1", "9" * 30, "many")
+    ]
+    assert len(commands) > len(typed) + 150
+    done = run_python("-c", RUN, input=json.dumps(commands), check=True)
     found = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[[")]
-    statuses = [0] * len(SAID) + [1] + [2] * len(REFUSED)
-    assert found == [[each, status, []] for each, status in zip(commands, statuses, strict=True)]
+    statuses = ([0] * len(SAID) + [1] + [2] * len(commands))[: len(commands)]
+    expected = [[each, status, []] for each, status in zip(commands, statuses, strict=True)]
+    assert [each[:3] for each in found] == expected
+    for command, status, _, said in found:
+        if status == 2:
+            assert said.startswith("snapkv: error: "), command
+            assert said.count("\n") == 1, command
+            assert command[-1] != "many" or any(line in said for line in NO_NUMBER), said
 
 
 def test_the_devices_that_may_be_named_are_those_of_torch():

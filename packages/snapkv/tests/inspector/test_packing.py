@@ -1,48 +1,40 @@
 """What the page draws: counts and voters by hand, and of bounded size."""
 
 import base64
+import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from snapkv import SnapKV, ops
 from snapkv.inspector.ballots import layer_votes
-from snapkv.ops import ScoreOptions
 from snapkv.page import Page, Shown, Stop, packing
 from snapkv.page.packing import Ballot, packed_counts
-from snapkv.policies import PromptLayer
+from tests.ops.states import random_layer
 
-TOKENS, QUERY_HEADS, KV_HEADS = 40, 4, 2
+TOKENS, QUERY_HEADS = 40, 4
 
 
 def numbers(text, dtype):
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype).tolist()
 
 
-def layer(sink_logits=None):
-    generator = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, 1, KV_HEADS, TOKENS, 8, generator=generator)
-    return PromptLayer(
-        queries=torch.randn(1, QUERY_HEADS, TOKENS, 8, generator=generator),
-        keys=keys,
-        values=values,
-        score_options=ScoreOptions(scaling=0.5, sink_logits=sink_logits),
-        layer_idx=5,
-    )
+layer = functools.partial(random_layer, 0, prompt_tokens=TOKENS, query_tokens=TOKENS)
 
 
-@pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, 0.0, 1.0, 2.0])], ids=["", "sinks"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("pooling", [{"kernel_size": 1}, {"pooling": "avg"}], ids=str)
 @pytest.mark.parametrize("voters", [2, 4, 7])
 def test_the_votes_of_all_voters_add_up_to_the_scores(voters, pooling, sinks):
     """Where pooling is linear."""
-    states = layer(sinks)
+    states = layer(with_sinks=sinks)
     policy = SnapKV(16, window_size=4, voters=voters, group_reduce="sum", **pooling)
     votes = layer_votes(policy, states)
     assert votes.shape == (voters, TOKENS)
     assert votes.dtype == torch.float32
     assert not votes[:, -4:].any(), "the window is kept anyway"
-    shown = PromptLayer(**(vars(states) | {"queries": states.queries[:, :, -voters:]}))
+    shown = replace(states, queries=states.queries[:, :, -voters:])
     torch.testing.assert_close(votes[:, :-4].sum(0), policy.score(shown)[0].sum(0))
 
 

@@ -18,15 +18,11 @@ from snapkv import (
     StreamingLLM,
 )
 from snapkv.app.answering import answer
-from snapkv.app.models import LoadedModel
-from snapkv.app.observing import observed
 from snapkv.app.prompts import Prompt, question_prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.cache.shown import token_texts
 from snapkv.inspector import inspect_prompt
-from snapkv.inspector.ballots import ballots
 from snapkv.inspector.record import CHOSEN, prompt_texts
-from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
 
 FILLER = "The garden is quiet, the path is long and the wall is old. "
 FACT = "The key to the garden gate is under the blue stone. "
@@ -163,19 +159,3 @@ def test_the_texts_of_tokens_add_up_to_what_they_decode_to(demo, text):
 def test_half_a_character_at_the_end_is_shown_as_such(demo):
     ids = demo.tokenizer("钥匙")["input_ids"][:-1]
     assert "".join(token_texts(demo.tokenizer, ids)) == demo.tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_in_every_family_the_voters_add_up_to_the_votes_of_the_method(family):
-    model = tiny_model(family, IMPLEMENTATIONS[family][0])
-    loaded = LoadedModel(model=model, tokenizer=None, name=family, revision=None)
-    ids, policy = random_ids(1, 60), SnapKV(30, window_size=8, kernel_size=1, group_reduce="sum")
-    expected = torch.zeros(52)
-
-    def look(layer):
-        expected.add_(policy.votes(layer)[0].sum(0))
-
-    observed(loaded, ids, policy.query_tokens, look)
-    (ballot,) = ballots(loaded, ids, [policy])
-    assert ballot.votes.shape == (8, 60)
-    torch.testing.assert_close(ballot.votes.sum(0)[:52], expected)

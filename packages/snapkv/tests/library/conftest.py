@@ -1,20 +1,14 @@
-"""A tiny model with the demo's tokenizer, and documents short enough for it."""
+"""Documents short enough for the tiny model."""
 
 import pytest
 
 from snapkv import Library
-from tests.lab.evaluate.tiny import tiny_loaded
 
 TEXTS = {
     "lease": "The tenant may terminate the lease with three months' notice.\nRent is due in May.",
     "loan": "The bank lends forty thousand crowns.\nInterest is four percent a year.",
     "garden": "Roses are cut in March.\nTomatoes want sun, and water in the morning.",
 }
-
-
-@pytest.fixture(scope="session")
-def tiny(demo):
-    return tiny_loaded(demo.tokenizer)
 
 
 @pytest.fixture

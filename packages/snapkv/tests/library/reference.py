@@ -9,13 +9,13 @@ from transformers import DynamicCache
 
 from snapkv import CompressedCache, FullCache
 from snapkv.library.joining import Part
+from tests.families import call
 
 
 def read_part(model, ids, prefix_tokens, policy=None, **options):
     """A document that was read by itself."""
     cache = CompressedCache(model, policy or FullCache(), **options)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
+    call(model, cache, ids)
     return Part(input_ids=ids, cache=cache, prefix_tokens=prefix_tokens)
 
 
@@ -34,8 +34,7 @@ def states_read_in_place(model, parts):
     for number, (part, step) in enumerate(zip(parts, shifted(parts)[0], strict=True)):
         cache = DynamicCache(config=model.config)
         places = torch.arange(part.input_ids.shape[1])[None] + step
-        with torch.no_grad():
-            model(part.input_ids, position_ids=places, past_key_values=cache)
+        call(model, cache, part.input_ids, position_ids=places)
         begin = part.prefix_tokens if number else 0
         layers.append([(at.keys[0, :, begin:], at.values[0, :, begin:]) for at in cache.layers])
     return [
@@ -134,8 +133,7 @@ def blended(model, parts, ids, counts):
             return args, {**kwargs, "attention_mask": mask}
 
         handles.append(layer.register_forward_pre_hook(give, with_kwargs=True))
-    with torch.no_grad():
-        model(ids, past_key_values=mixed)
+    call(model, mixed, ids)
     for handle in handles:
         handle.remove()
     return mixed.mixed

@@ -12,11 +12,9 @@ from snapkv import AdaKV, CompressedCache, FullCache, SnapKV
 from snapkv.library import blend, joined_ids, recomputing
 from snapkv.library.joining import join
 from snapkv.library.recomputing import falling, most_changed, recompute
-from snapkv.storage.dense import DenseStore
-from tests.families import random_ids, tiny_config, tiny_model
+from tests.families import call, random_ids, tiny_config, tiny_model
 from tests.library import reference
 from tests.library.reference import read_part
-from tests.pairs import pairs
 
 FAMILIES = ("llama", "mixtral", "cohere", "qwen3", "phi3", "granite", "olmo2", "glm4")
 
@@ -78,30 +76,6 @@ def uneven(budget=8):
     return AdaKV(few(budget))
 
 
-HELD = {
-    "even": [few(8), few(8), few(6)],
-    "uneven": [uneven(8), uneven(8), uneven(6)],
-    "mixed": [None, uneven(8), few(6)],
-    "later": [None, few(8), few(6)],
-}
-
-
-@pairs(
-    family=["llama", "phi3"],
-    kind=list(HELD),
-    prefix_tokens=[0, 3],
-    implementation=["sdpa", "eager"],
-)
-def test_heads_hold_what_their_parts_held(family, kind, prefix_tokens, implementation):
-    model = tiny_model(family, implementation)
-    parts = documents(model, (12, 16, 9), prefix_tokens, HELD[kind])
-    reused = reference.states_read_in_place(model, parts)
-    cache = blend(model, parts, recompute=0)
-    assert_holds(cache, model, parts, reused)
-    cache = blend(model, parts, recompute=0.4)
-    assert_holds(cache, model, parts, blended(model, parts, 0.4))
-
-
 def test_a_fraction_of_one_is_a_full_reading():
     model = tiny_model("llama", "sdpa")
     parts, question = documents(model, (9, 14, 6)), random_ids(1, 7, seed=50)
@@ -132,8 +106,7 @@ def test_models_of_few_layers_come_out_exact(layers):
     model = AutoModelForCausalLM.from_config(tiny_config("llama", num_hidden_layers=layers)).eval()
     parts = documents(model, (9, 14, 6))
     plain = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(joined_ids(parts), past_key_values=plain)
+    call(model, plain, joined_ids(parts))
     cache = blend(model, parts, FullCache(), recompute=0.1)
     assert_holds(cache, model, parts, [(each.keys[0], each.values[0]) for each in plain.layers])
 
@@ -145,28 +118,10 @@ def test_all_tokens_chosen_are_a_full_reading_up_to_rounding():
     counts = [ids.shape[1]] * (model.config.num_hidden_layers - 1)
     joined = recompute(model, ids, join(model, parts), counts)
     read = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=read)
+    call(model, read, ids)
     for own, wanted in zip(joined, read.layers, strict=True):
         assert torch.allclose(own.key_states, wanted.keys, atol=1e-4, rtol=1e-4)
         assert torch.allclose(own.value_states, wanted.values, atol=1e-4, rtol=1e-4)
-
-
-def test_a_key_is_turned_by_the_difference():
-    """Of a pair of dimensions with frequency 1, a key (1, 0) moved by 2 is (cos 2, sin 2)."""
-    model = tiny_model("llama")
-    half = model.config.hidden_size // model.config.num_attention_heads // 2
-    parts = documents(model, (5, 4), prefix_tokens=1)
-    store = parts[1].cache.layers[0].store
-    keys = torch.zeros_like(store.keys)
-    keys[..., 0] = 1.0
-    parts[1].cache.layers[0].store = DenseStore().fill(keys, store.values, store.num_kv_heads)
-    turned = join(model, parts)[0].key_states[:, :, 6:]
-    angle = torch.tensor(5.0)  # the second document stood at 1, and stands at 6
-    assert torch.allclose(turned[..., 0], angle.cos().expand(turned.shape[:3]), atol=1e-5)
-    assert torch.allclose(turned[..., half], angle.sin().expand(turned.shape[:3]), atol=1e-5)
-    others = [dim for dim in range(2 * half) if dim not in (0, half)]
-    assert not turned[..., others].any()
 
 
 def test_of_equal_deviations_the_first_tokens_go_on():

@@ -9,9 +9,10 @@ from transformers import DynamicCache
 from snapkv import AdaKV, CompressedCache, FullCache, KeyDiff, SnapKV
 from snapkv.library import blend, joined_ids
 from snapkv.storage.ragged import RaggedStore
-from tests.families import random_ids, tiny_model
+from tests.families import call, random_ids, tiny_model
 from tests.library import reference
 from tests.library.test_blending import documents, few, uneven
+from tests.oracle import masked_judge, masked_pass
 from tests.pairs import pairs
 
 HELD = {"whole": None, "even": few, "uneven": uneven}
@@ -28,30 +29,14 @@ def asked(tokens=5, seed=70):
 
 def logits_over(model, cache, question):
     """Of a question over what a cache holds: masked attention over all tokens, layer by layer."""
-    seen, tokens = cache.get_seq_length(), question.shape[1]
-    plain, handles = DynamicCache(config=model.config), []
-    own = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    for index, layer in enumerate(model.get_decoder().layers):
+    seen, plain, hidden = cache.get_seq_length(), DynamicCache(config=model.config), {}
+    for index in range(len(cache.layers)):
         keys, values, held = reference.states_held(cache, index, seen)
         plain.update(keys.nan_to_num()[None], values.nan_to_num()[None], index)
-        mask = torch.cat([held[:, None].expand(-1, tokens, -1), own.expand(len(held), -1, -1)], -1)
-        groups = model.config.num_attention_heads // len(held)
-        mask = mask.repeat_interleave(groups, dim=0)[None]
-
-        def give(_, args, kwargs, mask=mask):
-            return args, {**kwargs, "attention_mask": mask}
-
-        handles.append(layer.register_forward_pre_hook(give, with_kwargs=True))
-    with torch.no_grad():
-        logits = model(question, past_key_values=plain).logits
-    for handle in handles:
-        handle.remove()
-    return logits
-
-
-def logits_of(model, cache, question):
-    with torch.no_grad():
-        return model(question, past_key_values=cache).logits
+        hidden[index] = ~held[None]
+    end = seen + question.shape[1]
+    mask, positions = torch.ones(1, end).long(), torch.arange(seen, end)[None]
+    return masked_pass(masked_judge(model), plain, hidden, question, mask, positions)
 
 
 def assert_close(own, wanted):
@@ -63,7 +48,7 @@ def test_a_question_is_read_over_what_is_held(family, kind, share):
     model = tiny_model(family, "sdpa")
     cache = blend(model, parts_of(model, kind), FullCache(), recompute=share)
     wanted = logits_over(model, cache, asked())
-    assert_close(logits_of(model, cache, asked()), wanted)
+    assert_close(call(model, cache, asked()), wanted)
     assert isinstance(cache.layers[0].store, RaggedStore) == (kind == "uneven")
 
 
@@ -148,10 +133,10 @@ def test_files_and_copies_go_on_alike_and_a_question_can_be_taken_back(kind, tmp
     assert cache.report().seen_tokens == others[0].report().seen_tokens
     roomy = blend(model, parts, SnapKV(64, window_size=4))
     fresh = copy.copy(roomy)
-    logits_of(model, roomy, asked(6))
+    call(model, roomy, asked(6))
     roomy.crop(-6)
     assert roomy.get_seq_length() == joined_ids(parts).shape[1]
-    assert torch.equal(logits_of(model, roomy, asked(5)), logits_of(model, fresh, asked(5)))
+    assert torch.equal(call(model, roomy, asked(5)), call(model, fresh, asked(5)))
 
 
 def test_the_parts_stay_as_they_were():
@@ -163,7 +148,7 @@ def test_the_parts_stay_as_they_were():
         ]
         first = blend(model, parts, recompute=0.3)
         second = blend(model, parts, recompute=0.3)
-        assert torch.equal(logits_of(model, first, asked()), logits_of(model, second, asked()))
+        assert torch.equal(call(model, first, asked()), call(model, second, asked()))
         for part, states in zip(parts, before, strict=True):
             assert all(map(torch.equal, part.cache.layers[2].store.padded(), states))
 

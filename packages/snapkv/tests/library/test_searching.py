@@ -178,15 +178,6 @@ def test_a_record_that_was_damaged_in_its_place_is_named_and_its_document_not_fo
     assert str(file) in notices[0]
 
 
-def test_adding_looks_at_no_whole_folder_for_every_document(tmp_path, monkeypatch):
-    looks, folder = [], Folder(tmp_path)
-    put(folder, "first", "bbx")
-    real = type(tmp_path).iterdir
-    monkeypatch.setattr(type(tmp_path), "iterdir", lambda self: looks.append(self) or real(self))
-    put(folder, "second", "ccx")
-    assert not looks
-
-
 SCRIPTS = {
     "hi": "हिन्दी भाषा",
     "th": "ภาษาไทย ง่าย",

@@ -30,7 +30,7 @@ from snapkv.cache.saving.files import read_sealed, seal_of, write_sealed
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
 from snapkv.library.stored import model_identity, read_document
-from tests.families import random_ids, tiny_config, tiny_model
+from tests.families import call, random_ids, tiny_config, tiny_model
 
 TOKENS, BUDGET = 70, 32
 POLICY = SnapKV(BUDGET, window_size=4)
@@ -40,8 +40,7 @@ IDS = random_ids(1, TOKENS)
 
 
 def read(cache, ids=IDS, **options):
-    with torch.no_grad():
-        cache.model(ids, past_key_values=cache, **options)
+    call(cache.model, cache, ids, **options)
     return cache
 
 

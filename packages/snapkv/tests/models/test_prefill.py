@@ -1,6 +1,7 @@
 """Reading layer by layer gives what reading at once gives; for every family see `test_masked`."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from snapkv import CompressedCache, InvalidArgumentError, SnapKV, plan
 from snapkv.errors import OutOfMemoryError, UnsupportedModelError
 from snapkv.plan.advice import layerwise_bytes
 from snapkv.plan.footprint import footprint_of_loaded
-from snapkv.prefill import layer_by_layer
+from snapkv.prefill import layer_by_layer, selective
 from tests.families import generated, random_ids, tiny_model
 
 POLICY = SnapKV(40, window_size=8)
@@ -30,20 +31,30 @@ def test_only_the_layer_being_read_is_whole():
     assert len(whole) == 5 * len(model.model.layers)
 
 
-def test_the_model_is_as_before_afterwards_and_after_an_error():
+READINGS = {
+    "layer by layer": functools.partial(layer_by_layer, chunk_tokens=16),
+    "selective": functools.partial(selective, layer=2, keep_ratio=0.25, least_tokens=4),
+}
+
+
+@pytest.mark.parametrize("other", READINGS.values(), ids=READINGS)
+@pytest.mark.parametrize("reading", READINGS.values(), ids=READINGS)
+def test_the_model_is_as_before_afterwards_and_after_an_error(reading, other):
     model, ids = tiny_model("llama"), random_ids(1, 60)
-    with pytest.raises(RuntimeError, match="stop"), layer_by_layer(model, chunk_tokens=16):
+    expected = model(ids).logits
+    with pytest.raises(RuntimeError, match="stop"), reading(model):
         raise RuntimeError("stop")
-    with torch.no_grad(), layer_by_layer(model, chunk_tokens=16):
-        plain = model(ids).logits  # without a compressed cache: as ever
-        with pytest.raises(UnsupportedModelError, match="wrapped already"), layer_by_layer(model):
+    with reading(model):
+        assert torch.equal(model(ids).logits, expected)  # without a compressed cache
+        with pytest.raises(UnsupportedModelError, match="wrapped already"), other(model):
             pass
     assert not any("forward" in vars(module) for module in model.modules())
-    assert torch.equal(model(ids).logits, plain)
-    with (
-        pytest.raises(InvalidArgumentError, match="chunk_tokens"),
-        layer_by_layer(model, chunk_tokens=0),
-    ):
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_pieces_have_a_token_at_least():
+    refused = pytest.raises(InvalidArgumentError, match="chunk_tokens")
+    with refused, layer_by_layer(tiny_model("llama"), chunk_tokens=0):
         pass
 
 

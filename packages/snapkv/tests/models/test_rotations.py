@@ -6,14 +6,17 @@ from transformers import DynamicCache
 
 from snapkv import CompressedCache, ExpectedAttention, StreamingLLM, UnsupportedModelError
 from snapkv.hf.model_parts import rotations_of
+from tests.families import tiny_model
 from tests.matrix.images import image_of
 from tests.matrix.shrinking import seeing
 
-MODELS = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "qwen3_5"
-PROMPT, BEFORE, FURTHER = 44, 4, 5
+SEEING = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "qwen3_5"
+# One way of rotating each: halves, the first half of a head, neighbours in pairs, both of these,
+# tables of half the width and sinks of the model's own, two kinds.
+ROTARY = "llama", "phi3", "cohere", "glm4", "gpt_oss", "gemma3_text"
+PROMPT, BEFORE, FURTHER = 44, 4, 400
 POLICIES = ExpectedAttention(24, window_size=8), StreamingLLM(24)
 
-every_model = pytest.mark.parametrize("name", MODELS)
 every_policy = pytest.mark.parametrize("policy", POLICIES, ids=[each.name for each in POLICIES])
 
 
@@ -31,19 +34,21 @@ def keys_at(model, start):
     return {index: keys for index, keys in enumerate(held) if keys is not None}
 
 
-@every_model
-def test_turned_keys_are_those_of_a_text_that_begins_later(name):
-    model = seeing(name)
+@pytest.mark.parametrize("name", [*SEEING, *ROTARY])
+def test_turned_keys_are_those_of_a_text_that_begins_elsewhere(name):
+    """Turning back works as well."""
+    model = seeing(name) if name in SEEING else tiny_model(name, "eager")
     first, later = keys_at(model, 0), keys_at(model, FURTHER)
-    rotations = rotations_of(model, list(first))
-    for index, keys in first.items():
-        turned = rotations[index](keys, torch.full((1, PROMPT), FURTHER))
-        assert (keys - later[index]).norm() > 0.1 * keys.norm()
-        torch.testing.assert_close(turned, later[index], atol=1e-4, rtol=1e-3)
+    full = CompressedCache(model, StreamingLLM(8)).compressed_layers
+    for index, rotation in rotations_of(model, full).items():
+        assert (first[index] - later[index]).norm() > 0.1 * first[index].norm()
+        for keys, other, by in ((first, later, FURTHER), (later, first, -FURTHER)):
+            turned = rotation(keys[index], torch.full((1, PROMPT), by))
+            torch.testing.assert_close(turned, other[index], atol=1e-4, rtol=1e-3)
 
 
 @every_policy
-@every_model
+@pytest.mark.parametrize("name", SEEING)
 def test_text_is_compressed_and_text_behind_an_image_refused(name, policy):
     model, image = seeing(name), image_of(name)
     options = {"max_new_tokens": 3, "do_sample": False}

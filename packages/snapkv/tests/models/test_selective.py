@@ -15,14 +15,13 @@ from snapkv import (
     FullCache,
     InvalidArgumentError,
     SnapKV,
-    UnsupportedModelError,
 )
-from snapkv.ops import ScoreOptions
-from snapkv.policies import EvictingPolicy, PromptLayer
-from snapkv.prefill import layer_by_layer, selective
+from snapkv.policies import EvictingPolicy
+from snapkv.prefill import selective
 from snapkv.prefill.selective import _TokensThatGoOn, _voting
 from tests.families import HYBRID, ONCE, generated, left_padded, random_ids, tiny_model
 from tests.methods import METHODS
+from tests.ops.states import worked_layer
 
 CASES = [case for case in ONCE if case[0] not in HYBRID]
 OPTIONS = {"layer": 2, "keep_ratio": 0.25, "least_tokens": 4}
@@ -177,13 +176,7 @@ def prompt_of(looks_at, tokens):
         for place in set(places):
             share = torch.tensor(places.count(place) / len(places))
             queries[0, head, :, place] = 60.0 + share.log()
-    return PromptLayer(
-        queries=queries,
-        keys=keys,
-        values=keys,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=1,
-    )
+    return worked_layer(keys, queries=queries, layer_idx=1)
 
 
 @pytest.mark.parametrize("options", [{"least_tokens": 200}, {"keep_ratio": 1.0}])
@@ -204,25 +197,6 @@ def test_protected_tokens_go_on():
         read(model, cache, ids)
     for layer in range(4):
         assert set(range(30, 70)) <= set(cache.kept_positions(layer)[0, 0].tolist())
-
-
-def test_the_model_is_as_before_afterwards_and_after_an_error():
-    model, ids = tiny_model("llama"), random_ids(1, 60)
-    cache = CompressedCache(model, SNAPKV)
-    with selective(model, **OPTIONS):
-        plain = model(ids).logits  # without a compressed cache: as ever
-    with pytest.raises(RuntimeError, match="stop"), selective(model, **OPTIONS):
-        raise RuntimeError("stop")
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert torch.equal(model(ids).logits, plain)
-    with (
-        pytest.raises(UnsupportedModelError, match="wrapped already"),
-        selective(model),
-        layer_by_layer(model),
-    ):
-        pass
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("given", [{"layer": 4}, {"keep_ratio": 0.0}, {"least_tokens": -1}])

@@ -8,7 +8,7 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.kvzip import read_context
 from snapkv.prefill import SharedReading
 from snapkv.prefill.shared import shared_bytes
-from tests.families import random_ids, small_model, tiny_model
+from tests.families import generated, random_ids, small_model, tiny_model
 from tests.golden.cases import BUDGET, POLICIES
 
 SNAPKV = SnapKV(BUDGET, window_size=6)
@@ -20,16 +20,9 @@ OPTIONS = {
 }
 
 
-def generated(model, ids, cache):
-    output = model.generate(
-        ids,
-        past_key_values=cache,
-        output_logits=True,
-        return_dict_in_generate=True,
-        max_new_tokens=4,
-        do_sample=False,
-        attention_mask=torch.ones_like(ids),
-    )
+def answered(model, ids, cache):
+    told = {"output_logits": True, "return_dict_in_generate": True}
+    output = generated(model, cache, ids, max_new_tokens=4, **told)
     return output.sequences, torch.stack(output.logits)
 
 
@@ -41,9 +34,9 @@ def assert_stored_alike(given, own):
 
 def assert_alike(model, ids, shared, policy, **options):
     own, given = (CompressedCache(model, policy, **options) for _ in range(2))
-    expected, expected_logits = generated(model, ids, own)
+    expected, expected_logits = answered(model, ids, own)
     with shared.given():
-        found, logits = generated(model, ids, given)
+        found, logits = answered(model, ids, given)
     assert torch.equal(found, expected)
     torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-5)
     assert_stored_alike(given, own)
@@ -73,7 +66,7 @@ def test_a_question_behind_the_context_is_read_by_the_model():
         model(ids[:, :80], past_key_values=own)
         with shared.given():
             model(ids[:, :80], past_key_values=given)
-            assert torch.equal(generated(model, ids, given)[0], generated(model, ids, own)[0])
+            assert torch.equal(answered(model, ids, given)[0], answered(model, ids, own)[0])
 
 
 def test_the_first_of_two_readings_is_shared_and_the_second_is_not():

@@ -2,7 +2,7 @@
 
 Keys stand once per query head, as they do in the paper's models; a grouped model repeats them
 first (`repeat_keys`). Only the selection is modelled, as positions; gathering is ours to test
-elsewhere. `dtype` is the precision of scores and votes.
+elsewhere.
 """
 
 import torch
@@ -24,18 +24,17 @@ def listing_scores(
     window_size: int,
     kernel_size: int,
     pooling: str,
-    dtype: torch.dtype,
 ) -> Tensor:
-    """Lines 9 to 13: attention of the window, summed over its queries, pooled. (B, H, P).
+    """Lines 9 to 13: attention of the window, summed over its queries, pooled. (B, H, P) float64.
 
-    States are (B, H, T, D), of the whole prompt; scores are computed from them cast to `dtype`.
+    States are (B, H, T, D), of the whole prompt.
     """
-    observed = query_states[..., -window_size:, :].to(dtype)
+    observed = query_states[..., -window_size:, :].double()
     head_dim = query_states.shape[-1]
-    logits = torch.einsum("bhwd,bhtd->bhwt", observed, key_states.to(dtype)) / head_dim**0.5
+    logits = torch.einsum("bhwd,bhtd->bhwt", observed, key_states.double()) / head_dim**0.5
     future = torch.ones(window_size, window_size, dtype=torch.bool).triu(diagonal=1)
     square = logits[..., -window_size:]
-    square[..., future] += torch.finfo(dtype).min
+    square[..., future] += torch.finfo(square.dtype).min
     weights = logits.softmax(dim=-1)
     vote = weights[..., :-window_size].sum(dim=-2)
     pool = torch.nn.MaxPool1d if pooling == "max" else torch.nn.AvgPool1d

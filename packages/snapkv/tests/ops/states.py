@@ -43,28 +43,35 @@ def random_layer(
     )
 
 
+def worked_layer(keys, values=None, queries=None, *, scaling: float = 1.0, **fields) -> PromptLayer:
+    """A layer of these states; its values are its keys, and it has no queries, if not given."""
+    return PromptLayer(
+        queries=keys[:, :, :0] if queries is None else queries,
+        keys=keys,
+        values=keys if values is None else values,
+        score_options=ScoreOptions(scaling=scaling),
+        **{"layer_idx": 0} | fields,
+    )
+
+
+def rated_layer(received, **fields) -> PromptLayer:
+    """A layer of these ratings by a second reading, lists of (H, T) or (B, H, T)."""
+    ratings = torch.tensor(received)
+    ratings = ratings if ratings.dim() == 3 else ratings[None]
+    return worked_layer(torch.ones(*ratings.shape, 1), received=ratings, **fields)
+
+
 def layer_with_scores(scores):
     """A layer whose prefix has, with one query and no pooling, lists of such votes per head."""
-    scores = torch.tensor(scores)
-    heads, prefix = scores.shape
-    keys = torch.zeros(1, heads, prefix + 1, prefix + 1)
-    keys[0, :, torch.arange(prefix), torch.arange(prefix)] = 1.0
-    queries = torch.zeros(1, heads, 1, prefix + 1)
-    rest = 1 - scores.sum(-1, keepdim=True)
-    queries[0, :, 0] = torch.cat([scores, rest], -1).clamp(min=1e-9).log()
-    keys[0, :, prefix, prefix] = 1.0
-    return PromptLayer(
-        queries=queries,
-        keys=keys,
-        values=keys,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-    )
+    votes = torch.tensor(scores)
+    attention = torch.cat([votes, 1 - votes.sum(-1, keepdim=True)], -1)
+    keys = torch.eye(attention.shape[1]).expand(1, len(votes), -1, -1)
+    return worked_layer(keys, queries=attention.clamp(min=1e-9).log()[None, :, None])
 
 
 def worked_prompt(rows: list[list[float]], slots: int, **fields) -> PromptLayer:
     """A layer of one head whose last queries pay exactly the attention of `rows`."""
-    return PromptLayer(**_worked(rows, slots), values=torch.eye(slots)[None, None], **fields)
+    return PromptLayer(**_worked(rows, slots) | {"values": torch.eye(slots)[None, None]} | fields)
 
 
 def worked_step(

@@ -152,14 +152,6 @@ def test_fading_leaves_the_votes_as_they_are_and_gives_gradients(impl):
     assert lifting.grad.tolist() == [[[1 + 0.5 + 0.25, 0.0, 0.0, 1.0]]]
 
 
-def test_rows_gathered_by_token_by_hand():
-    """Two heads of three tokens of two numbers; -1 stands for any, here the first."""
-    states = torch.tensor([[[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]]])
-    kept = torch.tensor([[[0, 2], [-1, 1]]])
-    expected = [[[[1, 2], [5, 6]], [[7, 8], [9, 10]]]]
-    assert blocked.gather_tokens(states, kept).tolist() == expected
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 def test_rows_gathered_by_token_equal_the_reference(dtype):
     source = torch.Generator().manual_seed(0)

@@ -33,14 +33,6 @@ def states(device, dtype, heads, kv_heads, new, past, head_dim=64):
     return tuple(made)
 
 
-def test_two_tokens_behind_one():
-    """Weights 1/2 and 1/2, then 1/4, 1/2 and 1/4: the scores are logarithms."""
-    keys = torch.tensor([[[[0.0], [2.0], [0.0]]]]).mul_(torch.log(torch.tensor(2.0)) / 2)
-    queries, values = torch.tensor([[[[0.0], [1.0]]]]), torch.tensor([[[[4.0], [8.0], [16.0]]]])
-    attended = attend_in_parts(queries, keys, values, 1.0, kernel=on_a_cpu)
-    torch.testing.assert_close(attended, torch.tensor([[[[6.0], [9.0]]]]))
-
-
 @pairs(heads=(4, 6), kv_heads=(1, 2), new=(2, 65, 130), past=(1, 64, 200), scaling=(0.3, 0.125))
 def test_the_parts_put_together_are_the_whole(heads, kv_heads, new, past, scaling):
     given = states("cpu", torch.float32, heads, kv_heads, new, past)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapkv import InvalidArgumentError
-from snapkv.ops import RaggedLayout, ScoreOptions, attention_weights, choice, ragged_attention
+from snapkv.ops import RaggedLayout, attention_weights, choice, ragged_attention
 from snapkv.ops.ragged import api as ragged
 from tests.ops.ragged_cases import (
     LENGTHS,
@@ -21,22 +21,6 @@ from tests.ops.ragged_cases import (
 )
 
 FAST = ("flash", "blocked")
-
-
-def test_two_heads_by_hand():
-    """One head keeps a key that scores ln 3 and sees the tail's 0: weights 3/4 and 1/4."""
-    keys = torch.tensor([3.0]).log()[:, None]
-    got = ragged_attention(
-        torch.ones(1, 2, 1, 1),
-        keys,
-        torch.tensor([[8.0]]),
-        RaggedLayout(((1, 0),), keys.device),
-        torch.zeros(1, 2, 1, 1),
-        torch.full((1, 2, 1, 1), 4.0),
-        ScoreOptions(scaling=1.0),
-        impl="reference",
-    )
-    torch.testing.assert_close(got.flatten(), torch.tensor([0.75 * 8 + 0.25 * 4, 4.0]))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

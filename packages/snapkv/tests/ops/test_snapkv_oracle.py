@@ -15,7 +15,8 @@ from snapkv import ops
 from snapkv.ops.votes import reference
 from snapkv.policies import SnapKV
 from tests.ops import oracle
-from tests.ops.states import pad_left, random_layer
+from tests.ops.listing1 import listing_kept, listing_scores, repeat_keys
+from tests.ops.states import random_layer
 from tests.pairs import pairs
 
 ROUNDING = 1e-6
@@ -66,6 +67,47 @@ def our_kept(selection, layer, row=0):
     return [[slot - pads for slot in head] for head in indices[:, filler:].tolist()]
 
 
+@pairs(
+    beyond_budget=[-3, 0, 1, 70],
+    dtype=[torch.float32, torch.bfloat16],
+    pooling=["max", "avg"],
+    window_size=[16, 32, 64],
+    kernel_size=[1, 5, 7, 13],
+    heads={"mha": (2, 2), "gqa": (4, 2)},
+)
+def test_the_loops_and_we_keep_the_set_of_the_papers_listing_1(
+    beyond_budget, dtype, pooling, window_size, kernel_size, heads
+):
+    """Up to ties at the cut, of which the listing's `topk` promises no order."""
+    (query_heads, kv_heads), budget = heads, window_size + 24
+    policy = SnapKV(
+        budget,
+        window_size=window_size,
+        kernel_size=kernel_size,
+        pooling=pooling,
+        group_reduce="none",
+    )
+    tokens = {"prompt_tokens": budget + beyond_budget, "query_tokens": window_size}
+    layer = random_layer(1, query_heads=query_heads, kv_heads=kv_heads, dtype=dtype, **tokens)
+    scores = listing_scores(
+        layer.queries,
+        repeat_keys(layer.keys, query_heads),
+        window_size=window_size,
+        kernel_size=kernel_size,
+        pooling=pooling,
+    )
+    if beyond_budget <= 0:
+        assert policy.select(layer) is None
+    else:
+        torch.testing.assert_close(torch.tensor(oracle_scores(layer, policy)).double(), scores[0])
+        assert our_kept(policy.select(layer), layer) == oracle_kept(layer, policy)
+    listed = listing_kept(scores, prompt_tokens=tokens["prompt_tokens"], capacity=budget)
+    for own, other, votes in zip(oracle_kept(layer, policy), listed, scores[0], strict=True):
+        assert len(own) == len(other) == min(budget, tokens["prompt_tokens"])
+        differ = votes[sorted(other.symmetric_difference(own))]
+        assert not differ.numel() or differ.max() - differ.min() < 1e-12
+
+
 @pairs(window_size=[1, 6], group_size=[1, 3], with_sinks=[False, True], softcap=[None, 3.0])
 def test_votes_equal_the_loops(window_size, group_size, with_sinks, softcap):
     layer = random_layer(
@@ -102,7 +144,7 @@ POOLINGS = [
 
 
 @pairs(
-    kernel_size=[1, 3, 13, (0, 12), (3, 0), (2, 5)],
+    kernel_size=[1, 3, 13, (0, 12), (3, 0), (2, 5), (0, 40)],
     pooling=["max", "avg"],
     prefix_tokens=[1, 2, 5, 30],
 )
@@ -137,14 +179,6 @@ def test_every_mode_equals_the_loops(window_reduce, group_reduce, pooling, with_
     assert selection.padding_slots is None
     for row in range(2):
         assert our_kept(selection, layer, row) == oracle_kept(layer, policy, row)
-
-
-def test_only_pads_are_dropped_where_every_row_fits_the_budget():
-    rows = [random_layer(9, prompt_tokens=tokens, query_tokens=4) for tokens in (9, 4)]
-    layer = pad_left(rows, query_tokens=4, extra=6)
-    selection = SnapKV(budget=12, window_size=4).select(layer)
-    assert our_kept(selection, layer, 0) == [list(range(9))] * 2
-    assert our_kept(selection, layer, 1) == [list(range(4))] * 2
 
 
 @pytest.mark.parametrize("group_reduce", ["mean", "max", "sum"])

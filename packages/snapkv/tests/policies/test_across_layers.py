@@ -16,33 +16,21 @@ from snapkv import (
     CriticalKV,
     InvalidArgumentError,
     KVCodes,
-    KVzap,
     KVzip,
     PyramidKV,
     SnapKV,
 )
-from snapkv.app.observing import Recorder, record_prompt
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.cache.prompt_state import PromptState
 from snapkv.hf.forward_context import Hook, hooked
-from snapkv.kvzip import read_twice
 from snapkv.ops import TokenCost
 from snapkv.policies.across_layers import in_blocks
-from snapkv.prefill import layer_by_layer
 from snapkv.storage.storage import Storage
 from tests.families import call, peaked_model, random_ids, tiny_config, tiny_model
-from tests.gates import drawn_gate
-from tests.ops.states import layer_with_scores, pad_left, random_layer
-from tests.oracle import masked_decode_logits
+from tests.ops.states import layer_with_scores, pad_left, random_layer, rated_layer
 
-TOKENS, BUDGET = 70, {"budget": 24, "window_size": 4}
-METHODS = {
-    "kvzip": AcrossLayers(KVzip(**BUDGET, chunk_tokens=32)),
-    "kvzip plus": AcrossLayers(KVzip(**BUDGET, plus=True)),
-    "kvzap": AcrossLayers(KVzap(**BUDGET, gate=drawn_gate())),
-    "snapkv": AcrossLayers(SnapKV(**BUDGET)),
-}
-methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
+TOKENS = 70
+POLICY = AcrossLayers(SnapKV(24, window_size=4))
 
 
 def ended(policy, prompts, storage=None):
@@ -109,19 +97,13 @@ def best_of_all(policy, layers, row):
     ]
 
 
-def layer_of(scores, **parts):
-    """A layer that received so much in the second reading, (H, T)."""
-    received = torch.tensor(scores)[None]
-    states = torch.zeros(1, *received.shape[1:], 2)
-    layer = random_layer(0, prompt_tokens=received.shape[2], query_tokens=0)
-    return replace(layer, keys=states, values=states, received=received, **parts)
-
-
 def test_by_hand():
     """A window of 1 and a sink each; 2 more on average, 8 of 4 heads: 4 sinks and the best 4."""
     layers = [
-        layer_of([[0.0, 0.9, 0.8, 0.7, 9.0], [0.0, 0.1, 0.05, 0.0, 9.0]], num_layers=2),
-        layer_of([[0.0, 0.6, 0.2, 0.2, 9.0], [0.0, 0.05, 0.3, 0.01, 9.0]], depth=1, num_layers=2),
+        rated_layer([[0.0, 0.9, 0.8, 0.7, 9.0], [0.0, 0.1, 0.05, 0.0, 9.0]], num_layers=2),
+        rated_layer(
+            [[0.0, 0.6, 0.2, 0.2, 9.0], [0.0, 0.05, 0.3, 0.01, 9.0]], depth=1, num_layers=2
+        ),
     ]
     policy = AcrossLayers(KVzip(3, window_size=1, sink_tokens=1))
     assert kept_of(policy, layers) == [[[{0, 1, 2, 3, 4}, {0, 4}], [{0, 1, 4}, {0, 4}]]]
@@ -224,94 +206,6 @@ def test_of_bytes_in_few_bits_heads_win_whole_blocks(lengths, heads, depth, shar
     assert min(given, all_whole) - spent < 1792 * heads * len(lengths), "a block of every head"
 
 
-def numbers(cache):
-    return [(cache.kept_positions(i) >= 0).sum(-1).tolist() for i in cache.compressed_layers]
-
-
-@torch.no_grad()
-def read(model, ids, policy, mask=None, **options):
-    cache = CompressedCache(model, policy, **options)
-    if policy.reads_context:
-        read_twice(model, ids, cache, instruction_ids=(5, 6))
-    else:
-        call(model, cache, ids, attention_mask=mask)
-    return cache
-
-
-@methods
-@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}], ids=str)
-def test_a_model_goes_on_with_what_is_kept(policy, options, tmp_path):
-    """As many tokens as the budget says in all, in rows as alone, and from a file."""
-    model, ids, later = tiny_model("llama"), random_ids(2, TOKENS), random_ids(2, 3, 1)
-    cache = read(model, ids, policy, **options)
-    counts = numbers(cache)
-    assert len({sum(layer[0]) for layer in counts}) > 1, "layers keep different numbers"
-    for row in range(2):
-        assert sum(sum(layer[row]) for layer in counts) == 24 * 2 * 4
-        alone = read(model, ids[row : row + 1], policy)
-        assert [layer[row] for layer in counts] == [layer[0] for layer in numbers(alone)]
-    cache.save(tmp_path / "file")
-    loaded = CompressedCache.load(tmp_path / "file", model, policy=policy)
-    expected = masked_decode_logits(model, cache, ids, later)
-    for each in (cache, loaded):
-        got = call(model, each, later)
-        atol = 0.05 if options else 1e-4
-        torch.testing.assert_close(got, expected, atol=atol, rtol=1e-3)
-    assert cache.report().kept_tokens == 24 + 3
-
-
-def positions(cache):
-    return [cache.kept_positions(index).tolist() for index in cache.compressed_layers]
-
-
-def in_pieces(model, cache, ids):
-    cache.expect_prompt(TOKENS)
-    for piece in ids.split(30, dim=1):
-        call(model, cache, piece)
-    return cache
-
-
-def by_layer(model, cache, ids):
-    with layer_by_layer(model, chunk_tokens=16), torch.no_grad():
-        call(model, cache, ids)
-    return cache
-
-
-def as_recorded(model, cache, ids):
-    recorded = record_prompt(model, ids, Recorder(recorded_queries=TOKENS))
-    return recorded.compressed(cache.policy)
-
-
-@pytest.mark.parametrize("way", [in_pieces, by_layer, as_recorded], ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", ["snapkv", "kvzap"])
-def test_however_a_prompt_is_read_the_same_is_kept(way, name):
-    model, ids = tiny_model("llama"), random_ids(2, TOKENS)
-    cache = way(model, CompressedCache(model, METHODS[name]), ids)
-    assert positions(cache) == positions(read(model, ids, METHODS[name]))
-
-
-def test_recall_chooses_of_all_again():
-    model, ids, policy = tiny_model("llama"), random_ids(1, TOKENS), METHODS["snapkv"]
-    cache = CompressedCache(model, policy, turns="recall")
-    for upto in (40, TOKENS):
-        cache.expect_prompt(upto)
-        call(model, cache, ids[:, cache.get_seq_length() : upto])
-    assert positions(cache) == positions(read(model, ids, policy))
-
-
-def test_a_short_row_keeps_what_it_keeps_alone():
-    """Of rows of different length each has a budget of its own."""
-    model, ids = tiny_model("llama"), random_ids(2, TOKENS)
-    mask = torch.ones_like(ids)
-    mask[0, :30] = 0
-    cache = read(model, ids, METHODS["snapkv"], mask)
-    alone = read(model, ids[:1, 30:], METHODS["snapkv"])
-    for index in cache.compressed_layers:
-        heads = zip(cache.kept_positions(index)[0], alone.kept_positions(index)[0], strict=True)
-        for of_batch, own in heads:
-            assert of_batch[of_batch >= 0].tolist() == own[own >= 0].tolist()
-
-
 def test_a_budget_by_votes_needs_no_other_layer():
     """Every head keeps what is voted for, whatever other heads and layers do."""
     layer = layer_with_scores([[0.3, 0.1, 0.02, 0.2], [0.01, 0.02, 0.5, 0.01]])
@@ -343,13 +237,14 @@ def test_what_cannot_be_is_refused_by_name():
     for policy in (PyramidKV(40), CriticalKV(KVzip(40))):
         with pytest.raises(InvalidArgumentError, match=r"policy: .* the same in every layer, got"):
             AcrossLayers(policy)
-    policy = METHODS["snapkv"]
     with pytest.raises(InvalidArgumentError, match="policy: expected the layers of a prompt one"):
-        policy.select(random_layer(0, prompt_tokens=TOKENS, query_tokens=4))
+        POLICY.select(random_layer(0, prompt_tokens=TOKENS, query_tokens=4))
 
 
 def test_layers_with_a_window_of_their_own_take_no_part():
-    cache = read(tiny_model("gemma3_text"), random_ids(1, TOKENS), METHODS["snapkv"])
+    model = tiny_model("gemma3_text")
+    cache = CompressedCache(model, POLICY)
+    call(model, cache, random_ids(1, TOKENS))
     assert 0 < len(cache.compressed_layers) < len(cache.layers)
     assert cache.report().kept_tokens == 24
 

@@ -16,12 +16,12 @@ from snapkv import (
     SnapKV,
 )
 from snapkv.kvzip import read_twice
-from snapkv.ops import ScoreOptions, TokenCost
-from snapkv.policies import PromptLayer
+from snapkv.ops import TokenCost
 from snapkv.policies.prefix import Prefix
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.storage import Storage
-from tests.families import call, random_ids, tiny_model
+from tests.families import random_ids, read, tiny_model
+from tests.ops.states import worked_layer
 
 CODES = TokenCost(full_bytes=8, block_bytes=12, block_tokens=4)
 BARE = TokenCost(full_bytes=8, block_bytes=8)
@@ -30,17 +30,9 @@ BARE = TokenCost(full_bytes=8, block_bytes=8)
 def worked(cost, tokens, depth=0, pads=(0,)):
     """One of two layers, whose tokens cost what is said."""
     states = torch.zeros(len(pads), 1, tokens, 2, dtype=torch.float16)
-    return PromptLayer(
-        queries=states,
-        keys=states,
-        values=states,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=depth,
-        depth=depth,
-        num_layers=2,
-        pad_tokens=torch.tensor(pads) if any(pads) else None,
-        token_cost=lambda: cost,
-    )
+    pad_tokens = torch.tensor(pads) if any(pads) else None
+    place = {"layer_idx": depth, "depth": depth, "num_layers": 2}
+    return worked_layer(states, pad_tokens=pad_tokens, token_cost=lambda: cost, **place)
 
 
 @pytest.mark.parametrize(
@@ -97,45 +89,36 @@ STORAGES = [
 ]
 
 
-def read(model, policy, tokens, pads=(0,), **options):
-    ids, mask = random_ids(len(pads), tokens), torch.ones(len(pads), tokens, dtype=torch.int64)
-    for row, count in enumerate(pads):
-        mask[row, :count] = 0
-    cache = CompressedCache(model, policy, **options)
-    call(model, cache, ids, attention_mask=mask)
-    return cache
-
-
 def held(cache):
     return [row["held_bytes"] for row in cache.report()["layers"]]
 
 
-def assert_just_fits(cache, model, make, given, tokens, **options):
+def assert_just_fits(cache, model, make, given, ids, **options):
     """Against the tensors of a cache with a number of tokens: one more in a layer is too many."""
     kept = [row["kept_tokens"] for row in cache.report()["layers"]]
     assert sum(held(cache)) <= given
     for own, count in zip(held(cache), kept, strict=True):
-        if count < tokens:
-            larger = held(read(model, make(count + 1, **WINDOW), tokens, **options))[-1]
+        if count < ids.shape[1]:
+            larger = held(read(model, make(count + 1, **WINDOW), ids, **options))[-1]
             assert sum(held(cache)) - own + larger > given
 
 
 @pytest.mark.parametrize("quantize", STORAGES, ids=str)
 @pytest.mark.parametrize(("budget", "tokens"), [("45%", 230), ("23%", 500), ("60000B", 301)])
 def test_held_bytes_are_what_was_given_or_just_below(quantize, budget, tokens):
-    model = tiny_model("llama")
-    cache = read(model, SnapKV(budget, **WINDOW), tokens, quantize=quantize)
+    model, ids = tiny_model("llama"), random_ids(1, tokens)
+    cache = read(model, SnapKV(budget, **WINDOW), ids, quantize=quantize)
     found = ByteBudget.read(budget)
     given = found.bytes or Fraction(str(found.share)) * cache.report().full_bytes
-    assert_just_fits(cache, model, SnapKV, given, tokens, quantize=quantize)
+    assert_just_fits(cache, model, SnapKV, given, ids, quantize=quantize)
 
 
 def test_protected_tokens_stay_within_the_bytes():
-    model = tiny_model("llama")
-    cache = read(model, SnapKV("20%", **WINDOW), 300, protect=[(10, 50)])
+    model, ids = tiny_model("llama"), random_ids(1, 300)
+    cache = read(model, SnapKV("20%", **WINDOW), ids, protect=[(10, 50)])
     assert set(range(10, 50)) <= set(cache.kept_positions(0)[0, 0].tolist())
     with pytest.raises(InvalidArgumentError, match="protect"):
-        read(model, SnapKV("20%", **WINDOW), 300, protect=[(10, 100)])
+        read(model, SnapKV("20%", **WINDOW), ids, protect=[(10, 100)])
 
 
 @pytest.mark.parametrize(("around", "too_far"), [(AdaKV, 232), (AcrossLayers, 263)])
@@ -183,11 +166,11 @@ def test_what_is_no_budget(budget):
 
 
 def test_too_few_for_the_window_and_the_sinks():
-    model = tiny_model("llama")
+    model, ids = tiny_model("llama"), random_ids(1, 100)
     policy = SnapKV("3000B", sink_tokens=4, **WINDOW)
     for quantize, least in ((None, "6,144 bytes"), ("int8", "5,376 bytes")):
         with pytest.raises(InvalidArgumentError, match=f"budget: expected at least {least} ") as e:
-            read(model, policy, 100, quantize=quantize)
+            read(model, policy, ids, quantize=quantize)
         assert "\n" not in str(e.value)
         enough = SnapKV(least.replace(" bytes", "B").replace(",", ""), sink_tokens=4, **WINDOW)
-        read(model, enough, 100, quantize=quantize)
+        read(model, enough, ids, quantize=quantize)

@@ -20,9 +20,6 @@ from snapkv import (
     InvalidArgumentError,
     InvalidTypeError,
 )
-from snapkv.ops import (
-    kept_indices,
-)
 from snapkv.policies.fastgen import (
     FREQUENT,
     FULL,
@@ -199,14 +196,6 @@ def test_the_profile_equals_its_definition(seed, lengths, recovery, kv_heads, ex
                 continue  # rounding may decide
             enough = [part >= recovery for part in recovered]
             assert int(choices[row, head]) == [*enough, True].index(True)
-
-
-def test_kept_slots_as_indices_by_hand():
-    kept = torch.tensor([[[1, 0, 1, 1], [0, 0, 0, 1]], [[0, 0, 0, 0], [1, 1, 0, 0]]]).bool()
-    assert kept_indices(kept).tolist() == [
-        [[0, 2, 3], [-1, -1, 3]],
-        [[-1, -1, -1], [-1, 0, 1]],
-    ]
 
 
 # Who says which tokens come.

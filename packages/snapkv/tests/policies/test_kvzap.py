@@ -16,24 +16,19 @@ from snapkv import (
 )
 from snapkv.hf.identity import digest_of
 from snapkv.hf.known_gates import known_gate, remember_gate
-from snapkv.ops import ScoreOptions
-from snapkv.policies import PromptLayer
 from snapkv.policies.gate import Gate, read_gate
-from tests.families import random_ids, tiny_model
+from tests.families import random_ids, read, tiny_model
 from tests.gates import drawn_gate
-from tests.ops.states import pad_left, random_layer, rotate
+from tests.ops.states import pad_left, random_layer, rotate, worked_layer
 
 
 def test_scores_by_hand():
     """Two tokens before a window of one, keys of two numbers that do not turn, values of one."""
     weights = [1, 10, 100, 0, 1000, 0, 2, 3, 4, 5, 6]  # keys, squares, value, norms, places, 1
-    layer = PromptLayer(
-        queries=torch.zeros(1, 1, 0, 2),
+    layer = worked_layer(
         keys=torch.tensor([[[[3.0, 4.0], [0.0, 2.0], [9.0, 9.0]]]]),
         values=torch.tensor([[[[1.0], [-0.5], [9.0]]]]),
-        score_options=ScoreOptions(scaling=1.0),
         rotation=lambda states, _: states.float(),
-        layer_idx=0,
     )
     gate = Gate.of(torch.tensor(weights)[None, None], 2, 1)
     first = 3 + 40 + 900 + 1000 + 0 * math.log(5) + 2 * math.log(1)
@@ -130,17 +125,11 @@ def test_a_model_goes_by_its_own_gate_and_by_no_others(gates, tmp_path):
         CompressedCache(other, KVzap(24, gate=gate, window_size=4))
 
 
-@pytest.mark.parametrize(
-    "around",
-    [lambda p: p, AdaKV],
-    ids=["alone", "adakv"],
-)
+@pytest.mark.parametrize("around", [lambda p: p, AdaKV], ids=["alone", "adakv"])
 def test_a_saved_cache_brings_its_gate(gates, tmp_path, around):
     model, ids = tiny_model("llama"), random_ids(1, 60)
     stored = remember_gate(drawn_gate(model=digest_of(model)))
-    cache = CompressedCache(model, around(KVzap(24, window_size=4)))
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
+    cache = read(model, around(KVzap(24, window_size=4)), ids)
     cache.save(tmp_path / "cache")
     stored.unlink()
     loaded = CompressedCache.load(tmp_path / "cache", model)
@@ -152,8 +141,6 @@ def test_a_saved_cache_brings_its_gate(gates, tmp_path, around):
 
 
 def test_the_demo_has_a_gate(demo):
-    cache = CompressedCache(demo.model, KVzap(40, window_size=8))
+    cache = read(demo.model, KVzap(40, window_size=8), random_ids(1, 90))
     assert cache.policy.gate == known_gate(demo.model)
-    with torch.no_grad():
-        demo.model(random_ids(1, 90), past_key_values=cache)
     assert cache.report().kept_tokens == 40

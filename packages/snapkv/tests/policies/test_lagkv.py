@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapkv.ops import ScoreOptions
-from snapkv.policies import LagKV, PromptLayer
-from tests.ops.states import random_layer
+from snapkv.policies import LagKV
+from tests.ops.states import random_layer, worked_layer
 
 
 def stand_out(piece, lag):
@@ -47,17 +46,6 @@ def plain_scores(keys, values, lag_size, sinks, cross_scoring):
     return scores + [1 + (at + 1) / len(keys) for at in range(len(scores), len(keys))]
 
 
-def one_head(keys, values=None):
-    states = torch.tensor([[keys]])
-    return PromptLayer(
-        queries=states[:, :, :0],
-        keys=states,
-        values=states if values is None else torch.tensor([[values]]),
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-    )
-
-
 LAG = [[1.0, 0.0], [3.0, 4.0]]
 """Two tokens whose channels reach from 1 to 3 and from 0 to 4."""
 
@@ -67,7 +55,7 @@ FAR, NEAR = [3.0, 0.0], [2.0, 2.0]
 
 def test_by_hand():
     """A sink, the pieces (FAR, NEAR) and LAG, and a token that fills none; a window of one."""
-    layer = one_head([[9.0, -9.0], FAR, NEAR, *LAG, [5.0, 5.0]])
+    layer = worked_layer(torch.tensor([[[[9.0, -9.0], FAR, NEAR, *LAG, [5.0, 5.0]]]]))
     policy = LagKV(4, window_size=1, lag_size=2, sink_tokens=1)
     power = math.exp(math.sqrt(0.5))
     far, near = power / (power + 1), 1 / (power + 1)

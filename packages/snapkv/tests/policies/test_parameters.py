@@ -45,19 +45,15 @@ EVICTING = [
 VALUE, TYPE = InvalidArgumentError, InvalidTypeError
 NAN = float("nan")
 
+BARELY = {"budget": 10, "window_size": 7, "sink_tokens": 4}
+
 # method, what is passed, error, the argument it names first, what it says further on
 REFUSED = [
     (SnapKV, {"budget": 0}, VALUE, "budget", "got 0"),
     (SnapKV, {"budget": 32}, VALUE, "budget", "got 32"),  # the window alone
     (SnapKV, {"window_size": 1024}, VALUE, "budget", "got 1024"),  # against the default
     (SnapKV, {"budget": 64.0}, TYPE, "budget", "got 64.0 of type float"),
-    (
-        SnapKV,
-        {"budget": "many"},
-        TYPE,
-        "budget",
-        "'auto', or bytes as '12%' or '64MiB', got",
-    ),
+    (SnapKV, {"budget": "many"}, TYPE, "budget", "'auto', or bytes as '12%' or '64MiB', got 'm"),
     (SnapKV, {"budget": True}, TYPE, "budget", "got True of type bool"),
     (SnapKV, {"window_size": 0}, VALUE, "window_size", "got 0"),
     (SnapKV, {"window_size": None}, TYPE, "window_size", "got None of type NoneType"),
@@ -73,7 +69,7 @@ REFUSED = [
     (SnapKV, {"budget": {"auto": 3}}, VALUE, "budget", "got {'auto': 3}"),
     (SnapKV, {"budget": {"auto": {"x": 1}}}, VALUE, "budget", "got {'auto'"),
     (SnapKV, {"budget": {"auto": {}, "z": 2}}, VALUE, "budget", "got {'auto'"),
-    (PyramidKV, {"budget": "auto"}, VALUE, "budget", "pyramidkv"),
+    (PyramidKV, {"budget": "auto"}, VALUE, "budget", "a number of tokens with pyramidkv"),
     (KeyDiff, {"budget": "auto"}, VALUE, "budget", "keydiff"),
     (AutoBudget, {"lost_vote": 0}, VALUE, "lost_vote", "got 0"),
     (AutoBudget, {"lost_vote": True}, TYPE, "lost_vote", "got True"),
@@ -98,7 +94,13 @@ REFUSED = [
     (Random, {"seed": -1}, VALUE, "seed", "got -1"),
     *((policy, {"sink_tokens": -1}, VALUE, "sink_tokens", "got -1") for policy in WITH_SINKS),
     *(
-        (policy, {"budget": 10, "window_size": 7, "sink_tokens": 4}, VALUE, "budget", "got 10")
+        (
+            policy,
+            BARELY,
+            VALUE,
+            "budget",
+            "sink_tokens=4, since both are part of the budget, got 10",
+        )
         for policy in WITH_SINKS
     ),
     (AdaKV, {"policy": 36}, TYPE, "policy", "got 36"),
@@ -124,19 +126,20 @@ REFUSED = [
     (Scissorhands, {"threshold": "mean"}, VALUE, "threshold", "got 'mean'"),
     (Scissorhands, {"recent": 0}, VALUE, "recent", "got 0"),
     (RKV, {"budget": 8}, VALUE, "budget", "got 8"),
-    (RKV, {"budget": "auto"}, TYPE, "budget", "got 'auto'"),
+    (RKV, {"budget": "auto"}, TYPE, "budget", "an integer, got 'auto'"),
     (RKV, {"evict_every": 0}, VALUE, "evict_every", "got 0"),
     (RKV, {"kernel_size": (0, 3)}, TYPE, "kernel_size", "got (0, 3)"),
     (RKV, {"mix_lambda": 1.5}, VALUE, "mix_lambda", "[0, 1], got 1.5"),
     (RKV, {"exempt": -1}, VALUE, "exempt", "got -1"),
     (FastGen, {"recovery": 1.01}, VALUE, "recovery", "(0, 1], got 1.01"),
     (FastGen, {"local_ratio": 0}, VALUE, "local_ratio", "got 0"),
-    (FastGen, {"special_ids": [1, 2]}, TYPE, "special_ids", "got [1, 2] of type list"),
+    (FastGen, {"special_ids": [1, 2]}, TYPE, "special_ids", "token ids, got [1, 2] of type"),
     (FastGen, {"special_ids": (1, "2")}, TYPE, "special_ids", "got '2' among"),
     (FastGen, {"special_ids": ((),)}, TYPE, "special_ids", "got () among"),
     (FastGen, {"punctuation_ids": (1, -2)}, VALUE, "punctuation_ids", "got -2"),
     (PromptThenDecode, {"prompt": H2O(64)}, TYPE, "prompt", "got h2o"),
     (PromptThenDecode, {"prompt": 64}, TYPE, "prompt", "got 64"),
+    (PromptThenDecode, {"decode": SnapKV(64)}, TYPE, "decode", "a method that evicts while gen"),
     (PromptThenDecode, {"decode": SnapKV(64)}, TYPE, "decode", "got snapkv"),
     (PromptThenDecode, {"decode": PromptThenDecode()}, TYPE, "decode", "got prompt-then-decode"),
     (PromptThenDecode, {"prompt": AdaKV(SnapKV(64))}, VALUE, "prompt", "got AdaKV"),

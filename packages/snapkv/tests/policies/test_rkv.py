@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from snapkv import RKV
 from snapkv.ops import ScoreOptions, attention_of_groups, redundancy
-from snapkv.policies import DecodeStep, PromptLayer
-from tests.ops.states import random_layer
+from snapkv.policies import DecodeStep
+from tests.ops.states import random_layer, worked_layer
 from tests.pairs import pairs
 
 REPEATED = torch.tensor([[1.0, 0, 0, 0]] * 3 + [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
@@ -37,10 +37,8 @@ def step_of(layer, padding_slots=None, **fields):
 
 def six_tokens():
     """The window is the last token; its query pays the first five 4, 4, 4, 3 and 1 of 16 parts."""
-    keys = REPEATED[None, None]
     queries = torch.tensor([4.0, 3, 1, 100]).log()[None, None, None]
-    options = ScoreOptions(scaling=1.0)
-    return PromptLayer(queries=queries, keys=keys, values=keys, score_options=options, layer_idx=0)
+    return worked_layer(REPEATED[None, None], queries=queries)
 
 
 @pytest.mark.parametrize(

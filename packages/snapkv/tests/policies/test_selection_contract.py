@@ -15,12 +15,11 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from snapkv.ops import ScoreOptions
-from snapkv.policies import POLICIES, CriticalKV, PrefixPolicy, PromptLayer, SnapKV
+from snapkv.policies import POLICIES, CriticalKV, PrefixPolicy, SnapKV
 from snapkv.policies.around import AroundScores
 from tests.gates import drawn_gate
 from tests.ops import oracle
-from tests.ops.states import pad_left, random_layer
+from tests.ops.states import pad_left, random_layer, worked_layer
 
 QUERY_HEADS, KV_HEADS = 4, 2
 
@@ -260,15 +259,7 @@ def test_the_layout_of_the_states_does_not_matter(method):
 def test_a_ratio_is_taken_of_each_rows_own_prefix(ratio, lengths):
     policy = Stated(keep_ratio=ratio, window_size=32)
     pads = max(lengths) - torch.tensor(lengths)
-    keys = torch.empty(len(lengths), 1, max(lengths), 1)
-    layer = PromptLayer(
-        queries=keys,
-        keys=keys,
-        values=keys,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-        pad_tokens=pads,
-    )
+    layer = worked_layer(torch.empty(len(lengths), 1, max(lengths), 1), pad_tokens=pads)
     assert policy.counts(policy.prefix(layer)) == [
         math.floor(Decimal(str(ratio)) * max(0, tokens - 32)) for tokens in lengths
     ]

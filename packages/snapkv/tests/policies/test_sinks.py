@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import InvalidArgumentError
-from snapkv.ops import ScoreOptions
 from snapkv.policies import (
     POLICIES,
     AdaKV,
@@ -16,11 +15,10 @@ from snapkv.policies import (
     KVzap,
     KVzip,
     PrefixPolicy,
-    PromptLayer,
 )
 from snapkv.policies.pyramidkv import LayerBudget
 from tests.gates import drawn_gate
-from tests.ops.states import pad_left, random_layer
+from tests.ops.states import pad_left, random_layer, rated_layer
 
 WITH_SINKS = [
     policy
@@ -51,49 +49,12 @@ WRAPPERS = {
 }
 
 
-def rated(*heads, pads=None):
-    """A layer of these ratings by a second reading, and the window behind them."""
-    received = torch.tensor(heads)
-    received = received if received.dim() == 3 else received[None]
-    states = torch.ones(*received.shape, 1)
-    return PromptLayer(
-        queries=states[:, :, :0],
-        keys=states,
-        values=states,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-        received=received,
-        pad_tokens=None if pads is None else torch.tensor(pads),
-        output_weight=torch.ones(1, received.shape[1]),
-    )
+def rated(*heads):
+    return rated_layer(heads, output_weight=torch.ones(1, len(heads)))
 
 
 def kept(policy, layer):
     return policy.select(layer).keep_indices.tolist()
-
-
-def test_by_hand():
-    layer = rated([0.0, 0.1, 0.9, 0.2, 0.8, 0.0], [0.5, 0.0, 0.1, 0.9, 0.8, 0.0])
-    assert kept(KVzip(3, window_size=1, sink_tokens=0), layer) == [[[2, 4, 5], [3, 4, 5]]]
-    assert kept(KVzip(3, window_size=1, sink_tokens=1), layer) == [[[0, 2, 5], [0, 3, 5]]]
-    assert kept(KVzip(4, window_size=1, sink_tokens=2), layer) == [[[0, 1, 2, 5], [0, 1, 3, 5]]]
-    assert kept(KVzip(5, window_size=1), layer) == [[[0, 1, 2, 3, 5]] * 2]
-
-
-def test_the_first_real_tokens_of_a_padded_row_by_hand():
-    """Row 1 begins at 2; of row 2, which begins at 4, only one token stands before the window."""
-    row = [0.0, 0.1, 0.9, 0.2, 0.8, 0.0]
-    layer = rated([row], [row], [row], pads=[0, 2, 4])
-    policy = KVzip(3, window_size=1, sink_tokens=1)
-    assert kept(policy, layer) == [[[0, 2, 5]], [[2, 4, 5]], [[-1, 4, 5]]]
-
-
-def test_a_share_keeps_them_at_least_by_hand():
-    """0.4 of five tokens are two."""
-    layer = rated([0.0, 0.1, 0.9, 0.2, 0.8, 0.0])
-    assert kept(KVzip(keep_ratio=0.4, window_size=1), layer) == [[[0, 1, 2, 3, 5]]]
-    assert kept(KVzip(keep_ratio=0.4, window_size=1, sink_tokens=1), layer) == [[[0, 2, 5]]]
-    assert kept(KVzip(keep_ratio=0.1, window_size=1, sink_tokens=2), layer) == [[[0, 1, 5]]]
 
 
 def test_heads_share_out_what_the_sinks_leave_by_hand():

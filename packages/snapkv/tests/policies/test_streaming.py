@@ -15,18 +15,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from snapkv import CompressedCache, UnsupportedModelError
-from snapkv.hf.model_parts import rotations_of
 from snapkv.policies import StreamingLLM
-from tests.families import IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
+from tests.families import IMPLEMENTATIONS, random_ids, tiny_config, tiny_gpt2, tiny_model
 from tests.oracle import unwrapped
 
 START, RECENT, PROMPT = 3, 17, 50
 BUDGET = START + RECENT
 POLICY = StreamingLLM(start=START, recent=RECENT)
-
-# One way of rotating each: halves, the first half of a head, neighbours in pairs, both of these,
-# tables of half the width and sinks of the model's own, two kinds.
-ROTARY = ("llama", "phi3", "cohere", "glm4", "gpt_oss", "gemma3_text")
 
 _slots: dict[int, list[torch.Tensor]] = {}
 _rotate: dict[str, object] = {}
@@ -130,25 +125,6 @@ def test_only_the_keys_of_the_sinks_are_turned(family):
         torch.testing.assert_close(*norms)
 
 
-@pytest.mark.parametrize("family", ROTARY)
-def test_turning_a_key_gives_the_models_own_key_elsewhere(family):
-    """Keys of a lone token at two places, far apart; turning back works as well."""
-    model = tiny_model(family, "eager")
-    first, far = (
-        model(
-            torch.tensor([[9]]), position_ids=torch.tensor([[place]]), use_cache=True
-        ).past_key_values
-        for place in (3, 403)
-    )
-    full = CompressedCache(model, StreamingLLM(8)).compressed_layers
-    for index, rotation in rotations_of(model, full).items():
-        keys, other = first.layers[index].keys, far.layers[index].keys
-        ahead = rotation(keys, torch.tensor([[400]]))
-        back = rotation(other, torch.tensor([[-400]]))
-        torch.testing.assert_close(ahead, other, atol=2e-3, rtol=1e-3)
-        torch.testing.assert_close(back, keys, atol=2e-3, rtol=1e-3)
-
-
 def test_rounding_does_not_add_up():
     """After a hundred moves in bfloat16 a sink is as near to its true key as after one."""
     model = copy.deepcopy(unwrapped(tiny_model("llama"), "sdpa")).bfloat16()
@@ -177,15 +153,11 @@ REFUSED = {
 
 @pytest.mark.parametrize(("family", "rope", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_moved_is_refused_before_any_work(family, rope, message):
+    changes = {} if rope is None else {"rope_parameters": {"rope_theta": 1e4, **rope}}
     if family == "gpt2":
-        own = {"n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 64}
-        from transformers import GPT2Config
-
-        config = GPT2Config(**own, bos_token_id=1, eos_token_id=2)
+        model = tiny_gpt2()
     else:
-        changes = {} if rope is None else {"rope_parameters": {"rope_theta": 1e4, **rope}}
-        config = tiny_config(family, **changes)
-    model = AutoModelForCausalLM.from_config(config).eval()
+        model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
     with pytest.raises(UnsupportedModelError, match=message):
         CompressedCache(model, POLICY)
     assert not model.config._attn_implementation.startswith("snapkv"), "nothing was touched"

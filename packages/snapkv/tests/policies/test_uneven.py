@@ -10,49 +10,24 @@ from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.ops.ragged import api as ragged
 from snapkv.policies import (
     AdaKV,
-    CriticalKV,
     PyramidKV,
     SnapKV,
 )
 from snapkv.policies.budget import largest_remainder, share_of
 from snapkv.policies.pyramidkv import exact_budgets, published_budgets
 from tests.families import call, random_ids, tiny_model
+from tests.methods import METHODS
 from tests.ops.states import layer_with_scores, random_layer
-
-PROMPT, BUDGET, WINDOW = 80, 36, 8
-
-METHODS = {
-    "pyramidkv": PyramidKV(BUDGET, window_size=WINDOW),
-    "adakv": AdaKV(SnapKV(BUDGET, window_size=WINDOW)),
-    "adakv of pyramidkv": AdaKV(PyramidKV(BUDGET, window_size=WINDOW)),
-    "adakv of criticalkv": AdaKV(CriticalKV(SnapKV(BUDGET, window_size=WINDOW))),
-    "adakv of a ratio": AdaKV(SnapKV(keep_ratio=0.35, window_size=WINDOW)),
-}
-PER_QUERY_HEAD = AdaKV(SnapKV(BUDGET, window_size=WINDOW, group_reduce="none"))
-
-
-def read(model, policy, ids, **options):
-    cache = CompressedCache(model, policy)
-    call(model, cache, ids, **options)
-    return cache
-
-
-@pytest.mark.parametrize("policy", [*METHODS.values(), PER_QUERY_HEAD], ids=[*METHODS, "per query"])
-def test_bytes_held_are_those_of_the_tokens_kept(policy):
-    model = tiny_model("llama")
-    cache = read(model, policy, random_ids(2, PROMPT))
-    for layer in cache.layers:
-        kept = int((cache.kept_positions(layer.identity.layer_idx) >= 0).sum())
-        assert layer.held_bytes == kept * layer.keys.shape[-1] * 2 * layer.keys.element_size()
-    storages = {layer.keys.untyped_storage().nbytes() for layer in cache.layers}
-    assert max(storages) <= max(layer.held_bytes for layer in cache.layers), "no view of the prompt"
 
 
 def test_what_the_heads_keep_stays_where_it_is_while_tokens_come(monkeypatch):
     """A new token costs a copy of what came behind the prompt, not of what is kept."""
     monkeypatch.setattr(ragged, "FLASH_ELEMENTS", 0)
     model = tiny_model("llama")
-    cache = read(model, METHODS["adakv"], random_ids(2, PROMPT))
+    cache = CompressedCache(model, METHODS["adakv"])
+    call(model, cache, random_ids(2, 80))
+    storages = {layer.keys.untyped_storage().nbytes() for layer in cache.layers}
+    assert max(storages) <= max(layer.held_bytes for layer in cache.layers), "no view of the prompt"
     noted = cache.report()["index_bytes"]
     before = [
         (layer.store.ragged.keys.data_ptr(), layer.store.ragged.layout) for layer in cache.layers

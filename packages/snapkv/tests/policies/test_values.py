@@ -1,41 +1,29 @@
 """Methods that weigh values: CriticalKV and ExpectedAttention, by hand and by loops."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
 
-from snapkv import CompressedCache, UnsupportedModelError
-from snapkv.ops import ScoreOptions
+from snapkv import UnsupportedModelError
 from snapkv.policies import (
     CriticalKV,
     ExpectedAttention,
-    KeyDiff,
-    PromptLayer,
     PyramidKV,
     SnapKV,
 )
 from snapkv.policies.criticalkv import projected_norms
-from tests.families import random_ids
-from tests.ops.states import random_layer, rotate
-from tests.policies.test_selection_contract import Stated, kept_sets
+from tests.families import random_ids, read, tiny_gpt2
+from tests.ops.states import random_layer, rotate, worked_layer, worked_prompt
+from tests.policies.test_selection_contract import Stated
 
 
-def stated_layer(scores, values, weight, query_heads=1):
+def stated_layer(scores, values, weight):
     """One KV head whose prefix has these scores and values; a window of one token follows."""
-    keys = torch.tensor([[*scores, 0.0]])[None, :, :, None]
+    keys = torch.tensor([*scores, 0.0])[None, None, :, None]
     own = torch.tensor([*values, [0.0] * len(values[0])])[None, None]
-    queries = torch.zeros(1, query_heads, 1, 1)
-    return PromptLayer(
-        queries=queries,
-        keys=keys,
-        values=own,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-        output_weight=torch.tensor(weight),
-    )
+    return worked_layer(keys, own, torch.zeros(1, 1, 1, 1), output_weight=torch.tensor(weight))
 
 
 def test_criticalkv_by_hand():
@@ -60,23 +48,11 @@ def kept_sets_of_one(policy, layer):
 
 def voted_layer(received, values):
     """One KV head; each of the window's queries pays the prefix this attention, the rest itself."""
-    votes = torch.tensor(received, dtype=torch.float64)
-    queries, prefix = votes.shape[0], votes.shape[1]
-    rest = 1 - votes.sum(-1)
-    keys = torch.eye(prefix + queries)[None, None].float()
-    logits = torch.full((queries, prefix + queries), -100.0, dtype=torch.float64)
-    logits[:, :prefix] = votes.clamp(min=1e-30).log()
-    for query in range(queries):
-        logits[query, prefix + query] = rest[query].log()
+    queries = len(received)
+    rows = [[*paid, *[0.0] * query, 1 - sum(paid)] for query, paid in enumerate(received)]
     own = torch.tensor([*values, *[0.0] * queries])[None, None, :, None]
-    return PromptLayer(
-        queries=logits.float()[None, None],
-        keys=keys,
-        values=own,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-        output_weight=torch.ones(1, 1),
-    )
+    slots = len(values) + queries
+    return worked_prompt(rows, slots, values=own, output_weight=torch.ones(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -125,20 +101,10 @@ def test_the_norm_is_the_mean_over_the_query_heads_of_a_kv_head():
             assert math.isclose(float(norms[0, head, position]), expected, rel_tol=1e-4)
 
 
-@pytest.mark.parametrize("base", [Stated, SnapKV, KeyDiff])
-@pytest.mark.parametrize("seed", range(1))
-def test_with_equal_norms_it_is_the_base_policy(base, seed):
-    policy = base(16, window_size=6)
-    layer = random_layer(seed, prompt_tokens=50, query_tokens=6)
-    values = layer.values[:, :, :1].expand_as(layer.values)
-    layer = PromptLayer(**vars(layer) | {"values": values})
-    assert kept_sets(CriticalKV(policy), layer) == kept_sets(policy, layer)
-
-
 def test_a_layer_without_a_fitting_projection_is_refused():
     layer = random_layer(0, prompt_tokens=50, query_tokens=6)
     for weight, got in ((None, "got none"), (torch.zeros(4, 5), "got one of 5 inputs")):
-        other = PromptLayer(**vars(layer) | {"output_weight": weight})
+        other = replace(layer, output_weight=weight)
         with pytest.raises(UnsupportedModelError, match=got):
             CriticalKV(SnapKV(16, window_size=6)).select(other)
 
@@ -155,14 +121,8 @@ class Noting(CriticalKV):
 
 
 def test_the_transposed_projection_of_gpt2_is_read_rightly():
-    config = GPT2Config(
-        n_embd=32, n_head=2, n_layer=2, vocab_size=64, bos_token_id=1, eos_token_id=2
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    policy = Noting(Stated(20, window_size=4))
-    with torch.no_grad():
-        model(random_ids(1, 40) % 64, past_key_values=CompressedCache(model, policy))
+    model, policy = tiny_gpt2(), Noting(Stated(20, window_size=4))
+    read(model, policy, random_ids(1, 40) % 64)
     layer = policy.seen[0]
     projection = model.transformer.h[0].attn.c_proj
     states = torch.zeros(1, 32)
@@ -217,12 +177,11 @@ def test_expected_attention_equals_its_definition(future_tokens):
 
 def test_expected_attention_by_hand():
     """Without rotation: queries (1, 0) and (3, 0) have mean (2, 0) and variance 1 along x."""
-    layer = PromptLayer(
-        queries=torch.tensor([[[[1.0, 0.0], [3.0, 0.0]]]]),
+    layer = worked_layer(
         keys=torch.tensor([[[[1.0, 5.0], [-1.0, 0.0], [0.0, 9.0], [0.0, 0.0]]]]),
         values=torch.tensor([[[[3.0, 4.0], [0.0, 1.0], [2.0, 0.0], [7.0, 0.0]]]]),
-        score_options=ScoreOptions(scaling=0.5),
-        layer_idx=0,
+        queries=torch.tensor([[[[1.0, 0.0], [3.0, 0.0]]]]),
+        scaling=0.5,
         rotation=lambda states, _: states.float(),
     )
     policy = ExpectedAttention(2, window_size=1, sink_tokens=0)
