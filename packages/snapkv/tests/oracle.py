@@ -40,6 +40,9 @@ def _watching(full):
         _updated.append(layer_idx)
         return keys, values
 
+    for layer_idx, layer in enumerate(full.layers):  # an image's keys are not handed out again
+        if (keys := getattr(layer, "keys", None)) is not None:
+            _handed_out[keys.data_ptr()] = (layer_idx, keys)
     full.update = updating
     try:
         yield

@@ -197,22 +197,24 @@ def test_only_options_that_were_given_reach_the_loader(snapkv, tiny_only):
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize(("terminal", "draws"), [(True, True), (True, False), (False, False)])
 def test_progress_is_drawn_on_terminals_only(
-    snapkv, tiny_only, document, monkeypatch, terminal, as_json
+    snapkv, tiny_only, document, monkeypatch, terminal, draws, as_json
 ):
     """What is loaded is said first, then how many tokens are read, of a streamed answer too."""
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TTY_COMPATIBLE", "1")
+        monkeypatch.setenv("TERM", "xterm" if draws else "dumb")
     record = ("--json",) if as_json else ()
     done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, "--compare", *record)
     drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", done.err)
     assert drawn.startswith("snapkv: loading the demo model\n") == terminal
     for method in ("default", "full"):
-        assert (f"reading ({method})" in drawn) == terminal
-    one = snapkv("ask", document, *ASK, "--max-new-tokens", 1, *record)
-    assert bool(re.search(r"(\d+) of \1 tokens", one.err)) == terminal
+        assert (f"reading ({method})" in drawn) == draws
+    one = snapkv("ask", document, *ASK, "--max-new-tokens", 4, *record)
+    assert bool(re.search(r"(\d+) of \1 tokens", one.err)) == draws
+    assert draws or one.err.removeprefix("snapkv: loading the demo model\n")[:1] != "\n"
 
 
 @pytest.mark.parametrize(

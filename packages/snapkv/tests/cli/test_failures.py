@@ -104,6 +104,17 @@ def test_a_reader_that_leaves_early_gets_no_traceback():
     assert errors == b""
 
 
+@pytest.mark.parametrize("closed", [0, 2], ids=["input", "errors"])
+def test_from_a_closed_stream_nothing_is_read_and_to_one_nothing_is_said(closed):
+    code = (
+        "import sys; from snapkv.cli import main; sys.argv[1:] = ['--version']\n"
+        "try: main()\n"
+        "except SystemExit: sys.stderr.write(f'read {sys.stdin.read()!r}')"
+    )
+    done = run_python("-c", code, stdin=subprocess.DEVNULL, preexec_fn=lambda: os.close(closed))
+    assert (done.returncode, done.stderr) == (0, "" if closed else "read ''")
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("arguments", [("policies", "--json"), ("--help",), ("--version",)])
 def test_a_full_standard_output_is_one_line(arguments, unbuffered):

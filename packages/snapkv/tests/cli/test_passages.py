@@ -61,17 +61,36 @@ def test_a_text_that_fits_is_read_whole(snapkv, tiny_only, document):
     assert whole["runs"][0]["prompt_tokens"] == same["runs"][0]["prompt_tokens"]
 
 
+TOO_MUCH = {  # question and answer, without a passage
+    "answer": ((*QUESTION, "--max-new-tokens", 1024), "lower max_new_tokens to at most"),
+    "question": (("-q", "Which key? " * 400), "shorten the prompt"),
+}
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         (("-q", "zebra?"), "question: expected words of the documents, got 'zebra?'"),
-        ((*QUESTION, "--max-new-tokens", 1000), "lower max_new_tokens to at most"),
+        *TOO_MUCH.values(),
     ],
 )
 def test_what_no_passage_helps_is_refused(refused, tiny_only, long, more, said):
     message = refused("ask", long, "--passages", *more)
     assert said in message
     assert "to read the passages" not in message
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+@pytest.mark.parametrize("command", ["ask", "inspect", "chat"])
+def test_no_passages_are_advised_where_they_have_no_room(
+    snapkv, tiny_only, long, monkeypatch, command, what
+):
+    _, question, *more = TOO_MUCH[what][0]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
+    done = snapkv(command, long, *(() if command == "chat" else ("-q", question)), *more)
+    assert done.status
+    assert "positions, got a prompt of" in done.err
+    assert "--passages" not in done.err
 
 
 @pytest.mark.parametrize("command", ["inspect", "chat"])

@@ -20,7 +20,7 @@ from snapkv import (
 )
 from snapkv.prefill import selective
 from snapkv.storage.tail import ROOM_TOKENS
-from tests.families import VOCABULARY, call, random_ids, tiny_model
+from tests.families import VOCABULARY, call, peaked_model, random_ids, tiny_config, tiny_model
 from tests.methods import METHODS
 from tests.oracle import unwrapped
 
@@ -260,6 +260,12 @@ def test_a_copy_of_a_cache_shares_the_model(model, filled, monkeypatch):
     token = random_ids(2, 1, seed=5)
     assert torch.equal(call(model, other, token), call(model, filled, token))
     assert other.get_seq_length() == filled.get_seq_length() == PROMPT + 5
+
+
+def test_a_model_that_has_no_caches_refuses_those_of_another(model):
+    cache, other = CompressedCache(model, POLICY), peaked_model(tiny_config("llama"), "sdpa")
+    with pytest.raises(CacheMismatchError, match="of another model"):
+        call(other, cache, random_ids(1, PROMPT))
 
 
 def test_a_refused_forward_pass_leaves_nothing_behind(model):

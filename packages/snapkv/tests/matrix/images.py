@@ -75,6 +75,8 @@ class Image:
         return rows | self.types(ids)
 
     def types(self, ids: Tensor) -> dict[str, Tensor]:
+        if (tiles := self.inputs.get("aspect_ratio_mask")) is not None:  # by cross attention
+            return {"cross_attention_mask": tiles[:, None].expand(*ids.shape, *tiles.shape[1:])}
         return {self.kinds: (ids == IMAGE_ID).int()} if self.kinds else {}
 
 
@@ -91,6 +93,7 @@ def _shapes(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     drawn = functools.partial(torch.randn, generator=torch.Generator().manual_seed(1))
     pixels, patches = drawn(1, 3, size, size), drawn(side * side, channels * depth * patch**2)
     pooled = patch * (_first(vision, "pooling_kernel_size") or 1)
+    tiles = _first(vision, "max_num_tiles") or 1
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
     extras = {
         "image_sizes": torch.tensor([[size, size]]),
@@ -101,10 +104,13 @@ def _shapes(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
         "spatial_shapes": torch.tensor([[side, side]]),
         "target_sizes": torch.tensor([[side, side]]),
         "high_res_pixel_values": pixels,
+        "aspect_ratio_ids": torch.tensor([[1]]),
+        "aspect_ratio_mask": torch.ones(1, 1, tiles, dtype=torch.long),
     }
     extras = {name: each for name, each in extras.items() if name in taken}
     shapes = [pixels, pixels[None], torch.stack([pixels] * 2, dim=1), patches[None]]
     shapes += [drawn(1, side * side, channels * pooled**2)]
+    shapes += [pixels.expand(1, 1, tiles, 3, size, size)]
     if "image_grid_thw" in taken or "image_grid_hw" in taken:
         shapes = [patches, patches.view(side * side, channels * depth, patch, patch)]
     for each in shapes:
@@ -169,6 +175,7 @@ class _Conversation:
         self.ids: Tensor | None = None
         self.pads: Tensor | None = None
         self.images = 0
+        self.crossed: Image | None = None  # to which later turns attend, too
 
     def turn(self, text: Text, image: Image | None = None) -> Tensor:
         """(B, NEW + 1, V): the logits of what is generated behind this text, as both give them."""
@@ -180,6 +187,9 @@ class _Conversation:
         if image is not None:
             inputs |= image.arguments(text.ids) | image.types(ids)
             self._note_grid(inputs, image)
+            self.crossed = image if "cross_attention_mask" in inputs else None
+        elif self.crossed is not None:
+            inputs |= self.crossed.types(ids)
         hidden = [self._hidden()]
         try:
             found = _generate(

@@ -207,6 +207,8 @@ OWN: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "vipllava": {"vision_feature_layers": [-2, -1]},
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _ONE_TILE),
+    "mllama_text_model": {"cross_attention_layers": [1]},
+    "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 3 * WIDTH},
     "mamba2": {"num_heads": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4},
 }
@@ -310,7 +312,8 @@ def growing_layers(model_type: str) -> tuple[int, int]:
     if has_own_layers(model_type):
         config = tiny(model_type).config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
-    return sum(map(_grows, layers)), len(layers)
+    of_images = getattr(config, "cross_attention_layers", None) or ()
+    return sum(map(_grows, layers)) - len(of_images), len(layers)
 
 
 def has_own_layers(model_type: str) -> bool:
@@ -372,7 +375,7 @@ def _peaked(model: PreTrainedModel) -> PreTrainedModel:
                     weight.mul_(factor)
                     if not bool(weight.any()):  # to be learned, such as what goes from an image
                         weight.normal_(std=0.1)
-                if name.endswith("sinks"):
+                if name.endswith(("sinks", "attn_gate", "mlp_gate")):
                     weight.normal_()
         if bool(torch.isfinite(_answer(greater)).all()):
             return greater

@@ -33,7 +33,7 @@ MOST_USED = (
     "smollm3",
 )
 KNOWN = known()
-SEEING = ("gemma3", "gemma4", "llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
+SEEING = ("gemma3", "gemma4", "llava", "mllama", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
 OFTEN = [model for model in MODELS if model in (*MOST_USED, *SEEING)]
 REST = [pytest.param(model, marks=pytest.mark.families) for model in MODELS if model not in OFTEN]
 

@@ -134,9 +134,9 @@ def load(
 
     Raises:
         ModelNotFoundError: no such file, folder or hub id.
-        InvalidArgumentError: an unknown `device`, `dtype` or `attn_implementation`, a damaged or
-            foreign file, or weights that are missing or of another shape than the configuration
-            says.
+        InvalidArgumentError: an unknown `device`, `dtype` or `attn_implementation`, a `revision`
+            of something else than a hub id, a damaged or foreign file, or weights that are missing
+            or of another shape than the configuration says.
         UnsupportedModelError: the model's cache cannot be compressed.
         MissingDependencyError: a package that the model needs is not installed.
         OutOfMemoryError: the weights are larger than the device's memory; none has been read.
@@ -275,6 +275,11 @@ def _locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> _Sou
 def _hub_options(source: _Source, revision: str | None, also: Iterable[str] = ()) -> dict[str, Any]:
     """What to tell `from_pretrained` about the hub, which is not asked in vain."""
     name, options = source.place, {"revision": revision}
+    if revision and not source.on_hub:
+        raise InvalidArgumentError(
+            f"revision: expected it with a hub id, got {revision!r} with files of this machine, "
+            "which have no revisions; leave it out"
+        )
     if not source.on_hub or _is_reachable(name, revision):
         return options
     if not _is_cached(name, revision):

@@ -2,10 +2,13 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from snapkv.app.answering import Answer
+from snapkv.app.answering import Answer, prompt_ids
+from snapkv.app.models import LoadedModel
+from snapkv.app.prompts import question_prompt
+from snapkv.app.settings import GenerationSettings
 from snapkv.cli.options import OWN_FLAGS, RunOptions
 from snapkv.cli.policy import accepted
 from snapkv.errors import PromptTooLongError
@@ -63,16 +66,24 @@ def asked_with_passages(files: Sequence[str], question: str, model: str | None) 
     return changed_command(words, {"passages": True})
 
 
+def leaves_room(loaded: LoadedModel, question: str, settings: GenerationSettings) -> bool:
+    """Whether the model has positions for more than a question and its answer."""
+    with suppress(PromptTooLongError):
+        prompt_ids(loaded, question_prompt(loaded.tokenizer, "", question), settings)
+        return True
+    return False
+
+
 @contextmanager
-def explained_length(command: str | None) -> Iterator[None]:
-    """Say in the error of a prompt that is too long which command answers; None: none does."""
+def explained_length(commands: Sequence[str]) -> Iterator[None]:
+    """Say in the error of a prompt that is too long which command answers, if any does."""
     try:
         yield
     except PromptTooLongError as error:
-        if command is None:
+        if not commands:
             raise
         raise PromptTooLongError(
-            f"{error}; to read the passages that fit the question best: {command}"
+            f"{error}; to read the passages that fit the question best: {commands[0]}"
         ) from error
 
 

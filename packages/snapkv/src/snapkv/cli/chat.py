@@ -64,7 +64,7 @@ def chat(
     _require_tokens(policy, options, recall)
 
     from snapkv.app.conversation import Conversation
-    from snapkv.cli.changes import asked_with_passages, explained_length
+    from snapkv.cli.changes import asked_with_passages, explained_length, leaves_room
     from snapkv.cli.from_files import protection_of
     from snapkv.cli.loading import load_model
 
@@ -88,7 +88,9 @@ def chat(
         load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         explained=lambda question: explained_length(
-            asked_with_passages(files, question, options.model) if files else None
+            [asked_with_passages(files, question, options.model)]
+            if files and leaves_room(loaded, question, settings)
+            else []
         ),
         as_json=options.json,
         with_layers=options.verbose,

@@ -17,6 +17,9 @@ def main() -> None:
     # Set before torch is imported: waiting threads must not spin on the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    for name, mode in (("stdin", "r"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: there is nothing to read, nobody is told
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 # as long as it runs
     watch()
     try:
         from snapkv.cli.app import run

@@ -13,7 +13,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.passages import Excerpts, best_passages
 from snapkv.app.prompts import Prompt, question_prompt
 from snapkv.cli.announcing import announce
-from snapkv.cli.changes import changed_command, explained_length
+from snapkv.cli.changes import changed_command, explained_length, leaves_room
 from snapkv.cli.from_files import answer_from_files
 from snapkv.cli.options import AskOptions
 from snapkv.library import records
@@ -33,6 +33,7 @@ def answer_from_passages(
 ) -> None:
     """Answer from the documents; where they are too long, say what to type or what was read."""
     said: list[Text] = []
+    answering: list[str] = []
     request["question"] = question
 
     def made(loaded: LoadedModel, read: Sequence[records.Text]) -> Prompt:
@@ -51,6 +52,8 @@ def answer_from_passages(
         return loaded.has_positions(tokens + options.max_new_tokens)
 
     def prompt(loaded: LoadedModel) -> Prompt:
+        if not options.passages and leaves_room(loaded, question, options.settings()):
+            answering.append(changed_command(typed, {"passages": True}))
         if not options.passages or fits(loaded, documents):
             return made(loaded, documents)
         announce("looking for the passages that fit the question best")
@@ -59,7 +62,7 @@ def answer_from_passages(
         said.append(Text(_line(found, is_of_one=len(documents) == 1)))
         return made(loaded, found.documents)
 
-    with explained_length(None if options.passages else changed_command(typed, {"passages": True})):
+    with explained_length(answering):
         answer_from_files(
             options, policy, prompt, request, typed, system=None, sources=lambda: said
         )

@@ -151,4 +151,5 @@ def answers_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
 
 def _bar(*columns: ProgressColumn) -> Progress:
     console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    # Where a bar cannot be drawn over itself, rich would end a line at each word of an answer.
+    return Progress(*columns, console=console, transient=True, disable=not console.is_interactive)

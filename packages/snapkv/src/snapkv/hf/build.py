@@ -19,6 +19,7 @@ from snapkv.hf.placement import layer_devices
 from snapkv.hf.support import Setup
 from snapkv.policies import Policy
 from snapkv.storage.storage import Storage
+from snapkv.storage.uncompressed import CrossAttentionLayer
 
 _COMPRESSED = {"DynamicLayer", "LinearAttentionAndFullAttentionLayer"}
 _KEPT_AS_THEY_ARE = {
@@ -26,6 +27,7 @@ _KEPT_AS_THEY_ARE = {
     "LinearAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
     "DummyLayer",
+    "CrossAttentionLayer",
 }
 
 
@@ -48,11 +50,18 @@ def require_model(model: Any) -> None:
 
 
 def plain_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:
-    """transformers' own choice of layers for a model that can be compressed."""
+    """transformers' own choice of layers for a model that can be compressed.
+
+    But for cross attention: it takes that for full attention.
+    """
     require_model(model)
     config = model.config.get_text_config(decoder=True)
     _require_decoder(model, config)
-    layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
+    crossed = set(getattr(config, "cross_attention_layers", None) or ())
+    layers: list[CacheLayerMixin] = [
+        CrossAttentionLayer() if index in crossed else layer
+        for index, layer in enumerate(DynamicCache(config=config).layers)
+    ]
     _require_kinds(type(model).__name__, layers)
     return layers
 

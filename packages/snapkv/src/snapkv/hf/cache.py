@@ -606,6 +606,6 @@ def _refuse_compiled() -> NoReturn:
 def _interrupted() -> CacheMismatchError:
     return CacheMismatchError(
         "past_key_values: expected every layer's attention to run through snapkv, got a "
-        "forward pass that was interrupted or used another attention implementation; "
-        "call cache.reset(), or make a new CompressedCache after changing the model"
+        "forward pass that was interrupted, of another model, or of another attention "
+        "implementation; call cache.reset(), and make a CompressedCache for each model as it is"
     )

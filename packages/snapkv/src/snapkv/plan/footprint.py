@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from snapkv.cache.report import tensor_bytes, token_bytes
 from snapkv.errors import UnsupportedModelError
-from snapkv.hf.build import grows, layers_for
+from snapkv.hf.build import grows, layers_for, plain_layers
 from snapkv.hf.cache_argument import passed
 from snapkv.policies import FullCache
 from snapkv.validation import first_line
@@ -200,6 +200,7 @@ def positions_of(config: Any) -> int | None:
 
 def _cache_of_one_token(outline: PreTrainedModel) -> list[Any]:
     cache = DynamicCache(config=outline.config)
+    cache.layers = plain_layers(outline)
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     if getattr(outline.config, "_experts_implementation", None):
         outline.set_experts_implementation("batched_mm")  # the others read data, or compare dtypes

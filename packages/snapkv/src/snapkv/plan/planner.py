@@ -89,6 +89,11 @@ class Request:
                 f"gpu_memory: expected more than the reserve of {self.reserve_bytes:,} bytes, got "
                 f"{self.memory_bytes:,}; pass more, or a smaller reserve"
             )
+        if self.bandwidth_bytes is not None and not self.bandwidth_bytes > 0:
+            raise InvalidArgumentError(
+                f"bandwidth: expected more than 0 bytes a second, got {self.bandwidth_bytes}; pass "
+                "for instance 2TB, or leave it out"
+            )
 
     @property
     def codes(self) -> KVCodes | None:

@@ -2,9 +2,16 @@
 
 from typing import Any
 
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from snapkv.errors import InvalidArgumentError
+
+
+class CrossAttentionLayer(DynamicLayer):
+    """Holds an image's keys and values, to which no text adds and from which none is taken back."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing: the text's last tokens are not here."""
 
 
 def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:
@@ -47,7 +54,8 @@ def crop(layer: Any, count: int) -> None:
 def reset(layer: Any) -> None:
     """Empty a layer for any number of rows; transformers fills states with zeros, for as many."""
     layer.reset()
-    if isinstance(layer, DynamicSlidingWindowLayer):  # older releases hold on to zeros
+    if isinstance(layer, DynamicSlidingWindowLayer | CrossAttentionLayer):
+        # Older releases hold on to zeros.
         layer.keys = layer.values = None
         layer.is_initialized = False
     forget_states(layer)
