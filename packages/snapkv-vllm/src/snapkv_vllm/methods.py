@@ -71,10 +71,9 @@ class ProtectingFirst(Policy):
         return self.policy.query_tokens
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        return self.policy.select(self._protected(layer))
-
-    def _protected(self, layer: PromptLayer) -> PromptLayer:
-        return replace(layer, protected=protected_first(layer, self.first_tokens))
+        return self.policy.select(
+            replace(layer, protected=protected_first(layer, self.first_tokens))
+        )
 
     def describe(self) -> dict[str, Any]:
         return self.policy.describe() | {"protect_first": self.first_tokens}
