@@ -43,11 +43,11 @@ METHODS: dict[str, Callable[..., Policy]] = {
 }
 """Methods of which is known in advance how many tokens a layer keeps, all layers as many."""
 
-_UNSERVABLE = {"keep_ratio", "recent", "policy"}
+_UNSERVABLE = {"budget", "keep_ratio", "recent", "policy"}
 
 
 def parameters_of(method: str) -> list[str]:
-    """The names of a method's parameters, with those of the scores that it goes by."""
+    """The names of a method's parameters beside the budget, with those of its scores."""
     around = {DEFAULT: (SnapKV,), AdaKV.name: (SnapKV, AdaKV)}
     kinds = around.get(method) or (POLICIES[method],)
     names = [one.name for kind in kinds for one in fields(kind) if one.init]
@@ -71,10 +71,9 @@ class ProtectingFirst(Policy):
         return self.policy.query_tokens
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        return self.policy.select(self._protected(layer))
-
-    def _protected(self, layer: PromptLayer) -> PromptLayer:
-        return replace(layer, protected=protected_first(layer, self.first_tokens))
+        return self.policy.select(
+            replace(layer, protected=protected_first(layer, self.first_tokens))
+        )
 
     def describe(self) -> dict[str, Any]:
         return self.policy.describe() | {"protect_first": self.first_tokens}

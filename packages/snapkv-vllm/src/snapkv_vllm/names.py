@@ -43,10 +43,11 @@ ENDPOINTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 CHATS = ("/v1/chat/completions", MESSAGES)
 """Where a prompt is made of messages."""
 
-_OF_METHODS = ("budget", "window_size", "voters", "kernel_size", "pooling", "decay", "safeguard")
+OF_METHODS = ("window_size", "voters", "kernel_size", "pooling", "decay", "safeguard")
+"""What a request may set for itself where the server's method has it."""
 
-OF_A_REQUEST = (*_OF_METHODS, PROTECT_FIRST, DECODE_BUDGET)
-"""What a request may set for itself, where the server's method has it."""
+OF_A_REQUEST = ("budget", *OF_METHODS, PROTECT_FIRST, DECODE_BUDGET)
+"""What a request may set for itself."""
 
 LONGEST = 60
 """Characters of what a client sent that are said again, or looked at, in one piece."""

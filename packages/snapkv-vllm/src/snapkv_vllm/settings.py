@@ -42,6 +42,7 @@ from snapkv_vllm.names import (
     DECODE_BUDGET,
     DOCUMENT,
     OF_A_REQUEST,
+    OF_METHODS,
     PREFIX,
     PROTECT_FIRST,
     SESSION,
@@ -153,7 +154,7 @@ class ServingSettings:
             for name in parameters_of(self.policy)
             if getattr(one, name, None) is not None
         }
-        said = {"policy": self.policy, **own, "budget": self.budget}
+        said = {"policy": self.policy, "budget": self.budget, **own}
         said |= {name: getattr(self, name) for name in (PROTECT_FIRST, *_CAPS)}
         share = "no" if self.sharing is None else self.sharing.summary
         sessions = "no" if self.sessions is None else self.sessions.summary
@@ -251,7 +252,6 @@ class ServingSettings:
         if question_tokens > self.max_window_size:
             return None
         given = own_settings(extra_args)
-        given.pop("budget", None)
         own = {name: given[name] for name in parameters_of(self.policy) if name in given}
         made = self._made(None, self._parameters(own))
         return getattr(asked_by(made, question_tokens), "voters", None)
@@ -329,8 +329,8 @@ class ServingSettings:
         return replace(made, policy=None) if fits else made
 
     def _require_known(self, given: Mapping[str, Any]) -> None:
-        known = [one for one in OF_A_REQUEST if one in parameters_of(self.policy)]
-        names = [PREFIX + one for one in (*known, PROTECT_FIRST, DECODE_BUDGET)]
+        others = set(OF_METHODS).difference(parameters_of(self.policy))
+        names = [PREFIX + one for one in OF_A_REQUEST if one not in others]
         for name, value in given.items():
             said = PREFIX + shown(name)
             if name in (SESSION, SPANS):

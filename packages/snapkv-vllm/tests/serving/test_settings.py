@@ -113,6 +113,7 @@ def test_other_methods_keep_positions_and_have_their_own_parameters():
         ({"budget": 1.5}, "an integer"),
         ({"budget": True}, "an integer"),
         ({"budget": 16}, "window_size=16"),
+        ({"parameters": {"budget": 64}}, "budget: expected a parameter of default"),
         ({"parameters": {"voters": 129}}, "voters: expected at most 128 .* --max-window-size 129"),
         ({"policy": "tova", "parameters": {"voters": 8}}, "expected a parameter of tova"),
         ({"parameters": {"kernel": 3}}, "did you mean kernel_size"),
