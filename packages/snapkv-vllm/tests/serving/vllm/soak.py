@@ -40,6 +40,7 @@ DOCUMENTS = ("first", "second")
 
 SERVERS: Mapping[str, Mapping[str, Any]] = {
     "snapkv": {},
+    "default": {"policy": "default"},
     "limits": {
         "limits": Limits(decode_budget=400, evict_every=16),
     },
@@ -68,6 +69,8 @@ class Asked:
         own: dict[str, Any] = {"snapkv_budget": draw.choice([100, 160, 256, 288])}
         if server != "limits":
             own["snapkv_budget"] = draw.choice([0, *[own["snapkv_budget"]] * 5])
+        if server == "default":
+            own["snapkv_voters"] = draw.choice([4, 8, 24])
         if document is not None:
             own = {DOCUMENT: document}
         opening, ending = 0 if document else draw.choice(OPENINGS), draw.randrange(1, 120)
