@@ -94,14 +94,9 @@ REFUSED = [
     (Random, {"seed": -1}, VALUE, "seed", "got -1"),
     *((policy, {"sink_tokens": -1}, VALUE, "sink_tokens", "got -1") for policy in WITH_SINKS),
     *(
-        (
-            policy,
-            BARELY,
-            VALUE,
-            "budget",
-            "sink_tokens=4, since both are part of the budget, got 10",
-        )
+        (policy, BARELY, VALUE, "budget", said)
         for policy in WITH_SINKS
+        for said in ("at least window_size=7 + sink_tokens=4, since both", "got 10")
     ),
     (AdaKV, {"policy": 36}, TYPE, "policy", "got 36"),
     (AdaKV, {"policy": H2O(36)}, TYPE, "policy", "got H2O("),
