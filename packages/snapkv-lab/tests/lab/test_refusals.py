@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from lm_eval.api.instance import Instance
 
 from snapkv import H2O, KVzip, MissingDependencyError, SnapKV, SnapKVError
 from snapkv.app.prefills import Selective
@@ -32,6 +31,7 @@ from snapkv_lab.study import Instructions as Compared
 from snapkv_lab.study.copying import Copy
 from snapkv_lab.training import medusa
 from tests.families import tiny_model
+from tests.lab.evaluate.test_harness import requests
 from tests.lab.evaluate.test_longbench import row as longbench_row
 from tests.lab.evaluate.test_rag import document, line
 from tests.lab.evaluate.tiny import METHODS, Keys
@@ -88,12 +88,8 @@ def study(of, words=None):
 
 def harness(kind, *given):
     def refused(tiny, folder):
-        asked = [
-            Instance(request_type=kind, doc={}, arguments=one, idx=i, metadata=("a task", i, 1))
-            for i, one in enumerate(given)
-        ]
         with Store(folder, {}) as store:
-            getattr(CompressedLM(tiny, SNAPKV, store), kind)(asked)
+            getattr(CompressedLM(tiny, SNAPKV, store), kind)(requests(kind, *given))
 
     return refused
 

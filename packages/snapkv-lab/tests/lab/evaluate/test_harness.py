@@ -107,13 +107,6 @@ def evaluate(tiny, folder, monkeypatch, capsys):
     return call
 
 
-@pytest.fixture
-def lm(tiny, tmp_path):
-    """The tiny model with a full cache, as lm-eval asks it."""
-    with Store(tmp_path / "answers", {}) as store:
-        yield CompressedLM(tiny, FULL, store)
-
-
 def requests(kind, *arguments):
     return [
         Instance(request_type=kind, doc={}, arguments=one, idx=i, metadata=("a task", i, 1))
@@ -219,11 +212,12 @@ def test_prompts_answered_together_have_the_answers_they_have_alone(tiny, tmp_pa
     assert found != alone
 
 
-def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, lm):
+def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, tmp_path):
     """Blanks at the end belong to what follows; an empty context is one token."""
-    blanks, moved, empty = lm.loglikelihood(
-        requests("loglikelihood", ("The gate ", "opens"), ("The gate", " opens"), ("", "opens"))
-    )
+    asked = ("The gate ", "opens"), ("The gate", " opens"), ("", "opens")
+    with Store(tmp_path, {}) as store:
+        model = CompressedLM(tiny, FULL, store)
+        blanks, moved, empty = model.loglikelihood(requests("loglikelihood", *asked))
     assert blanks == moved
     first = torch.tensor([[tiny.tokenizer.bos_token_id]])
     opens = tiny.tokenizer("opens", return_tensors="pt").input_ids

@@ -279,30 +279,17 @@ def test_prompts_are_wrapped_as_in_the_paper_s_run(demo, data, model, before, be
     assert text == bare.context + bare.question
 
 
-# One command.
-
-NAMES = ("trec", "samsum")
-
-
-@pytest.fixture
-def evaluate(demo, data, tmp_path, monkeypatch, capsys):
-    """Run the command on a model of some name; returns its status and what it printed."""
-    loaded = tiny_loaded(demo.tokenizer, positions=8192)
-
-    def call(*options, name="tiny"):
-        monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: replace(loaded, name=name))
-        command = ["eval", "longbench", "--data", str(data), "--results", str(tmp_path / "out")]
-        command += ["--datasets", ",".join(NAMES), "--policy", "snapkv", "--budget", "64"]
-        return run([*command, *options]), capsys.readouterr().out
-
-    return call
-
-
-def test_the_table_shows_what_the_paper_measured_with_the_model(evaluate, monkeypatch):
+def test_the_table_of_a_run_shows_what_the_paper_measured_with_the_model(
+    demo, data, tmp_path, monkeypatch, capsys
+):
+    loaded = replace(tiny_loaded(demo.tokenizer, positions=8192), name=MISTRAL)
+    monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: loaded)
     monkeypatch.setenv("COLUMNS", "120")
-    status, out = evaluate("--limit", "1", "--baseline", "none", name=MISTRAL)
-    assert status == 0
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+    command = ["eval", "longbench", "--data", str(data), "--datasets", "trec,samsum"]
+    command += ["--policy", "snapkv", "--baseline", "none", "--budget", "64", "--limit", "1"]
+    assert run([*command, "--results", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown]
     rows = {cells[0]: cells for cells in lines if cells}
     assert rows["paper: full"][2:5] == ["71.0", "43.0", "57.0"]
     assert rows["paper: h2o@4096"][2:4] == ["70.5", "43.0"]

@@ -151,18 +151,11 @@ def line(**changed):
     return {"question": "Who?", "answers": ["Ann", "Ann B."], "ctxs": documents} | changed
 
 
-def write(path, *rows):
-    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    path.write_bytes(
-        gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode()
-    )
-    return str(path)
-
-
 def test_a_file_of_questions_takes_the_place_of_hotpotqa(tmp_path):
-    name = "rows.jsonl.gz"
-    file = write(tmp_path / name, line(), "", line(question="What?"))
-    task = RagPosition(documents=(4,), samples_each=2, data=file)
+    file = tmp_path / "rows.jsonl.gz"
+    lines = [json.dumps(line()), "", json.dumps(line(question="What?"))]
+    file.write_bytes(gzip.compress("\n".join(lines).encode()))
+    task = RagPosition(documents=(4,), samples_each=2, data=str(file))
     samples = list(task.samples(None))
     assert {sample.name for sample in samples[:2]} == {"4/beginning/line 1", "4/beginning/line 3"}
     titles = {s.cell["position"]: [title for _, title, _ in shown(s)] for s in samples}
@@ -173,4 +166,4 @@ def test_a_file_of_questions_takes_the_place_of_hotpotqa(tmp_path):
     }, "documents in which an answer stands are not among the others"
     assert task.score(samples[0], "It was Ann, of course.") == 1
     assert task.score(samples[0], "It was Anna.") == 0
-    assert (task.describe()["corpus"], task.describe()["data"]) == (None, name)
+    assert (task.describe()["corpus"], task.describe()["data"]) == (None, file.name)

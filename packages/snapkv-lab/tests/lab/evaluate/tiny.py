@@ -43,8 +43,8 @@ def tiny_loaded(
     return LoadedModel(model=model, tokenizer=tokenizer, name="tiny", revision=None)
 
 
-def save_tiny(folder: Path, tokenizer: Any) -> Path:
-    tiny_loaded(tokenizer).model.save_pretrained(folder)
+def save_tiny(folder: Path, tokenizer: Any, positions: int = 512) -> Path:
+    tiny_loaded(tokenizer, positions).model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

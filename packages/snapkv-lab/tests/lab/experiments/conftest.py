@@ -1,6 +1,6 @@
 import pytest
 
-from tests.lab.evaluate.tiny import tiny_loaded
+from tests.lab.evaluate.tiny import save_tiny, tiny_loaded
 
 
 @pytest.fixture(scope="session")
@@ -10,9 +10,6 @@ def tiny(demo):
 
 
 @pytest.fixture(scope="session")
-def saved(tiny, tmp_path_factory):
+def saved(demo, tmp_path_factory):
     """The same in a folder, for what starts processes."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.model.save_pretrained(folder)
-    tiny.tokenizer.save_pretrained(folder)
-    return str(folder)
+    return str(save_tiny(tmp_path_factory.mktemp("tiny"), demo.tokenizer, positions=4096))

@@ -140,7 +140,12 @@ SLOW = ["library", "methods"]
 
 
 @pytest.mark.parametrize(
-    "name", [*CHEAP, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    "name",
+    [
+        *CHEAP,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        pytest.param("kvpress", marks=pytest.mark.kvpress),
+    ],
 )
 def test_rows_of_a_small_form_have_the_columns_of_the_stored_ones(name, saved):
     own = EXPERIMENTS[name]

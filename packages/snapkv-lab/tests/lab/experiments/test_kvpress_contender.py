@@ -10,7 +10,7 @@ from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError
 from snapkv.kvpress_names import instead_of
-from snapkv_lab.experiments.kvpress import KVPRESS, PYTHON, Kvpress
+from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.peers import Answers, Ours, Theirs
 from snapkv_lab.experiments.texts import AskedPrompt, Case, ReadText
 from tests.families import random_ids, tiny_model
@@ -73,18 +73,6 @@ def test_an_answer_is_judged_as_here(between):
             assert here["held"] == share
         (few, _) = answers.rows(Theirs("few", "SnapKVPress", 4), 1 / 8, asked)
         assert few["held"] == pytest.approx(1 / 8, abs=0.02)
-
-
-def test_its_rows_have_the_columns_of_the_stored_ones(saved):
-    rows = list(KVPRESS.complete(KVPRESS.given(small=True, model=saved)))
-    assert [(row["benchmark"], row["cache"]) for row in rows] == [
-        (work, cache)
-        for work in ("prefill", "decode")
-        for cache in ("kvpress", "kvpress full", "snapkv", "transformers")
-    ]
-    assert {frozenset(row) for row in rows} == {frozenset(row) for row in KVPRESS.known()}
-    assert all(row["peer"]["kept_tokens"] == 64 for row in rows)
-    assert all(row["against_kvpress"]["p50"] == 1 for row in rows if row["cache"] == "kvpress")
 
 
 def test_an_import_of_a_press_says_what_to_write_instead():
