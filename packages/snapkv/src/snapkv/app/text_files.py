@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from snapkv.errors import DocumentError, missing_package
 from snapkv.library.records import Text
-from snapkv.validation import format_bytes, nearest, printable
+from snapkv.validation import format_bytes, nearest, printable, without_controls
 
 STDIN = "-"
 
@@ -52,7 +52,7 @@ _END_OF_PDF = b"%%EOF"
 
 
 def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{without_controls(line)}\n")
 
 
 def read(
