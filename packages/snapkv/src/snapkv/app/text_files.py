@@ -218,14 +218,19 @@ def _require_file(path: Path) -> None:
         return
     if path.exists():
         raise DocumentError(f"file: expected a regular file or folder, got the device {path}")
-    near = f"; there is no folder {path.parent}"
-    if path.parent.is_dir():
-        see = f"; see ls {shlex.quote(str(path.parent))}"
-        near = nearest(path.name, os.listdir(path.parent)) or see
+    names = os.listdir(path.parent) if path.parent.is_dir() else ()
+    near = nearest(path.name, names) or where_to_look(path)
     raise DocumentError(
         f"file: expected an existing file or folder, got {printable(str(path))}{link_fault(path)}"
         f"{near}"
     )
+
+
+def where_to_look(path: Path) -> str:
+    """For a missing file, as the end of an error message."""
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent}"
+    return f"; see ls {shlex.quote(str(path.parent))}"
 
 
 def link_fault(path: Path) -> str:
