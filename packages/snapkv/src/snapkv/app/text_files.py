@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from io import BytesIO, StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,12 +39,6 @@ _BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-
-_INVISIBLE_TAGS = "script, style, template, noscript, [hidden]"
-_BLOCK_TAGS = re.compile(
-    "address|article|aside|blockquote|br|d[dlt]|div|fig(caption|ure)|footer|form|h[1-6r]|header|li|"
-    "main|nav|[ou]l|p|pre|section|table|title|tr"
-)
 
 _OPENED = re.compile(r"<html[\s>]", re.IGNORECASE)
 _CLOSED = re.compile(r"</html\s*>", re.IGNORECASE)
@@ -307,24 +301,13 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
 def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
     """What a browser would show of a page, a line per block, and why some may be missing."""
     try:
-        from bs4 import BeautifulSoup
         from bs4.dammit import EncodingDetector
+
+        from snapkv.app.html_text import shown_text
     except ImportError as error:
         raise missing_package(f"file: reading {name}", "beautifulsoup4") from error
-    declared = EncodingDetector.find_declared_encoding(data, is_html=True)
-    markup = _decode(name, data, declared)
-    page = BeautifulSoup(StringIO(markup), "html.parser")
-    for tag in page.select(_INVISIBLE_TAGS):
-        tag.decompose()
-    for string in page.find_all(string=True):
-        if not string.find_parent("pre"):
-            string.replace_with(type(string)(re.sub(r"\s+", " ", string)))
-    for tag in page.find_all(lambda tag: _BLOCK_TAGS.fullmatch(tag.name)):
-        tag.insert_before("\n")
-        tag.insert_after("\n")
-    for cell in page.select(":is(td, th) + :is(td, th)"):
-        cell.insert_before("\t")
-    text = re.sub(r"[ \t]*\n\s*\n", "\n\n", page.get_text()).strip()
+    markup = _decode(name, data, EncodingDetector.find_declared_encoding(data, is_html=True))
+    text = shown_text(markup)
     if _OPENED.search(markup) and not _CLOSED.search(markup):
         return text, ["it begins with <html> and ends without </html>, so its end may be missing"]
     return text, []
