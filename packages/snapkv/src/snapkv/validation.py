@@ -270,6 +270,14 @@ def printable(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def without_controls(text: str) -> str:
+    """The text with control characters escaped, which a terminal would obey; lines stay lines."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """The candidates most like `name`, as the end of an error message; empty where none is."""
     others = (candidate for candidate in candidates if candidate != name)

@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,20 @@ def test_html_gives_what_a_browser_shows(tmp_path):
     assert lines == ["News", "Head", "One bold word.", "first", "second", "a", "  b"]
     path.write_bytes('<meta charset="latin-1"><p>Zoë</p>'.encode("latin-1"))  # as it declares
     assert text_of(path) == "Zoë"
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [("<p>Text" * 8000, "Text\n\n" * 7999 + "Text"), (f"<pre>a{' ' * 80_000}b</pre>", None)],
+    ids=["open", "spaces"],
+)
+def test_html_takes_time_in_proportion_to_its_length(tmp_path, markup, text):
+    """Of either it took minutes: a second here, or a few where others are at work."""
+    path, began = tmp_path / "page.html", time.process_time()
+    path.write_text(f"<html>{markup}</html>")
+    (page,) = text_files.read([str(path)])
+    assert page.text == (text or markup.removeprefix("<pre>").removesuffix("</pre>"))
+    assert time.process_time() - began < 15
 
 
 @pytest.mark.parametrize("name", ["paper.pdf", "download"])

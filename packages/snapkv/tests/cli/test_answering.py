@@ -106,6 +106,26 @@ def test_names_and_answers_that_the_terminal_cannot_show(
         assert text.startswith("Ω is" if encoding == "utf-8" else "\\u03a9 is")
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_no_terminal_obeys_what_a_document_an_answer_or_a_name_says(
+    snapkv, tiny_only, here, monkeypatch, terminal
+):
+    (here / "notes.txt").write_text("Nothing to see here.")
+    (here / "\x1b]0;a.doc").write_bytes(b"\0")
+    written = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    written.isatty = lambda: terminal
+    start = ("--answer-start", "Say \x1b]0;b\x07", "--max-new-tokens", 1)
+    for more in ((), ("--compare",)):
+        monkeypatch.setattr(sys, "stdout", written)
+        done = snapkv("ask", here, "-q", "Why?", *start, *more)
+        assert "skipped: " in done.err
+        assert "\x1b]" not in done.err
+    text = written.buffer.getvalue().decode()
+    assert text.startswith("Say \\x1b]0;b\\x07" if terminal else "Say \x1b]0;b\x07")
+    assert text.count("\x1b]0") == (0 if terminal else 1)  # and never in a table
+    assert "\x1b" not in snapkv("ask", "\x1b]0;a.txt", "-q", "Why?").err
+
+
 def test_compare_shows_both_caches_side_by_side(snapkv, asked, demo_only, document, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     done = snapkv("ask", document, *ASK, *SMALL, "--compare")

@@ -61,6 +61,8 @@ REFUSED = {
         ("-p x --temperature inf", "temperature: expected 0, or a finite"),
         ("-p x --model dmo", "did you mean demo?"),
         ("-p x --model .", "a folder with a config.json"),
+        ("-p x --model ./papers/none", "got './papers/none'; see ls papers"),
+        ("-p x --model no/such/folder", "got 'no/such/folder'; there is no folder no/such"),
         ("-p x --model demo --revision main", "revision: expected it with a hub id"),
         ("-p x --device gpu", "device: expected auto"),
         ("-p x --dtype int8", "dtype: expected one of"),

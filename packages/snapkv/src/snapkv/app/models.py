@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from snapkv.app.conversion import convert_once
-from snapkv.app.text_files import link_fault
+from snapkv.app.text_files import link_fault, where_to_look
 from snapkv.errors import (
     InvalidArgumentError,
     MissingDependencyError,
@@ -261,7 +261,7 @@ def _locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> _Sou
         return _Source(place=str(path))
     fault, is_path = link_fault(path), name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if fault or is_path or path.suffix == ".gguf":
-        near = nearest(name, _known(also)) or f"; see ls {path.parent}"
+        near = nearest(name, _known(also)) or where_to_look(path)
         raise _not_found(f"{name!r}{fault}{near}", "an existing file or folder")
     if name.strip("/").count("/") == 1 or name in _WITHOUT_OWNER or _is_cached(name, None):
         return _Source(place=name, on_hub=True)

@@ -10,13 +10,13 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from io import BytesIO, StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from snapkv.errors import DocumentError, missing_package
 from snapkv.library.records import Text
-from snapkv.validation import format_bytes, nearest, printable
+from snapkv.validation import format_bytes, nearest, printable, without_controls
 
 STDIN = "-"
 
@@ -40,19 +40,13 @@ _BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 
-_INVISIBLE_TAGS = "script, style, template, noscript, [hidden]"
-_BLOCK_TAGS = re.compile(
-    "address|article|aside|blockquote|br|d[dlt]|div|fig(caption|ure)|footer|form|h[1-6r]|header|li|"
-    "main|nav|[ou]l|p|pre|section|table|title|tr"
-)
-
 _OPENED = re.compile(r"<html[\s>]", re.IGNORECASE)
 _CLOSED = re.compile(r"</html\s*>", re.IGNORECASE)
 _END_OF_PDF = b"%%EOF"
 
 
 def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{without_controls(line)}\n")
 
 
 def read(
@@ -218,14 +212,19 @@ def _require_file(path: Path) -> None:
         return
     if path.exists():
         raise DocumentError(f"file: expected a regular file or folder, got the device {path}")
-    near = f"; there is no folder {path.parent}"
-    if path.parent.is_dir():
-        see = f"; see ls {shlex.quote(str(path.parent))}"
-        near = nearest(path.name, os.listdir(path.parent)) or see
+    names = os.listdir(path.parent) if path.parent.is_dir() else ()
+    near = nearest(path.name, names) or where_to_look(path)
     raise DocumentError(
         f"file: expected an existing file or folder, got {printable(str(path))}{link_fault(path)}"
         f"{near}"
     )
+
+
+def where_to_look(path: Path) -> str:
+    """For a missing file, as the end of an error message."""
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent}"
+    return f"; see ls {shlex.quote(str(path.parent))}"
 
 
 def link_fault(path: Path) -> str:
@@ -302,24 +301,13 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
 def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
     """What a browser would show of a page, a line per block, and why some may be missing."""
     try:
-        from bs4 import BeautifulSoup
         from bs4.dammit import EncodingDetector
+
+        from snapkv.app.html_text import shown_text
     except ImportError as error:
         raise missing_package(f"file: reading {name}", "beautifulsoup4") from error
-    declared = EncodingDetector.find_declared_encoding(data, is_html=True)
-    markup = _decode(name, data, declared)
-    page = BeautifulSoup(StringIO(markup), "html.parser")
-    for tag in page.select(_INVISIBLE_TAGS):
-        tag.decompose()
-    for string in page.find_all(string=True):
-        if not string.find_parent("pre"):
-            string.replace_with(type(string)(re.sub(r"\s+", " ", string)))
-    for tag in page.find_all(lambda tag: _BLOCK_TAGS.fullmatch(tag.name)):
-        tag.insert_before("\n")
-        tag.insert_after("\n")
-    for cell in page.select(":is(td, th) + :is(td, th)"):
-        cell.insert_before("\t")
-    text = re.sub(r"[ \t]*\n\s*\n", "\n\n", page.get_text()).strip()
+    markup = _decode(name, data, EncodingDetector.find_declared_encoding(data, is_html=True))
+    text = shown_text(markup)
     if _OPENED.search(markup) and not _CLOSED.search(markup):
         return text, ["it begins with <html> and ends without </html>, so its end may be missing"]
     return text, []

@@ -24,6 +24,7 @@ from snapkv.errors import (
     OutputError,
     SnapKVError,
 )
+from snapkv.validation import without_controls
 
 _FAILURE, _BAD_INPUT = 1, 2
 
@@ -296,6 +297,7 @@ def _explain(error: BaseException, arguments: list[str]) -> int:
 
 
 def _fail(message: str, status: int) -> int:
+    line = without_controls(" ".join(message.split()))
     with contextlib.suppress(OSError):  # standard error may be on a full disk, too
-        print(f"snapkv: error: {' '.join(message.split())}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"snapkv: error: {line}", file=sys.stderr, flush=True)  # noqa: T201
     return status

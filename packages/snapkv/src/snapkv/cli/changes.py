@@ -1,7 +1,7 @@
 """How to change a command whose answer differs from the full cache's."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -60,8 +60,16 @@ def changed_command(typed: Sequence[str], change: Change) -> str:
     return shlex.join(["snapkv", *_without(typed[:end], change), *new, *typed[end:]])
 
 
-def asked_with_passages(files: Sequence[str], question: str, model: str | None) -> str:
-    """The command that answers from the best passages of files."""
+def asked_with_passages(
+    files: Sequence[str],
+    question: str,
+    model: str | None,
+    loaded: LoadedModel,
+    settings: GenerationSettings,
+) -> str | None:
+    """The command that answers from the best passages of files; None if they have no room."""
+    if not (files and leaves_room(loaded, question, settings)):
+        return None
     words = ["ask", *files, "-q", question, *([] if model is None else ["--model", model])]
     return changed_command(words, {"passages": True})
 
@@ -75,15 +83,15 @@ def leaves_room(loaded: LoadedModel, question: str, settings: GenerationSettings
 
 
 @contextmanager
-def explained_length(commands: Sequence[str]) -> Iterator[None]:
-    """Say in the error of a prompt that is too long which command answers, if any does."""
+def explained_length(command: Callable[[], str | None]) -> Iterator[None]:
+    """Say in the error of a prompt that is too long which command answers; None: none does."""
     try:
         yield
     except PromptTooLongError as error:
-        if not commands:
+        if (answers := command()) is None:
             raise
         raise PromptTooLongError(
-            f"{error}; to read the passages that fit the question best: {commands[0]}"
+            f"{error}; to read the passages that fit the question best: {answers}"
         ) from error
 
 

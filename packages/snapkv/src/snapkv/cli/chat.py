@@ -19,7 +19,7 @@ from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.cli.outputs import Output, require_output
 from snapkv.cli.standard_output import FAILED, write, write_json
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
-from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest
+from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest, without_controls
 
 if TYPE_CHECKING:
     from snapkv.app.conversation import Conversation
@@ -64,7 +64,7 @@ def chat(
     _require_tokens(policy, options, recall)
 
     from snapkv.app.conversation import Conversation
-    from snapkv.cli.changes import asked_with_passages, explained_length, leaves_room
+    from snapkv.cli.changes import asked_with_passages, explained_length
     from snapkv.cli.from_files import protection_of
     from snapkv.cli.loading import load_model
 
@@ -88,9 +88,7 @@ def chat(
         load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         explained=lambda question: explained_length(
-            [asked_with_passages(files, question, options.model)]
-            if files and leaves_room(loaded, question, settings)
-            else []
+            lambda: asked_with_passages(files or [], question, options.model, loaded, settings)
         ),
         as_json=options.json,
         with_layers=options.verbose,
@@ -280,7 +278,7 @@ class Chat:
 
     def _note(self, text: str) -> None:
         """Print a line to standard error; answers go to standard output."""
-        sys.stderr.write(" ".join(text.split()) + "\n")
+        sys.stderr.write(without_controls(" ".join(text.split())) + "\n")
         sys.stderr.flush()
 
 

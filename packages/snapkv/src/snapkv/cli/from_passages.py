@@ -18,6 +18,7 @@ from snapkv.cli.from_files import answer_from_files
 from snapkv.cli.options import AskOptions
 from snapkv.library import records
 from snapkv.policies import Policy
+from snapkv.validation import without_controls
 
 _MOST_PLACES = 12
 """As many are named in the line below an answer; `--json` has all."""
@@ -33,7 +34,7 @@ def answer_from_passages(
 ) -> None:
     """Answer from the documents; where they are too long, say what to type or what was read."""
     said: list[Text] = []
-    answering: list[str] = []
+    read_by: list[LoadedModel] = []
     request["question"] = question
 
     def made(loaded: LoadedModel, read: Sequence[records.Text]) -> Prompt:
@@ -52,17 +53,20 @@ def answer_from_passages(
         return loaded.has_positions(tokens + options.max_new_tokens)
 
     def prompt(loaded: LoadedModel) -> Prompt:
-        if not options.passages and leaves_room(loaded, question, options.settings()):
-            answering.append(changed_command(typed, {"passages": True}))
+        read_by.append(loaded)
         if not options.passages or fits(loaded, documents):
             return made(loaded, documents)
         announce("looking for the passages that fit the question best")
         found = best_passages(documents, question, lambda read: fits(loaded, read))
         request["passages"] = {name: asdict(found)[name] for name in ("read", "of", "places")}
-        said.append(Text(_line(found, is_of_one=len(documents) == 1)))
+        said.append(Text(without_controls(_line(found, is_of_one=len(documents) == 1))))
         return made(loaded, found.documents)
 
-    with explained_length(answering):
+    def command() -> str | None:
+        helps = not options.passages and leaves_room(read_by[0], question, options.settings())
+        return changed_command(typed, {"passages": True}) if helps else None
+
+    with explained_length(command):
         answer_from_files(
             options, policy, prompt, request, typed, system=None, sources=lambda: said
         )

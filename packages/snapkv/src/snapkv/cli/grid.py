@@ -10,7 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from snapkv.cli.standard_output import write, write_json
+from snapkv.cli.standard_output import write_drawn, write_json
+from snapkv.validation import without_controls
 
 Cell = str | Text
 """Content of a table cell. A str is shown literally: its brackets are not markup."""
@@ -77,7 +78,7 @@ class Grid:
 
 
 def _text(cell: Cell) -> Text:
-    return cell if isinstance(cell, Text) else Text(cell)
+    return cell if isinstance(cell, Text) else Text(without_controls(cell))
 
 
 def _folded(*parts: Cell) -> Text:
@@ -113,7 +114,7 @@ def show(grid: Grid | Text, *, soft_wrap: bool = False) -> None:
     console = Console(soft_wrap=soft_wrap)
     with console.capture() as drawn:
         console.print(grid)
-    write(drawn.get())
+    write_drawn(drawn.get())
 
 
 def say(lines: Iterable[Text], *, to_errors: bool = False) -> None:

@@ -86,7 +86,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     budgets = [(f"{size:,}", _with_budget(options, size)) for size in sizes or ()]
 
     from snapkv.app.answering import prompt_ids
-    from snapkv.cli.changes import asked_with_passages, explained_length, leaves_room
+    from snapkv.cli.changes import asked_with_passages, explained_length
     from snapkv.cli.loading import answers_progress, load_model
     from snapkv.cli.session import versions
     from snapkv.inspector import inspect_prompt
@@ -97,8 +97,9 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     prompt = question_prompt(
         loaded.tokenizer, text_files.join(read), question, answer_start=options.answer_start
     )
-    command = asked_with_passages(files, question, options.model)
-    with explained_length([command] if leaves_room(loaded, question, settings) else []):
+    with explained_length(
+        lambda: asked_with_passages(files, question, options.model, loaded, settings)
+    ):
         prompt_tokens = prompt_ids(loaded, prompt, settings).shape[1]
     if sizes is None:
         budgets = _parts_of(options, prompt_tokens)

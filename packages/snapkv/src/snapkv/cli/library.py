@@ -18,7 +18,7 @@ from snapkv.cli.options import PolicyOptions
 from snapkv.cli.outputs import Output
 from snapkv.cli.standard_output import FAILED, write, write_json
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import format_bytes, require_choice
+from snapkv.validation import format_bytes, require_choice, without_controls
 
 if TYPE_CHECKING:
     from snapkv.library.about import About
@@ -253,7 +253,7 @@ def like(library: "Library", options: Any) -> Any:
 def _tell(lines: list[str]) -> None:
     """Write lines to standard error."""
     for line in lines:
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{without_controls(line)}\n")
 
 
 def _outcomes_table(outcomes: "Sequence[Outcome]") -> Grid:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from snapkv.errors import OutputError
+from snapkv.validation import without_controls
 
 FAILED = 1
 """Exit status of a command that finished although a part of its work failed."""
@@ -55,7 +56,12 @@ class _Named:
 
 
 def write(text: str) -> None:
-    """Write to standard output; characters outside its encoding are escaped."""
+    """Write to standard output; on a terminal, control characters are escaped."""
+    write_drawn(without_controls(text) if sys.stdout.isatty() else text)
+
+
+def write_drawn(text: str) -> None:
+    """Write what may move a terminal's cursor; characters outside its encoding are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
