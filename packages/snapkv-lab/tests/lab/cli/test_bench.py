@@ -66,7 +66,7 @@ def test_decode_gives_a_row_per_length_batch_and_cache(snapkv, tiny, tmp_path):
         assert row["of_ceiling"] >= 0  # so little of a tiny model is copying that it rounds to none
     assert all(row["ratio"]["p50"] == 1 for row in rows if row["cache"] == "transformers")
     held = {row["cache"]: row["held_bytes"] for row in rows if row["length"] == 128}
-    assert held[ways[2]] < 1.4 * held[ways[0]] < 1.4 * held["transformers"]
+    assert held[names[2]] < 1.4 * held[names[1]] < 1.4 * held["transformers"]
     stored = [json.loads(line) for line in out.read_text().splitlines()]
     assert [{name: row[name] for name in rows[0]} for row in stored] == rows
     assert stored[0]["model"] == {"name": "tiny"}
