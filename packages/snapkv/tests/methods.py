@@ -61,7 +61,11 @@ STORED = {
 """Every way to store and to go on that is not the default."""
 
 CACHES = {
-    **{name: (policy, {}) for name, policy in METHODS.items() if not policy.reads_context},
+    **{
+        name: (policy, {})
+        for name, policy in METHODS.items()
+        if not policy.needs_reconstruction_pass
+    },
     **{name: (SNAPKV, options) for name, options in STORED.items()},
 }
 """A method and options of a cache: every method as it is, and SnapKV in every way to store."""

@@ -102,7 +102,7 @@ class HeadPages:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class UnevenRows:
     """The requests of a batch whose heads hold their own numbers of tokens."""
 
     starts: Sequence[int] = ()  # where each one's tokens begin in the batch
@@ -132,7 +132,7 @@ class Sequences:
 
 
 def sequences(
-    batch: Rows,
+    batch: UnevenRows,
     places: HeadPlaces,
     generated: Tensor,
     blocks: Tensor,
@@ -264,7 +264,7 @@ class HeadsAttention:
     def __init__(self) -> None:
         self._kept: dict[str, _KeptHeads] = {}
         self._documents: dict[int, _KeptHeads] = {}
-        self._batch = Rows()
+        self._batch = UnevenRows()
         self._layers: dict[str, Any] = {}
         self._steps: dict[str, _LayerStep] = {}
         self._places: dict[str, tuple[tuple[str, ...], HeadPlaces]] = {}
@@ -307,7 +307,7 @@ class HeadsAttention:
         """A step begins with these rows, whose tokens end in the batch where it is said."""
         starts = (0, *query_ends[:-1])
         rows = tuple(row for row, request in enumerate(requests) if request in self._kept)
-        self._batch = Rows(
+        self._batch = UnevenRows(
             requests=tuple(requests[row] for row in rows),
             rows=rows,
             starts=tuple(starts[row] for row in rows),
@@ -317,7 +317,7 @@ class HeadsAttention:
 
     def leave(self) -> None:
         """The step is over; what follows may be a dummy batch."""
-        self._batch = Rows()
+        self._batch = UnevenRows()
         self._steps.clear()
 
     def attach(self, name: str, layer: Any) -> None:

@@ -21,7 +21,7 @@ SERVED_WHILE_GENERATING = ("r-kv", "tova", "streaming-llm")
 """Methods that need only the last queries and the stored tokens to evict."""
 
 
-class Entry:
+class ConfigEntry:
     """A dataclass whose fields go into `additional_config` where they differ from the defaults."""
 
     @classmethod
@@ -41,7 +41,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits(Entry):
+class Limits(ConfigEntry):
     """The limits of a server for every request; a request may lower them, never raise them.
 
     Args:

@@ -101,7 +101,7 @@ class WhileGenerating(Choice):
 
 
 @dataclass(frozen=True)
-class SecondReading(Choice):
+class ReconstructionPass(Choice):
     """What stays of a document that has been read twice, by `KVzip`, or `AdaKV` around it."""
 
     stage = "document"
@@ -129,7 +129,7 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ahead:
+class LookaheadTokens:
     """Tokens of a text that is read again after the prompt; forgotten when they have voted."""
 
     first_position: int
@@ -151,7 +151,7 @@ class Order:
     held_tokens: int  # of which keys and values are cached then, those read again among them
     ends: bool  # whether the choice is made after this step; what was put aside is then forgotten
     kept_tokens: int  # how many stay
-    ahead: Ahead | None = None  # the step's last tokens, where they are not the next ones
+    ahead: LookaheadTokens | None = None  # the step's last tokens, where they are not the next ones
     steps_back: int = 0  # how many tokens that were computed do not count from then on
     noted_tokens: int = 0  # first ones, of which the attention is noted that the queries pay them
     moves: tuple[Move, ...] = ()  # what happens to the blocks of each compressed KV cache group
@@ -260,7 +260,7 @@ class Compression:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(RequestPlan):
+class PromptPlan(RequestPlan):
     """When a request is compressed that has a prompt of its own, and to how much."""
 
     prompt_tokens: int
@@ -348,7 +348,7 @@ class Plan(RequestPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnPlan(Plan):
+class TurnPlan(PromptPlan):
     """The plan of a session's request, whose prompt may begin with a history that is held."""
 
     prefix_tokens: int = 0  # that the blocks stand for with which it begins

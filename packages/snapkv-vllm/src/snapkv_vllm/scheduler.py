@@ -20,7 +20,7 @@ from snapkv_vllm.documents.protocol import OF_SESSIONS, document_request
 from snapkv_vllm.documents.registry import registry
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.metrics import PromptMetrics
-from snapkv_vllm.plans import Order, Plan, PrefixReuse, RequestPlan
+from snapkv_vllm.plans import Order, PrefixReuse, PromptPlan, RequestPlan
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.refusals import compressed_managers
 from snapkv_vllm.settings import ServingSettings
@@ -89,7 +89,7 @@ class _CompressingScheduler(Scheduler):
             plan: RequestPlan = held.plan_of_asked(asked, request)
             return plan
         if params is None or request.resumable:
-            return Plan(prompt_tokens=request.num_prompt_tokens)
+            return PromptPlan(prompt_tokens=request.num_prompt_tokens)
         plan = self._settings.plan_for(given, request.num_prompt_tokens)
         require_spans_within(plan.policy, request.num_prompt_tokens)
         if plan.shared_tokens is not None:
@@ -252,7 +252,9 @@ class _CompressingScheduler(Scheduler):
             order = plan.order(seen, held, step_tokens)
         if order is not None and (order.ends or order.noted_tokens or order.steps_back):
             order = self._compressed(request, order)
-        has_own_prompt = isinstance(plan, Plan)  # it does not name a document, nor ask about one
+        has_own_prompt = isinstance(
+            plan, PromptPlan
+        )  # it does not name a document, nor ask about one
         if has_own_prompt and seen < prompt_tokens <= request.num_computed_tokens:
             kept = prompt_tokens - self._blocks.dropped_tokens(request_id)
             if order is not None and order.moves:

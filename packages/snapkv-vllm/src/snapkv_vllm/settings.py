@@ -51,7 +51,7 @@ from snapkv_vllm.names import (
     shown,
     wrong,
 )
-from snapkv_vllm.plans import Plan
+from snapkv_vllm.plans import PromptPlan
 from snapkv_vllm.spans import RequestSpans, entries_of
 
 KEY = "snapkv"
@@ -165,7 +165,7 @@ class ServingSettings:
         """The method for one request's prompt; None leaves it whole. Raises as `plan_for` does."""
         return self.plan_for(extra_args, prompt_tokens=1).policy
 
-    def plan_for(self, extra_args: Mapping[str, Any] | None, prompt_tokens: int) -> Plan:
+    def plan_for(self, extra_args: Mapping[str, Any] | None, prompt_tokens: int) -> PromptPlan:
         """When one request is compressed, and how.
 
         Args:
@@ -183,7 +183,7 @@ class ServingSettings:
         require_compatible(settings=self, given=extra_args or {})
         if DOCUMENT in given:
             require_named(PREFIX + DOCUMENT, given[DOCUMENT])
-            return Plan(prompt_tokens=prompt_tokens)
+            return PromptPlan(prompt_tokens=prompt_tokens)
         if (session := given.pop(SESSION, None)) is not None:
             require_session_name(PREFIX + SESSION, session, OWNED_SESSION)
         spans = _spans_of(given)
@@ -214,7 +214,7 @@ class ServingSettings:
         spans: RequestSpans,
         *,
         votes: bool = True,
-    ) -> Plan:
+    ) -> PromptPlan:
         """As `plan_for`, of a session's request at whose end so many tokens are held.
 
         Without votes only what `spans` drop goes.
@@ -267,7 +267,7 @@ class ServingSettings:
         given: Mapping[str, Any],
         prompt_tokens: int,
         spans: RequestSpans = _NO_SPANS,
-    ) -> Plan:
+    ) -> PromptPlan:
         """What a request's settings, by their names without the prefix, make of the server's."""
         own = dict(given)
         budget = own.pop("budget", self.budget)
@@ -285,7 +285,7 @@ class ServingSettings:
         if spans:
             protecting = spans.protecting(min(first, prompt_tokens))
             policy = self._with_spans(protecting, budget, parameters, prompt_tokens)
-        return Plan(
+        return PromptPlan(
             prompt_tokens=prompt_tokens,
             policy=policy,
             growth=self.limits.growth_of(decode_budget, policy, protect_first=first),

@@ -33,7 +33,7 @@ _NONE = Spans(())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class SpanEdit:
     """What becomes of one span of tokens, or of the messages that are like this."""
 
     do: str
@@ -53,7 +53,7 @@ class Entry:
         return {**place, "do": self.do} | ({"budget": self.budget} if self.budget else {})
 
 
-def entries_of(given: object) -> tuple[Entry, ...]:
+def entries_of(given: object) -> tuple[SpanEdit, ...]:
     """The entries of a request: a list of objects, or such a list as JSON.
 
     Raises:
@@ -87,7 +87,7 @@ def require_few(entries: Sequence[object]) -> None:
         raise wrong(NAME, f"at most {_MOST:,} spans", f"{len(entries):,}", "join neighbours")
 
 
-def _entry(given: object) -> Entry:
+def _entry(given: object) -> SpanEdit:
     if not isinstance(given, Mapping):
         raise wrong(
             NAME, "objects in the list", f"something of type {type(given).__name__}", "pass objects"
@@ -113,11 +113,11 @@ def _entry(given: object) -> Entry:
         got = "both" if messages else "neither"
         raise wrong(NAME, places, got, "give the span's place in one way")
     if messages:
-        return Entry(do=do, budget=budget, messages=messages)
+        return SpanEdit(do=do, budget=budget, messages=messages)
     start, end = _number(given, "start"), _number(given, "end")
     if start >= end:
         raise wrong(NAME, "a start below its end", f"{start} and {end}", "end is after the last")
-    return Entry(do=do, budget=budget, span=(start, end))
+    return SpanEdit(do=do, budget=budget, span=(start, end))
 
 
 def _number(given: Mapping[str, Any], name: str, minimum: int = 0) -> int:
@@ -154,7 +154,7 @@ class RequestSpans:
     compress: tuple[tuple[Span, int], ...] = ()
 
     @classmethod
-    def of(cls, entries: Sequence[Entry]) -> Self:
+    def of(cls, entries: Sequence[SpanEdit]) -> Self:
         """Of entries whose messages have been looked up; one that names messages is refused."""
         parts: dict[str, list[tuple[Span, int]]] = {DROP: [], PROTECT: [], COMPRESS: []}
         for entry in entries:

@@ -13,7 +13,7 @@ from snapkv.policies import PromptLayer
 from snapkv_vllm import layers as rooms
 from snapkv_vllm.compressor import Compressor, QueryRecorder
 from snapkv_vllm.layouts import PlainLayout, layout_of, slots
-from snapkv_vllm.plans import Move, Plan
+from snapkv_vllm.plans import Move, PromptPlan
 from tests.families import random_ids, tiny_model
 
 BLOCK = 16
@@ -101,7 +101,7 @@ def run(states, policy, chunks, blocks, target_blocks=None, dtype=torch.float32,
         fill(layer, blocks, keys, values)
     computed, length = 0, k.shape[1]
     for step in chunks:
-        plan = Plan(prompt_tokens=length, policy=policy)
+        plan = PromptPlan(prompt_tokens=length, policy=policy)
         order = plan.order(computed, computed, step)
         computed += step
         if order is None:
@@ -260,7 +260,7 @@ def test_a_text_that_is_read_again_is_noted_by_the_keys_as_attention_sees_them(p
         compressor = compressor_of({"l": layer})
         compressor._recorder.wanted = {"a": slice(100, 150)}
         layer.impl.forward(layer, queries.transpose(0, 1))
-        plan = Plan(prompt_tokens=150, policy=SnapKV(48)).order(0, 0, 150)
+        plan = PromptPlan(prompt_tokens=150, policy=SnapKV(48)).order(0, 0, 150)
         order = replace(plan, query_tokens=50, noted_tokens=100, moves=move(range(10), ()))
         compressor.note({"a": order})
         noted.append(compressor._received["a"]["l"])

@@ -9,7 +9,7 @@ from snapkv import TOVA, SnapKV, StreamingLLM
 from snapkv_vllm.plans import (
     Growth,
     Order,
-    Plan,
+    PromptPlan,
     WhileGenerating,
 )
 
@@ -20,7 +20,7 @@ POLICY = SnapKV(64, window_size=32)
 class Requests:
     """One request that is computed step by step, as a scheduler does it."""
 
-    plan: Plan
+    plan: PromptPlan
     seen: int = 0
     dropped: int = 0
     orders: list[Order] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Requests:
 
 
 def whole(prompt, policy=POLICY, step=None):
-    return Requests(Plan(prompt_tokens=prompt, policy=policy)).run(prompt, [step or prompt])
+    return Requests(PromptPlan(prompt_tokens=prompt, policy=policy)).run(prompt, [step or prompt])
 
 
 def test_a_window_that_lies_across_two_chunks_is_put_aside_in_parts():
@@ -73,7 +73,7 @@ def test_a_window_that_lies_across_two_chunks_is_put_aside_in_parts():
 
 def test_without_a_method_and_behind_the_prompt_there_are_no_orders():
     assert not whole(100, policy=None).orders
-    assert Plan(prompt_tokens=100, policy=POLICY).order(100, 64, 1) is None
+    assert PromptPlan(prompt_tokens=100, policy=POLICY).order(100, 64, 1) is None
 
 
 def test_methods_without_queries_only_get_the_end():
@@ -84,7 +84,7 @@ def test_methods_without_queries_only_get_the_end():
 
 def test_cached_prefixes_end_before_the_queries_that_vote():
     def reusable(policy, tokens):
-        return Plan(prompt_tokens=tokens, policy=policy).reusable_tokens
+        return PromptPlan(prompt_tokens=tokens, policy=policy).reusable_tokens
 
     assert reusable(POLICY, 200) == 168  # 200 - 32
     assert reusable(None, 200) is None
@@ -98,7 +98,7 @@ GROWTH = Growth(policy=TOVA(70), most_tokens=80, evict_every=10)
 
 def test_an_answer_grows_to_its_budget_and_is_evicted_from_at_once():
     """64 of the prompt and 16 generated tokens are 80; ten go, and every ten tokens ten more."""
-    plan = Plan(prompt_tokens=100, policy=POLICY, growth=GROWTH)
+    plan = PromptPlan(prompt_tokens=100, policy=POLICY, growth=GROWTH)
     request = Requests(plan).run(140, [100])
     assert request.ended == [(100, 64), (116, 70), (126, 70), (136, 70)]
     ended = [order for order in request.orders if order.ends]
@@ -110,9 +110,9 @@ def test_an_answer_grows_to_its_budget_and_is_evicted_from_at_once():
 def test_a_method_sees_the_queries_of_the_answer_alone():
     policy = SnapKV(64, window_size=32)
     growth = Growth(policy=_Looking(60), most_tokens=70, evict_every=10)
-    late = Plan(prompt_tokens=100, policy=policy, growth=growth).next(100, 64)
+    late = PromptPlan(prompt_tokens=100, policy=policy, growth=growth).next(100, 64)
     assert (late.at, late.choice.query_tokens) == (106, 6)
-    early = Plan(prompt_tokens=100, growth=growth).next(0, 0)
+    early = PromptPlan(prompt_tokens=100, growth=growth).next(0, 0)
     assert (early.at, early.choice.query_tokens) == (101, 1)
 
 
@@ -134,7 +134,7 @@ def test_however_a_request_is_cut_it_is_compressed_alike(prompt, answer, chunks,
     """Against one token after the other, which is compressed wherever the rules say so."""
     policy = SnapKV(64, window_size=window)
     growth = every and Growth(policy=TOVA(90 - every), most_tokens=90, evict_every=every)
-    plan = Plan(prompt_tokens=prompt, policy=policy, growth=growth or None)
+    plan = PromptPlan(prompt_tokens=prompt, policy=policy, growth=growth or None)
     request = Requests(plan).run(prompt + answer, [*chunks, 200])
     expected, held = [], 0
     for seen in range(1, prompt + answer + 1):

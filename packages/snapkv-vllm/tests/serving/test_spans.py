@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from snapkv import SnapKV, StreamingLLM
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.policies.spans import Spans
-from snapkv_vllm.agents.messages import Chat, Piece, located, spans_of
+from snapkv_vllm.agents.messages import MessageText, TokenizedChat, located, spans_of
 from snapkv_vllm.agents.places import Tokens
 from snapkv_vllm.methods import METHODS, WithSpans, kept_tokens, require_spans_within
 from snapkv_vllm.settings import ServingSettings
@@ -142,7 +142,7 @@ MARK = "5eed" * 4
 
 
 def piece(number, text):
-    return Piece(message=number, text=text, mark=f"{MARK}x{number}x")
+    return MessageText(message=number, text=text, mark=f"{MARK}x{number}x")
 
 
 def test_texts_are_found_between_marks_as_templates_show_them():
@@ -164,7 +164,7 @@ def test_messages_are_chosen_by_all_that_an_entry_says_and_not_too_many():
     names = ["a", "b"] * 300
     messages = [{"role": "user", "name": name, "content": "x"} for name in names]
     found = {piece(number, "x"): (2 * number, 2 * number + 1) for number in range(600)}
-    chat = Chat(messages, found, Tokens(range(1200), range(1, 1201)))
+    chat = TokenizedChat(messages, found, Tokens(range(1200), range(1, 1201)))
 
     def over(*asked):
         return [one.span for one in spans_of(entries_of([*asked]), chat)]

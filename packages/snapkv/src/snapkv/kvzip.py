@@ -99,7 +99,7 @@ def read_as_wanted(
     model: PreTrainedModel, tokenizer: Any, input_ids: Tensor, cache: CompressedCache
 ) -> None:
     """Read and compress what stands before a question, as the cache's policy wants it read."""
-    if cache.policy.reads_context:
+    if cache.policy.needs_reconstruction_pass:
         read_twice(model, input_ids, cache, instruction_ids=instruction_of(tokenizer))
         return
     cache.expect_question(0)
@@ -171,7 +171,7 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
 
 def require_one_reading(policy: Policy, remedy: str) -> None:
     """Raise where `read_context` has to read and will not; `remedy` says what to do."""
-    if policy.reads_context:
+    if policy.needs_reconstruction_pass:
         raise one_reading_refusal(policy, remedy)
 
 

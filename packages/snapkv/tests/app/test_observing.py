@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, FullCache, SnapKV, default_policy
-from snapkv.app.observing import Recorder, record_prompt
+from snapkv.app.observing import RecordingPolicy, record_prompt
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.cache_argument import passed
 from snapkv.prefill.shared import SharedReading
 from tests.families import KINDS, small_model
 
 POLICIES = (FullCache(), SnapKV(24, window_size=8))
-RECORDER = partial(Recorder, recorded_queries=8, recorded_parts=frozenset())
+RECORDER = partial(RecordingPolicy, recorded_queries=8, recorded_parts=frozenset())
 LATENT = [kind for kind in KINDS if "latent" in kind]
 
 

@@ -28,8 +28,8 @@ def bfloat16_by_default():
 @torch.no_grad()
 def kept(policy):
     """The positions that every layer holds behind a prompt and some tokens; one row is padded."""
-    rows = Rows(policy, {}, [0, 0] if policy.reads_context else [60, 0])
-    if policy.reads_context:
+    rows = Rows(policy, {}, [0, 0] if policy.needs_reconstruction_pass else [60, 0])
+    if policy.needs_reconstruction_pass:
         read_twice(rows.model, random_ids(2, 300), rows.cache)
     else:
         rows.turn(random_ids(2, 300), 300, random_ids(2, 12, 1))

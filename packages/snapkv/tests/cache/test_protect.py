@@ -41,7 +41,7 @@ def _talk(policy, *, padded=True, prompts=1, model="llama", **options):
     """Turns of two rows, one with pads; positions and counts after each, and all tokens."""
     model = tiny_model(model, "sdpa" if model == "llama" else "eager")
     cache, found, text = CompressedCache(model, policy, **options), [], random_ids(2, 90)
-    if policy.reads_context:
+    if policy.needs_reconstruction_pass:
         with torch.no_grad():
             read_twice(model, text, cache)
         return cache, [(_positions(cache), cache.report().kept_tokens)], text

@@ -34,7 +34,7 @@ TAKING_ONE = {
 def read(policy, lengths, options):
     tokens = max(lengths)
     rows = Rows(policy, options, [tokens - own for own in lengths])
-    if policy.reads_context:
+    if policy.needs_reconstruction_pass:
         read_twice(rows.model, random_ids(1, tokens), rows.cache)
     else:
         rows.read(random_ids(len(lengths), tokens))
@@ -52,7 +52,7 @@ def test_none_is_too_short(name, share, options):
     policy = with_share(TAKING_ONE[name], SHARES[share])
     window, sinks = innermost(policy).window_size, innermost(policy).sink_tokens
     batches = [[tokens] for tokens in LENGTHS]
-    if not policy.reads_context:
+    if not policy.needs_reconstruction_pass:
         batches.append([12, 300, 150])
     for lengths in batches:
         cache = read(policy, lengths, options)

@@ -67,7 +67,7 @@ def test_the_steps_of_every_method_are_one_graph(name, quantize):
     model, ids, answers, positions = tiny_model("llama"), random_ids(2, 90), [], []
     for options in ({}, {"disable_compile": True}):
         cache = CompressedCache(model, METHODS[name], quantize=quantize)
-        if cache.policy.reads_context:
+        if cache.policy.needs_reconstruction_pass:
             read_twice(model, ids[:, :80], cache)
         answers.append(generated(model, cache, ids, **options))
         positions.append([cache.kept_positions(layer) for layer in cache.compressed_layers])

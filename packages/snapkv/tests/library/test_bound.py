@@ -8,9 +8,9 @@ import torch
 
 from snapkv import Library, LibraryError
 from snapkv.errors import InvalidArgumentError
-from snapkv.library.bound import Room
+from snapkv.library.bound import SizeLimit
 from snapkv.library.folder import Folder
-from snapkv.library.index import Entry
+from snapkv.library.index import DocumentEntry
 from tests.library.conftest import TEXTS
 
 TICK = 0.012
@@ -166,9 +166,9 @@ def test_a_library_has_no_bound_and_takes_one(library, tiny):
 def test_no_file_is_looked_at_while_there_is_room():
     """Each add would otherwise cost what the library has; what is written anew counts once."""
     no_folder = object()
-    room = Room(no_folder, [Entry("a", "a", None, 60)], 100)
-    assert room.admit(Entry("b", "b", None, 40)) == []
-    assert room.admit(Entry("a", "a", None, 50)) == []
+    room = SizeLimit(no_folder, [DocumentEntry("a", "a", None, 60)], 100)
+    assert room.admit(DocumentEntry("b", "b", None, 40)) == []
+    assert room.admit(DocumentEntry("a", "a", None, 50)) == []
     assert room.too_many(10, "c") == []
     with pytest.raises(AttributeError, match="asked_at"):
         room.too_many(11, "c")

@@ -46,7 +46,7 @@ def test_every_policy_shares_one_reading_with_all_others():
     model, ids = small_model("llama"), random_ids(1, 70) % 64
     shared = SharedReading(model, ids)
     for policy in POLICIES.values():
-        if not policy().reads_context:
+        if not policy().needs_reconstruction_pass:
             assert_alike(model, ids, shared, policy())
 
 

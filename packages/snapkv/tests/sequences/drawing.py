@@ -153,7 +153,7 @@ def _options(draw: Draw, policy: Policy, model: str) -> dict[str, Any]:
     if _sizes(model)[1] == 1 and draw.random() < 0.9:  # latents
         return draw.choice([options, {"turns": "compress"}, {"recall": "host"}])
     later = draw.choice([*["append"] * 2, "compress", *["recall"] * 4])
-    if policy.reads_context and draw.random() < 0.9:
+    if policy.needs_reconstruction_pass and draw.random() < 0.9:
         later = "append"
     has_budget = isinstance(getattr(policy, "budget", None), int) and policy.most_tokens is not None
     if later == "compress" and (has_budget or draw.random() < 0.1):
@@ -181,7 +181,7 @@ def _first(draw: Draw, policy: Policy) -> do.Operation:
     tokens = draw.choice([draw.randint(4, 20), draw.randint(20, 50), draw.randint(40, 80)])
     rows = draw.choice([1, 1, 2, 2, 3])
     pads = (0,) * rows
-    if policy.reads_context:
+    if policy.needs_reconstruction_pass:
         return do.Turn(tokens, "context", pads=pads)
     if rows > 1 and draw.random() < 0.6:
         pads = (0, *(draw.randint(0, tokens - 1) for _ in range(rows - 1)))

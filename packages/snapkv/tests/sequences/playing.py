@@ -110,7 +110,7 @@ class Game:
     @property
     def _wants_context(self) -> bool:
         """Whether nothing can be read before a context, which may have been refused."""
-        return self.sequence.policy.reads_context and not self.state.seen
+        return self.sequence.policy.needs_reconstruction_pass and not self.state.seen
 
     # Reading.
 

@@ -152,7 +152,7 @@ class Shelf:
         model, whole = self.loaded.model, isinstance(way.policy, FullCache)
         protect = None if whole else [(0, self.prefix.shape[1])]
         cache = CompressedCache(model, way.policy, protect=protect)
-        if way.policy.reads_context:
+        if way.policy.needs_reconstruction_pass:
             instruction = encode(self.loaded.tokenizer, INSTRUCTION)
             read_twice(model, ids, cache, instruction_ids=instruction)
         else:

@@ -102,7 +102,7 @@ def _found(given: RunContext, setting: str, asked: AskedPrompt) -> Iterator[list
         for share, part in SHARES_OF[setting].items():
             policy = loaded.completed(made(round(part * len(ids))))
             prompt, needs = asked.prompt, policy.needs
-            if policy.reads_context:
+            if policy.needs_reconstruction_pass:
                 if needs not in read_whole:
                     read_whole[needs] = read_prompt_twice(
                         loaded.model, loaded.tokenizer, ids, policy

@@ -120,7 +120,7 @@ class Answers:
     def _ours(self, method: Ours, share: float, asked: AskedPrompt) -> tuple[float, Iterator[Row]]:
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         policy = self.loaded.completed(method.policy(f"{100 * share:g}%"))
-        if policy.reads_context:
+        if policy.needs_reconstruction_pass:
             cache = CompressedCache(model, policy, quantize=method.bits)
             with torch.inference_mode():
                 read_as_wanted(model, tokenizer, asked.ids, cache)

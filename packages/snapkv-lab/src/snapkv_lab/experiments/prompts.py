@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache
-from snapkv.app.observing import RecordedPrompt, Recorder, record_prompt, record_prompt_twice
+from snapkv.app.observing import RecordedPrompt, RecordingPolicy, record_prompt, record_prompt_twice
 from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, CITIES, Haystack, encode
@@ -152,7 +152,7 @@ def read_prompt(
 ) -> RecordedPrompt:
     """Read one prompt with the full cache, recording it and its last queries."""
     ids = torch.tensor([list(prompt_ids)], device=model.device)
-    return record_prompt(model, ids, Recorder(recorded_queries=recorded_queries))
+    return record_prompt(model, ids, RecordingPolicy(recorded_queries=recorded_queries))
 
 
 def read_prompt_twice(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache, FullCache
-from snapkv.app.observing import RecordedPrompt, Recorder
+from snapkv.app.observing import RecordedPrompt, RecordingPolicy
 from snapkv.policies import EvictingPolicy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv_lab.evaluate.corpora import Question, load_corpus
@@ -251,7 +251,7 @@ class ReadText:
     """
 
     def __init__(self, model: Any, context_ids: Sequence[int]) -> None:
-        self._model, self._recorder = model, Recorder(recorded_queries=ALL_QUERIES)
+        self._model, self._recorder = model, RecordingPolicy(recorded_queries=ALL_QUERIES)
         self._cache = CompressedCache(model, self._recorder)
         self.prompt = self._read(self._cache, context_ids)
 

@@ -48,13 +48,13 @@ def rows_of(done):
 def test_decode_gives_a_row_per_length_batch_and_cache(snapkv, tiny, tmp_path):
     out = tmp_path / "rows.jsonl"
     done = snapkv(
-        *("bench", "decode", "--lengths", "64,128", "--budget", "50%", "--rounds", 2, "--json"),
+        *("bench", "decode", "--lengths", "64,256", "--budget", "50%", "--rounds", 2, "--json"),
         *("--batch", "1,2", "--tokens", 2, "--bits", "exact,int8", "--output", out),
     )
     rows = rows_of(done)
     names = ("transformers", "default@50%", "default@50% int8")
     assert [(row["batch"], row["length"], row["cache"]) for row in rows] == [
-        (batch, length, name) for batch in (1, 2) for length in (64, 128) for name in names
+        (batch, length, name) for batch in (1, 2) for length in (64, 256) for name in names
     ]
     for row in rows:
         assert row["status"] == "ok"
@@ -65,7 +65,7 @@ def test_decode_gives_a_row_per_length_batch_and_cache(snapkv, tiny, tmp_path):
         assert row["least_ms"] >= 0
         assert row["of_ceiling"] >= 0  # so little of a tiny model is copying that it rounds to none
     assert all(row["ratio"]["p50"] == 1 for row in rows if row["cache"] == "transformers")
-    held = {row["cache"]: row["held_bytes"] for row in rows if row["length"] == 128}
+    held = {row["cache"]: row["held_bytes"] for row in rows if row["length"] == 256}
     assert held[names[2]] < 1.4 * held[names[1]] < 1.4 * held["transformers"]
     stored = [json.loads(line) for line in out.read_text().splitlines()]
     assert [{name: row[name] for name in rows[0]} for row in stored] == rows

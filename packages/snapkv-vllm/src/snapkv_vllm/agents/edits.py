@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 
 from snapkv.policies.spans import Span, Spans
 from snapkv.validation import require_int
-from snapkv_vllm.agents.messages import Chat
+from snapkv_vllm.agents.messages import TokenizedChat
 from snapkv_vllm.names import CONTEXT, require_readable, shown, wrong
 
 _MOST = 8
 _LONGEST = 20_000
 
 
-def _results(chat: Chat) -> dict[int, str]:
+def _results(chat: TokenizedChat) -> dict[int, str]:
     """Messages that hold results, and of which tool; "" where it is not said."""
     calls = [call for one in chat.messages for call in _calls(one)]
     by_id = {call.get("id"): _mapping(call.get("function")).get("name") for call in calls}
@@ -29,7 +29,7 @@ def _results(chat: Chat) -> dict[int, str]:
     }
 
 
-def _thoughts(chat: Chat) -> list[list[Span]]:
+def _thoughts(chat: TokenizedChat) -> list[list[Span]]:
     """By turns that have some."""
     turns = [chat.texts(number, thoughts=True) for number in range(len(chat.messages))]
     return [spans for spans in turns if spans]
@@ -73,7 +73,7 @@ class ClearToolUses:
             exclude=tuple(exclude),
         )
 
-    def ever(self, chat: Chat) -> list[Span]:
+    def ever(self, chat: TokenizedChat) -> list[Span]:
         """Spans of tokens that it may clear, now or when the chat has gone on."""
         return [
             span
@@ -82,7 +82,7 @@ class ClearToolUses:
             for span in chat.texts(number, thoughts=False)
         ]
 
-    def clears(self, chat: Chat) -> tuple[list[Span], dict[str, int]]:
+    def clears(self, chat: TokenizedChat) -> tuple[list[Span], dict[str, int]]:
         """Spans of tokens, and what is said of them; none where nothing is cleared."""
         results = _results(chat)
         amounts = {"input_tokens": len(chat.tokens.starts), "tool_uses": len(results)}
@@ -120,11 +120,11 @@ class ClearThinking:
             raise wrong(f"{CONTEXT}: keep", "at least 1 of thinking_turns", kept, "raise it")
         return cls(keep=kept)
 
-    def ever(self, chat: Chat) -> list[Span]:
+    def ever(self, chat: TokenizedChat) -> list[Span]:
         """As that of `ClearToolUses`."""
         return [] if self.keep is None else [one for turn in _thoughts(chat) for one in turn]
 
-    def clears(self, chat: Chat) -> tuple[list[Span], dict[str, int]]:
+    def clears(self, chat: TokenizedChat) -> tuple[list[Span], dict[str, int]]:
         """As that of `ClearToolUses`."""
         turns = _thoughts(chat)
         older = [] if self.keep is None else turns[: max(0, len(turns) - self.keep)]
@@ -204,7 +204,7 @@ class Applied:
     said: dict[str, Any]
 
 
-def applied(edits: Sequence[Edit], chat: Chat) -> Applied:
+def applied(edits: Sequence[Edit], chat: TokenizedChat) -> Applied:
     """What edits clear of a chat as it is now."""
     spans, ever = list[Span](), list[Span]()
     said: list[dict[str, Any]] = []

@@ -17,7 +17,14 @@ from typing import Any
 from snapkv.errors import SnapKVError
 from snapkv_vllm.admission import meant
 from snapkv_vllm.agents.edits import applied, edits_of
-from snapkv_vllm.agents.messages import Chat, Marked, located, marked, question_tokens, spans_of
+from snapkv_vllm.agents.messages import (
+    Marked,
+    TokenizedChat,
+    located,
+    marked,
+    question_tokens,
+    spans_of,
+)
 from snapkv_vllm.agents.places import tokens_of
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.names import (
@@ -37,7 +44,7 @@ from snapkv_vllm.names import (
     wrong,
 )
 from snapkv_vllm.settings import ServingSettings
-from snapkv_vllm.spans import DROP, NAME, PROTECT, Entry, entries_of
+from snapkv_vllm.spans import DROP, NAME, PROTECT, SpanEdit, entries_of
 from snapkv_vllm.streams import Message, Send
 from snapkv_vllm.tenants import owned
 
@@ -163,9 +170,9 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
             entries = spans_of(entries, chat)
             if edits is not None:
                 found = applied(edits_of(edits), chat)
-                entries += [Entry(do=DROP, span=span) for span in found.cleared.parts]
+                entries += [SpanEdit(do=DROP, span=span) for span in found.cleared.parts]
                 if _SESSION in given:  # what may go later must be there whole until then
-                    entries += [Entry(do=PROTECT, span=span) for span in found.whole.parts]
+                    entries += [SpanEdit(do=PROTECT, span=span) for span in found.whole.parts]
                     budget = given.get(_BUDGET, settings.budget)
                     given[_BUDGET] = budget + found.whole.tokens if budget else 0
                 if (visit := _visit.get()) is not None:
@@ -184,7 +191,7 @@ def _question_tokens(request: Any, made: Any, renderer: Any) -> int | None:
     return question_tokens(messages, text, ids, renderer.renderer.get_tokenizer())
 
 
-async def _looked_up(request: Any, made: Any, render: Render, renderer: Any) -> Chat:
+async def _looked_up(request: Any, made: Any, render: Render, renderer: Any) -> TokenizedChat:
     """Where the texts of a chat lie among the tokens that vLLM has made of it."""
     messages = [dict(one) for one in request.messages]
     marks = marked(messages)
@@ -207,7 +214,7 @@ def _chat_of(
     of_texts: Mapping[str, Any],
     of_marks: Mapping[str, Any],
     tokenizer: Any,
-) -> Chat:
+) -> TokenizedChat:
     """What takes long where a chat is long, for a thread."""
     text, marked_text = of_texts.get("prompt"), of_marks.get("prompt")
     tokens = None
@@ -216,7 +223,7 @@ def _chat_of(
     if tokens is None:
         says = "a model whose tokenizer says where the tokens of a chat's text are"
         raise wrong(NAME, says, "another", _BY_TOKENS)
-    return Chat(messages, located(str(text), str(marked_text), marks.pieces), tokens)
+    return TokenizedChat(messages, located(str(text), str(marked_text), marks.pieces), tokens)
 
 
 def _inputs_of(made: Any) -> Sequence[Mapping[str, Any]]:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from snapkv.validation import format_bytes, require_int
-from snapkv_vllm.limits import Entry
+from snapkv_vllm.limits import ConfigEntry
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sessions(Entry):
+class Sessions(ConfigEntry):
     """How much of a server's cache the histories of sessions may take.
 
     Args:

@@ -19,7 +19,7 @@ from snapkv.policies.default import MOST_VOTERS
 from snapkv.policies.spans import Span
 from snapkv_vllm.agents.places import Tokens, tokens_behind
 from snapkv_vllm.names import wrong
-from snapkv_vllm.spans import NAME, OF_MESSAGES, PROTECT, Entry, require_few
+from snapkv_vllm.spans import NAME, OF_MESSAGES, PROTECT, SpanEdit, require_few
 
 _THINKS, _HAS_THOUGHT = "<think>", "</think>"
 
@@ -31,7 +31,7 @@ _THOUGHTS = ("reasoning", "reasoning_content")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class MessageText:
     """One text of a message."""
 
     message: int  # its place in the chat
@@ -44,20 +44,20 @@ class Piece:
 class Marked:
     """A chat's texts, and the chat with marks in their places."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MessageText, ...]
     messages: list[Any]
 
 
 def marked(messages: Sequence[Mapping[str, Any]]) -> Marked:
     """Mark all texts of a chat, but for tool calls and what is empty."""
-    pieces: list[Piece] = []
+    pieces: list[MessageText] = []
     marks = secrets.token_hex(8)
 
     def mark(message: int, text: str, *, is_thought: bool = False) -> str:
         if not text.strip():
             return text
         found = f"{marks}x{len(pieces)}x"
-        pieces.append(Piece(message=message, text=text, mark=found, is_thought=is_thought))
+        pieces.append(MessageText(message=message, text=text, mark=found, is_thought=is_thought))
         return found
 
     copies = []
@@ -90,7 +90,7 @@ def _part(number: int, part: Any, mark: Any) -> Any:
     return copy.copy(part)
 
 
-def located(text: str, marked_text: str, pieces: Sequence[Piece]) -> dict[Piece, Span]:
+def located(text: str, marked_text: str, pieces: Sequence[MessageText]) -> dict[MessageText, Span]:
     """Where the texts lie in a rendered chat, by characters; not those that it leaves out.
 
     Raises InvalidArgumentError where a template shows a text otherwise than as it is.
@@ -100,7 +100,7 @@ def located(text: str, marked_text: str, pieces: Sequence[Piece]) -> dict[Piece,
         firsts.setdefault(each[0], each.start())
     places = {one: firsts[one.mark] for one in pieces if one.mark in firsts}
     shown = sorted(places, key=places.__getitem__)
-    found: dict[Piece, Span] = {}
+    found: dict[MessageText, Span] = {}
     at, since = 0, 0
     for number, piece in enumerate(shown):
         at = _behind(text, at, marked_text[since : places[piece]], piece)
@@ -119,7 +119,7 @@ def located(text: str, marked_text: str, pieces: Sequence[Piece]) -> dict[Piece,
     return found
 
 
-def _behind(text: str, at: int, before: str, piece: Piece) -> int:
+def _behind(text: str, at: int, before: str, piece: MessageText) -> int:
     if not text.startswith(before, at):
         raise _unclear(piece)
     return at + len(before)
@@ -136,7 +136,7 @@ def _as_shown(text: str) -> list[str]:
     return sorted(ways, key=len, reverse=True)
 
 
-def _unclear(piece: Piece) -> Exception:
+def _unclear(piece: MessageText) -> Exception:
     shows = "a chat template that shows the texts of messages as they are"
     got = f"another one for message {piece.message}"
     return wrong(NAME, shows, got, "pass spans of tokens")
@@ -160,7 +160,7 @@ def question_tokens(
 
 
 @dataclass(frozen=True)
-class Chat:
+class TokenizedChat:
     """A chat whose texts are known by their tokens.
 
     Attributes:
@@ -170,7 +170,7 @@ class Chat:
     """
 
     messages: Sequence[Mapping[str, Any]]
-    found: Mapping[Piece, Span]
+    found: Mapping[MessageText, Span]
     tokens: Tokens
 
     def texts(
@@ -188,9 +188,9 @@ class Chat:
         ]
 
     @cached_property
-    def _of_messages(self) -> Mapping[int, Sequence[tuple[Piece, Span]]]:
+    def _of_messages(self) -> Mapping[int, Sequence[tuple[MessageText, Span]]]:
         """The texts of each message; a chat can have as many messages as it has tokens."""
-        found = defaultdict[int, list[tuple[Piece, Span]]](list)
+        found = defaultdict[int, list[tuple[MessageText, Span]]](list)
         for piece, span in self.found.items():
             found[piece.message].append((piece, span))
         return found
@@ -213,7 +213,7 @@ class Chat:
         return sorted(set.intersection(*(self._alike.get(one, set()) for one in fields)))
 
 
-def spans_of(entries: Sequence[Entry], chat: Chat) -> list[Entry]:
+def spans_of(entries: Sequence[SpanEdit], chat: TokenizedChat) -> list[SpanEdit]:
     """The entries by spans of tokens, those that name messages over each of their texts.
 
     Raises InvalidArgumentError where no message is like an entry says.

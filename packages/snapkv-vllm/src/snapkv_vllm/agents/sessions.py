@@ -26,7 +26,7 @@ from snapkv_vllm.documents.protocol import FORGET, DocumentRequest
 from snapkv_vllm.documents.registry import block_bytes, room_of
 from snapkv_vllm.metrics import SessionMetrics
 from snapkv_vllm.names import PREFIX, SESSION
-from snapkv_vllm.plans import Order, Plan, PrefixReuse, RequestPlan, TurnPlan
+from snapkv_vllm.plans import Order, PrefixReuse, PromptPlan, RequestPlan, TurnPlan
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.shares import going
 from snapkv_vllm.spans import RequestSpans
@@ -170,7 +170,7 @@ class HeldSessions:
         """The plan of a request by itself; `begin` says from which history it goes on."""
         params = request.sampling_params
         given = dict((params and params.extra_args) or {})
-        if _NAME not in given or not isinstance(plan, Plan) or not _is_text(request):
+        if _NAME not in given or not isinstance(plan, PromptPlan) or not _is_text(request):
             return plan
         lora = request.lora_request
         owner = (given[_NAME], "" if lora is None else lora.lora_name, request.cache_salt or "")

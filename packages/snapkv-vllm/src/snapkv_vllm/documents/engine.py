@@ -11,7 +11,7 @@ from snapkv.policies import AdaKV
 from snapkv_vllm.documents import protocol
 from snapkv_vllm.documents.plans import piece_tokens
 from snapkv_vllm.documents.prefix import CachedPrefix
-from snapkv_vllm.documents.protocol import Room
+from snapkv_vllm.documents.protocol import DocumentLimits
 from snapkv_vllm.names import NO_ROOM, RefusedError, wrong
 from snapkv_vllm.settings import ServingSettings
 
@@ -31,17 +31,17 @@ class ServerEngine:
     def __init__(self, engine_client: Any, settings: ServingSettings) -> None:
         self._client, self._method = engine_client, settings.policy
         self._chunk_tokens = settings.sharing.chunk_tokens if settings.sharing else 0
-        self._room: Room | None = None
+        self._room: DocumentLimits | None = None
         self._model: dict[str, Any] | None = None
 
-    async def room(self) -> Room:
+    async def room(self) -> DocumentLimits:
         """What documents may take; asked once."""
         if self._room is None:
             said = await self._send([0], {protocol.ROOM: "all"})
             if said is None:
                 expected = "an engine that says how much room there is"
                 raise wrong("document", expected, "none", "try again", status=NO_ROOM)
-            self._room = Room(**said)
+            self._room = DocumentLimits(**said)
         return self._room
 
     async def planned(

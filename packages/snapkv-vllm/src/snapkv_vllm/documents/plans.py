@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from snapkv.errors import InvalidArgumentError
 from snapkv_vllm.documents.prefix import CachedPrefix
-from snapkv_vllm.plans import Ahead, Order, RequestPlan, SecondReading
+from snapkv_vllm.plans import LookaheadTokens, Order, ReconstructionPass, RequestPlan
 
 STEP_TOKENS = 256
 """Tokens of a piece that one step reads: their queries of all layers wait until it is done."""
@@ -57,7 +57,7 @@ class ReadTwice(RequestPlan):
     prefix: CachedPrefix  # the text's T tokens, and how many stay, fewer than T
     instruction_ids: Sequence[int]  # stand before every piece
     chunk_tokens: int  # of the text, in one piece; at most T with the instruction
-    choice: SecondReading  # what chooses them
+    choice: ReconstructionPass  # what chooses them
     _piece: int = field(default=0, init=False)
 
     @property
@@ -86,7 +86,9 @@ class ReadTwice(RequestPlan):
             self._piece = 0
             return self._order(computed, self.tokens)
         piece, read = self.piece(self._piece), held_tokens - self.tokens
-        ahead = Ahead(first_position=held_tokens, token_ids=piece[read : read + step_tokens])
+        ahead = LookaheadTokens(
+            first_position=held_tokens, token_ids=piece[read : read + step_tokens]
+        )
         held = held_tokens + step_tokens
         if read + step_tokens < len(piece):
             return self._order(computed, held, ahead, kept_tokens=held)
@@ -94,7 +96,11 @@ class ReadTwice(RequestPlan):
         return self._order(computed, held, ahead)
 
     def _order(
-        self, computed: int, held: int, ahead: Ahead | None = None, kept_tokens: int | None = None
+        self,
+        computed: int,
+        held: int,
+        ahead: LookaheadTokens | None = None,
+        kept_tokens: int | None = None,
     ) -> Order:
         """With the step back to the next piece, unless all that is held stays for now."""
         back, ends, kept = 0, False, kept_tokens

@@ -18,7 +18,7 @@ DOCUMENT = PREFIX + names.DOCUMENT  # its prompt begins with the document
 REGISTER = PREFIX + "register"  # all of its prompt but the last token becomes the document
 ADOPT = PREFIX + "adopt"  # blocks are taken for the document, which workers fill from a file
 DROP = PREFIX + "drop"  # no later request may name the document
-ROOM = PREFIX + "room"  # it is told how much room there is, see `Room`
+ROOM = PREFIX + "room"  # it is told how much room there is, see `DocumentLimits`
 SESSIONS = PREFIX + "sessions"  # it is told of all whose names begin so
 FORGET = PREFIX + "forget"  # a session's histories go, unless requests of it are under way
 
@@ -117,7 +117,7 @@ def adoption(document_id: str, prefix: CachedPrefix) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class DocumentLimits:
     """What documents may take of an engine's cache."""
 
     block_tokens: int  # what is kept of a document is rounded up to a multiple of it

@@ -18,11 +18,11 @@ from snapkv_vllm.documents.protocol import (
     DROP,
     REGISTER,
     ROOM,
+    DocumentLimits,
     DocumentRequest,
-    Room,
 )
 from snapkv_vllm.names import wrong
-from snapkv_vllm.plans import PrefixReuse, RequestPlan, SecondReading
+from snapkv_vllm.plans import PrefixReuse, ReconstructionPass, RequestPlan
 from snapkv_vllm.settings import ServingSettings
 
 
@@ -52,7 +52,7 @@ class Registry:
         self,
         managers: Sequence[CompressedManager],
         *,
-        room: Room,
+        room: DocumentLimits,
         chunk_tokens: int,
         max_model_len: int,
         safeguard: float | None,
@@ -125,7 +125,7 @@ class Registry:
             prefix=prefix,
             instruction_ids=instruction,
             chunk_tokens=chunk,
-            choice=SecondReading(policy, tokens),
+            choice=ReconstructionPass(policy, tokens),
         )
 
     def _adopt(self, asked: DocumentRequest, request: Any) -> RequestPlan:
@@ -269,7 +269,7 @@ def room_of(
     option: str,
     *,
     beside_bytes: int = 0,
-) -> Room:
+) -> DocumentLimits:
     """What may be held besides the largest request, which must always have room.
 
     `asked_bytes` is what `option` says, 0 for a quarter; `beside_bytes` are held by others.
@@ -291,7 +291,7 @@ def room_of(
             f"got {format_bytes(max(0, free_bytes))}; lower {option} or --max-model-len, or raise "
             "--kv-cache-memory-bytes"
         )
-    return Room(
+    return DocumentLimits(
         block_tokens=max(sizes),
         bytes_per_token=per_token,
         most_tokens=most_bytes // per_token,

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from snapkv.errors import InvalidTypeError
 from snapkv.validation import format_bytes, require_at_least, require_int
-from snapkv_vllm.limits import Entry
+from snapkv_vllm.limits import ConfigEntry
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing(Entry):
+class Sharing(ConfigEntry):
     """How much of a server's cache shared documents may take, and who sees them.
 
     Args:

@@ -7,7 +7,7 @@ from snapkv.errors import CacheFileError, InvalidArgumentError, LibraryError
 from snapkv.library.records import Record
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.prompts import Prompts
-from snapkv_vllm.documents.protocol import Room
+from snapkv_vllm.documents.protocol import DocumentLimits
 from snapkv_vllm.documents.shared import SharedDocuments
 from snapkv_vllm.names import NO_ROOM, RefusedError
 
@@ -95,7 +95,9 @@ class FakeEngine:
         self.refusal = None
 
     async def room(self):
-        return Room(block_tokens=1, bytes_per_token=10, most_tokens=self.most_bytes // 10, budget=8)
+        return DocumentLimits(
+            block_tokens=1, bytes_per_token=10, most_tokens=self.most_bytes // 10, budget=8
+        )
 
     async def planned(self, token_ids, budget, *, instruction_tokens):
         assert instruction_tokens

@@ -20,12 +20,12 @@ from snapkv_vllm.documents.protocol import (
     REUSED,
     ROOM,
     TOKENS,
+    DocumentLimits,
     DocumentRequest,
-    Room,
     adoption,
     document_request,
 )
-from snapkv_vllm.plans import Ahead, Order, SecondReading
+from snapkv_vllm.plans import LookaheadTokens, Order, ReconstructionPass
 
 PREFIX = CachedPrefix(token_ids=(7, 8, 9), kept_tokens=2, reused_tokens=1, per_head_budget=True)
 
@@ -76,7 +76,7 @@ def test_what_makes_no_sense_is_refused(given, said):
 
 
 def test_a_budget_is_rounded_up_to_blocks_and_a_short_document_down():
-    room = Room(block_tokens=16, bytes_per_token=10, most_tokens=100, budget=40)
+    room = DocumentLimits(block_tokens=16, bytes_per_token=10, most_tokens=100, budget=40)
     assert room.most_bytes == 1000
     assert [room.kept_tokens(1000, budget) for budget in (None, 1, 16, 17)] == [48, 16, 16, 32]
     assert [room.kept_tokens(tokens, None) for tokens in (16, 31, 47, 48)] == [16, 16, 32, 48]
@@ -84,7 +84,7 @@ def test_a_budget_is_rounded_up_to_blocks_and_a_short_document_down():
         room.kept_tokens(15, None)
 
 
-CHOICE = SecondReading(KVzip(4, window_size=1, sink_tokens=1), 10)
+CHOICE = ReconstructionPass(KVzip(4, window_size=1, sink_tokens=1), 10)
 
 
 def plan_of(tokens=10, instruction=(90, 91), chunk=6, kept=4):
@@ -137,14 +137,14 @@ def test_a_document_of_ten_tokens_is_read_again_in_two_pieces():
         seen_tokens=7,
         held_tokens=15,
         kept_tokens=15,
-        ahead=Ahead(first_position=10, token_ids=(90, 91, 0, 1, 2)),
+        ahead=LookaheadTokens(first_position=10, token_ids=(90, 91, 0, 1, 2)),
     )
     assert reading.step(100) == order_of(
         query_tokens=3,
         seen_tokens=4,
         held_tokens=18,
         kept_tokens=10,
-        ahead=Ahead(first_position=15, token_ids=(3, 4, 5)),
+        ahead=LookaheadTokens(first_position=15, token_ids=(3, 4, 5)),
         steps_back=6,
     )
     assert reading.step(100) == order_of(
@@ -152,7 +152,7 @@ def test_a_document_of_ten_tokens_is_read_again_in_two_pieces():
         seen_tokens=10,
         held_tokens=16,
         kept_tokens=4,
-        ahead=Ahead(first_position=10, token_ids=(90, 91, 6, 7, 8, 9)),
+        ahead=LookaheadTokens(first_position=10, token_ids=(90, 91, 6, 7, 8, 9)),
         ends=True,
     )
     assert (reading.seen, reading.held) == (10, 4)

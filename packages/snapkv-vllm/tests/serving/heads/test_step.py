@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from snapkv_vllm.heads import HeadPages, HeadPlaces, Rows, sequences
+from snapkv_vllm.heads import HeadPages, HeadPlaces, UnevenRows, sequences
 from tests.serving.heads import held_tokens, shared_out
 
 BLOCKS, HEADS, TOKENS, SIZE, LAYERS = 40, 3, 4, 2, 2
@@ -97,7 +97,7 @@ def test_every_head_finds_its_own_tokens(order, seed):
             grown[request] += counts[request]
             give_blocks(request, grown[request])
         pages = HeadPages.of(layers[0])
-        batch, most = Rows(starts=starts, counts=counts), int(kept.max()) + max(grown)
+        batch, most = UnevenRows(starts=starts, counts=counts), int(kept.max()) + max(grown)
         found = sequences(batch, places, torch.tensor(grown), blocks, pages, most)
         tokens = others + sum(counts)
         for layer, cache in enumerate(layers):

@@ -199,11 +199,11 @@ def blocks_of(config, *, caching, windows=(None,)):
 def holding(config, mine, free, kept):
     """Request "a" in so many blocks with its prompt read, beside so many free ones."""
     from snapkv import SnapKV
-    from snapkv_vllm.plans import Plan
+    from snapkv_vllm.plans import PromptPlan
 
     blocks, manager = blocks_of(config, caching=True)
     pool = manager.block_pool
-    manager.plans["a"] = Plan(prompt_tokens=mine * PAGE, policy=SnapKV(kept, window_size=2))
+    manager.plans["a"] = PromptPlan(prompt_tokens=mine * PAGE, policy=SnapKV(kept, window_size=2))
     manager.req_to_blocks["a"] = pool.get_new_blocks(mine)
     pool.get_new_blocks(pool.get_num_free_blocks() - free)
     return blocks, manager

@@ -60,7 +60,7 @@ def drawn_method(small, draw, tokens):
 
 def read(small, ids, policy):
     row = torch.tensor([ids])
-    if policy.reads_context:
+    if policy.needs_reconstruction_pass:
         return read_context(small.model, row, policy, instruction_ids=(5, 9, 2))
     cache = CompressedCache(small.model, policy)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from snapkv.app.answering import (
     require_positions,
 )
 from snapkv.app.models import LoadedModel
-from snapkv.app.parts import ROLES, Part, generation_tokens, question_parts, turn
+from snapkv.app.parts import ROLES, SpokenPart, generation_tokens, question_parts, turn
 from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompts import Prompt, next_turn, question_prompt, require_question
 from snapkv.app.protection import Protection
@@ -72,7 +72,7 @@ class Conversation:
             recall = NO_RECALL if evicts or not self._prefill.holds_all else "host"
         self._loaded, self._settings, self._document = loaded, settings, document
         self._ids: Tensor | None = None
-        self._parts: list[Part] = []
+        self._parts: list[SpokenPart] = []
         self._protection = protection
         turns: Turns = "append" if evicts else "compress"
         drops = recall == NO_RECALL
@@ -102,18 +102,18 @@ class Conversation:
         except BaseException:
             self.cache = before  # layers may have read different parts of the turn
             raise
-        answer = Part(role="assistant", span=(ids.shape[1], int(self._ids.shape[1])))
+        answer = SpokenPart(role="assistant", span=(ids.shape[1], int(self._ids.shape[1])))
         self._parts = [*parts, answer]
         return found
 
-    def _with(self, question: str) -> tuple[Tensor, list[Part], Prompt]:
+    def _with(self, question: str) -> tuple[Tensor, list[SpokenPart], Prompt]:
         """(1, T) int64, the conversation and the question; its parts; and what is new of it."""
         tokenizer = self._loaded.tokenizer
         if self._ids is not None:
             later, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
             ids = joined(self._loaded, self._ids, later, self._settings, is_chat=is_chat)
             new = later.token_ids(tokenizer).shape[1]
-            asked = Part(role="user", span=(ids.shape[1] - new, ids.shape[1]))
+            asked = SpokenPart(role="user", span=(ids.shape[1] - new, ids.shape[1]))
             return ids, [*self._parts, asked], later
         prompt = question_prompt(tokenizer, self._document, question)
         begun = prompt_ids(self._loaded, prompt, self._settings)
@@ -228,7 +228,7 @@ class Conversation:
         conversation.cache, conversation._prefill = cache, prefill or Exact()
         conversation._ids = beside["conversation"].to(device_of(loaded.model))
         conversation._parts = [
-            Part(role=ROLES[role], span=(start, stop))
+            SpokenPart(role=ROLES[role], span=(start, stop))
             for role, start, stop in beside.get("parts", torch.empty(0, 3)).tolist()
         ]
         return conversation

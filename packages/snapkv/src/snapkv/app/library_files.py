@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from snapkv.app import text_files
 from snapkv.errors import DocumentError
-from snapkv.library.index import Entry
+from snapkv.library.index import DocumentEntry
 from snapkv.library.library import Library
 from snapkv.library.records import Text
 from snapkv.validation import printable
@@ -19,7 +19,9 @@ class Found:
 
     texts: list[Text] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # what cannot be read, and why
-    gone: list[Entry] = field(default_factory=list)  # of the library, whose files were deleted
+    gone: list[DocumentEntry] = field(
+        default_factory=list
+    )  # of the library, whose files were deleted
     notices: list[str] = field(default_factory=list)  # a line for every skipped file
 
 
@@ -50,7 +52,7 @@ def find(sources: Sequence[str], library: Library) -> Found:
     return found
 
 
-def _path(record: Entry) -> str:
+def _path(record: DocumentEntry) -> str:
     """The file of a document, in whose name bytes that are no UTF-8 are escaped."""
     if os.path.lexists(record.where):
         return record.where

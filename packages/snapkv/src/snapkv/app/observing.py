@@ -32,7 +32,7 @@ _SHOWN: frozenset[Need] = frozenset({"rotation", "output_weight", "token_ids"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorder(Policy):
+class RecordingPolicy(Policy):
     """Keeps everything and notes what it was shown, layer by layer."""
 
     name: ClassVar[str] = "recorder"
@@ -55,7 +55,7 @@ class Recorder(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Observer(Recorder):
+class _Observer(RecordingPolicy):
     """Looks at every layer at once, so that no more than one is whole."""
 
     name: ClassVar[str] = "observer"
@@ -97,7 +97,7 @@ def observed(
 
 
 @torch.inference_mode()
-def _read(model: Any, ids: Tensor, recorder: Recorder) -> tuple[CompressedCache, Tensor]:
+def _read(model: Any, ids: Tensor, recorder: RecordingPolicy) -> tuple[CompressedCache, Tensor]:
     """The full cache of a prompt, and the (1, 1, V) logits after it."""
     cache = CompressedCache(model, recorder)
     cache.expect_tokens(ids)
@@ -161,7 +161,7 @@ class RecordedPrompt:
         return states.queries[:, :, recorded - wanted :]
 
 
-def record_prompt(model: Any, ids: Tensor, recorder: Recorder) -> RecordedPrompt:
+def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> RecordedPrompt:
     """Read a prompt, (1, T) int64, with the full cache.
 
     Raises UnsupportedModelError of latent attention, whose heads share what is stored.

@@ -13,7 +13,7 @@ ROLES = ("system", "user", "assistant", "tool", "document")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class SpokenPart:
     """Something that was said, and its tokens, what the template writes around it included."""
 
     role: str
@@ -36,7 +36,7 @@ def generation_tokens(tokenizer: Any) -> int:
     return len(tokenizer(begun.removeprefix(plain), add_special_tokens=False)["input_ids"])
 
 
-def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[Part]:
+def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[SpokenPart]:
     """The parts of a prompt with one question about a document, where the tokenizer tells."""
     if not getattr(tokenizer, "is_fast", False):
         return []
@@ -47,12 +47,13 @@ def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[Part]:
         stop = place + len(document)
         bounds[1:] = [("document", place, stop), ("user", stop, len(prompt.text))]
     parts = (
-        Part(role=role, span=tokens_between(offsets, start, stop)) for role, start, stop in bounds
+        SpokenPart(role=role, span=tokens_between(offsets, start, stop))
+        for role, start, stop in bounds
     )
     return [part for part in parts if part.span[0] < part.span[1]]
 
 
-def turn(parts: Sequence[Part], number: int) -> list[Part]:
+def turn(parts: Sequence[SpokenPart], number: int) -> list[SpokenPart]:
     """The question of that number, counted from one, and what stands before the next one."""
     asked = [place for place, part in enumerate(parts) if part.role == "user"]
     if not 1 <= number <= len(asked):

@@ -31,7 +31,7 @@ def one_reading_refusal(policy: Policy, remedy: str) -> InvalidArgumentError:
     )
 
 
-Choice = Callable[[PromptLayer], Selection | None]
+Selector = Callable[[PromptLayer], Selection | None]
 """Picks tokens of a prompt by the states of a layer; None for all."""
 
 
@@ -49,7 +49,7 @@ class Narrowing:
 
     first_layer: int
     prompt_tokens: int
-    choose: Choice
+    choose: Selector
     chosen: Selection | None = None
     pads: Tensor | None = None
 
@@ -319,7 +319,7 @@ class PromptState:
         """Refuse a prompt's end at which the method cannot choose, before a layer has changed."""
         first, end = self.layers[0], self.prompt_end
         policy = first.policy
-        needs_all = "all_layers" in policy.needs and policy.reads_context
+        needs_all = "all_layers" in policy.needs and policy.needs_reconstruction_pass
         if not needs_all or first.slots.is_compressed:
             return
         seen = self.seen_tokens
@@ -348,7 +348,11 @@ class PromptState:
         """Refuse a turn behind what was kept, at whose end some rows alone would choose first."""
         first = self.layers[0]
         policy = first.policy
-        if first.chooses_again or policy.reads_context or isinstance(policy, EvictingPolicy):
+        if (
+            first.chooses_again
+            or policy.needs_reconstruction_pass
+            or isinstance(policy, EvictingPolicy)
+        ):
             return
         compressed = [layer for layer in self.layers if layer.slots.is_compressed]
         if not compressed:

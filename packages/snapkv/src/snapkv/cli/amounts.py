@@ -183,7 +183,7 @@ class WholeNumber:
 POSITIVE = WholeNumber(1, is_counted=False)
 
 
-class TokenBudget(WholeNumber):
+class TokenBudgetParameter(WholeNumber):
     """Marks an option that takes a number of tokens, or auto."""
 
     def read(self, name: str, text: str) -> Any:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
-from snapkv.cli.amounts import TokenBudget, WholeNumber
+from snapkv.cli.amounts import TokenBudgetParameter, WholeNumber
 from snapkv.cli.announcing import announce_model
 from snapkv.cli.fields import with_options
 from snapkv.cli.options import ModelOptions
@@ -44,7 +44,7 @@ class DemoOptions(ModelOptions):
         panels.policy(
             metavar="INTEGER|auto|12%|64MiB", help="Tokens kept per head and layer, or bytes"
         ),
-        TokenBudget(),
+        TokenBudgetParameter(),
     ] = AUTO
 
 

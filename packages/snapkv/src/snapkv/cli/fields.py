@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import typer
 from typer.models import OptionInfo
 
-from snapkv.cli.amounts import TokenBudget, WholeNumber, counts
+from snapkv.cli.amounts import TokenBudgetParameter, WholeNumber, counts
 from snapkv.cli.outputs import Output, require_outputs
 from snapkv.validation import require_each_at_least
 
@@ -116,7 +116,7 @@ def field_options(
             metavar = "INTEGER,..." if get_args(hint)[0] is int else "TEXT,..."
             hint, default = str | None, ",".join(map(str, default)) or None
         elif hint == int | str:  # a budget, which may be in bytes
-            hint, marks, metavar = Any, [TokenBudget()], "INTEGER|auto|12%|64MiB"
+            hint, marks, metavar = Any, [TokenBudgetParameter()], "INTEGER|auto|12%|64MiB"
         elif hint in (int, int | None):
             marks = [WholeNumber(0, is_counted=field.name != "seed")]
         option = typer.Option(

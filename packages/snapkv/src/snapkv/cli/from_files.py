@@ -17,7 +17,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.cli.loading import load_model, load_other, reading_progress
 from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.cli.policy import usual_bits
-from snapkv.cli.session import Asked, show_answers
+from snapkv.cli.session import AskSession, show_answers
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import FullCache, Policy
 from snapkv.policies.default import method_name
@@ -54,7 +54,7 @@ def answer_from_files(
         limit = settings.max_new_tokens if tokens is None else tokens
         return read(FullCache(), replace(settings, max_new_tokens=limit), None, prefill=Exact())
 
-    asked = Asked(
+    asked = AskSession(
         loaded=loaded,
         settings=settings,
         answered=lambda on_text: read(
@@ -86,7 +86,7 @@ def _require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
             f"drafts: expected one of {', '.join(flags.values())}, got {' and '.join(given)}; "
             "leave one out"
         )
-    if given and policy.reads_context:
+    if given and policy.needs_reconstruction_pass:
         raise InvalidArgumentError(
             f"drafts: expected none with {policy.name}, which has the documents read before the "
             f"question, got {given[0]}; leave it out"

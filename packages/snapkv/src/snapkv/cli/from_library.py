@@ -12,7 +12,7 @@ from snapkv.cli.library import like
 from snapkv.cli.loading import load_model, reading_progress
 from snapkv.cli.options import AskOptions
 from snapkv.cli.policy import build_policy
-from snapkv.cli.session import Asked, show_answers, without
+from snapkv.cli.session import AskSession, show_answers, without
 from snapkv.kvzip import require_one_reading
 from snapkv.library.library import Library
 from snapkv.library.searching import Hit
@@ -66,7 +66,7 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
         with reading_progress(loaded.model, FullCache.name):
             return found.answer_in_full(tokens)
 
-    asked = Asked(
+    asked = AskSession(
         loaded=loaded,
         settings=settings,
         answered=answered,

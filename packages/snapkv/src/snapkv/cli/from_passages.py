@@ -42,7 +42,7 @@ def answer_from_passages(
         prompt = question_prompt(
             loaded.tokenizer, text, question, answer_start=options.answer_start
         )
-        return prompt.hiding_question() if policy.reads_context else prompt
+        return prompt.hiding_question() if policy.needs_reconstruction_pass else prompt
 
     def fits(loaded: LoadedModel, read: Sequence[records.Text]) -> bool:
         if loaded.max_tokens is None:

@@ -124,7 +124,7 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
         from snapkv.policies.base import ALL_QUERIES
 
         policy = build_policy(options)
-        if not policy.reads_context and 0 < policy.query_tokens < ALL_QUERIES:
+        if not policy.needs_reconstruction_pass and 0 < policy.query_tokens < ALL_QUERIES:
             notices = [*notices, _VOTES.format(policy.name)]
     _tell(notices)
     outcomes = [

@@ -88,7 +88,7 @@ class _ToStandardError(logging.Handler):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadingBar:
     """The bar of `reading_progress`."""
 
     bar: Progress
@@ -113,7 +113,7 @@ class Reading:
 
 
 @contextmanager
-def reading_progress(model: Any, label: str) -> Iterator[Reading]:
+def reading_progress(model: Any, label: str) -> Iterator[ReadingBar]:
     """Show how many tokens of a text the model has read, and the time left."""
     with _bar(
         TextColumn("reading ({task.description})"),
@@ -121,7 +121,7 @@ def reading_progress(model: Any, label: str) -> Iterator[Reading]:
         TextColumn("{task.fields[reached]}"),
         TimeRemainingColumn(),
     ) as bar:
-        found = Reading(bar=bar, task=bar.add_task(label, total=None, reached=""))
+        found = ReadingBar(bar=bar, task=bar.add_task(label, total=None, reached=""))
         with nullcontext() if bar.disable else telling_of_reading(model, found.show):
             yield found
 

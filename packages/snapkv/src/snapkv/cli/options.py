@@ -11,7 +11,7 @@ from snapkv.cli import panels
 from snapkv.cli.amounts import (
     EXACT,
     POSITIVE,
-    TokenBudget,
+    TokenBudgetParameter,
     WholeNumber,
     count,
     kernel,
@@ -104,7 +104,7 @@ class PolicyOptions(ModelOptions):
             help="Tokens kept per head and layer, window included; or a total in bytes",
             show_default="auto, set from the votes; 1024 with another --policy",
         ),
-        TokenBudget(),
+        TokenBudgetParameter(),
     ] = None
     keep_ratio: panels.KeepRatio = None
     window_size: Annotated[

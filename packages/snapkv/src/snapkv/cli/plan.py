@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from snapkv.cli import panels
-from snapkv.cli.amounts import EXACT, POSITIVE, TokenBudget, byte_count, count, one_storage
+from snapkv.cli.amounts import EXACT, POSITIVE, TokenBudgetParameter, byte_count, count, one_storage
 from snapkv.cli.announcing import announce
 from snapkv.cli.fields import with_options
 from snapkv.cli.grid import Grid, give
@@ -61,7 +61,7 @@ class PlanOptions:
             help="Tokens kept per head and layer, window included; or a total in bytes",
             show_default="1024",
         ),
-        TokenBudget(),
+        TokenBudgetParameter(),
     ] = None
     bits: Annotated[
         str,

@@ -32,7 +32,7 @@ _NOTES = ("lost_votes", "comparison", "check", "bits")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class AskSession:
     """What was asked, and how to answer it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Asked:
 
 
 def show_answers(
-    asked: Asked, options: RunOptions, request: dict[str, Any], typed: Sequence[str]
+    asked: AskSession, options: RunOptions, request: dict[str, Any], typed: Sequence[str]
 ) -> None:
     """Answer once or, to compare, twice; then print the results."""
     if options.compare:

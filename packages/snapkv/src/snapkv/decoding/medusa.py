@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from snapkv.cache.layer import CompressedLayer
 from snapkv.decoding.heads import LastStates, MedusaHeads, last_states
 from snapkv.decoding.speculation import (
-    Request,
+    GenerateRequest,
     Tally,
     begin_verifying,
     fast_few_rows,
@@ -119,7 +119,7 @@ class Medusa:
                 "everything"
             )
         cache.setup.require("drafts")
-        request = Request(
+        request = GenerateRequest(
             model=model,
             cache=cache,
             ids=input_ids,
@@ -138,7 +138,7 @@ class Medusa:
             streamer.end()
         return text
 
-    def _steps(self, request: Request, stopping_criteria: Any) -> Iterator[Tensor]:
+    def _steps(self, request: GenerateRequest, stopping_criteria: Any) -> Iterator[Tensor]:
         """The tokens that every step adds, until a criterion stops the text."""
         self.tally = tally = Tally()
         with fast_few_rows(request.model), last_states(request.model) as states:
@@ -178,7 +178,7 @@ class Medusa:
 class _Candidates:
     """The candidates for one text, from the prompt to the last token."""
 
-    def __init__(self, request: Request, medusa: Medusa, states: LastStates) -> None:
+    def __init__(self, request: GenerateRequest, medusa: Medusa, states: LastStates) -> None:
         self._request, self._medusa, self._states = request, medusa, states
         self._path: list[int] = []  # nodes that the last step accepted, root first
         self._nodes = 0

@@ -43,7 +43,7 @@ class Tally:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class GenerateRequest:
     """What `generate` asks for."""
 
     model: PreTrainedModel

@@ -79,13 +79,13 @@ def _make_mask(
     """The registered mask function: tells the cache of the padding that it makes the mask of."""
     watch = forward_context.take_padding()
     # Where a model lays more over the mask, such as images, it says that it must be made.
-    may_see_ahead = not options.get("allow_is_causal_skip", True)
+    may_be_bidirectional = not options.get("allow_is_causal_skip", True)
     padding = attention_mask if watch is None else watch.expect(attention_mask, q_length)
     is_known_to_hide = padding is not None and padding is not attention_mask
     if is_known_to_hide and "allow_is_causal_skip" in options:
         options["allow_is_causal_skip"] = False
     made = make(q_length=q_length, attention_mask=padding, **options)
-    if watch is not None and may_see_ahead and q_length > 1:
+    if watch is not None and may_be_bidirectional and q_length > 1:
         _require_causal(watch, made, q_length)
     return made
 

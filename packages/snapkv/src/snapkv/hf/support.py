@@ -178,7 +178,7 @@ RULES = (
         "{s.policy.name}, which evicts after every token; use SnapKV, or leave the option out",
     ),
     Rule(
-        meets=lambda s: s.chooses_again and s.policy.reads_context,
+        meets=lambda s: s.chooses_again and s.policy.needs_reconstruction_pass,
         line="policy: expected one that chooses when a prompt has been read once for "
         "{s.turns_asked}, since later turns are read once, got {s.policy.name}; use SnapKV, "
         "or leave the option out",

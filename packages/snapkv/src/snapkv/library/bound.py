@@ -4,11 +4,11 @@ from collections.abc import Collection, Iterable
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.library.folder import Folder
-from snapkv.library.index import Entry
+from snapkv.library.index import DocumentEntry
 from snapkv.validation import format_bytes
 
 
-class Room:
+class SizeLimit:
     """The room that a limit leaves for new documents.
 
     The caller must hold the folder's lock. A document that was never asked for counts from when it
@@ -27,16 +27,16 @@ class Room:
     def __init__(
         self,
         folder: Folder,
-        entries: Iterable[Entry],
+        entries: Iterable[DocumentEntry],
         most_bytes: float,
         stay: Collection[str] = (),
     ) -> None:
         self._folder, self._most_bytes, self._stay = folder, most_bytes, stay
         self._held = {entry.key: entry for entry in entries}
         self._held_bytes = sum(entry.bytes for entry in self._held.values())
-        self.evicted: list[Entry] = []
+        self.evicted: list[DocumentEntry] = []
 
-    def too_many(self, size: int = 0, key: str = "") -> list[Entry]:
+    def too_many(self, size: int = 0, key: str = "") -> list[DocumentEntry]:
         """The documents to evict for a document of that many bytes.
 
         Raises:
@@ -62,7 +62,7 @@ class Room:
             )
         return going
 
-    def admit(self, entry: Entry) -> list[Entry]:
+    def admit(self, entry: DocumentEntry) -> list[DocumentEntry]:
         """Count a written document; the documents to evict for it."""
         going = self.too_many(entry.bytes, entry.key)
         self._held_bytes += entry.bytes - self._bytes_of(entry.key)

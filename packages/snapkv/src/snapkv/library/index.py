@@ -37,7 +37,7 @@ _APART, _AS_IT_WAS = "\x1f\\g<0>\x1f", re.compile(f"\x1f([{WITHOUT_SPACES}])\x1f
 """In scripts without spaces every character is a word, between marks that are not words."""
 
 
-class Entry(NamedTuple):
+class DocumentEntry(NamedTuple):
     """A document, without its text."""
 
     key: str
@@ -69,18 +69,21 @@ class Index:
 
     # What it knows.
 
-    def entries(self, where: str = "", given: Iterable[str] = ()) -> list[Entry]:
+    def entries(self, where: str = "", given: Iterable[str] = ()) -> list[DocumentEntry]:
         """Documents in the order of their names, of which a condition holds."""
         asked = f"{_ENTRIES} {where and 'where ' + where} order by name"
-        return [Entry(*row) for row in self.connection.execute(asked, tuple(map(printable, given)))]
+        return [
+            DocumentEntry(*row)
+            for row in self.connection.execute(asked, tuple(map(printable, given)))
+        ]
 
-    def named(self, name: str) -> list[Entry]:
+    def named(self, name: str) -> list[DocumentEntry]:
         return self.entries("name = ?", [name])
 
-    def read_from(self, *sources: str) -> list[Entry]:
+    def read_from(self, *sources: str) -> list[DocumentEntry]:
         return self.entries(f"source in ({', '.join('?' * len(sources))})", sources)
 
-    def below(self, place: str) -> list[Entry]:
+    def below(self, place: str) -> list[DocumentEntry]:
         """Those that were read from that file, or from below that folder."""
         inside = place.rstrip("/") + "/"
         until = inside[:-1] + chr(ord("/") + 1)

@@ -19,9 +19,9 @@ from snapkv.errors import (
     OutputError,
 )
 from snapkv.library.about import About, question_ids
-from snapkv.library.bound import Room
+from snapkv.library.bound import SizeLimit
 from snapkv.library.folder import Fault, Folder
-from snapkv.library.index import Entry, Index, fault_of
+from snapkv.library.index import DocumentEntry, Index, fault_of
 from snapkv.library.records import Record, Text, each_once
 from snapkv.library.searching import Hit, Passages
 from snapkv.validation import DEFAULT_RECOMPUTE, format_bytes, nearest, require_int
@@ -175,7 +175,7 @@ class Library:
                 outcomes.append(self._add(reader, text, names, room))
         return [*outcomes, *(Outcome(name=entry.name, what="evicted") for entry in room.evicted)]
 
-    def limit(self, max_bytes: int | None, *, evict: bool = False) -> list[Entry]:
+    def limit(self, max_bytes: int | None, *, evict: bool = False) -> list[DocumentEntry]:
         """Limit the total size of all files of keys and values; None removes the limit.
 
         If a new document exceeds it, the least recently used documents are evicted; those never
@@ -200,7 +200,7 @@ class Library:
         with self._changing():
             entries = self._passages.asked(lambda index: index.entries())
             most_bytes = math.inf if max_bytes is None else max_bytes
-            going = Room(self._folder, entries, most_bytes).too_many()
+            going = SizeLimit(self._folder, entries, most_bytes).too_many()
             if going and not evict:
                 stored = format_bytes(sum(entry.bytes for entry in entries))
                 raise InvalidArgumentError(
@@ -225,24 +225,24 @@ class Library:
             asked = [entry for name in names for entry in self._entries_of(name)]
             return self._folder.remove(dict.fromkeys(entry.key for entry in asked))
 
-    def _room(self, stay: set[str]) -> Room:
+    def _room(self, stay: set[str]) -> SizeLimit:
         """What the library's bound leaves besides documents that stay."""
         most_bytes = self.required().max_bytes
         if most_bytes is None:
-            return Room(self._folder, (), math.inf)
+            return SizeLimit(self._folder, (), math.inf)
         entries = self._passages.asked(lambda index: index.entries())
-        return Room(self._folder, entries, most_bytes, stay)
+        return SizeLimit(self._folder, entries, most_bytes, stay)
 
-    def below(self, place: str) -> list[Entry]:
+    def below(self, place: str) -> list[DocumentEntry]:
         """The documents that were read from that file, or from files in that folder."""
         if self._folder.about() is None:
             return []
         return self._passages.asked(lambda index: index.below(place))
 
-    def _entries_of(self, name: str) -> list[Entry]:
+    def _entries_of(self, name: str) -> list[DocumentEntry]:
         """The documents of that name or file; refused if there are none."""
 
-        def found(index: Index) -> list[Entry]:
+        def found(index: Index) -> list[DocumentEntry]:
             own = [*index.named(name), *index.read_from(name, os.path.abspath(name))]
             if own:
                 return own
@@ -424,7 +424,7 @@ class Library:
         reader: "Reader",
         text: Text,
         names: dict[str, set[str]],
-        room: Room,
+        room: SizeLimit,
     ) -> Outcome:
         """Read a text unless it is unchanged; `names`: documents by name."""
         known = self._folder.record(text.key)
@@ -442,7 +442,7 @@ class Library:
             record = self._written(reader, named, reader.read(named), known, room)
         except (InvalidArgumentError, OutOfMemoryError) as error:
             return Outcome(name=text.name, what="failed", reason=str(error))
-        evicted = room.admit(Entry(record.key, record.name, None, record.bytes))
+        evicted = room.admit(DocumentEntry(record.key, record.name, None, record.bytes))
         self._folder.remove(entry.key for entry in evicted)
         if known is not None:
             names.get(known.name, set()).discard(text.key)
@@ -455,7 +455,7 @@ class Library:
         text: Text,
         part: "Part",
         before: Record | None,
-        room: Room | None = None,
+        room: SizeLimit | None = None,
     ) -> Record:
         """Write a document's cache; refused if the limit has no room for it."""
 

@@ -68,7 +68,7 @@ class Policy(ABC):
         return frozenset()
 
     @property
-    def reads_context(self) -> bool:
+    def needs_reconstruction_pass(self) -> bool:
         """Whether `snapkv.kvzip.read_context` has to read the prompt, before any question."""
         return "reconstruction_pass" in self.needs
 

@@ -43,7 +43,7 @@ class PromptThenDecode(EvictingPolicy):
                 f"SnapKV(budget=1024), got {_named(self.prompt)}; pass a method that evicts while "
                 "generating as decode"
             )
-        if self.prompt.reads_context:
+        if self.prompt.needs_reconstruction_pass:
             raise InvalidArgumentError(
                 f"prompt: expected a method whose scores are complete with the prompt, got "
                 f"{_named(self.prompt)}; use it by itself, or pass SnapKV"

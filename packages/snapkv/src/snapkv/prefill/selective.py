@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from snapkv.cache.prompt_state import Choice, Narrowing
+from snapkv.cache.prompt_state import Narrowing, Selector
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among
@@ -137,7 +137,7 @@ def selective(
 
 
 def _read(
-    first_layer: int, choose: Choice, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    first_layer: int, choose: Selector, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """The decoder's forward, some tokens of a first prompt going on."""
     cache = cache_among(kwargs)

@@ -53,7 +53,9 @@ class OffloadPool:
         """As a user names it."""
         return "host" if self.folder is None else str(self.folder)
 
-    def room_for(self, *states: Tensor, device: torch.device, is_limited: bool = True) -> "Room":
+    def room_for(
+        self, *states: Tensor, device: torch.device, is_limited: bool = True
+    ) -> "PooledTensors":
         """Room for a copy of each of these (B, H, N, D) states, to be recalled to that device.
 
         What takes the place of more is not held to the limit.
@@ -74,7 +76,7 @@ class OffloadPool:
                 made = [
                     torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in states
                 ]
-            return Room(self, made, wanted)
+            return PooledTensors(self, made, wanted)
         except BaseException:
             self.give_back(wanted)
             raise
@@ -121,7 +123,7 @@ def _mapped(folder: Path, states: Tensor) -> Tensor:
     return room.view(states.dtype).view(states.shape)
 
 
-class Room:
+class PooledTensors:
     """Contiguous tensors in a pool, which gets their bytes back when nobody holds this any more."""
 
     def __init__(self, pool: OffloadPool, tensors: list[Tensor], taken_bytes: int) -> None:
@@ -155,7 +157,7 @@ class Piece:
         shift: (B,) int64, by how many columns each row's tokens stand further to the right.
     """
 
-    room: Room
+    room: PooledTensors
     start: int
     end: int
     rows: Tensor

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from snapkv.ops.codes.coding import Codes
 from snapkv.ops.codes.layout import BlockLayout
-from snapkv.ops.ragged.blocked import Tail, attend_pieces
+from snapkv.ops.ragged.blocked import TailStates, attend_pieces
 from snapkv.ops.scores import ScoreOptions
 
 SPREAD_ELEMENTS = 2**19
@@ -35,7 +35,7 @@ def coded_attention(
 ) -> Tensor:
     """As `snapkv.ops.coded_attention`; products and softmax in float32."""
     pieces = _CodedPieces(keys, values, layout)
-    tail = Tail(tail_keys, tail_values, tail_tokens)
+    tail = TailStates(tail_keys, tail_values, tail_tokens)
     return attend_pieces(queries, pieces, tail, score_options, own_visible)
 
 

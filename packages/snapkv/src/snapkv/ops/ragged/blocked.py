@@ -50,12 +50,12 @@ def ragged_attention(
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; products in the dtype of the states, softmax in float32."""
     pieces = _FlatPieces(layout.pieces, keys, values)
-    tail = Tail(tail_keys, tail_values, tail_tokens)
+    tail = TailStates(tail_keys, tail_values, tail_tokens)
     return attend_pieces(queries, pieces, tail, score_options, own_visible)
 
 
 @dataclass(frozen=True)
-class Tail:
+class TailStates:
     """The tokens after what heads keep, the last Q of them the queries' own.
 
     Attributes:
@@ -69,7 +69,7 @@ class Tail:
     values: Tensor
     tokens: Tensor | None
 
-    def before(self, count: int) -> "Tail":
+    def before(self, count: int) -> "TailStates":
         """Without the last ones."""
         if not count:
             return self
@@ -118,7 +118,7 @@ class _FlatPieces:
 def attend_pieces(
     queries: Tensor,
     pieces: KeptPieces,
-    tail: Tail,
+    tail: TailStates,
     score_options: ScoreOptions,
     own_visible: Tensor | None,
 ) -> Tensor:
@@ -135,7 +135,7 @@ def attend_pieces(
 def _attend_block(
     queries: Tensor,
     pieces: KeptPieces,
-    tail: Tail,
+    tail: TailStates,
     score_options: ScoreOptions,
     own_visible: Tensor | None,
 ) -> Tensor:

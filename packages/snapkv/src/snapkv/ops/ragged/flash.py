@@ -8,7 +8,7 @@ denominator, by which the kept part and the tail are put together.
 import torch
 from torch import Tensor
 
-from snapkv.ops.ragged.blocked import Tail, sinks_of_rows
+from snapkv.ops.ragged.blocked import TailStates, sinks_of_rows
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.scores import ScoreOptions
 
@@ -39,7 +39,7 @@ def ragged_attention(
     of_kept, kept = torch.cat(of_heads, dim=1), torch.cat(of_sums, dim=1)
     mask = None
     if Q > 1 or tail_tokens is not None:
-        hidden = Tail(tail_keys, tail_values, tail_tokens).hidden(Q, own_visible)
+        hidden = TailStates(tail_keys, tail_values, tail_tokens).hidden(Q, own_visible)
         mask = torch.zeros_like(hidden, dtype=queries.dtype).masked_fill_(hidden, -torch.inf)
         mask = mask.repeat(Hq // H, 1)[None, None]
     keys_after, values_after = tail_keys.flatten(0, 1)[None], tail_values.flatten(0, 1)[None]

@@ -41,13 +41,13 @@ def window_votes(
     group_reduce: str = "none",
 ) -> Tensor:
     """As `snapkv.ops.window_votes`; no gradients."""
-    given = Given.of(queries, keys, score_options, pad_tokens)
+    given = KernelInputs.of(queries, keys, score_options, pad_tokens)
     with torch.cuda.device_of(keys):
         return _votes(given, given.totals(score_options.sink_logits), group_reduce)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class KernelInputs:
     """What kernels of votes are given: states whose rows lie together, and what scores them.
 
     Attributes:
@@ -65,7 +65,7 @@ class Given:
     @classmethod
     def of(
         cls, queries: Tensor, keys: Tensor, options: ScoreOptions, pad_tokens: Tensor | None
-    ) -> "Given":
+    ) -> "KernelInputs":
         keys = keys if keys.stride(-1) == 1 else keys.contiguous()
         queries, D = queries.contiguous(), queries.shape[3]
         slope, ceiling = options.scaling * _LOG2_E, 0.0
@@ -101,7 +101,7 @@ class Given:
         return _put_together(marks)
 
 
-def _split_marks(given: Given) -> Tensor:
+def _split_marks(given: KernelInputs) -> Tensor:
     """Highest score and sum of exponentials per split and row: (B * Hkv, splits, G * W, 2)."""
     (B, Hkv, T, _), (_, Hq, W, _) = given.keys.shape, given.queries.shape
     rows = Hq // Hkv * W
@@ -133,7 +133,7 @@ def _put_together(marks: Tensor) -> Tensor:
     return totals
 
 
-def _votes(given: Given, totals: Tensor, group_reduce: str) -> Tensor:
+def _votes(given: KernelInputs, totals: Tensor, group_reduce: str) -> Tensor:
     """The weights of every key, added up: (B, Hkv, P), or (B, Hq, P) for "none", float32."""
     (B, Hq, W, _), (Hkv, T) = given.queries.shape, given.keys.shape[1:3]
     G, heads = Hq // Hkv, Hq if group_reduce == "none" else Hkv

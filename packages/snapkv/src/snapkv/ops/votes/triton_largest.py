@@ -21,7 +21,7 @@ from snapkv.ops.votes.lifts import Fading
 from snapkv.ops.votes.reference import LEAST_SUM, reduce_group
 from snapkv.ops.votes.triton import (
     FLOAT32_TILES,
-    Given,
+    KernelInputs,
     first_token,
     in_base_two,
     rows_at,
@@ -45,7 +45,7 @@ def largest_votes(
     group_reduce: str = "none",
 ) -> tuple[Tensor, Tensor]:
     """As `snapkv.ops.largest_votes`; no gradients."""
-    given = Given.of(queries, keys, score_options, pad_tokens)
+    given = KernelInputs.of(queries, keys, score_options, pad_tokens)
     (B, Hq, W, _), Hkv = queries.shape, keys.shape[1]
     each = group_reduce != "max"
     shape = B, Hq if each else Hkv, prefix_tokens
@@ -67,7 +67,12 @@ class _Fades:
     """How the weights of every row fade along the prefix."""
 
     def __init__(
-        self, given: Given, totals: Tensor, decay: float, prefix_tokens: int, sink_tokens: int
+        self,
+        given: KernelInputs,
+        totals: Tensor,
+        decay: float,
+        prefix_tokens: int,
+        sink_tokens: int,
     ) -> None:
         wide, is_float32 = given.common["D_BLOCK"] > 128, given.keys.dtype == torch.float32
         self._most_rows, keys = FLOAT32_TILES if is_float32 else (32 if wide else 64, 128)
