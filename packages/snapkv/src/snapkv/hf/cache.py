@@ -32,7 +32,7 @@ from snapkv.hf import forward_context, saved, step_graph
 from snapkv.hf.build import layers_for, other_kinds, plain_layers, storage_for
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.forward_context import ForwardContext, phase_of
-from snapkv.hf.identity import within
+from snapkv.hf.identity import unwrapped
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.model_parts import States, shares_latent, states_of
@@ -105,7 +105,7 @@ class CompressedCache(Cache):
         quantize: Quantize | None = None,
         protect: Iterable[Span] | None = None,
     ) -> None:
-        model = within(model)
+        model = unwrapped(model)
         policy = default_policy() if policy is None else policy
         if not isinstance(policy, Policy):
             raise InvalidTypeError(

@@ -27,7 +27,7 @@ _SETTINGS = (
 )
 
 
-def within(model: Any) -> Any:
+def unwrapped(model: Any) -> Any:
     """The model that generates: itself, or what PEFT's wrapper holds, adapters included."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -39,7 +39,7 @@ def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[s
     them, and reading all of a large model would take longer than reading most prompts. In any
     dtype, values are rounded to bfloat16, so that a model is the same however it was loaded.
     """
-    model = within(model)
+    model = unwrapped(model)
     config = model.config.get_text_config(decoder=True)
     settings = {name: getattr(config, name, None) for name in _SETTINGS}
     dtype = {} if in_any_dtype else {"dtype": str(model.dtype).removeprefix("torch.")}

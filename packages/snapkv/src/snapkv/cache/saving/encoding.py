@@ -53,7 +53,11 @@ def encode_layer(
         "store_kind": layer.store.kind,
         "recall_due": layer.recall_due,
         **_encode(parts, name, tensors),
-        **({"beside": _encode(_saveable(layer.beside), name, tensors)} if layer.beside else {}),
+        **(
+            {"beside": _encode(_saveable(layer.recurrent_states), name, tensors)}
+            if layer.recurrent_states
+            else {}
+        ),
     }
 
 
