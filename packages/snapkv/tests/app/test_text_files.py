@@ -64,7 +64,10 @@ def test_html_gives_what_a_browser_shows(tmp_path):
 
 @pytest.mark.parametrize(
     ("markup", "text"),
-    [("<p>Text" * 8000, "Text\n\n" * 7999 + "Text"), (f"<pre>a{' ' * 80_000}b</pre>", None)],
+    [
+        ("<p>Text" * 8000, "\n".join(["Text"] * 8000)),
+        (f"<pre>a{' ' * 80_000}b</pre>", f"a{' ' * 80_000}b"),
+    ],
     ids=["open", "spaces"],
 )
 def test_html_takes_time_in_proportion_to_its_length(tmp_path, markup, text):
@@ -72,7 +75,7 @@ def test_html_takes_time_in_proportion_to_its_length(tmp_path, markup, text):
     path, began = tmp_path / "page.html", time.process_time()
     path.write_text(f"<html>{markup}</html>")
     (page,) = text_files.read([str(path)])
-    assert page.text == (text or markup.removeprefix("<pre>").removesuffix("</pre>"))
+    assert page.text == text
     assert time.process_time() - began < 15
 
 

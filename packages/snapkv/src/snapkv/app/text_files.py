@@ -301,12 +301,13 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
 def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
     """What a browser would show of a page, a line per block, and why some may be missing."""
     try:
-        from bs4.dammit import EncodingDetector
+        from bs4 import dammit
 
         from snapkv.app.html_text import shown_text
     except ImportError as error:
         raise missing_package(f"file: reading {name}", "beautifulsoup4") from error
-    markup = _decode(name, data, EncodingDetector.find_declared_encoding(data, is_html=True))
+    declared = dammit.EncodingDetector.find_declared_encoding(data, is_html=True)
+    markup = _decode(name, data, declared)
     text = shown_text(markup)
     if _OPENED.search(markup) and not _CLOSED.search(markup):
         return text, ["it begins with <html> and ends without </html>, so its end may be missing"]
