@@ -399,7 +399,7 @@ def _require_bytes(kept: Tensor, layer: Any, row: dict[str, Any], options: dict[
     size = keys.element_size() * (keys.shape[-1] + values.shape[-1])
     slots = kept.numel() if layer.store.kind == "dense" else int((kept >= 0).sum())
     beside = 0 if layer.state.sink_keys is None else layer.state.sink_keys.nbytes
-    states = [layer.beside.get(name, {}) for name in ("conv_states", "recurrent_states")]
+    states = [layer.other_states.get(name, {}) for name in ("conv_states", "recurrent_states")]
     beside += sum(state.nbytes for each in states for state in each.values() if state is not None)
     if row["held_bytes"] != slots * size + beside:
         raise WrongError(

@@ -127,7 +127,7 @@ class RecordedPrompt:
         for index, other in self.others.items():
             own = cache.layers[index]
             if isinstance(own, HybridLayer):
-                own.take_recurrent_states(other)
+                own.take_other_states(other)
             else:
                 cache.layers[index] = copy.deepcopy(other)
         for layer, shown in zip(cache.prompt_state.layers, self._filling(cache), strict=True):

@@ -27,14 +27,12 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
         self._names = tuple(own)
 
     @property
-    def recurrent_states(self) -> dict[str, Any]:
+    def other_states(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
-    def take_recurrent_states(self, other: "HybridLayer") -> None:
+    def take_other_states(self, other: "HybridLayer") -> None:
         """Go on from the states of another layer, which keeps them."""
-        self.__dict__.update(
-            copy.deepcopy(other.recurrent_states)
-        )  # they are written over in place
+        self.__dict__.update(copy.deepcopy(other.other_states))  # they are written over in place
 
     @property
     def is_croppable(self) -> bool:
@@ -62,7 +60,7 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
 
     def __copy__(self) -> Self:
         copied = super().__copy__()
-        copied.take_recurrent_states(self)
+        copied.take_other_states(self)
         return copied
 
 

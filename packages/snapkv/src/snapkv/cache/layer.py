@@ -268,7 +268,7 @@ class CompressedLayer(DynamicLayer):
         return noted + self.store.index_bytes
 
     @property
-    def recurrent_states(self) -> dict[str, Any]:
+    def other_states(self) -> dict[str, Any]:
         """What the layer carries besides tokens, by the names of transformers' attributes."""
         return {}
 

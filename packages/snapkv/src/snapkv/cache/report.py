@@ -170,8 +170,8 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
             "kind": "compressed",
             "seen_tokens": layer.seen_tokens,
             "kept_tokens": _whole_number(layer.store.mean_tokens),
-            "held_bytes": layer.held_bytes + _bytes(layer.recurrent_states),
-            "full_bytes": _full_bytes(layer) + _bytes(layer.recurrent_states),
+            "held_bytes": layer.held_bytes + _bytes(layer.other_states),
+            "full_bytes": _full_bytes(layer) + _bytes(layer.other_states),
             "lost_votes": _lost(layer, "lost_mass"),
         }
     held = tensor_bytes(layer)

@@ -91,7 +91,7 @@ class ForwardContext:
         layer, seen = self.layer, self.layer.seen_tokens
         layer.take_back(self.new_tokens)
         self.prompt_state.forget_end_within(seen)
-        self.prompt_state.is_broken = layer.identity.layer_idx > 0 or bool(layer.beside)
+        self.prompt_state.is_broken = layer.identity.layer_idx > 0 or bool(layer.other_states)
 
 
 @dataclass(eq=False)

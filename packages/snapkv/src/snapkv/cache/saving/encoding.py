@@ -54,8 +54,8 @@ def encode_layer(
         "recall_due": layer.recall_due,
         **_encode(parts, name, tensors),
         **(
-            {"beside": _encode(_saveable(layer.recurrent_states), name, tensors)}
-            if layer.recurrent_states
+            {"beside": _encode(_saveable(layer.other_states), name, tensors)}
+            if layer.other_states
             else {}
         ),
     }
