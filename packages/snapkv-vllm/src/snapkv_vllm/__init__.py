@@ -6,4 +6,4 @@ from snapkv_vllm.settings import ServingSettings
 
 __all__ = ["Limits", "ServingSettings", "engine_args"]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         default_policy,
     )
     from snapkv.storage.bits import KVCodes
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AcrossLayers",
