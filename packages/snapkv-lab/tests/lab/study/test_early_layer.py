@@ -147,7 +147,15 @@ def test_a_search_on_the_demo_is_remembered_and_continued(
     assert SMALL.into(demo, tmp_path / "first").rows == findings.rows
 
 
-def test_what_is_found_need_not_be_remembered(demo, early_layers):
-    study, rows = replace(SMALL, remember=False), [{"of": "found", "layer": 29}]
-    assert study.closing(demo, None, rows) == "29 layers are enough; that is not stored"
+def test_a_search_ends_with_the_first_layer_that_is_enough_and_need_not_be_remembered(
+    demo, tmp_path, early_layers, monkeypatch
+):
+    def read(study, loaded, copies, layer, number):
+        return reading(layer, number, loss=0.1)
+
+    monkeypatch.setattr(EarlyLayer, "_look", lambda *_: of_votes())
+    monkeypatch.setattr(EarlyLayer, "_read", read)
+    findings = replace(SMALL, layers=(3, 5), remember=False).into(demo, tmp_path)
+    assert [row["layer"] for row in findings.rows if row["of"] == "reading"] == [3]
+    assert findings.closing == "3 layers are enough; that is not stored"
     assert not early_layers.exists()
