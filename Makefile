@@ -65,8 +65,7 @@ families: $(INSTALLED) ## Judge every causal language model again: docs/families
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
 test-devices: $(INSTALLED) ## Everything on devices that are not there, so that no tensor is left on another
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices $(CORE)/test_sharded.py \
-	    $(LAB)/experiments/test_gpu.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices $(CORE)/test_sharded.py
 
 test-kernels: $(INSTALLED) $(TRITON) ## The kernels without a GPU: interpreted, and compiled for devices
 	PYTHONPATH=$(TRITON):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'triton and not slow' $(CORE)/ops
