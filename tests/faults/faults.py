@@ -166,7 +166,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a saved cache forgets the states beside its keys",
-            '{"beside": _encode(_saveable(layer.beside), name, tensors)} if layer.beside else {}',
+            '{"beside": _encode(_saveable(others), name, tensors)} if others else {}',
             "{}",
             "sequences/test_sequences.py",
         ),

@@ -109,7 +109,7 @@ print("modules:", *listed, ";", *sys.modules)
     assert ours == {
         *("snapkv", "snapkv.errors", "snapkv.cli"),
         *("snapkv.cli.app", "snapkv.cli.entry"),
-        "snapkv.cli.interrupts",
+        *("snapkv.cli.interrupts", "snapkv.validation"),
         *("snapkv.cli.standard_output", "snapkv_lab", "snapkv_lab.cli"),
     }
     assert not {"torch", "transformers", "numpy", "huggingface_hub"} & (listed | called)

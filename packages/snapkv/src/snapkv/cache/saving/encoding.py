@@ -48,16 +48,13 @@ def encode_layer(
         if "offloaded" in parts:
             both = dict(zip(_BOTH, parts["offloaded"], strict=True))
             parts["offloaded"] = state_in_codes(both, codes)
+    others = layer.other_states
     return {
         "kind": COMPRESSED,
         "store_kind": layer.store.kind,
         "recall_due": layer.recall_due,
         **_encode(parts, name, tensors),
-        **(
-            {"beside": _encode(_saveable(layer.other_states), name, tensors)}
-            if layer.other_states
-            else {}
-        ),
+        **({"beside": _encode(_saveable(others), name, tensors)} if others else {}),
     }
 
 
