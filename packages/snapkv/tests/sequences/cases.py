@@ -1,6 +1,7 @@
 """Sequences that failed once, made short; what was wrong with each stands above it."""
 
 import snapkv as kv
+from tests.gates import drawn_gate
 from tests.sequences import operations as do
 
 HOST = {"recall": "host"}
@@ -205,6 +206,15 @@ CASES = {
     "rows of ragged heads": llama(
         kv.AdaKV(kv.SnapKV(20, window_size=4)),
         (do.Turn(40, pads=(0, 0)), do.Rows("reorder_cache", (1, 0)), do.Step(2)),
+    ),
+    # Votes were shares of as many voters as the longest row has.
+    "a budget by votes, of a row with fewer tokens than vote": llama(
+        kv.AdaKV(kv.SnapKV(kv.AutoBudget(lost_vote=0.1, least=1), window_size=2, voters=20)),
+        (do.Turn(38, pads=(0, 27, 7)),),
+    ),
+    # Scores were cut off before a window longer than the prompt, by a negative number.
+    "a prompt shorter than the window of scores without votes": llama(
+        kv.AcrossLayers(kv.KVzap("70%", window_size=6, gate=drawn_gate())), (do.Turn(5),)
     ),
     "many turns": llama(
         FITS, tuple(do.Turn(5, how="generate", answer=4) for _ in range(9)), {"turns": "compress"}

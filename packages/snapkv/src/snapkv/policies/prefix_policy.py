@@ -5,6 +5,7 @@ from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
@@ -89,8 +90,12 @@ class PrefixPolicy(Policy):
         """Rate the prefix: (B, num_kv_heads or Hq, T - window_size) float32, higher first."""
 
     def scored(self, prefix: Prefix) -> Tensor:
-        """`score`, whose shape and dtype are right."""
-        return prefix.checked(self.score(prefix.layer), self.name)
+        """`score`, whose shape and dtype are right; a method is not asked about no prefix."""
+        layer = prefix.layer
+        if prefix.slots:
+            return prefix.checked(self.score(layer), self.name)
+        heads = layer.queries.shape[1] if self.per_query_head else layer.num_kv_heads
+        return layer.keys.new_zeros(len(layer.keys), heads, 0, dtype=torch.float32)
 
     def summed_weights(self, layer: PromptLayer) -> int:
         """How many attention weights a score is the sum of; 1 where it is none, or their mean."""

@@ -179,7 +179,10 @@ class SnapKV(PrefixPolicy):
             impl=layer.votes_impl,
         )
         if layer.queries.shape[2] > self.window_size:  # or all that vote are kept
-            largest[..., layer.keys.shape[2] - layer.queries.shape[2] :] *= _ON_VOTERS
+            voters = layer.queries.shape[2]
+            largest[..., layer.keys.shape[2] - voters :] *= _ON_VOTERS
+            if layer.pad_tokens is not None:  # as if there were as many in a row with fewer tokens
+                summed *= (voters / layer.row_tokens.clamp(1, voters))[:, None, None]
         return self._of_stored_heads(largest, layer), self._of_stored_heads(summed, layer)
 
     def _of_stored_heads(self, votes: Tensor, layer: PromptLayer) -> Tensor:
