@@ -156,11 +156,15 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
     async def of_chat(request: Any, made: Any, given: dict[str, Any]) -> Any:
         if not isinstance(made, tuple) or PREFIX + DOCUMENT in given:
             return None
-        if {NAME, _EDITS} & given.keys():
+        has_spans, voters = bool({NAME, _EDITS} & given.keys()), None
+        if has_spans:
             given = await with_spans(request, made, given)
-        asked = await asyncio.to_thread(_question_tokens, request, made, renderer)
-        voters = None if asked is None else settings.voters_of(given, asked)
-        return given if voters is None else {**given, _VOTERS: voters}
+        if settings.voters_of(given, 1) is not None:  # or no question is asked for
+            asked = await asyncio.to_thread(_question_tokens, request, made, renderer)
+            voters = None if asked is None else settings.voters_of(given, asked)
+        if voters is not None:
+            return {**given, _VOTERS: voters}
+        return given if has_spans else None
 
     async def with_spans(request: Any, made: Any, given: dict[str, Any]) -> dict[str, Any]:
         entries = list(entries_of(given.pop(NAME, [])))
