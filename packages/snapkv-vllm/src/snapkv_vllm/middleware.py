@@ -17,7 +17,7 @@ from snapkv_vllm.agents.front import (
     moved_inside,
     note_body,
     refuse_in_forms,
-    resolve_spans,
+    resolve_requests,
     saying_what_was_applied,
 )
 from snapkv_vllm.agents.routes import router
@@ -82,7 +82,7 @@ class SettingsCheck:
             state = app.state
             self._settings = ServingSettings.from_config(state.args.additional_config or {})
             self._has_keys = has_keys(state.args)
-            resolve_spans(state, self._settings)
+            resolve_requests(state, self._settings)
             refuse_in_forms(state)
             sharing = self._settings.sharing
             if sharing is None or not sharing.across_keys:

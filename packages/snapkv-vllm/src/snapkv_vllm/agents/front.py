@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from snapkv.errors import SnapKVError
 from snapkv_vllm.admission import meant
-from snapkv_vllm.agents.edits import applied, edits_of
+from snapkv_vllm.agents.edits import Applied, applied, edits_of
 from snapkv_vllm.agents.messages import (
     Marked,
     TokenizedChat,
@@ -112,87 +113,120 @@ def refuse_in_forms(state: Any) -> None:
 # Of requests.
 
 
-def resolve_spans(state: Any, settings: ServingSettings) -> None:
-    """Have a server's renderer look up what requests say of messages, and check it.
+def resolve_requests(state: Any, settings: ServingSettings) -> None:
+    """Have a server's renderer look up what requests say of messages, and where the question is.
 
     `state` is that of vLLM's FastAPI application.
     """
     renderer = getattr(state, "online_renderer", None)
-    if renderer is None:  # an application without models
-        return
+    if renderer is not None:  # else an application without models
+        _Resolver(renderer, settings).put_in()
 
-    def resolving(render: Render, resolve: Callable[..., Awaitable[Any]]) -> Render:
-        async def render_and_resolve(request: Any, **options: Any) -> Any:
-            given = getattr(request, XARGS, None) or {}
-            visit = _visit.get()
-            if visit is not None and visit.counted_edits is not None:
-                given = {**given, _EDITS: visit.counted_edits}
-            if _SESSION in given and visit is not None:
-                given = {**given, _SESSION: owned(given[_SESSION])}
-                setattr(request, XARGS, given)
-            before = request.model_copy()  # rendering may change it
-            made = await render(request, **options)
-            try:
-                found = await resolve(before, made, dict(given))
-                if found:
-                    _require_fitting(settings, found, _inputs_of(made))
-                    setattr(request, XARGS, found)
-            except SnapKVError as error:
-                status = HTTPStatus(status_of(error))
-                return renderer.create_error_response(str(error), status.phrase, status)
-            return made
 
-        return render_and_resolve
+class _Resolver:
+    """Stands before the methods of a server's renderer, which return a prompt's tokens."""
 
-    async def of_completion(request: Any, made: Any, given: dict[str, Any]) -> Any:
+    def __init__(self, renderer: Any, settings: ServingSettings) -> None:
+        self._renderer, self._settings = renderer, settings
+        self._render_chat: Render = renderer.render_chat
+
+    def put_in(self) -> None:
+        resolvers = {
+            "render_completion": self._of_completion,
+            "render_chat": self._of_chat,
+            "render_responses": self._of_responses,
+        }
+        for name, resolve in resolvers.items():
+            render = getattr(self._renderer, name)
+            setattr(self._renderer, name, partial(self._resolved, render, resolve))
+
+    async def _resolved(self, render: Render, resolve: Render, request: Any, **options: Any) -> Any:
+        given = getattr(request, XARGS, None) or {}
+        visit = _visit.get()
+        if visit is not None and visit.counted_edits is not None:
+            given = {**given, _EDITS: visit.counted_edits}
+        if _SESSION in given and visit is not None:
+            given = {**given, _SESSION: owned(given[_SESSION])}
+            setattr(request, XARGS, given)
+        before = request.model_copy()  # rendering may change it
+        made = await render(request, **options)
+        try:
+            found = await resolve(before, made, dict(given))
+            if found:
+                self._require_fitting(found, _inputs_of(made))
+                setattr(request, XARGS, found)
+        except SnapKVError as error:
+            status = HTTPStatus(status_of(error))
+            return self._renderer.create_error_response(str(error), status.phrase, status)
+        return made
+
+    async def _of_completion(self, request: Any, made: Any, given: dict[str, Any]) -> Any:
         if NAME not in given or not isinstance(made, list):  # an error of vLLM's
             return None
         if len(made) != 1:
             raise wrong(NAME, "one prompt", f"{len(made)}", "send a request for each")
         return given
 
-    render_chat = renderer.render_chat
-
-    async def of_chat(request: Any, made: Any, given: dict[str, Any]) -> Any:
+    async def _of_chat(self, request: Any, made: Any, given: dict[str, Any]) -> Any:
         if not isinstance(made, tuple) or PREFIX + DOCUMENT in given:
             return None
-        has_spans, voters = bool({NAME, _EDITS} & given.keys()), None
+        has_spans = bool({NAME, _EDITS} & given.keys())
         if has_spans:
-            given = await with_spans(request, made, given)
-        if settings.voters_of(given, 1) is not None:  # or no question is asked for
-            asked = await asyncio.to_thread(_question_tokens, request, made, renderer)
-            voters = None if asked is None else settings.voters_of(given, asked)
-        if voters is not None:
-            return {**given, _VOTERS: voters}
-        return given if has_spans else None
+            given = await self._with_spans(request, made, given)
+        asked = await self._with_voters(request.messages, made, given)
+        return asked or (given if has_spans else None)
 
-    async def with_spans(request: Any, made: Any, given: dict[str, Any]) -> dict[str, Any]:
+    async def _of_responses(self, request: Any, made: Any, given: dict[str, Any]) -> Any:
+        messages = getattr(made, "messages", None)
+        return messages and await self._with_voters(messages, made, given)
+
+    async def _with_voters(
+        self, messages: Sequence[Any], made: Any, given: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """With how many of the last tokens vote; None where no question is asked for, or known."""
+        if self._settings.voters_of(given, 1) is None:
+            return None
+        tokenizer = self._renderer.renderer.get_tokenizer()
+        asked = await asyncio.to_thread(_question_tokens, messages, made, tokenizer)
+        voters = None if asked is None else self._settings.voters_of(given, asked)
+        return None if voters is None else {**given, _VOTERS: voters}
+
+    async def _with_spans(self, request: Any, made: Any, given: dict[str, Any]) -> dict[str, Any]:
         entries = list(entries_of(given.pop(NAME, [])))
         edits = given.pop(_EDITS, None)
         if edits is not None or any(entry.span is None for entry in entries):
-            chat = await _looked_up(request, made, render_chat, renderer)
+            chat = await _looked_up(request, made, self._render_chat, self._renderer)
             entries = spans_of(entries, chat)
             if edits is not None:
-                found = applied(edits_of(edits), chat)
-                entries += [SpanEdit(do=DROP, span=span) for span in found.cleared.parts]
-                if _SESSION in given:  # what may go later must be there whole until then
-                    entries += [SpanEdit(do=PROTECT, span=span) for span in found.whole.parts]
-                    budget = given.get(_BUDGET, settings.budget)
-                    given[_BUDGET] = budget + found.whole.tokens if budget else 0
-                if (visit := _visit.get()) is not None:
-                    visit.said, visit.cleared_tokens = found.said, found.cleared.tokens
+                entries += self._edited(applied(edits_of(edits), chat), given)
         return {**given, NAME: json.dumps([entry.as_json for entry in entries])}
 
-    renderer.render_completion = resolving(renderer.render_completion, of_completion)
-    renderer.render_chat = resolving(render_chat, of_chat)
+    def _edited(self, found: Applied, given: dict[str, Any]) -> list[SpanEdit]:
+        """The spans of edits that were applied, noted for the response."""
+        entries = [SpanEdit(do=DROP, span=span) for span in found.cleared.parts]
+        if _SESSION in given:  # what may go later must be there whole until then
+            entries += [SpanEdit(do=PROTECT, span=span) for span in found.whole.parts]
+            budget = given.get(_BUDGET, self._settings.budget)
+            given[_BUDGET] = budget + found.whole.tokens if budget else 0
+        if (visit := _visit.get()) is not None:
+            visit.said, visit.cleared_tokens = found.said, found.cleared.tokens
+        return entries
+
+    def _require_fitting(
+        self, given: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]]
+    ) -> None:
+        for one in inputs:
+            if (ids := one.get("prompt_token_ids")) is not None:
+                plan = self._settings.plan_for(given, len(ids))
+                require_spans_within(plan.policy, len(ids))
 
 
-def _question_tokens(request: Any, made: Any, renderer: Any) -> int | None:
-    (inputs,), messages = _inputs_of(made), [dict(one) for one in request.messages]
+def _question_tokens(messages: Sequence[Any], made: Any, tokenizer: Any) -> int | None:
+    (inputs,) = _inputs_of(made)
     text, ids = inputs.get("prompt"), inputs.get("prompt_token_ids")
     if not (isinstance(text, str) and ids):
         return None
-    return question_tokens(messages, text, ids, renderer.renderer.get_tokenizer())
+    return question_tokens([dict(one) for one in messages], text, ids, tokenizer)
 
 
 async def _looked_up(request: Any, made: Any, render: Render, renderer: Any) -> TokenizedChat:
@@ -232,17 +266,10 @@ def _chat_of(
 
 def _inputs_of(made: Any) -> Sequence[Mapping[str, Any]]:
     """What goes to the engine, of what vLLM renders."""
+    if hasattr(made, "engine_input"):  # of a response
+        return [made.engine_input]
     inputs: Sequence[Mapping[str, Any]] = made[1] if isinstance(made, tuple) else made
     return inputs
-
-
-def _require_fitting(
-    settings: ServingSettings, given: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]]
-) -> None:
-    for one in inputs:
-        if (ids := one.get("prompt_token_ids")) is not None:
-            plan = settings.plan_for(given, len(ids))
-            require_spans_within(plan.policy, len(ids))
 
 
 # Of responses.

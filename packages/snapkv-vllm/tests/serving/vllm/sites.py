@@ -77,6 +77,7 @@ class Site:
         from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+        from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
         renderer = self.app.state.online_renderer
@@ -107,6 +108,10 @@ class Site:
             made = await renderer.render_chat(request)
             return await answered(request, made[1] if isinstance(made, tuple) else made)
 
+        async def respond(request: ResponsesRequest):
+            made = await renderer.render_responses(request)
+            return await answered(request, [made.engine_input])
+
         async def other(body: dict):
             return body
 
@@ -123,6 +128,7 @@ class Site:
         paths = {
             "completions": complete,
             "chat/completions": chat,
+            "responses": respond,
             "messages": messages,
             "messages/count_tokens": count,
             "x": other,

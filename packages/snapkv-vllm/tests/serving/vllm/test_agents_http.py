@@ -16,6 +16,7 @@ from snapkv_vllm.spans import NAME
 from tests.serving.vllm.sites import Site
 
 CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+RESPONSES = "/v1/responses"
 SYSTEM = "You answer by the tools' results. 🙂"
 RESULTS = ("The sea is blue.\n" * 20, "The hill is green.", "  The road is long.  ")
 
@@ -111,13 +112,15 @@ ASKED = [
 
 
 @pytest.mark.parametrize(("content", "behind"), ASKED, ids=str)
-@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
+@pytest.mark.parametrize("path", [CHAT, ANTHROPIC, RESPONSES])
 def test_the_questions_tokens_vote_as_in_the_library(client, site, path, content, behind):
     """From its first one to the prompt's end; a long text's none, and its last 16 tokens vote."""
     messages = [*BEFORE, {"role": "user", "content": content}, *behind]
     body = {"model": "demo", "messages": messages, "vllm_xargs": {"snapkv_budget": 70}}
     if path == ANTHROPIC:
         body |= {"messages": as_anthropic(messages), "system": SYSTEM, "max_tokens": 5}
+    if path == RESPONSES:
+        body |= {"input": [item for one in messages for item in as_items(one)]}
     assert client.post(path, json=body).status_code == 200
     own, (ids,) = site.seen[-1]
     tokenizer = site.app.state.online_renderer.renderer.get_tokenizer()
@@ -228,6 +231,21 @@ def as_anthropic(messages):
 
     pairs = [blocks(one) for one in messages[1:]]
     return [{"role": role, "content": content} for role, content in pairs]
+
+
+def as_items(message):
+    """The same as input of OpenAI's responses."""
+    if message["role"] == "tool":
+        own = {"type": "function_call_output", "call_id": message["tool_call_id"]}
+        return [{**own, "output": message["content"]}]
+    content = message["content"]
+    if isinstance(content, list):
+        content = [{**part, "type": "input_text"} for part in content]
+    calls = [
+        {"type": "function_call", "call_id": one["id"], **one["function"]}
+        for one in message.get("tool_calls", ())
+    ]
+    return [{"type": "message", "role": message["role"], "content": content}, *calls]
 
 
 @pytest.mark.parametrize(

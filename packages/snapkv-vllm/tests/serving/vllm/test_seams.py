@@ -38,6 +38,7 @@ PATCHED = {
     "model_executor.layers.attention.MLAAttention.forward_impl": "q",
     "renderers.online_renderer.OnlineRenderer.render_chat": "request",
     "renderers.online_renderer.OnlineRenderer.render_completion": "request",
+    "renderers.online_renderer.OnlineRenderer.render_responses": "request",
     **{f"v1.attention.backends.{name}.forward": ATTENDS for name in HEADS},
 }
 
