@@ -35,5 +35,5 @@ run = Run(
     template="none",
 )
 with tempfile.TemporaryDirectory() as folder:  # a folder that stays can be continued
-    for row in run.into(Path(folder)).rows:
+    for row in run.evaluate(Path(folder)).rows:
         print(f"{row['method']:<8} depth {row['cell']['depth']:<4} score {row['score']:.2f}")

@@ -47,7 +47,7 @@ def run(task, *methods, **options):
 
     def refused(tiny, folder):
         try:
-            Run(loaded=tiny, task=task, methods=methods, **options).into(folder / "results")
+            Run(loaded=tiny, task=task, methods=methods, **options).evaluate(folder / "results")
         finally:
             assert not (folder / "results").exists()
 
@@ -81,7 +81,7 @@ def study(of, words=None):
     def refused(tiny, folder):
         (folder / "note.txt").write_text("word " * (words or 0))
         documents = (str(folder / "note.txt"),) if words else ()
-        replace(of, documents=documents).into(tiny, folder / "out")
+        replace(of, documents=documents).measure(tiny, folder / "out")
 
     return refused
 

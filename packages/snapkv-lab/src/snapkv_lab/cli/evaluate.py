@@ -102,7 +102,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         )
         folder = results_folder(options.results, settings.name, loaded.name, run.fingerprint())
         with answers_progress(settings.name) as advance:
-            results = run.into(folder, advance, who)
+            results = run.evaluate(folder, advance, who)
     found = {"run": results.run, "folder": str(folder), "rows": results.rows}
     present(
         found | {"warnings": results.task.warnings},
@@ -184,7 +184,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     )
     with answers_progress("lm-eval") as advance:
         folder = results_folder(options.results, "lm-eval", loaded.name, run.fingerprint())
-        rows, unwritten = run.into(folder, advance)
+        rows, unwritten = run.evaluate(folder, advance)
     present(
         {"run": run.description(), "folder": str(folder), "rows": rows},
         lambda: metrics_table("lm-eval", rows),

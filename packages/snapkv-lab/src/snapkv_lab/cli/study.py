@@ -44,7 +44,7 @@ class StudyOptions(ModelOptions, WritingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadingOptions(StudyOptions):
+class ReadingStudyOptions(StudyOptions):
     """The options of every study of documents."""
 
     document: Annotated[
@@ -112,17 +112,17 @@ def _findings(study: Study, options: StudyOptions) -> "Findings":
 
     if isinstance(study, Sensitivity) and isinstance(options, AnsweringOptions):
         with answering(options) as (loaded, who), answers_progress(study.name) as advance:
-            return study.into(loaded, folder(loaded), advance, who)
+            return study.measure(loaded, folder(loaded), advance, who)
     loaded = load_model(options)
     place = folder(loaded)
     with answers_progress(study.name) as advance:
-        return study.into(loaded, place, advance)
+        return study.measure(loaded, place, advance)
 
 
 def _options_of(kind: type[Study]) -> type[StudyOptions]:
     if issubclass(kind, Sensitivity):
         return AnsweringOptions
-    return ReadingOptions if issubclass(kind, ReadingStudy) else StudyOptions
+    return ReadingStudyOptions if issubclass(kind, ReadingStudy) else StudyOptions
 
 
 app = typer.Typer(name="study", help="Repeat an observation of the paper.", no_args_is_help=True)

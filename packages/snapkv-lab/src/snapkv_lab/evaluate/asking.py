@@ -64,7 +64,7 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class AskedSample:
     """A sample, asked of some methods, which share a reading where they can.
 
     `tries` is how many workers have ended on it.
@@ -114,7 +114,7 @@ class Question:
 class Executor(Protocol):
     """Who answers the questions of a run: an `Answerer`, or workers on Ray."""
 
-    def answers(self, work: Sequence[Question]) -> Iterator[Row]:
+    def answers(self, work: Sequence[AskedSample]) -> Iterator[Row]:
         """A record for every method of every question, as they come, in any order."""
         ...
 
@@ -125,12 +125,12 @@ class Answerer:
 
     loaded: LoadedModel
 
-    def answers(self, work: Sequence[Question]) -> Iterator[Row]:
+    def answers(self, work: Sequence[AskedSample]) -> Iterator[Row]:
         """See `Executor.answers`."""
         for asked in work:
             yield from self.records(asked)
 
-    def records(self, asked: Question) -> Iterator[Row]:
+    def records(self, asked: AskedSample) -> Iterator[Row]:
         """An answer of every method to every turn, or why there is none."""
         prompt = asked.sample.prompt(self.loaded.tokenizer, asked.template, asked.question)
         wanted = self._references(asked, prompt) if asked.reference_loss else None
@@ -163,7 +163,7 @@ class Answerer:
         return {"prediction": prediction, "score": task.score(turn, prediction)}
 
     def _answers(
-        self, asked: Question, method: Method, reader: PromptReader, ends: list[PromptEnd] | None
+        self, asked: AskedSample, method: Method, reader: PromptReader, ends: list[PromptEnd] | None
     ) -> Iterator[Answer]:
         """The answer to a sample, or to every turn of a conversation; `ends` gets its prompt's."""
         sample = asked.sample
@@ -175,7 +175,7 @@ class Answerer:
             way = method.policy, method.prefill, sample.protection
             yield reader.answer(*way, ends, method.bits)
 
-    def _references(self, asked: Question, prompt: Prompt) -> dict[str, References]:
+    def _references(self, asked: AskedSample, prompt: Prompt) -> dict[str, References]:
         found = {}
         for turn in asked.sample.turns:
             if turn is not asked.sample:

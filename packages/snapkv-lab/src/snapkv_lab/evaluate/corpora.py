@@ -106,7 +106,7 @@ def _squad(content: dict[str, Any]) -> Corpus:
     return Corpus(questions=tuple(questions), passages=tuple(passages))
 
 
-class Index:
+class PassageIndex:
     """An index of titles and texts: BM25 over stemmed words."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
@@ -128,9 +128,9 @@ class Index:
 
 
 @functools.cache
-def corpus_index(name: CorpusName) -> Index:
+def corpus_index(name: CorpusName) -> PassageIndex:
     """The index of all paragraphs of a data set; the first call takes seconds for HotpotQA."""
-    return Index(load_corpus(name).passages)
+    return PassageIndex(load_corpus(name).passages)
 
 
 Check = tuple[str, Callable[[Any], bool]]

@@ -58,7 +58,7 @@ class HarnessRun:
         require_at_least("batch_size", self.batch_size, 1)
         object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
 
-    def into(
+    def evaluate(
         self, folder: Path, on_progress: Progress | None = None
     ) -> tuple[list[Row], OutputError | None]:
         """Answer what the folder does not hold yet; every metric of every task by every method.

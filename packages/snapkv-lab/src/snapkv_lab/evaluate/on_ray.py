@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError, missing_package
 from snapkv.validation import first_line
-from snapkv_lab.evaluate.asking import Answerer, Question
+from snapkv_lab.evaluate.asking import Answerer, AskedSample
 from snapkv_lab.rows import Row
 
 LOCAL, AUTO = "local", "auto"
@@ -76,7 +76,7 @@ class OnRay:
             )
         return count
 
-    def answers(self, work: Sequence[Question]) -> Iterator[Row]:
+    def answers(self, work: Sequence[AskedSample]) -> Iterator[Row]:
         """A record for every method of every question, as they come."""
         waiting = deque(sorted(work, key=lambda each: len(each.sample.context), reverse=True))
         unloaded, why = 0, "no machine has room for one"
@@ -157,7 +157,7 @@ class OnRay:
 class _Worker:
     """An actor that loads the model first, and the question it was asked last."""
 
-    asked: Question
+    asked: AskedSample
     answers: Any
 
     def __init__(self, actor: Any) -> None:
@@ -167,7 +167,7 @@ class _Worker:
     def is_loaded(self) -> bool:
         return bool(_ray().wait([self._loaded], timeout=0)[0])
 
-    def ask(self, asked: Question) -> None:
+    def ask(self, asked: AskedSample) -> None:
         self.asked, self.answers = asked, self._actor.records.remote(asked)
 
     def records(self) -> list[Row]:
@@ -217,7 +217,7 @@ class _Answering:
         torch.set_num_threads(self._threads)
         self._answerer = Answerer(loaded=load(**self._load))
 
-    def records(self, asked: Question) -> list[Row]:
+    def records(self, asked: AskedSample) -> list[Row]:
         return list(self._answerer.records(asked))
 
 

@@ -13,7 +13,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.known_gates import with_known
 from snapkv.kvzip import require_one_reading
 from snapkv.validation import require_at_least
-from snapkv_lab.evaluate.asking import Answerer, Executor, Method, Question
+from snapkv_lab.evaluate.asking import Answerer, AskedSample, Executor, Method
 from snapkv_lab.evaluate.sample import Sample, Setting, Template, around_turn, data_hash
 from snapkv_lab.evaluate.store import Key, Progress, Store, key
 from snapkv_lab.evaluate.summary import summarise
@@ -70,10 +70,10 @@ class Run:
         return short_hash(self._settings())
 
     def keys(self) -> list[Key]:
-        """What its answers are found by. Errors as in `into`."""
+        """What its answers are found by. Errors as in `evaluate`."""
         return _keys(self._asked(self._samples()))
 
-    def into(
+    def evaluate(
         self, folder: Path, on_progress: Progress | None = None, executor: Executor | None = None
     ) -> "Results":
         """Answer what the folder does not hold yet, and summarise all of it.
@@ -113,9 +113,9 @@ class Run:
             _require_references(turns)
         return samples
 
-    def _asked(self, samples: Sequence[Sample]) -> list[Question]:
+    def _asked(self, samples: Sequence[Sample]) -> list[AskedSample]:
         return [
-            Question(
+            AskedSample(
                 sample=sample,
                 question=question,
                 methods=self.methods,
@@ -218,7 +218,7 @@ def require_same_policies(methods: Sequence[Method], records: Iterable[Row]) -> 
             )
 
 
-def _keys(whole: Iterable[Question]) -> list[Key]:
+def _keys(whole: Iterable[AskedSample]) -> list[Key]:
     return [one for asked in whole for one in asked.keys_of(asked.methods)]
 
 

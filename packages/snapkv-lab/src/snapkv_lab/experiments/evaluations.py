@@ -34,7 +34,7 @@ from snapkv_lab.study import HitRate, Instructions, Overlap, Position, Sensitivi
 FOLDER = RESULTS / "evaluation"
 
 
-class Comparison(NamedTuple):
+class TaskComparison(NamedTuple):
     """A task with the tokens that its methods keep, always on the demo model, no chat template.
 
     The title is the heading of its section.
@@ -65,7 +65,7 @@ def _labelled(**policies: Any) -> list[Method]:
 
 
 COMPARISONS = {
-    "needle": Comparison(
+    "needle": TaskComparison(
         "Needle in a haystack",
         partial(
             Needle,
@@ -78,7 +78,7 @@ COMPARISONS = {
         ),
         256,
     ),
-    "lines": Comparison(
+    "lines": TaskComparison(
         "LongEval-Lines",
         partial(
             Lines, lengths=(512, 1024, 1536), positions=5, samples_each=4, examples=3, cloze=True
@@ -92,7 +92,7 @@ def _compare(name: str, given: RunContext) -> Iterator[Row]:
     folder = FOLDER if given.stored else Path(tempfile.mkdtemp())
     own = COMPARISONS[name]
     run = Run(loaded=given.loaded, template="none", task=own.task(), methods=own.methods)
-    run.into(folder / name, _say)
+    run.evaluate(folder / name, _say)
     yield from ()
 
 
@@ -165,7 +165,7 @@ STUDIES: dict[str, Study] = {
 
 def _study(name: str, given: RunContext) -> Iterator[Row]:
     """A line that says how it was run, on what, then its rows."""
-    findings = STUDIES[name].into(given.loaded, Path("snapkv-results") / "studies" / name, _say)
+    findings = STUDIES[name].measure(given.loaded, Path("snapkv-results") / "studies" / name, _say)
     yield described(given) | {"run": findings.run}
     for row in findings.rows:
         yield {

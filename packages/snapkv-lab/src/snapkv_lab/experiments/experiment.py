@@ -23,7 +23,7 @@ import torch
 from snapkv.app.models import LoadedModel, load
 from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.pages import PAGES, Listing, filled
-from snapkv_lab.experiments.prompts import Document, make_documents
+from snapkv_lab.experiments.prompts import NeedlePrompt, make_documents
 from snapkv_lab.experiments.records import RESULTS, describe_environment, environment_line
 from snapkv_lab.rows import Row, Rows, of, read_rows, write_rows
 
@@ -58,7 +58,7 @@ class RunContext(SimpleNamespace):
     def loaded(self) -> LoadedModel:
         return load(self.model, dtype=self.dtype)
 
-    def documents(self, tokens: int, count: int = 1) -> list[Document]:
+    def documents(self, tokens: int, count: int = 1) -> list[NeedlePrompt]:
         """Prompts of so many tokens with a magic number in each."""
         haystack = load_haystack()
         return make_documents(self.loaded.tokenizer, haystack, prompt_tokens=tokens, count=count)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from snapkv import FullCache, SnapKV
 from snapkv.errors import InvalidArgumentError
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
-from snapkv_lab.experiments.measuring import Turns
+from snapkv_lab.experiments.measuring import InterleavedTimings
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
 from snapkv_lab.experiments.records import ROOT, environment_line
@@ -188,7 +188,7 @@ def _measure(given: RunContext) -> Iterator[Row]:
 def _rows(
     benchmark: str, work: dict[str, Callable[[], Any]], rounds: int, named: Row
 ) -> Iterator[Row]:
-    turns = Turns(work, rounds=rounds)
+    turns = InterleavedTimings(work, rounds=rounds)
     for name in turns:
         yield {
             "benchmark": benchmark,

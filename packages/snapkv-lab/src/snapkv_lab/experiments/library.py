@@ -83,7 +83,7 @@ class Way(NamedTuple):
     bits: Any = None
 
 
-class Method(NamedTuple):
+class JoinMethod(NamedTuple):
     """How a question's documents get into a cache.
 
     Attributes:
@@ -101,14 +101,14 @@ class Method(NamedTuple):
 
 _WHOLE = Way("whole", FullCache())
 _KVZIP = KVzip(keep_ratio=0.3)
-_FULL = Method("read in full", None)
-FEW = [_FULL, *(Method(f"whole, {part:g}", _WHOLE, part) for part in (0, 0.1, 0.2, 0.4))]
+_FULL = JoinMethod("read in full", None)
+FEW = [_FULL, *(JoinMethod(f"whole, {part:g}", _WHOLE, part) for part in (0, 0.1, 0.2, 0.4))]
 METHODS = [
     *FEW,
-    Method("whole, int8, 0.2", Way("whole, int8", FullCache(), "int8"), 0.2),
-    Method("KVzip 0.3, 0.2", Way("KVzip 0.3", _KVZIP), 0.2),
-    Method("KVzip 0.3 by head, 0.2", Way("KVzip 0.3 by head", AdaKV(_KVZIP)), 0.2),
-    Method("whole, 0.2, then snapkv 512", _WHOLE, 0.2, SnapKV(512, window_size=16)),
+    JoinMethod("whole, int8, 0.2", Way("whole, int8", FullCache(), "int8"), 0.2),
+    JoinMethod("KVzip 0.3, 0.2", Way("KVzip 0.3", _KVZIP), 0.2),
+    JoinMethod("KVzip 0.3 by head, 0.2", Way("KVzip 0.3 by head", AdaKV(_KVZIP)), 0.2),
+    JoinMethod("whole, 0.2, then snapkv 512", _WHOLE, 0.2, SnapKV(512, window_size=16)),
 ]
 
 
@@ -116,7 +116,7 @@ IN_BITS = [
     _FULL,
     *FEW[1:4:2],
     *(
-        Method(f"whole, {bits}, {part:g}", Way(f"whole, {bits}", FullCache(), bits), part)
+        JoinMethod(f"whole, {bits}, {part:g}", Way(f"whole, {bits}", FullCache(), bits), part)
         for bits, parts in (("int8", [0]), ("K8V4", [0]), ("int4", [0, 0.2]))
         for part in parts
     ),
@@ -163,13 +163,13 @@ class Shelf:
         cache, beside = CompressedCache.load_with(self.file(text, way), self.loaded.model)
         return Part(input_ids=beside["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
-    def documents(self, asked: DocumentQuestion, method: Method) -> CompressedCache:
+    def documents(self, asked: DocumentQuestion, method: JoinMethod) -> CompressedCache:
         """A cache that has seen the documents, joined from their files."""
         assert method.way is not None
         parts = [self._part(text, method.way) for text in asked.documents]
         return blend(self.loaded.model, parts, method.policy, recompute=method.recompute)
 
-    def read(self, asked: DocumentQuestion, method: Method) -> tuple[CompressedCache, Tensor]:
+    def read(self, asked: DocumentQuestion, method: JoinMethod) -> tuple[CompressedCache, Tensor]:
         """A cache that has seen documents and question, and the logits of the next token."""
         model, question = self.loaded.model, self.ids(asked.question)
         if method.way is None:
@@ -182,7 +182,7 @@ class Shelf:
 
 
 @torch.inference_mode()
-def answered(shelf: Shelf, asked: DocumentQuestion, method: Method) -> Row:
+def answered(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -> Row:
     for text in asked.documents:
         if method.way is not None:
             shelf.file(text, method.way)
@@ -201,7 +201,7 @@ def answered(shelf: Shelf, asked: DocumentQuestion, method: Method) -> Row:
     }
 
 
-def _asked(group: str, methods: Sequence[Method], given: RunContext) -> Iterator[Row]:
+def _asked(group: str, methods: Sequence[JoinMethod], given: RunContext) -> Iterator[Row]:
     yield from _group(given.loaded, group, python_questions(given.questions), methods)
 
 
@@ -209,7 +209,7 @@ def _group(
     loaded: LoadedModel,
     group: str,
     questions: Sequence[DocumentQuestion],
-    methods: Sequence[Method],
+    methods: Sequence[JoinMethod],
 ) -> Iterator[Row]:
     """A row for each question, and one for the files of each way of keeping documents."""
     with tempfile.TemporaryDirectory() as folder:

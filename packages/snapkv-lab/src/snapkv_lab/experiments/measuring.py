@@ -13,7 +13,7 @@ from snapkv_lab.measure.timing import Spent, alternate, ratios, spent_on, spread
 Spread = dict[str, float]
 
 
-class Turns:
+class InterleavedTimings:
     """Contenders that took turns, so that noise hit all alike: medians, and ratios of pairs.
 
     Args:

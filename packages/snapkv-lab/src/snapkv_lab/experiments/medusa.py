@@ -57,7 +57,7 @@ class Clock(TextStreamer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender:
+class DraftContender:
     """A cache and a way to decode on it, whose text must be that of `like`, token for token."""
 
     name: str
@@ -70,15 +70,15 @@ def _wide(budget: int) -> SnapKV:
     return SnapKV(budget, window_size=16, kernel_size=13)
 
 
-def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[Contender]:
+def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[DraftContender]:
     """Figure 9's three, and what SnapKV alone does."""
     full, kept, compressed = FullCache(), _wide(budget), "plain, SnapKV"
     medusa = draft_methods.medusa(loaded, heads)
     return [
-        Contender(name=PLAIN, policy=full, like=PLAIN),
-        Contender(name=MEDUSA, policy=full, like=PLAIN, drafts=medusa),
-        Contender(name=compressed, policy=kept, like=compressed),
-        Contender(name="Medusa, SnapKV", policy=kept, like=compressed, drafts=medusa),
+        DraftContender(name=PLAIN, policy=full, like=PLAIN),
+        DraftContender(name=MEDUSA, policy=full, like=PLAIN, drafts=medusa),
+        DraftContender(name=compressed, policy=kept, like=compressed),
+        DraftContender(name="Medusa, SnapKV", policy=kept, like=compressed, drafts=medusa),
     ]
 
 
@@ -109,7 +109,7 @@ def _prompt(loaded: LoadedModel, length: int) -> Tensor:
     return ids
 
 
-def _decoded(loaded: LoadedModel, one: Contender, ids: Tensor, tokens: int) -> Decoded:
+def _decoded(loaded: LoadedModel, one: DraftContender, ids: Tensor, tokens: int) -> Decoded:
     settings = GenerationSettings(max_new_tokens=tokens, min_new_tokens=tokens)
     cache, clock = CompressedCache(loaded.model, one.policy), Clock()
     text = continue_ids(loaded, ids, cache, settings, streamer=clock, drafts=one.drafts)
@@ -122,14 +122,16 @@ def _decoded(loaded: LoadedModel, one: Contender, ids: Tensor, tokens: int) -> D
     )
 
 
-def require_same_texts(everyone: Sequence[Contender], runs: dict[str, list[Decoded]]) -> None:
+def require_same_texts(everyone: Sequence[DraftContender], runs: dict[str, list[Decoded]]) -> None:
     """No time counts of a decoding that gives another text."""
     for one in everyone:
         if {run.tokens for run in runs[one.name]} != {runs[one.like][0].tokens}:
             raise AssertionError(f"expected {one.name} to give the text of {one.like}")
 
 
-def _row(one: Contender, runs: dict[str, list[Decoded]], length: int, given: RunContext) -> Row:
+def _row(
+    one: DraftContender, runs: dict[str, list[Decoded]], length: int, given: RunContext
+) -> Row:
     times = {name: [run.ms_per_token for run in of_name] for name, of_name in runs.items()}
     own, found, like = times[one.name], runs[one.name][0], runs[one.like][0]
     return {

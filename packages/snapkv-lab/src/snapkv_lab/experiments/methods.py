@@ -36,8 +36,8 @@ from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import read_prompt_twice
 from snapkv_lab.experiments.texts import (
     AskedPrompt,
+    QuestionedText,
     ReadText,
-    Text,
     answers_of,
     questions,
     right_and_loss,
@@ -87,7 +87,7 @@ SHARES_OF = {"visible": {"1/8": 1 / 8, "1/4": 1 / 4}, "hidden": {"1/4": 1 / 4, "
 
 
 @torch.inference_mode()
-def _answers(given: RunContext, text: Text) -> Iterator[Row]:
+def _answers(given: RunContext, text: QuestionedText) -> Iterator[Row]:
     """What every method answers, where the full cache has some of an answer right."""
     read = ReadText(given.loaded.model, text.ids)
     for setting in METHODS_OF:

@@ -23,9 +23,9 @@ from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.texts import (
     AskedPrompt,
-    Case,
+    QuestionedText,
     ReadText,
-    Text,
+    TextQuestion,
     answers_of,
     loss_above,
     questions,
@@ -141,7 +141,7 @@ class Answers:
         full = asked.prompt.compressed(FullCache()).report().full_bytes
         return held / full, map(self._answer, asked.cases)
 
-    def _answer(self, case: Case) -> Row:
+    def _answer(self, case: TextQuestion) -> Row:
         fed = {"between": list(case.between_ids), "answer": list(case.answer_ids)}
         said = self.theirs.ask(do="answer", **fed)
         losses = said["losses"][1:]
@@ -151,7 +151,7 @@ class Answers:
         }
 
 
-def _measure(given: RunContext, text: Text) -> Iterator[Row]:
+def _measure(given: RunContext, text: QuestionedText) -> Iterator[Row]:
     loaded = given.loaded
     read = ReadText(loaded.model, text.ids)
     with Kvpress(given.python, loaded.model, tokenizer=loaded.tokenizer) as theirs:

@@ -17,8 +17,8 @@ from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.texts import (
     AskedPrompt,
+    QuestionedText,
     ReadText,
-    Text,
     TextMaker,
     answers_of,
     questions,
@@ -68,7 +68,7 @@ _TABLES = (
 )
 
 
-def _texts(given: RunContext, setting: str) -> Iterable[Text]:
+def _texts(given: RunContext, setting: str) -> Iterable[QuestionedText]:
     """Of all kinds, but needles alone for questions with a tail."""
     if setting == "long-tailed":
         make, indices = TextMaker(given.loaded.tokenizer), range(FIRST, FIRST + given.rounds)
@@ -77,7 +77,7 @@ def _texts(given: RunContext, setting: str) -> Iterable[Text]:
     return with_answers(texts) if setting == "hidden" else texts
 
 
-def _measure(setting: str, given: RunContext, text: Text) -> Iterator[Row]:
+def _measure(setting: str, given: RunContext, text: QuestionedText) -> Iterator[Row]:
     read = ReadText(given.loaded.model, text.ids)
     return questions(read, text, setting, partial(_answers, setting))
 

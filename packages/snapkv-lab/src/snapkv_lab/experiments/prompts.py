@@ -33,7 +33,7 @@ _QUESTION = (
 )
 
 
-class Document(NamedTuple):
+class NeedlePrompt(NamedTuple):
     """A prompt, of exactly as many tokens as asked for, and the digits that it asks for."""
 
     prompt_ids: list[int]
@@ -42,7 +42,7 @@ class Document(NamedTuple):
 
 def make_documents(
     tokenizer: Any, haystack: Haystack, *, prompt_tokens: int, count: int
-) -> list[Document]:
+) -> list[NeedlePrompt]:
     """Hide one number in each of `count` stretches of the haystack, at depths in turn."""
     return [
         _make_document(
@@ -58,7 +58,7 @@ def make_documents(
 
 def _make_document(
     tokenizer: Any, text: str, prompt_tokens: int, *, depth: float, draw: random.Random
-) -> Document:
+) -> NeedlePrompt:
     city, number = draw.choice(CITIES), draw.randint(1000, 9999)
     needle = encode(tokenizer, _NEEDLE.format(city=city, number=number))
     question = encode(tokenizer, _QUESTION.format(city=city))
@@ -67,7 +67,7 @@ def _make_document(
     while split and not tokenizer.decode(hay[split - 1]).endswith((".", "?", "!")):
         split -= 1  # to where a sentence has just ended
     ids = [*hay[:split], *needle, *hay[split:], *question]
-    return Document(ids, encode(tokenizer, f" {number}"))
+    return NeedlePrompt(ids, encode(tokenizer, f" {number}"))
 
 
 def stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:

@@ -21,9 +21,9 @@ import torch
 
 from snapkv.app.models import place_of
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
-from snapkv_lab.experiments.measuring import Turns
+from snapkv_lab.experiments.measuring import InterleavedTimings
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.prompts import Document
+from snapkv_lab.experiments.prompts import NeedlePrompt
 from snapkv_lab.experiments.records import describe_environment
 from snapkv_lab.measure.timing import spread
 from snapkv_lab.rows import Row, grouped
@@ -129,7 +129,7 @@ def _reading(given: RunContext) -> Iterator[Row]:
     blocks = given.requests * -(-tokens // BLOCK_TOKENS) + 1  # one that vLLM keeps for itself
     with _warm(given, blocks, prompts[0]) as engines:
         work = {name: _read(engine, prompts) for name, engine in engines.items()}
-        turns = Turns(work, rounds=given.pairs)
+        turns = InterleavedTimings(work, rounds=given.pairs)
     row: Row = {
         "prompts_at_once": 1,
         "prompt_tokens": given.prompt_tokens,
@@ -180,7 +180,7 @@ def _speed(given: RunContext) -> Iterator[Row]:
                 }
 
 
-def _right(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
+def _right(documents: Sequence[NeedlePrompt], answers: Sequence[list[int]]) -> int:
     pairs = zip(documents, answers, strict=True)
     return sum(answer[: len(one.answer_ids)] == one.answer_ids for one, answer in pairs)
 

@@ -16,7 +16,7 @@ from snapkv import CompressedCache, FullCache, SnapKV, default_policy
 from snapkv.policies import Policy
 from snapkv.validation import AUTO
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
-from snapkv_lab.experiments.measuring import Turns, in_own_process
+from snapkv_lab.experiments.measuring import InterleavedTimings, in_own_process
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
 from snapkv_lab.measure.contenders import Contender, compressed, full
@@ -55,7 +55,7 @@ def _decoding(given: RunContext) -> Iterator[Row]:
                 },
                 {"held_bytes": report.held_bytes, "full_bytes": report.full_bytes},
             )
-    turns = Turns(steps, rounds=given.new_tokens, warmup_rounds=4)
+    turns = InterleavedTimings(steps, rounds=given.new_tokens, warmup_rounds=4)
     for name, (about, sizes) in rows.items():
         yield about | {"ms_per_token": turns.ms(name, 2), "tokens": given.new_tokens} | sizes
     short, long = given.decode_behind
@@ -170,7 +170,7 @@ def _by_default(given: RunContext) -> Iterator[Row]:
             ("first", reads, given.readings),
             ("token", steps, given.new_tokens),
         ):
-            turns = Turns(work, rounds=rounds, warmup_rounds=1)
+            turns = InterleavedTimings(work, rounds=rounds, warmup_rounds=1)
             row |= {
                 f"{what}_ms": turns.ms("default", 2),
                 f"{what}_ratio": turns.ratio("default", "full"),

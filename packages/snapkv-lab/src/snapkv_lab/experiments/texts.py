@@ -42,7 +42,7 @@ SEED = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class TextQuestion:
     """One question about a text.
 
     Attributes:
@@ -65,12 +65,12 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class QuestionedText:
     """A text and the questions about it, with a name that is unique in a study."""
 
     name: str
     ids: Sequence[int]
-    cases: Sequence[Case]
+    cases: Sequence[TextQuestion]
 
 
 class TextMaker:
@@ -82,7 +82,7 @@ class TextMaker:
         self._essays = load_haystack().text
         self._prose = [self._essays, python_topics().text]
 
-    def needles(self, tokens: int, index: int, *, tail: str = "") -> Text:
+    def needles(self, tokens: int, index: int, *, tail: str = "") -> QuestionedText:
         """Six needles of different kinds in an essay, each asked for; with a tail, if any."""
         name = f"{'tails' if tail else 'needles'}/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
@@ -104,7 +104,7 @@ class TextMaker:
             )
             for group, (start, value) in zip(_KINDS, pairs, strict=True)
         ]
-        return Text(name=name, ids=ids, cases=cases)
+        return QuestionedText(name=name, ids=ids, cases=cases)
 
     def _hidden_in(self, tokens: int, needles: list[list[int]], draw: random.Random) -> list[int]:
         """A stretch of an essay with needles after sentences, in an order that is drawn."""
@@ -120,7 +120,7 @@ class TextMaker:
             hay[place:place] = needle
         return hay
 
-    def lines(self, tokens: int, index: int, questions: int) -> Text:
+    def lines(self, tokens: int, index: int, questions: int) -> QuestionedText:
         name = f"lines/{tokens}/{index}"
         shape = {"lengths": (tokens,), "positions": 1, "samples_each": 1, "examples": 3}
         task = Lines(**shape, cloze=True, seed=SEED + index)
@@ -134,9 +134,9 @@ class TextMaker:
             self._asked("lines", question.replace(asked, key), value)
             for key, value in draw.sample(free, questions)
         ]
-        return Text(name=name, ids=self._encode(sample.context), cases=cases)
+        return QuestionedText(name=name, ids=self._encode(sample.context), cases=cases)
 
-    def rag(self, documents: int, index: int, questions: int) -> Text:
+    def rag(self, documents: int, index: int, questions: int) -> QuestionedText:
         """Paragraphs of one article of SQuAD, and questions that they answer."""
         name = f"rag/{documents}/{index}"
         draw = random.Random(f"{SEED}/{name}")
@@ -150,9 +150,9 @@ class TextMaker:
             longest = max(question.answers, key=len)
             cases.append(self._asked("rag", sample.plain_question, f" {longest}"))
         cases = [case for case in cases if len(case.answer_ids) > 1]
-        return Text(name=name, ids=self._encode(context), cases=cases)
+        return QuestionedText(name=name, ids=self._encode(context), cases=cases)
 
-    def quotes(self, tokens: int, index: int, questions: int) -> Text:
+    def quotes(self, tokens: int, index: int, questions: int) -> QuestionedText:
         """A natural text; sentences of it are begun and to be continued."""
         name = f"quotes/{tokens}/{index}"
         draw, source = random.Random(f"{SEED}/{name}"), self._prose[index % 2]
@@ -162,7 +162,7 @@ class TextMaker:
             with contextlib.suppress(ValueError):  # a stretch with too few sentences
                 document = quoted_document(self._tokenizer, source[start:], **shape)
         cases = [
-            Case(
+            TextQuestion(
                 group="quotations",
                 question_ids=quote.question_ids,
                 answer_ids=quote.answer_ids,
@@ -170,16 +170,16 @@ class TextMaker:
             )
             for quote in document.quotes
         ]
-        return Text(name=name, ids=document.ids, cases=cases)
+        return QuestionedText(name=name, ids=document.ids, cases=cases)
 
-    def prose(self, tokens: int, answer_tokens: int, index: int) -> Text:
+    def prose(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
         """A natural text that goes on, for its loss; essays and Python's manual in turn."""
         name = f"prose/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         ids = stretch(self._tokenizer, self._prose[index % 2], tokens + answer_tokens, draw)
         return self._going_on(name, ids, answer_tokens)
 
-    def code(self, tokens: int, answer_tokens: int, index: int) -> Text:
+    def code(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
         """A file of Python's standard library that goes on, for its loss."""
         name = f"code/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
@@ -193,16 +193,18 @@ class TextMaker:
         ids = self._encode("".join(lines))[: tokens + answer_tokens]
         return self._going_on(name, ids, answer_tokens)
 
-    def _going_on(self, name: str, ids: list[int], answer_tokens: int) -> Text:
-        case = Case(group=name.partition("/")[0], answer_ids=ids[-answer_tokens:], parts=())
-        return Text(name=name, ids=ids[:-answer_tokens], cases=[case])
+    def _going_on(self, name: str, ids: list[int], answer_tokens: int) -> QuestionedText:
+        case = TextQuestion(group=name.partition("/")[0], answer_ids=ids[-answer_tokens:], parts=())
+        return QuestionedText(name=name, ids=ids[:-answer_tokens], cases=[case])
 
-    def _asked(self, group: str, question: str, answer: str) -> Case:
+    def _asked(self, group: str, question: str, answer: str) -> TextQuestion:
         ids, asked = self._encode(answer), self._encode(question)
-        return Case(group=group, question_ids=asked, answer_ids=ids, parts=[range(1, len(ids))])
+        return TextQuestion(
+            group=group, question_ids=asked, answer_ids=ids, parts=[range(1, len(ids))]
+        )
 
 
-def texts_from(given: Any, first: int) -> Iterator[Text]:
+def texts_from(given: Any, first: int) -> Iterator[QuestionedText]:
     """Round after round, so that a run that is stopped has some of every kind.
 
     Others than those that the pooling was chosen by, and than those from another first index;
@@ -218,7 +220,7 @@ def texts_from(given: Any, first: int) -> Iterator[Text]:
         yield make.code(size, 32, index)
 
 
-def with_answers(texts: Iterable[Text]) -> Iterator[Text]:
+def with_answers(texts: Iterable[QuestionedText]) -> Iterator[QuestionedText]:
     """Those with answers that can be right; of prose and code there is only a loss."""
     return (text for text in texts if any(case.parts for case in text.cases))
 
@@ -288,10 +290,10 @@ class AskedPrompt(NamedTuple):
 
     prompt: RecordedPrompt
     ids: Tensor
-    cases: Sequence[Case]
+    cases: Sequence[TextQuestion]
 
 
-def asked_of(read: ReadText, text: Text, setting: str) -> Iterator[AskedPrompt]:
+def asked_of(read: ReadText, text: QuestionedText, setting: str) -> Iterator[AskedPrompt]:
     """Each question after its text, or all of them hidden until the text is compressed."""
     if setting == "hidden":
         hidden = [
@@ -307,7 +309,7 @@ def asked_of(read: ReadText, text: Text, setting: str) -> Iterator[AskedPrompt]:
 
 
 @torch.inference_mode()
-def scored(prompt: RecordedPrompt, cache: CompressedCache, case: Case) -> Row:
+def scored(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuestion) -> Row:
     """The right answer of a case fed to a cache after a prompt.
 
     "right": for every part of the answer whether each of its tokens was the most likely one, 0 or
@@ -341,7 +343,10 @@ def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
 
 
 def questions(
-    read: ReadText, text: Text, setting: str, answers: Callable[[AskedPrompt], Iterable[list[Row]]]
+    read: ReadText,
+    text: QuestionedText,
+    setting: str,
+    answers: Callable[[AskedPrompt], Iterable[list[Row]]],
 ) -> Iterator[Row]:
     """The row of every question about a text: what the full cache answers, and what others do.
 

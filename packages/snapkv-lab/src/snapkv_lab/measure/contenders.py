@@ -189,7 +189,7 @@ def filled(contender: Contender, model: PreTrainedModel, *, batch: int, tokens: 
 def _end_prompt(
     cache: CompressedCache, layer: CompressedLayer, model: PreTrainedModel, tokens: int
 ) -> None:
-    """Ask the policy what to keep, as the seam does."""
+    """Ask the policy what to keep, as the wrapped attention does."""
     queries = _random(model, layer.keys.shape[0], min(layer.policy.query_tokens, tokens), "query")
     prompt = PromptLayer(
         queries=queries,

@@ -18,8 +18,8 @@ from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row, grouped, of
 from snapkv_lab.study.base import (
     DocumentStudy,
-    Plan,
     Step,
+    StudyPlan,
     mean_rows,
     named,
     over_layers,
@@ -69,7 +69,7 @@ def read(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
     return Reading(output, ids.shape[1], answer)
 
 
-class Part(NamedTuple):
+class ReadingStep(NamedTuple):
     """One step: what is read of a document, and what tells it from other parts with it."""
 
     name: str
@@ -120,7 +120,9 @@ class ReadingStudy(DocumentStudy):
     def answer_tokens(self) -> int:
         """Tokens of every answer, whether or not the model would have ended it."""
 
-    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Row]:
+    def look(
+        self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
+    ) -> list[Row]:
         """Rows of one part, with the keys of `by` and `numbers`: those of every layer."""
         from snapkv.app.observing import observed
 
@@ -142,11 +144,11 @@ class ReadingStudy(DocumentStudy):
         """Numbers of one layer, its states those of prompt and answer, by the keys `parted`."""
         raise NotImplementedError
 
-    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[Part]:
+    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
         """What is read of named documents: one question about each, in turns."""
         for number, (name, text) in enumerate(texts):
             question = self.questions[number % len(self.questions)]
-            yield Part(name, "last", (self.sample(name, text, question),))
+            yield ReadingStep(name, "last", (self.sample(name, text, question),))
 
     def sample(self, name: str, document: str, question: str, *, first: bool = False) -> Sample:
         """A question after a document, or in front of it."""
@@ -167,7 +169,7 @@ class ReadingStudy(DocumentStudy):
             settings=settings,
         )
 
-    def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> Plan:
+    def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> StudyPlan:
         """The parts of documents that are as long as they and the model allow."""
         study, parts, notices = self._fitted(loaded, texts)
         samples = [sample for part in parts for sample in part.samples]
@@ -181,7 +183,7 @@ class ReadingStudy(DocumentStudy):
                 read_part = partial(study._record, loaded, part)
                 yield Step(part.name, part.variant, place, len(parts), read_part)
 
-        return Plan(steps, block, notices)
+        return StudyPlan(steps, block, notices)
 
     def summary(self, records: Sequence[Row]) -> list[Row]:
         """The means over documents."""
@@ -190,7 +192,7 @@ class ReadingStudy(DocumentStudy):
 
     def _fitted(
         self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
-    ) -> tuple["ReadingStudy", list[Part], tuple[str, ...]]:
+    ) -> tuple["ReadingStudy", list[ReadingStep], tuple[str, ...]]:
         """The study with documents as long as they and the model allow; its parts; what to say."""
         study: ReadingStudy = self
         notices: tuple[str, ...] = ()
@@ -210,7 +212,7 @@ class ReadingStudy(DocumentStudy):
             why = f"the model has {loaded.max_tokens:,} positions for prompt and answer"
             study, notices = shortened(study.document_tokens - excess, why)
 
-    def _excess_tokens(self, loaded: "LoadedModel", parts: Sequence[Part]) -> int:
+    def _excess_tokens(self, loaded: "LoadedModel", parts: Sequence[ReadingStep]) -> int:
         """How many tokens the longest prompt and its answer have more than the model positions."""
         if loaded.max_tokens is None:
             return 0
@@ -223,7 +225,7 @@ class ReadingStudy(DocumentStudy):
         )
         return int(longest) + self.answer_tokens - loaded.max_tokens
 
-    def _record(self, loaded: "LoadedModel", part: Part) -> Row:
+    def _record(self, loaded: "LoadedModel", part: ReadingStep) -> Row:
         readings = [read(loaded, sample, self.template) for sample in part.samples]
         return {
             "readings": [reading.describe() for reading in readings],
@@ -415,15 +417,17 @@ class Position(HitRate):
 
     generation_windows: int = 2
 
-    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[Part]:
+    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
         for part in super().parts(texts):
             yield part
             (last,) = part.samples
             question = last.question.strip()
             first = self.sample(part.name, last.context, question, first=True)
-            yield Part(part.name, "first", (first,))
+            yield ReadingStep(part.name, "first", (first,))
 
-    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Row]:
+    def look(
+        self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
+    ) -> list[Row]:
         return [{"question": part.variant, **row} for row in super().look(loaded, part, readings)]
 
 
@@ -570,12 +574,14 @@ class Instructions(ReadingStudy):
     def answer_tokens(self) -> int:
         return self.answer_length
 
-    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[Part]:
+    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
         for name, text in texts:
             samples = tuple(self.sample(name, text, question) for question in self.questions)
-            yield Part(name, "all", samples)
+            yield ReadingStep(name, "all", samples)
 
-    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Row]:
+    def look(
+        self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
+    ) -> list[Row]:
         """A row per pair of questions and layer."""
         from snapkv.app.observing import observed
         from snapkv_lab.study.measures import overlap

@@ -47,7 +47,7 @@ class Study(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def into(
+    def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
         """Measure what is missing in the folder, and summarise everything.
@@ -88,7 +88,7 @@ class Step(NamedTuple):
     read: Callable[[], Row]
 
 
-class Plan(NamedTuple):
+class StudyPlan(NamedTuple):
     """What is read; a step may depend on the records of those before it, which are given."""
 
     steps: Callable[[Store], Iterable[Step]]
@@ -110,7 +110,7 @@ class DocumentStudy(Study):
         require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
 
     @abstractmethod
-    def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> Plan:
+    def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> StudyPlan:
         """What is read of documents, given by name and text."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class DocumentStudy(Study):
         del loaded, folder, rows
         return ""
 
-    def into(
+    def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
         """Read what is missing in the folder, and conclude from everything."""

@@ -16,7 +16,7 @@ from snapkv_lab.evaluate.haystack import encode
 from snapkv_lab.evaluate.store import Store
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row, of
-from snapkv_lab.study.base import DocumentStudy, Plan, Step
+from snapkv_lab.study.base import DocumentStudy, Step, StudyPlan
 from snapkv_lab.study.material import LEAST_TOKENS
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class EarlyLayer(DocumentStudy):
                 "instance 0.05"
             )
 
-    def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> Plan:
+    def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> StudyPlan:
         count = self._layer_count(loaded)
         beside = (1 + self.rivals) * (_OVERHEAD_TOKENS + 4 * self.digits)
         found, notices = self.cut(loaded, texts, beside)
@@ -105,7 +105,7 @@ class EarlyLayer(DocumentStudy):
                 if self._row(store.records, layer)["enough"]:
                     return
 
-        return Plan(steps, {"document_tokens_read": found.tokens}, notices)
+        return StudyPlan(steps, {"document_tokens_read": found.tokens}, notices)
 
     def _layer_count(self, loaded: "LoadedModel") -> int:
         from snapkv.prefill.decoder import decoder_layers

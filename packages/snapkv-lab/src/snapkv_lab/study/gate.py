@@ -70,7 +70,7 @@ class FitGate(Study):
         require_at_least("texts", self.texts, 2 * len(KINDS))
         require_each_at_least("lengths", self.lengths, LEAST_TOKENS)
 
-    def into(
+    def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
         """Read, fit, judge and keep the gate."""

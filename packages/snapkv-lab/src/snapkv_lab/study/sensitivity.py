@@ -66,7 +66,7 @@ class Sensitivity(Study):
             require_at_least(name, len(getattr(self, name)), 1)
         self._methods()
 
-    def into(
+    def measure(
         self,
         loaded: "LoadedModel",
         folder: Path,
@@ -74,7 +74,7 @@ class Sensitivity(Study):
         executor: "Executor | None" = None,
     ) -> Findings:
         """Run the task with every setting; `executor` is who answers, this process by default."""
-        results = self._run(loaded).into(folder, on_progress, executor)
+        results = self._run(loaded).evaluate(folder, on_progress, executor)
         rows = [_row(own) for own in grouped(results.rows, "method").values()]
         return Findings(
             folder=folder,

@@ -10,7 +10,7 @@ import pytest
 from snapkv.app.models import load
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv_lab.evaluate import on_ray
-from snapkv_lab.evaluate.asking import Question
+from snapkv_lab.evaluate.asking import AskedSample
 from snapkv_lab.evaluate.on_ray import MOST_TRIES, OnRay
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.store import LOST, key
@@ -98,7 +98,7 @@ def played(monkeypatch):
 def work(demo):
     samples = list(TASK.samples(demo.tokenizer))
     given = {"question": "visible", "methods": METHODS, "task": TASK, "template": "tokenizer"}
-    return [Question(sample=one, **given) for one in samples]
+    return [AskedSample(sample=one, **given) for one in samples]
 
 
 def wanted(work):
@@ -223,7 +223,7 @@ def test_killed_workers_and_a_node_that_is_gone_change_nothing(demo, cluster, tm
     settings = ("visible", "hidden")
     run = Run(loaded=load(str(model)), task=TASK, methods=METHODS, questions=settings)
     alone, together = tmp_path / "alone", tmp_path / "together"
-    expected = run.into(alone)
+    expected = run.evaluate(alone)
     nodes, second = cluster
     killed = []
     with OnRay(nodes.address, {"name": str(model)}) as pool:
@@ -236,9 +236,9 @@ def test_killed_workers_and_a_node_that_is_gone_change_nothing(demo, cluster, tm
                 ray.kill((pool._busy + pool._idle)[0]._actor)
                 killed.append(done)
 
-        given = run.into(together, lose, executor=pool)
+        given = run.evaluate(together, lose, executor=pool)
         if any(LOST in row["failed"] for row in given.rows):
-            given = run.into(together, executor=pool)
+            given = run.evaluate(together, executor=pool)
     assert len(killed) >= 3
     answers = [sorted(untimed(records(folder)), key=key) for folder in (alone, together)]
     assert answers[0] == answers[1]

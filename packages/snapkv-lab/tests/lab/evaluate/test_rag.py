@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from snapkv_lab.evaluate.corpora import Corpus, Index, load_corpus
+from snapkv_lab.evaluate.corpora import Corpus, PassageIndex, load_corpus
 from snapkv_lab.evaluate.tasks import RagCitation, RagPipeline, RagPosition, rag
 from snapkv_lab.evaluate.tasks.rag import cited, found
 
@@ -21,7 +21,7 @@ def corpus():
 
 @pytest.fixture(scope="module")
 def index(corpus):
-    return Index(corpus.passages)
+    return PassageIndex(corpus.passages)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.errors import OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import read_as_wanted
-from snapkv_lab.evaluate.asking import Answerer, Method, Question
+from snapkv_lab.evaluate.asking import Answerer, AskedSample, Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.tasks import Turns
 from tests.lab.evaluate.tiny import METHODS, Keys, records, tiny_loaded, untimed
@@ -50,8 +50,8 @@ def without_loss(given):
 
 def records_with_loss(folder, **given):
     """Of a run that takes the losses; its answers are those of one that does not."""
-    Run(**given).into(folder / "plain")
-    Run(**given, reference_loss=True).into(folder / "loss")
+    Run(**given).evaluate(folder / "plain")
+    Run(**given, reference_loss=True).evaluate(folder / "loss")
     found = records(folder / "loss")
     assert without_loss(found) == untimed(records(folder / "plain"))
     return found
@@ -190,7 +190,7 @@ def test_a_reference_behind_the_models_positions_has_no_loss_and_the_answer_stay
     prompt = sample.prompt(demo.tokenizer, "tokenizer", "visible")
     loaded = tiny_loaded(demo.tokenizer, positions=prompt.token_ids(demo.tokenizer).shape[1] + 10)
     run = Run(loaded=loaded, task=task, methods=METHODS[:2], reference_loss=True)
-    results = run.into(tmp_path)
+    results = run.evaluate(tmp_path)
     assert {(one["status"], one["loss"]) for one in records(tmp_path)} == {("ok", None)}
     assert {(row["loss"], row["loss_interval"]) for row in results.rows} == {(None, None)}
     assert [row["loss_difference"] for row in results.rows] == [None, None]
@@ -207,7 +207,7 @@ def test_a_loss_that_is_no_number_is_none(tiny, tmp_path, monkeypatch, bad):
 
     monkeypatch.setattr(reference_module, "_loss", loss)
     task = TwoReferences()
-    results = Run(loaded=tiny, task=task, methods=[FULL], reference_loss=True).into(tmp_path)
+    results = Run(loaded=tiny, task=task, methods=[FULL], reference_loss=True).evaluate(tmp_path)
     assert {(one["status"], one["loss"]) for one in records(tmp_path)} == {("ok", None)}
     assert {row["loss"] for row in results.rows} == {None}
 
@@ -222,7 +222,7 @@ def test_memory_that_ends_at_a_reference_loses_the_record_and_no_other(tiny, mon
         return real(self, *given)
 
     monkeypatch.setattr(References, "loss", loss)
-    asked = Question(
+    asked = AskedSample(
         sample=next(Keys().samples(tiny.tokenizer)),
         question="visible",
         methods=METHODS,

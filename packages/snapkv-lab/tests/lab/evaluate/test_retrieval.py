@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snapkv_lab.evaluate.corpora import Index, Passage, load_corpus
+from snapkv_lab.evaluate.corpora import Passage, PassageIndex, load_corpus
 from snapkv_lab.evaluate.embeddings import TextEmbeddings
 
 PASSAGES = (
@@ -32,7 +32,7 @@ def test_hotpotqa_has_its_questions_and_two_paragraphs_for_each():
 
 def test_passages_are_ranked_by_the_stems_of_title_and_text():
     """BM25: a rare word twice in few words, then two words, then one among many."""
-    ranked = Index(PASSAGES).ranked("Hamburg, Dresden, harbours?")
+    ranked = PassageIndex(PASSAGES).ranked("Hamburg, Dresden, harbours?")
     titles = [passage.title for passage in ranked]
     assert titles == ["Hamburg", "Rivers", "Bridges", "Cats", "Cats"]
 

@@ -18,7 +18,7 @@ TWICE = Method(label="kvzip@24", policy=KVzip(24, window_size=4, chunk_tokens=64
 
 
 def run(tiny, folder, task=None, methods=METHODS[:2], **options):
-    return Run(loaded=tiny, task=task or Keys(), methods=methods, **options).into(folder)
+    return Run(loaded=tiny, task=task or Keys(), methods=methods, **options).evaluate(folder)
 
 
 def counting(monkeypatch):

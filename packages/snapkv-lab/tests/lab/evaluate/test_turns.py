@@ -61,7 +61,7 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(tiny, 
     """The slow way: every turn's text is read from its start, and continued greedily."""
     template = "tokenizer"
     run = run_of(tiny, [Method(label="full", policy=FullCache())], template=template)
-    run.into(tmp_path / "out")
+    run.evaluate(tmp_path / "out")
     said = {record["sample"]: record["prediction"] for record in records(tmp_path / "out")}
     end = tiny.tokenizer.eos_token_id
     for sample in run.task.samples(tiny.tokenizer):
@@ -103,7 +103,7 @@ def test_ways_of_later_questions_keep_and_say_what_they_promise(tiny, tmp_path, 
     monkeypatch.setattr(asking, "answer_ids", answer_ids)
     methods = [Method(label=way, policy=SnapKV(48), later=way) for way in LATER]
     methods += [Method(label="full", policy=FullCache())]
-    results = run_of(tiny, methods, questions=("hidden",)).into(tmp_path / "out")
+    results = run_of(tiny, methods, questions=("hidden",)).evaluate(tmp_path / "out")
     kept = {(row["method"], row["cell"]["turn"]): row["kept_tokens"] for row in results.rows}
     for turn in (2, 3):
         assert kept["append", turn] - kept["append", turn - 1] > 8
@@ -129,7 +129,7 @@ def test_ways_of_later_questions_keep_and_say_what_they_promise(tiny, tmp_path, 
 def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, tmp_path):
     policy = KVzip(48)
     methods = [Method(label="kvzip", policy=policy)]
-    results = run_of(tiny, methods, questions=("hidden",)).into(tmp_path / "out")
+    results = run_of(tiny, methods, questions=("hidden",)).evaluate(tmp_path / "out")
     assert [row["status"] for row in results.rows] == ["ok"] * 3
     kept = [row["kept_tokens"] for row in results.rows]
     seen = [row["prompt_tokens"] for row in results.rows]
@@ -139,11 +139,11 @@ def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, 
 
 def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny, tmp_path):
     methods = [Method(label="recall", policy=SnapKV(48), later="recall")]
-    whole = run_of(tiny, methods).into(tmp_path / "whole")
-    run_of(tiny, methods).into(tmp_path / "cut")
+    whole = run_of(tiny, methods).evaluate(tmp_path / "whole")
+    run_of(tiny, methods).evaluate(tmp_path / "cut")
     written = (tmp_path / "cut" / "samples.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "cut" / "samples.jsonl").write_text("".join(written[:4]) + written[4][:20])
-    again = run_of(tiny, methods).into(tmp_path / "cut")
+    again = run_of(tiny, methods).evaluate(tmp_path / "cut")
     assert untimed(records(tmp_path / "cut")) == untimed(records(tmp_path / "whole"))
     assert untimed(again.rows) == untimed(whole.rows)
     assert len(written) == 6
@@ -160,17 +160,17 @@ def test_where_a_conversation_ends_early_its_other_questions_say_why(tiny, tmp_p
 
     monkeypatch.setattr(asking, "answer_ids", answer_ids)
     methods = [Method(label="full", policy=FullCache())]
-    results = run_of(tiny, methods, limit=1).into(tmp_path / "out")
+    results = run_of(tiny, methods, limit=1).evaluate(tmp_path / "out")
     status = [row["status"] for row in results.rows]
     assert status == ["ok", "out of memory", "out of memory"]
-    run_of(tiny, methods, limit=1).into(tmp_path / "out")  # asks for what was lost again
+    run_of(tiny, methods, limit=1).evaluate(tmp_path / "out")  # asks for what was lost again
     assert [record["status"] for record in records(tmp_path / "out")] == ["ok"] * 3
 
 
 def test_questions_behind_the_models_positions_are_too_long(demo, tmp_path):
     loaded = tiny_loaded(demo.tokenizer, positions=215)
     run = run_of(loaded, [Method(label="full", policy=FullCache())], limit=1)
-    run.into(tmp_path / "out")
+    run.evaluate(tmp_path / "out")
     status = [record["status"] for record in records(tmp_path / "out")]
     assert status[0] == "ok"
     assert status[-1] == "too long"

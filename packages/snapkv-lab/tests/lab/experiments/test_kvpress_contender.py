@@ -12,7 +12,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.kvpress_names import instead_of
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.peers import Answers, Ours, Theirs
-from snapkv_lab.experiments.texts import AskedPrompt, Case, ReadText
+from snapkv_lab.experiments.texts import AskedPrompt, ReadText, TextQuestion
 from tests.families import random_ids, tiny_model
 from tests.test_pages import migrations
 
@@ -56,7 +56,7 @@ def test_what_it_does_not_take_is_said_and_it_goes_on():
 def test_an_answer_is_judged_as_here(between):
     """As the same choice of ours answers, from as many bytes; asked again, the same comes out."""
     model, ids = tiny_model("llama"), random_ids(1, 200)
-    case = Case(group="g", answer_ids=[3, 7, 9], parts=[[0], [1, 2]], between_ids=between)
+    case = TextQuestion(group="g", answer_ids=[3, 7, 9], parts=[[0], [1, 2]], between_ids=between)
     prompt = ReadText(model, ids[0].tolist()).prompt
     asked = AskedPrompt(prompt, ids, [case, case])
     same = Ours("ours", lambda _: SnapKV(100, window_size=64, kernel_size=5, pooling="avg"))

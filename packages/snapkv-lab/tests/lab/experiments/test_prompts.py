@@ -9,7 +9,7 @@ from snapkv import H2O, CompressedCache, FastGen, FullCache, SnapKV
 from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.methods import METHODS_OF
 from snapkv_lab.experiments.prompts import make_documents, quoted_document, read_prompt
-from snapkv_lab.experiments.texts import Case, scored
+from snapkv_lab.experiments.texts import TextQuestion, scored
 
 POLICIES = [
     FullCache(),
@@ -24,7 +24,7 @@ TOKENS = 256
 def asked(document):
     """The question of a document that is read as a whole."""
     answer = document.answer_ids
-    return Case(group="", answer_ids=answer, parts=[range(len(answer))])
+    return TextQuestion(group="", answer_ids=answer, parts=[range(len(answer))])
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ import pytest
 from snapkv import FullCache
 from snapkv.decoding import MedusaHeads, save_heads
 from snapkv_lab.experiments import medusa
-from snapkv_lab.experiments.measuring import Turns
+from snapkv_lab.experiments.measuring import InterleavedTimings
 
 
 def test_turns_take_a_time_at_its_word_and_time_all_else():
     work = {"twice": lambda: 8.0, "own": lambda: 4.0, "else": lambda: None}
-    turns = Turns(work, rounds=3)
+    turns = InterleavedTimings(work, rounds=3)
     assert list(turns) == list(work)
     assert turns.ms("own", 1) == {"p20": 4, "p50": 4, "p80": 4}
     assert turns.ratio("twice", "own")["p50"] == 2

@@ -129,7 +129,7 @@ def test_only_layers_whose_votes_find_the_number_are_tried_up_to_three_quarters(
 def test_a_search_on_the_demo_is_remembered_and_continued(
     demo, tmp_path, early_layers, monkeypatch
 ):
-    findings = SMALL.into(demo, tmp_path / "first")
+    findings = SMALL.measure(demo, tmp_path / "first")
     *rows, found = findings.rows
     assert [row["layer"] for row in rows if row["of"] == "votes"] == list(range(1, 30))
     tried = [row["layer"] for row in rows if row["of"] == "reading"]
@@ -144,7 +144,7 @@ def test_a_search_on_the_demo_is_remembered_and_continued(
     drawing.save(SMALL.figure(findings.rows), tmp_path / "figure.svg", drawing.PLAIN)
 
     monkeypatch.setattr(EarlyLayer, "answered", None)  # nothing is read again
-    assert SMALL.into(demo, tmp_path / "first").rows == findings.rows
+    assert SMALL.measure(demo, tmp_path / "first").rows == findings.rows
 
 
 def test_a_search_ends_with_the_first_layer_that_is_enough_and_need_not_be_remembered(
@@ -155,7 +155,7 @@ def test_a_search_ends_with_the_first_layer_that_is_enough_and_need_not_be_remem
 
     monkeypatch.setattr(EarlyLayer, "_look", lambda *_: of_votes())
     monkeypatch.setattr(EarlyLayer, "_read", read)
-    findings = replace(SMALL, layers=(3, 5), remember=False).into(demo, tmp_path)
+    findings = replace(SMALL, layers=(3, 5), remember=False).measure(demo, tmp_path)
     assert [row["layer"] for row in findings.rows if row["of"] == "reading"] == [3]
     assert findings.closing == "3 layers are enough; that is not stored"
     assert not early_layers.exists()

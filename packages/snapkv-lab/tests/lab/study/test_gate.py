@@ -47,7 +47,7 @@ def test_the_regression_is_that_of_standardised_numbers_written_out():
 
 
 def test_a_fitted_gate_is_remembered_or_not_and_the_policy_goes_by_it(tiny, gates, tmp_path):
-    found = SMALL.into(tiny, tmp_path / "out")
+    found = SMALL.measure(tiny, tmp_path / "out")
     assert {row["kind"] for row in found.rows} == set(KINDS)
     assert len(SMALL.table(found.rows).rows) == len(KINDS)
     (stored,) = gates.iterdir()
@@ -56,6 +56,6 @@ def test_a_fitted_gate_is_remembered_or_not_and_the_policy_goes_by_it(tiny, gate
     assert gate == read_gate(tmp_path / "out" / "gate.safetensors")
     assert CompressedCache(tiny.model, KVzap(40)).policy.gate == gate
     stored.unlink()
-    assert "gate=" in replace(SMALL, remember=False).into(tiny, tmp_path / "own").closing
+    assert "gate=" in replace(SMALL, remember=False).measure(tiny, tmp_path / "own").closing
     assert read_gate(tmp_path / "own" / "gate.safetensors") == gate
     assert known_gate(tiny.model) is None

@@ -47,11 +47,11 @@ def test_what_is_observed_is_the_models_own_attention(family):
 def findings(demo, tiny, tmp_path_factory):
     """Of small runs of all studies of documents, and of the one of answers, by name."""
     found = {
-        name: study.into(tiny, tmp_path_factory.mktemp(name)) for name, study in READING.items()
+        name: study.measure(tiny, tmp_path_factory.mktemp(name)) for name, study in READING.items()
     }
     new = tmp_path_factory.mktemp
     sensitivity = Sensitivity(length=300, depths=1, windows=(16,), kernels=(1, 5), budget=48)
-    found["sensitivity"] = sensitivity.into(demo, new("sensitivity"))
+    found["sensitivity"] = sensitivity.measure(demo, new("sensitivity"))
     return found
 
 
@@ -88,9 +88,9 @@ def test_hit_rate_has_a_row_for_every_selection_window_and_layer(findings):
 def test_a_study_goes_on_where_it_was_stopped_and_leaves_another_alone(findings, tiny, monkeypatch):
     monkeypatch.setattr("snapkv_lab.study.attention.read", None)  # nothing is read again
     found, study = findings["hit-rate"], READING["hit-rate"]
-    assert study.into(tiny, found.folder).rows == found.rows
+    assert study.measure(tiny, found.folder).rows == found.rows
     with pytest.raises(InvalidArgumentError, match="results of the same run"):
-        replace(study, threshold=0.1).into(tiny, found.folder)
+        replace(study, threshold=0.1).measure(tiny, found.folder)
 
 
 def test_rows_say_what_was_compared(findings):
@@ -126,7 +126,7 @@ def test_sensitivity_has_a_row_for_every_setting_and_the_full_cache(findings):
 def test_a_summary_that_cannot_be_written_is_said(tiny, tmp_path):
     (tmp_path / "summary.jsonl").mkdir()
     given = {"windows": (16,), "kernels": (1,), "budget": 64, "length": 400, "depths": 1}
-    assert Sensitivity(**given).into(tiny, tmp_path).unwritten is not None
+    assert Sensitivity(**given).measure(tiny, tmp_path).unwritten is not None
 
 
 def test_means_leave_out_what_is_not_known_and_count_a_layer_by_its_weight():
@@ -182,10 +182,10 @@ def test_documents_are_cut_to_what_the_model_has_positions_for(demo, tmp_path, n
 
 def test_a_shortened_study_says_so_and_is_continued(tiny, tmp_path):
     study = replace(READING["hit-rate"], documents=documents_of(tmp_path, 190))
-    first = study.into(tiny, tmp_path / "out")
+    first = study.measure(tiny, tmp_path / "out")
     assert first.notices == tuple(first.run["notices"])
     assert first.run["document_tokens_read"] == 191
-    assert study.into(tiny, tmp_path / "out").rows == first.rows
-    whole = replace(study, document_tokens=150).into(tiny, tmp_path / "whole")
+    assert study.measure(tiny, tmp_path / "out").rows == first.rows
+    whole = replace(study, document_tokens=150).measure(tiny, tmp_path / "whole")
     assert whole.notices == ()
     assert "notices" not in whole.run

@@ -347,7 +347,7 @@ class CompressedLayer(DynamicLayer):
     def _note(self, **known: Any) -> None:
         self.state = replace(self.state, **known)
 
-    # What else the attention seam asks of a layer.
+    # What else the wrapped attention asks of a layer.
 
     def remember_ids(self, token_ids: Tensor) -> None:
         """Take the new tokens' ids, behind those of its turn, or instead of the last step's."""

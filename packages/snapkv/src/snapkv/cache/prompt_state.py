@@ -161,7 +161,7 @@ def _whole(visible: Tensor, total: int) -> Tensor:
 class PromptState:
     """What a cache has been told of the prompt or turn that it reads.
 
-    The attention seam depends on this, not on the cache.
+    The wrapped attention depends on this, not on the cache.
 
     Attributes:
         layers: the compressed ones.

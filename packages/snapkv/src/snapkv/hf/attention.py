@@ -1,4 +1,4 @@
-"""Attention is intercepted here: the one seam with transformers, a function around the model's own.
+"""Attention is wrapped here, and nowhere else: a function around the model's own.
 
 Registered through the official `AttentionInterface` under ``"snapkv|<name>"``, with the mask
 function of ``<name>``. It calls the wrapped function and, where a prompt ends in this forward
@@ -37,26 +37,26 @@ _PREFIX = "snapkv|"
 
 
 def register_attention(name: str) -> str:
-    """Register the seam around an attention implementation; returns the name it has then."""
+    """Wrap an attention implementation; returns the name under which it is registered then."""
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise UnsupportedModelError(
             f"attn_implementation: expected one that transformers has a mask function for, got "
             f"{name!r}; load the model with attn_implementation='sdpa' or 'eager'"
         )
-    seam = _PREFIX + name
+    wrapped = _PREFIX + name
     attention, make_mask = _functions_around(name)
-    AttentionInterface.register(seam, attention)
-    AttentionMaskInterface.register(seam, make_mask)
-    return seam
+    AttentionInterface.register(wrapped, attention)
+    AttentionMaskInterface.register(wrapped, make_mask)
+    return wrapped
 
 
-def is_seam(name: str | None) -> bool:
-    """Whether that is the name of a registered seam."""
+def is_wrapped(name: str | None) -> bool:
+    """Whether an implementation of that name is a wrapped one."""
     return name is not None and name.startswith(_PREFIX)
 
 
 def plain_name(name: str | None) -> str | None:
-    """The name of the implementation that a seam is around; any other name as it is."""
+    """The name of the implementation that is wrapped; any other name as it is."""
     return name if name is None else name.removeprefix(_PREFIX)
 
 

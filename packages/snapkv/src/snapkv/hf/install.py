@@ -1,6 +1,6 @@
 """What a model carries while it has compressed caches, and taking it off again.
 
-A model is changed in two ways: its attention goes through the seam (`snapkv.hf.attention`), and
+A model is changed in two ways: its attention is wrapped (`snapkv.hf.attention`), and
 some of its methods are wrapped on the instance (`snapkv.hf.generate`). The first cache puts that
 on. When the last one is gone, the model has the attention implementations and the methods it had,
 in every sub-config; what somebody else has set in the meantime stays as it is.
@@ -21,7 +21,7 @@ from typing import Any, Self
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
-from snapkv.hf.attention import is_seam, plain_name, register_attention
+from snapkv.hf.attention import is_wrapped, plain_name, register_attention
 from snapkv.hf.build import layers_for, require_model
 from snapkv.hf.generate import INSTALLATION, announce_prompts, stop_announcing
 from snapkv.policies import FullCache
@@ -57,7 +57,7 @@ class Installation:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-        self._configs: list[PreTrainedConfig] = []  # whose attention goes through the seam
+        self._configs: list[PreTrainedConfig] = []  # whose attention is wrapped
         self.caches: set[object] = set()  # a mark for every one that lives, its copies for one
         self.installs: set[object] = set()  # a mark for every one that was not undone
 
@@ -71,12 +71,12 @@ class Installation:
         return bool(self.caches or self.installs)
 
     def put_on(self, model: PreTrainedModel) -> None:
-        """Route the model's attention through the seam and let it announce prompts, if need be."""
+        """Wrap the model's attention and let it announce prompts, if need be."""
         try:
             self._configs = _text_configs(model)
             for config in self._configs:
                 name = config._attn_implementation
-                if not (is_seam(name) or _decodes_through_interface(model)):
+                if not (is_wrapped(name) or _decodes_through_interface(model)):
                     raise UnsupportedModelError(
                         f"model: expected one whose attention goes through transformers' "
                         f"AttentionInterface, got {type(model).__name__}, which computes it by "
@@ -155,7 +155,7 @@ def _copied(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> Installa
     with _alone():
         copied._configs = configs
         for config in configs:
-            if is_seam(config._attn_implementation):
+            if is_wrapped(config._attn_implementation):
                 register_attention(plain_name(config._attn_implementation) or "eager")
         _known.add(copied)
     return copied
@@ -177,7 +177,7 @@ def _set(config: PreTrainedConfig, name: str | None) -> None:
 
 
 def _unset(config: PreTrainedConfig) -> None:
-    if is_seam(config._attn_implementation):
+    if is_wrapped(config._attn_implementation):
         _set(config, plain_name(config._attn_implementation))
 
 
@@ -226,8 +226,8 @@ class Use:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the model's attention goes through the seam, whoever has changed it."""
-        return is_seam(self._text._attn_implementation)
+        """Whether the model's attention is wrapped, whoever has changed it."""
+        return is_wrapped(self._text._attn_implementation)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Use":
         return self

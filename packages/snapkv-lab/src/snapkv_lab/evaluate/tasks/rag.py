@@ -19,8 +19,8 @@ from snapkv.errors import DocumentError, InvalidArgumentError
 from snapkv_lab.evaluate.corpora import (
     Check,
     CorpusName,
-    Index,
     Passage,
+    PassageIndex,
     Question,
     corpus_index,
     is_texts,
@@ -103,7 +103,7 @@ class RagCitation(RagTask):
         right, said = set(map(int, sample.references)), cited(prediction)
         return 2 * len(right & said) / (len(right) + len(said))
 
-    def _sample(self, index: Index, question: Question, documents: int) -> Sample:
+    def _sample(self, index: PassageIndex, question: Question, documents: int) -> Sample:
         name = f"{documents}/{question.name}"
         others = itertools.islice(neighbours(index, question), documents - len(question.gold))
         passages = [*question.gold, *others]
@@ -269,7 +269,7 @@ def drawn(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
     return shuffled[:count]
 
 
-def neighbours(index: Index, question: Question) -> Iterator[Passage]:
+def neighbours(index: PassageIndex, question: Question) -> Iterator[Passage]:
     """The passages that have most of the question's words, without those that answer it.
 
     Two paragraphs of one article's title are different edits of one text, so none with a title of
