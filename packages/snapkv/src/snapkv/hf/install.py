@@ -1,9 +1,9 @@
 """What a model carries while it has compressed caches, and taking it off again.
 
-A model is changed in two ways: its attention is wrapped (`snapkv.hf.attention`), and
-some of its methods are wrapped on the instance (`snapkv.hf.generate`). The first cache puts that
-on. When the last one is gone, the model has the attention implementations and the methods it had,
-in every sub-config; what somebody else has set in the meantime stays as it is.
+A model is changed in two ways: its attention is wrapped (`snapkv.hf.attention`), and some of its
+methods are, on the instance (`snapkv.hf.generate`). The first cache puts that on. When the last one
+is gone, the model has the attention implementations and the methods it had, in every sub-config;
+what somebody else has set in the meantime stays as it is.
 
 A cache may be collected at any time, in any thread, even while another one is being made. So a
 finalizer never waits: it notes that there is one user less, and takes off what nobody needs only

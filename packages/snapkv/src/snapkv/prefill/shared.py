@@ -3,7 +3,8 @@
 What a method keeps of a prompt it chooses after the attention of each layer, which has then read
 all of it: the hidden states are the same whatever is kept. So a prompt is read once, and what
 every layer's attention was given is held. Every cache then goes through these calls again, through
-the same wrapped attention, without the model's computations between them: only appending and choosing is left.
+the same wrapped attention, without the model's computations between them: only appending and
+choosing is left.
 """
 
 import contextlib
