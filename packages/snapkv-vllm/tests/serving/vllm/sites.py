@@ -11,7 +11,7 @@ from tests.serving.documents.fakes import FakeEngine
 def configured(folder):
     """vLLM's arguments and its configuration for the demo model."""
     from vllm import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     own = ["--model", folder, "--served-model-name", "demo", "--dtype", "float32"]

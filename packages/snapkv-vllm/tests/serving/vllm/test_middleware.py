@@ -153,7 +153,7 @@ def test_brackets_in_a_text_are_not_deep(client):
 
 def test_vllm_adds_it_by_its_name_and_keeps_its_arguments_where_it_finds_them():
     from fastapi import FastAPI
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
