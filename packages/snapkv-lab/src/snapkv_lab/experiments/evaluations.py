@@ -86,7 +86,7 @@ COMPARISONS = {
         192,
     ),
     "ruler": TaskComparison(
-        "RULER, a quarter of the tokens", partial(Ruler, lengths=(2048,), samples_each=5), 512
+        "RULER, a quarter of the tokens", partial(Ruler, lengths=(2048,), samples_each=2), 512
     ),
 }
 

