@@ -71,9 +71,12 @@ def moved_inside(body: object, path: str, *, has_sessions: bool) -> dict[str, An
     is_own = isinstance(edits, dict) or (path in CHATS and edits is not None)  # OpenAI's is a list
     if is_own and path != COUNT:
         found[_EDITS] = json.dumps(edits)
-    hears = has_sessions and path in (*ENDPOINTS, *CHATS)  # a hint: elsewhere it says nothing
-    if hears and isinstance(hint, dict) and hint.get(HINTED) is not None:
-        found[_SESSION] = hint[HINTED]
+    if has_sessions and path in (*ENDPOINTS, *CHATS):  # a hint: elsewhere it says nothing
+        if not isinstance(hint, dict | None):
+            got = f"something of type {type(hint).__name__}"
+            raise wrong(HINT, f'an object such as {{"{HINTED}": "a-random-name"}}', got, "pass one")
+        if hint and hint.get(HINTED) is not None:
+            found[_SESSION] = hint[HINTED]
     if not found:
         return None
     inside = {} if (given := body.get(XARGS)) is None else given

@@ -360,6 +360,9 @@ def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monk
             assert answer.status_code == 400
             said = answer.json()["error"]["message"]
             assert said.startswith("agent_hint: session_id: expected a text of 1 to 256 characters")
+        body = {"model": "demo", "messages": MESSAGES, "agent_hint": "run"}
+        answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
+        assert answer.json()["error"]["message"].startswith("agent_hint: expected an object such")
         twice = {"vllm_xargs": {"snapkv_session": "run"}, "agent_hint": {"session_id": "run"}}
         body = {"model": "demo", "messages": MESSAGES} | twice
         answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
