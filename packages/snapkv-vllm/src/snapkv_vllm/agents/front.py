@@ -175,7 +175,7 @@ class _Resolver:
         try:
             found = await resolve(before, made, dict(given))
             if found:
-                self._require_fitting(found, _inputs_of(made))
+                self._require_spans_fit(found, made)
                 setattr(request, XARGS, found)
         except SnapKVError as error:
             status = HTTPStatus(status_of(error))
@@ -238,13 +238,12 @@ class _Resolver:
             visit.said, visit.cleared_tokens = found.said, found.cleared.tokens
         return entries
 
-    def _require_fitting(
-        self, given: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]]
-    ) -> None:
-        for one in inputs:
-            if (ids := one.get("prompt_token_ids")) is not None:
-                plan = self._settings.plan_for(given, len(ids))
-                require_spans_within(plan.policy, len(ids))
+    def _require_spans_fit(self, given: Mapping[str, Any], made: Any) -> None:
+        """As the scheduler will look at them, which cannot answer 400 any more."""
+        (inputs,) = _inputs_of(made)
+        if NAME in given and (ids := inputs.get("prompt_token_ids")) is not None:
+            plan = self._settings.plan_for(given, len(ids))
+            require_spans_within(plan.policy, len(ids))
 
 
 def _question_tokens(messages: Sequence[Any], made: Any, tokenizer: Any) -> int | None:
