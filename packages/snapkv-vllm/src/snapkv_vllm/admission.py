@@ -16,6 +16,7 @@ from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.names import (
     CHATS,
     CONTEXT,
+    DEAF,
     DOCUMENT,
     EDITS,
     ENDPOINTS,
@@ -153,6 +154,9 @@ def require_settings(body: object, settings: "ServingSettings", path: str = "") 
     beside, found = _mapping(sampling.get("extra_args")), path in ENDPOINTS
     for given, is_read in ((_mapping(body.get(XARGS)), found), (beside, False)):
         settings.for_request(_of_a_prompt(given, path))
+        if given is not beside and path in DEAF and (own := own_settings(given)):
+            none = f"none inside {XARGS} at {path}, where it is ignored"
+            raise wrong(PREFIX + next(iter(own)), none, "it", "leave it out")
         if PREFIX + DOCUMENT in given and not is_read:
             expected = f"inside {XARGS} at {' or '.join(ENDPOINTS)}"
             got, remedy = f"it in a request to {shown(path)}", "send the request there"

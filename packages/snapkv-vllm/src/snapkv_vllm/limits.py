@@ -36,7 +36,8 @@ class ConfigEntry:
 
     def to_config(self) -> dict[str, Any]:
         """What differs from the defaults, ready for JSON."""
-        own, defaults = asdict(cast(Any, self)), asdict(cast(Any, type(self)()))
+        defaults = {one.name: one.default for one in fields(cast(Any, self))}
+        own = asdict(cast(Any, self))
         return {name: value for name, value in own.items() if value != defaults[name]}
 
 
@@ -63,7 +64,10 @@ class Limits(ConfigEntry):
         require_int("decode_budget", self.decode_budget, minimum=0)
         require_int("evict_every", self.evict_every, minimum=1)
         require_choice("decode_policy", self.decode_policy, SERVED_WHILE_GENERATING)
-        every = self.evict_every
+        every, own = self.evict_every, self.to_config()
+        if not self.decode_budget and own:
+            remedy = "pass decode_budget, too, or leave it out"
+            raise wrong(next(iter(own)), "it with a decode_budget", "it alone", remedy)
         if 0 < self.decode_budget <= every:
             more = f"more than the {every} tokens between two evictions"
             raise wrong("decode_budget", more, self.decode_budget, "raise it, or lower evict_every")

@@ -55,31 +55,6 @@ def parameters_of(method: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class ProtectingFirst(Policy):
-    """Shows another method the first tokens as protected, like `CompressedCache(protect=...)`."""
-
-    name: ClassVar[str] = "protecting-first"
-
-    policy: Policy
-    first_tokens: int
-
-    def __post_init__(self) -> None:
-        require_first_protected(self.policy, self.first_tokens)
-
-    @property
-    def query_tokens(self) -> int:
-        return self.policy.query_tokens
-
-    def select(self, layer: PromptLayer) -> Selection | None:
-        return self.policy.select(
-            replace(layer, protected=protected_first(layer, self.first_tokens))
-        )
-
-    def describe(self) -> dict[str, Any]:
-        return self.policy.describe() | {"protect_first": self.first_tokens}
-
-
-@dataclass(frozen=True)
 class WithSpans(Policy):
     """What a method keeps of a prompt, of some spans of which the request says what stays.
 
@@ -103,10 +78,11 @@ class WithSpans(Policy):
         if self.policy is None:
             return
         self.policy.require_protection(self.spans.named)
-        scores = scoring(self.policy)
-        named, room = self.spans.named.tokens, kept_tokens(scores, MOST) - last_tokens(scores)
-        if named + first_tokens(scores) > room:
-            raise InvalidArgumentError(f"protect: expected at most {room:,} tokens, got {named:,}")
+        scores, named = scoring(self.policy), self.spans.named
+        room, first = kept_tokens(scores, MOST) - last_tokens(scores), first_tokens(scores)
+        if named.tokens + first - named.among_first(first) > room:
+            got = named.tokens
+            raise InvalidArgumentError(f"protect: expected at most {room:,} tokens, got {got:,}")
 
     @property
     def _methods(self) -> list[Policy]:
@@ -175,14 +151,7 @@ def last_tokens(policy: Policy) -> int:
 
 def scoring(policy: Policy) -> Policy:
     """The method that scores, inside those around it."""
-    while isinstance(policy, ProtectingFirst | AdaKV):
-        policy = policy.policy
-    return policy
-
-
-def per_head_budget(policy: Policy) -> bool:
-    """Whether the heads of a layer keep different numbers of tokens."""
-    return (policy.policy if isinstance(policy, ProtectingFirst) else policy).per_head_budget
+    return policy.policy if isinstance(policy, AdaKV) else policy
 
 
 def kept_tokens(policy: Policy, prompt_tokens: int) -> int:

@@ -8,12 +8,14 @@ cache is found by requests of the same key alone.
 
 import json
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 from fastapi import HTTPException
 
 from snapkv.errors import SnapKVError
 from snapkv_vllm.admission import require_settings
 from snapkv_vllm.agents.front import (
+    in_words_of,
     moved_inside,
     note_body,
     refuse_in_forms,
@@ -36,6 +38,9 @@ _DEEPEST = 100
 which depends on the calls under way and on `sys.setrecursionlimit`."""
 
 _TOO_DEEP = f"body: expected at most {_DEEPEST} lists in lists, got more; nest them less deeply"
+
+_NO_TEXT = "body: expected texts of Unicode, got half a surrogate pair; leave it out"
+"""The engine's client cannot send it."""
 
 
 class SettingsCheck:
@@ -109,23 +114,25 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
             text.extend(message.get("body", b""))
             more = message.get("more_body", False)
         body = _body_of(bytes(text))
-        if moved := moved_inside(body, path, has_sessions=settings.sessions is not None):
-            body, text = moved, bytearray(json.dumps(moved).encode())
-        _require_settings(body, None if about_documents else settings, path)
+        if moved := _checked(body, None if about_documents else settings, path):
+            text = bytearray(json.dumps(moved).encode())
         return {"type": "http.request", "body": bytes(text), "more_body": False}
 
     return receive_whole
 
 
-def _require_settings(body: object, settings: ServingSettings | None, path: str) -> None:
-    """Without settings where a body has fields of its own, which its route checks."""
+def _checked(body: object, settings: ServingSettings | None, path: str) -> dict[str, Any] | None:
+    """As `moved_inside`; without settings where a body has fields of its own for its route."""
+    moved = None
     try:
         if settings is not None:
-            require_settings(body, settings, path)
+            moved = moved_inside(body, path, has_sessions=settings.sessions is not None)
+            require_settings(moved or body, settings, path)
         note_body(body, path)
     except SnapKVError as error:
         # FastAPI answers with it wherever it comes up while a body is read.
-        raise HTTPException(400, detail=str(error)) from error
+        raise HTTPException(400, detail=in_words_of(body, str(error))) from error
+    return moved
 
 
 def _is_form(scope: Message) -> bool:
@@ -148,6 +155,10 @@ def _body_of(text: bytes) -> object:
         level = [inner for one in level for inner in _inside(one) if isinstance(inner, dict | list)]
     if level:
         raise HTTPException(400, detail=_TOO_DEEP)
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise HTTPException(400, detail=_NO_TEXT) from error
     return body
 
 

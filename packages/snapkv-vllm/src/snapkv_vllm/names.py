@@ -49,6 +49,9 @@ OF_METHODS = ("window_size", "voters", "kernel_size", "pooling", "decay", "safeg
 OF_A_REQUEST = ("budget", *OF_METHODS, PROTECT_FIRST, DECODE_BUDGET)
 """What a request may set for itself."""
 
+DEAF = ("/generative_scoring", "/v1/systemone", "/cohere/v2/chat", "/inference/v1/generate")
+"""Where vLLM generates, and reads no `XARGS`."""
+
 LONGEST = 60
 """Characters of what a client sent that are said again, or looked at, in one piece."""
 

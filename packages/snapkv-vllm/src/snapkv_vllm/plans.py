@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from snapkv.policies import DecodeStep, EvictingPolicy, Policy, PromptLayer
-from snapkv_vllm.methods import WithSpans, kept_tokens, per_head_budget, protected_first
+from snapkv_vllm.methods import WithSpans, kept_tokens, protected_first
 
 
 def queries_of(policy: EvictingPolicy) -> int:
@@ -33,7 +33,7 @@ class Choice:
     @property
     def per_head_budget(self) -> bool:
         """Whether the heads of a layer keep different numbers of tokens."""
-        return per_head_budget(self.policy)
+        return self.policy.per_head_budget
 
     @property
     def query_tokens(self) -> int:
@@ -343,7 +343,7 @@ class PromptPlan(RequestPlan):
         return max(read, grown)
 
     def spare_tokens(self, block_tokens: int) -> int:
-        apart = self.policy is not None and per_head_budget(self.policy)
+        apart = self.policy is not None and self.policy.per_head_budget
         return block_tokens - 1 if apart else 0
 
 

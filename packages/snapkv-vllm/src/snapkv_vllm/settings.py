@@ -31,11 +31,11 @@ from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.methods import (
     METHODS,
-    ProtectingFirst,
     WithSpans,
     first_tokens,
     last_tokens,
     parameters_of,
+    require_first_protected,
     scoring,
 )
 from snapkv_vllm.names import (
@@ -277,19 +277,15 @@ class ServingSettings:
         require_int(PROTECT_FIRST, first, minimum=0)
         decode_budget = own.pop(DECODE_BUDGET, None)
         parameters = self._parameters(own)
-        policy: Policy | None = self._made(budget or None, parameters)
-        if not budget:
-            policy = None
-        elif first and policy is not None:
-            policy = ProtectingFirst(policy, first)
-        if spans:
+        made = self._made(budget or None, parameters)
+        policy = made if budget else None
+        if policy is not None:
+            require_first_protected(policy, first)
+        growth = self.limits.growth_of(decode_budget, policy, protect_first=first)
+        if spans or (first and budget):
             protecting = spans.protecting(min(first, prompt_tokens))
             policy = self._with_spans(protecting, budget, parameters, prompt_tokens)
-        return PromptPlan(
-            prompt_tokens=prompt_tokens,
-            policy=policy,
-            growth=self.limits.growth_of(decode_budget, policy, protect_first=first),
-        )
+        return PromptPlan(prompt_tokens=prompt_tokens, policy=policy, growth=growth)
 
     def _parameters(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """The server's, without what the request's pooling has no use for, and the request's."""

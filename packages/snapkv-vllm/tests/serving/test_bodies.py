@@ -5,7 +5,7 @@ import pytest
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_vllm.admission import require_settings
 from snapkv_vllm.documents.sharing import Sharing
-from snapkv_vllm.names import OF_A_REQUEST
+from snapkv_vllm.names import DEAF, OF_A_REQUEST
 from snapkv_vllm.server import command_line
 from snapkv_vllm.settings import ServingSettings
 
@@ -91,6 +91,14 @@ def test_a_document_is_named_where_somebody_looks_for_it(body, path, is_right):
     else:
         with pytest.raises(SnapKVError, match="snapkv_document: expected inside vllm_xargs at"):
             require_settings(body, settings, path)
+
+
+@pytest.mark.parametrize("path", DEAF)
+def test_a_setting_is_refused_where_vllm_does_not_read_it(path):
+    with pytest.raises(SnapKVError, match=f"snapkv_budget: expected none inside .* at {path}"):
+        require_settings(RIGHT, SETTINGS, path)
+    require_settings({"vllm_xargs": {"session": "mine"}}, SETTINGS, path)
+    require_settings({"sampling_params": {"extra_args": RIGHT["vllm_xargs"]}}, SETTINGS, path)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ def test_limits_that_do_not_fit_the_server_are_refused_at_its_start(settings, wo
         ({"decode_budget": 256, "evict_every": 4}, "evict_every: expected at least 8"),
         ({"decode_policy": "h2o"}, "decode_policy: expected one of r-kv, tova, streaming-llm"),
         ({"evict_every": 0}, "evict_every: expected at least 1"),
+        ({"evict_every": 64}, "evict_every: expected it with a decode_budget, got it alone"),
+        ({"decode_policy": "tova"}, "decode_policy: expected it with a decode_budget"),
     ],
 )
 def test_limits_that_fit_nothing_are_refused(limits, words):

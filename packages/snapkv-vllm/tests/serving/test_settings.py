@@ -9,11 +9,13 @@ import torch
 from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM, default_policy
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.default import asked_by, by_layer
+from snapkv.policies.spans import Spans
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
-from snapkv_vllm.methods import ProtectingFirst, kept_tokens
+from snapkv_vllm.methods import WithSpans, kept_tokens
 from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.spans import RequestSpans
 from tests.ops.states import random_layer
 
 PAPERS = functools.partial(ServingSettings, policy="snapkv")
@@ -188,9 +190,11 @@ def test_settings_travel_as_json():
 def test_first_tokens_are_protected_by_the_server_or_a_request():
     settings = PAPERS(budget=64, protect_first=20)
     assert ServingSettings.from_config(settings.to_config()) == settings
-    assert settings.for_request(None) == ProtectingFirst(SnapKV(64), 20)
+    protecting = WithSpans(SnapKV(64), RequestSpans(protect=Spans(((0, 20),))))
+    assert settings.plan_for(None, 100).policy == protecting
     assert settings.for_request({"snapkv_protect_first": 0}) == SnapKV(64)
-    assert kept_tokens(settings.for_request({"snapkv_protect_first": 32}), 100) == 64
+    most = settings.plan_for({"snapkv_protect_first": 32}, 100).policy
+    assert kept_tokens(most, 100) == 64
     for value, words in ((33, "at most 32 tokens.* got 33"), (-1, "at least 0")):
         with pytest.raises(InvalidArgumentError, match=words):
             settings.for_request({"snapkv_protect_first": value})
@@ -200,13 +204,16 @@ def test_first_tokens_are_protected_by_the_server_or_a_request():
         ServingSettings(policy="tova", budget=9, protect_first=9)
 
 
-@pytest.mark.parametrize("policy", ["default", "tova", "streaming-llm"])
-def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy):
-    made = ServingSettings(policy=policy, budget=48, protect_first=10).for_request(None)
+@pytest.mark.parametrize(
+    ("policy", "first"), [("default", 10), ("default", 32), ("tova", 10), ("streaming-llm", 10)]
+)
+def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy, first):
+    """Sinks are among them: there is room for all that the window leaves."""
+    made = ServingSettings(policy=policy, budget=48, protect_first=first).plan_for(None, 90).policy
     layer = random_layer(0, prompt_tokens=90, query_tokens=made.query_tokens)
     kept = made.select(layer).keep_indices
     assert kept.shape[-1] == kept_tokens(made, 90) == 48
-    assert (kept[..., :10] == torch.arange(10)).all()
+    assert (kept[..., :first] == torch.arange(first)).all()
 
 
 # Shared documents.

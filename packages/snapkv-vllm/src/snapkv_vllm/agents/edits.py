@@ -113,7 +113,7 @@ class ClearThinking:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "ClearThinking":
         _require_fields(given, ("type", "keep"))
-        if given.get("keep") == "all":
+        if given.get("keep") in ("all", {"type": "all"}):
             return cls(keep=None)
         kept = _amount(given, "keep", ("thinking_turns",), ("thinking_turns", 1))[1]
         if not kept:

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from typing import Any
 
 from snapkv.errors import SnapKVError
+from snapkv.policies.spans import Span, Spans
 from snapkv_vllm.admission import meant
 from snapkv_vllm.agents.edits import Applied, applied, edits_of
 from snapkv_vllm.agents.messages import (
@@ -57,22 +58,43 @@ Render = Callable[..., Awaitable[Any]]
 
 
 def moved_inside(body: object, path: str, *, has_sessions: bool) -> dict[str, Any] | None:
-    """A body with its spans, edits and session where vLLM hands them on; None without any."""
-    if not isinstance(body, dict) or path not in (*ENDPOINTS, *CHATS):
+    """A body with its spans, edits and session where vLLM hands them on; None without any.
+
+    Raises InvalidArgumentError for what is there already, or cannot be there.
+    """
+    if not isinstance(body, dict):
         return None
     found: dict[str, Any] = {}
     if NAME in body:
         found[NAME] = json.dumps(body[NAME])
-    if path in CHATS and isinstance(body.get(CONTEXT), dict):  # OpenAI's own is a list
-        found[_EDITS] = json.dumps(body[CONTEXT])
-    hint = body.get(HINT)
-    if has_sessions and isinstance(hint, dict) and hint.get(HINTED) is not None:
-        found[_SESSION] = hint[HINTED]  # a hint: elsewhere it says nothing
-    inside = body.get(XARGS) or {}
-    if not found or not isinstance(inside, dict):
+    edits, hint = body.get(CONTEXT), body.get(HINT)
+    is_own = isinstance(edits, dict) or (path in CHATS and edits is not None)  # OpenAI's is a list
+    if is_own and path != COUNT:
+        found[_EDITS] = json.dumps(edits)
+    if has_sessions and path in (*ENDPOINTS, *CHATS):  # a hint: elsewhere it says nothing
+        if not isinstance(hint, dict | None):
+            got = f"something of type {type(hint).__name__}"
+            raise wrong(HINT, f'an object such as {{"{HINTED}": "a-random-name"}}', got, "pass one")
+        if hint and hint.get(HINTED) is not None:
+            found[_SESSION] = hint[HINTED]
+    if not found:
         return None
+    inside = {} if (given := body.get(XARGS)) is None else given
+    if not isinstance(inside, dict):
+        raise wrong(XARGS, "an object", f"something of type {type(inside).__name__}", "pass one")
+    for name in found.keys() & inside.keys():
+        raise wrong(name, "it once", f"it inside {XARGS}, too", "leave one of them out")
     others = {name: value for name, value in body.items() if name not in (NAME, CONTEXT)}
     return {**others, XARGS: {**inside, **found}}
+
+
+def in_words_of(body: object, said: str) -> str:
+    """An error with the fields that clients know for what `moved_inside` has moved."""
+    inside = body.get(XARGS) if isinstance(body, dict) else None
+    for name, field_name in ((_EDITS, CONTEXT), (_SESSION, f"{HINT}: {HINTED}")):
+        if not isinstance(inside, dict) or name not in inside:
+            said = said.replace(name, field_name)
+    return said
 
 
 def note_body(body: object, path: str) -> None:
@@ -153,7 +175,7 @@ class _Resolver:
         try:
             found = await resolve(before, made, dict(given))
             if found:
-                self._require_fitting(found, _inputs_of(made))
+                self._require_spans_fit(found, made)
                 setattr(request, XARGS, found)
         except SnapKVError as error:
             status = HTTPStatus(status_of(error))
@@ -198,27 +220,30 @@ class _Resolver:
             chat = await _looked_up(request, made, self._render_chat, self._renderer)
             entries = spans_of(entries, chat)
             if edits is not None:
-                entries += self._edited(applied(edits_of(edits), chat), given)
+                goes = [one.span for one in entries if one.span and one.do != PROTECT]
+                entries += self._edited(applied(edits_of(edits), chat), goes, given)
         return {**given, NAME: json.dumps([entry.as_json for entry in entries])}
 
-    def _edited(self, found: Applied, given: dict[str, Any]) -> list[SpanEdit]:
-        """The spans of edits that were applied, noted for the response."""
+    def _edited(
+        self, found: Applied, goes: Sequence[Span], given: dict[str, Any]
+    ) -> list[SpanEdit]:
+        """The spans of edits that were applied, noted for the response; what `goes` is not kept."""
         entries = [SpanEdit(do=DROP, span=span) for span in found.cleared.parts]
         if _SESSION in given:  # what may go later must be there whole until then
-            entries += [SpanEdit(do=PROTECT, span=span) for span in found.whole.parts]
+            whole = found.whole.without(Spans.of(NAME, goes))
+            entries += [SpanEdit(do=PROTECT, span=span) for span in whole.parts]
             budget = given.get(_BUDGET, self._settings.budget)
-            given[_BUDGET] = budget + found.whole.tokens if budget else 0
+            given[_BUDGET] = budget + whole.tokens if budget else 0
         if (visit := _visit.get()) is not None:
             visit.said, visit.cleared_tokens = found.said, found.cleared.tokens
         return entries
 
-    def _require_fitting(
-        self, given: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]]
-    ) -> None:
-        for one in inputs:
-            if (ids := one.get("prompt_token_ids")) is not None:
-                plan = self._settings.plan_for(given, len(ids))
-                require_spans_within(plan.policy, len(ids))
+    def _require_spans_fit(self, given: Mapping[str, Any], made: Any) -> None:
+        """As the scheduler will look at them, which cannot answer 400 any more."""
+        (inputs,) = _inputs_of(made)
+        if NAME in given and (ids := inputs.get("prompt_token_ids")) is not None:
+            plan = self._settings.plan_for(given, len(ids))
+            require_spans_within(plan.policy, len(ids))
 
 
 def _question_tokens(messages: Sequence[Any], made: Any, tokenizer: Any) -> int | None:

@@ -140,6 +140,6 @@ def _router(documents: SharedDocuments, tenant: Callable[[], str]) -> APIRouter:
     router = APIRouter(prefix=PATH, route_class=Route)
     router.add_api_route("", register, methods=["POST"], status_code=201)
     router.add_api_route("", every, methods=["GET"])
-    router.add_api_route("/{name}", one, methods=["GET"])
-    router.add_api_route("/{name}", delete, methods=["DELETE"], status_code=204)
+    router.add_api_route("/{name:path}", one, methods=["GET"])
+    router.add_api_route("/{name:path}", delete, methods=["DELETE"], status_code=204)
     return router

@@ -284,8 +284,9 @@ def test_thoughts_are_cleared_but_for_the_last_turn(asked):
     assert [text.strip() for _, text in spans] == ["The sea?"]
     (said,) = answer["context_management"]["applied_edits"]
     assert (said["cleared_thinking_turns"], said["cleared_input_tokens"]) == (1, 5)
-    spans, answer = asked(context_management=edit(ClearThinking, keep="all"))
-    assert answer["context_management"] == {"applied_edits": []}
+    for every in ("all", {"type": "all"}):
+        _, answer = asked(context_management=edit(ClearThinking, keep=every))
+        assert answer["context_management"] == {"applied_edits": []}
 
 
 def test_in_a_session_what_may_be_cleared_later_stays_whole_beside_the_budget(config, monkeypatch):
@@ -302,6 +303,24 @@ def test_in_a_session_what_may_be_cleared_later_stays_whole_beside_the_budget(co
     assert (dropped["do"], protected["do"]) == ("drop", "protect")
     assert decode(ids[protected["start"] : protected["end"]]).strip() in RESULTS[2]
     assert own["snapkv_budget"] == 64 + protected["end"] - protected["start"]
+
+
+@pytest.mark.parametrize("entry", [{"do": "drop"}, {"do": "compress", "budget": 2}], ids=str)
+def test_in_a_session_a_client_may_let_go_of_what_an_edit_would_keep(config, monkeypatch, entry):
+    """As without a session: it is not kept whole for an edit that may clear it later."""
+    from starlette.testclient import TestClient
+
+    site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
+    context = edit(ClearToolUses, trigger=uses(0), keep=uses(2))
+    body = {"model": "demo", "messages": MESSAGES, "context_management": context}
+    body |= {"snapkv_spans": [{"tool_call_id": "call1", **entry}]}
+    with TestClient(site.app) as client:
+        answer = client.post(CHAT, json=body | {"agent_hint": {"session_id": "run"}})
+    assert answer.status_code == 200, answer.text
+    own, _ = site.seen[-1]
+    spans = json.loads(own[NAME])
+    assert [one["do"] for one in spans] == [entry["do"], "drop", "protect"]
+    assert own["snapkv_budget"] == 64 + spans[2]["end"] - spans[2]["start"]
 
 
 def test_a_stream_says_it_in_an_event(client):
@@ -339,7 +358,15 @@ def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monk
             body = {"model": "demo", "messages": [], "agent_hint": {"session_id": wrong}}
             answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
             assert answer.status_code == 400
-            assert "1 to 256 characters" in answer.json()["error"]["message"]
+            said = answer.json()["error"]["message"]
+            assert said.startswith("agent_hint: session_id: expected a text of 1 to 256 characters")
+        body = {"model": "demo", "messages": MESSAGES, "agent_hint": "run"}
+        answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
+        assert answer.json()["error"]["message"].startswith("agent_hint: expected an object such")
+        twice = {"vllm_xargs": {"snapkv_session": "run"}, "agent_hint": {"session_id": "run"}}
+        body = {"model": "demo", "messages": MESSAGES} | twice
+        answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
+        assert answer.json()["error"]["message"].startswith("snapkv_session: expected it once")
         body = {"model": "demo", "messages": MESSAGES, "agent_hint": {"session_id": longest}}
         answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
         assert answer.status_code == 200
@@ -456,6 +483,20 @@ def test_requests_without_either_are_as_before(client, site):
             "context_management: keep",
         ),
         ("/v1/x", {"vllm_xargs": {NAME: "[]"}}, "it at /v1/completions or"),
+        ("/v1/x", {"snapkv_spans": []}, "snapkv_spans: expected it at /v1/completions or"),
+        (RESPONSES, {"snapkv_spans": []}, "snapkv_spans: expected it at /v1/completions or"),
+        (f"{ANTHROPIC}/count_tokens", {"snapkv_spans": []}, "snapkv_spans: expected it at"),
+        (TEXT, {"snapkv_spans": [], "vllm_xargs": "x"}, "vllm_xargs: expected an object"),
+        (TEXT, {"snapkv_spans": [], "vllm_xargs": {NAME: "[]"}}, "snapkv_spans: expected it once"),
+        (TEXT, {"context_management": {"edits": []}}, "context_management: expected it at /v1/c"),
+        (RESPONSES, {"context_management": {"edits": []}}, "context_management: expected it at"),
+        (CHAT, {"context_management": "clear"}, "an object such as"),
+        (CHAT, {"context_management": [{"type": ClearToolUses.type}]}, "an object such as"),
+        (
+            CHAT,
+            {"context_management": {"edits": []}, "use_beam_search": True},
+            "context_management: expected none with use_beam_search",
+        ),
     ],
 )
 def test_what_is_wrong_gets_a_400_of_one_line(client, site, path, body, words):

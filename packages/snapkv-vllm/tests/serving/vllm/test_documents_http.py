@@ -52,6 +52,9 @@ def test_a_document_is_registered_listed_named_and_deleted(site, client):
     assert (gone.status_code, gone.content) == (204, b"")
     assert client.get(PATH, headers=MINE).json() == []
     assert site.engine.held == {}
+    for method in ("GET", "DELETE"):  # a library's names may be paths
+        found = client.request(method, f"{PATH}/contracts/lease.md", headers=MINE)
+        require_refused(found, 404, "got 'contracts/lease.md'")
 
 
 @pytest.mark.parametrize("prompt", ["\nWhen?", ["When?", "\n\nWhere?"], [5, 6], [[5], [6, 7]]])

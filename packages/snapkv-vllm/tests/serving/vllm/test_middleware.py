@@ -151,6 +151,19 @@ def test_brackets_in_a_text_are_not_deep(client):
     assert client.post("/raw", json={"prompt": "[" * 5000}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "text", [b'{"stop": "\\ud800"}', b'{"\\udc00": 1}', b'{"a": "\xed\xa0\x80"}'], ids=str
+)
+def test_half_a_surrogate_pair_is_refused(client, text):
+    """The engine's client cannot send it: vLLM would answer 500."""
+    answer = client.post("/raw", content=text)
+    assert (answer.status_code, answer.json()["detail"][:28]) == (
+        400,
+        "body: expected texts of Unic",
+    )
+    assert client.post("/raw", content=b'{"a": "\\ud83d\\ude42"}').status_code == 200
+
+
 def test_vllm_adds_it_by_its_name_and_keeps_its_arguments_where_it_finds_them():
     from fastapi import FastAPI
     from vllm.entrypoints.cli.serve import make_arg_parser

@@ -193,7 +193,7 @@ def _settings(
 
     return ServingSettings(
         policy=options.policy,
-        parameters=typed_assignments(options.policy, options.set_ or []),
+        parameters=typed_assignments(options.policy, options.set_) if options.set_ else {},
         limits=Limits.from_config({name: getattr(options, name) for name in _LIMITS}),
         sharing=None if sharing is None else Sharing.from_config(sharing),
         sessions=None if sessions is None else Sessions.from_config(sessions),
