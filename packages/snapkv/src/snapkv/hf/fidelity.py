@@ -49,11 +49,11 @@ class VoteCheck:
         self.doubts: list[Doubt] = []  # what layers have left open in this forward pass
         self.unasked: list[tuple[Tensor, str]] = []  # of all layers, see `PromptLayer`
 
-    def require_numbers(self, layer: PromptLayer) -> None:
-        """Raise in the last layer where the scores of one are NaN."""
-        if layer.depth == layer.num_layers - 1:
-            require_numbers(self.unasked)
-            self.unasked.clear()
+    def close(self) -> None:
+        """Ask for all that layers have left open, once the last one has read a pass."""
+        self._require_faithful()
+        require_numbers(self.unasked)
+        self.unasked.clear()
 
     def judge(
         self, layer: PromptLayer, output: Tensor, module: Any, *, rounds_scores: bool
@@ -67,8 +67,12 @@ class VoteCheck:
         if found is not None:
             self.doubts.append(found)
         if layer.depth in (0, layer.num_layers - 1):
+            self._require_faithful()
+
+    def _require_faithful(self) -> None:
+        if self.doubts:
             require_faithful(self.doubts)
-            self.doubts.clear()
+        self.doubts.clear()
 
 
 @torch.no_grad()
@@ -102,12 +106,10 @@ def doubt_scores(
 
 
 def require_faithful(doubts: Sequence[Doubt]) -> None:
-    """Raise unless every difference is one that rounding explains; a GPU is waited for once.
+    """Raise unless each difference, of one or more, is what rounding explains; waits for a GPU once.
 
     Attention that rounds its scores errs by their size times epsilon.
     """
-    if not doubts:
-        return
     device = doubts[-1].largest.device
     norms = torch.stack([doubt.norms.to(device) for doubt in doubts])
     largest = torch.stack([doubt.largest.to(device) for doubt in doubts])
