@@ -66,12 +66,11 @@ class VoteCheck:
         found = doubt_scores(layer, output.detach(), module, rounds_scores=rounds_scores)
         if found is not None:
             self.doubts.append(found)
-        if layer.depth in (0, layer.num_layers - 1):
+        if not layer.depth:
             self._require_faithful()
 
     def _require_faithful(self) -> None:
-        if self.doubts:
-            require_faithful(self.doubts)
+        require_faithful(self.doubts)
         self.doubts.clear()
 
 
@@ -106,10 +105,12 @@ def doubt_scores(
 
 
 def require_faithful(doubts: Sequence[Doubt]) -> None:
-    """Raise unless each difference, of one or more, is what rounding explains; waits for a GPU once.
+    """Raise unless every difference is one that rounding explains; a GPU is waited for once.
 
     Attention that rounds its scores errs by their size times epsilon.
     """
+    if not doubts:
+        return
     device = doubts[-1].largest.device
     norms = torch.stack([doubt.norms.to(device) for doubt in doubts])
     largest = torch.stack([doubt.largest.to(device) for doubt in doubts])
