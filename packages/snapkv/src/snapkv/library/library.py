@@ -246,9 +246,10 @@ class Library:
             own = [*index.named(name), *index.read_from(name, os.path.abspath(name))]
             if own:
                 return own
+            near = nearest(name, [entry.name for entry in index.entries()])
             raise LibraryError(
                 f"name: expected a document of the library, got {name!r}, which is not one"
-                f"{nearest(name, [entry.name for entry in index.entries()])}"
+                f"{near or '; see snapkv library list'}"
             )
 
         return self._passages.asked(found)
