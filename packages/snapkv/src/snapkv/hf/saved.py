@@ -13,8 +13,7 @@ from snapkv.cache.read_ids import ReadIds
 from snapkv.cache.saving.encoding import decode_layer, encode_layer
 from snapkv.cache.saving.files import read_sealed, write_sealed
 from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
-from snapkv.hf.build import require_model
-from snapkv.hf.identity import identity_of, require_identity, unwrapped
+from snapkv.hf.identity import identity_of, require_identity
 from snapkv.hf.model_parts import has_images_positions
 from snapkv.hf.placement import device_of, layer_devices
 from snapkv.policies import POLICIES, Policy
@@ -93,10 +92,9 @@ def read(
     identity: Mapping[str, Any] | None = None,
 ) -> tuple[Kind, dict[str, Tensor]]:
     """A cache of that class out of a file, and the further tensors in it."""
-    require_model(unwrapped(model))
-    file = read_sealed(path)
+    file, own = read_sealed(path), identity or identity_of(model)
     with fitting_together(path):
-        require_identity(identity or identity_of(model), file.notes["model"])
+        require_identity(own, file.notes["model"])
         cache = _rebuilt(kind, file.tensors, file.notes, model, policy, recall, recall_bytes)
     return cache, tensors_beside(file.tensors)
 

@@ -14,6 +14,7 @@ from snapkv.cache.saving.records import digest_of
 from snapkv.errors import (
     CacheFileError,
     InvalidArgumentError,
+    InvalidTypeError,
     LibraryError,
     OutOfMemoryError,
     OutputError,
@@ -220,6 +221,10 @@ class Library:
                 adding.
             OutputError: the folder cannot be written.
         """
+        if isinstance(names, str):
+            raise InvalidTypeError(
+                f"names: expected a list of names, got {names!r}; pass [{names!r}]"
+            )
         self.required()
         with self._changing():
             asked = [entry for name in names for entry in self._entries_of(name)]
