@@ -116,11 +116,18 @@ def test_what_is_no_document_or_no_question_is_refused():
     model = tiny_model("llama")
     with pytest.raises(InvalidTypeError, match="input_ids: expected a tensor of integers"):
         Document(model, "text", POLICY)
+    with pytest.raises(InvalidTypeError, match=r"input_ids: .*got torch\.float32"):
+        Document(model, text().float(), POLICY)
+    with pytest.raises(InvalidTypeError, match="model: expected a transformers PreTrainedModel"):
+        Document("llama", text(), POLICY)
     with pytest.raises(InvalidArgumentError, match="input_ids: expected the tokens of one"):
         Document(model, random_ids(2, 9), POLICY)
     document = Document(model, text(), POLICY)
     for questions in ([], [[]], [[[1]]]):
         with pytest.raises(InvalidArgumentError, match="questions: expected at least one"):
+            document.inputs(questions)
+    for questions in (["Why?"], [[1.0]], [[1, None]], [[[1], [2, 3]]]):
+        with pytest.raises(InvalidTypeError, match="questions: expected token ids of each, got"):
             document.inputs(questions)
     hybrid = Document(tiny_model("gemma3_text"), text(), POLICY)
     with pytest.raises(InvalidArgumentError, match="questions: expected questions of one length"):

@@ -61,8 +61,8 @@ class Document:
         chunk_tokens: int | None = None,
     ) -> None:
         self.model = model
-        self.input_ids = _one_row(input_ids).to(device_of(model))
         self._cache = CompressedCache(model, policy, recall=recall, recall_bytes=recall_bytes)
+        self.input_ids = _one_row(input_ids).to(device_of(model))
         tokens = self.input_ids.shape[1]
         if chunk_tokens is not None:
             require_int("chunk_tokens", chunk_tokens, minimum=1)
@@ -97,7 +97,7 @@ class Document:
             InvalidArgumentError: no question, an empty one, or questions of different lengths for a
                 model with layers that keep only the last tokens.
         """
-        asked = [torch.as_tensor(question, device=self.input_ids.device) for question in questions]
+        asked = [_asked(question).to(self.input_ids.device) for question in questions]
         if not asked or not all(question.ndim == 1 and len(question) for question in asked):
             raise InvalidArgumentError(
                 "questions: expected at least one, each a list of token ids that is not empty, got "
@@ -166,10 +166,24 @@ class Document:
         return document
 
 
+def _asked(question: Any) -> Tensor:
+    try:
+        ids = torch.as_tensor(question)
+    except (RuntimeError, TypeError, ValueError):  # a text, a token of None, uneven lists
+        ids = None
+    if ids is None or (ids.numel() and ids.is_floating_point()):
+        raise InvalidTypeError(
+            f"questions: expected token ids of each, got {question!r:.60}; pass "
+            "[tokenizer(text).input_ids]"
+        )
+    return ids
+
+
 def _one_row(input_ids: Any) -> Tensor:
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
+        got = getattr(input_ids, "dtype", type(input_ids).__name__)
         raise InvalidTypeError(
-            f"input_ids: expected a tensor of integers, got {type(input_ids).__name__}; pass "
+            f"input_ids: expected a tensor of integers, got {got}; pass "
             "tokenizer(text, return_tensors='pt').input_ids"
         )
     row = input_ids[None] if input_ids.ndim == 1 else input_ids

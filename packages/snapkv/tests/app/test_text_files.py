@@ -40,7 +40,9 @@ def text_of(path):
     return document.text
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize(
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"]
+)
 @pytest.mark.parametrize("name", ["notes.txt", "main.py", "no_suffix"])
 def test_text_is_read_as_it_is_in_any_unicode_encoding(tmp_path, name, encoding):
     path = tmp_path / name
@@ -58,8 +60,25 @@ def test_html_gives_what_a_browser_shows(tmp_path):
     )
     lines = [line for line in text_of(path).splitlines() if line.strip()]
     assert lines == ["News", "Head", "One bold word.", "first", "second", "a", "  b"]
-    path.write_bytes('<meta charset="latin-1"><p>Zoë</p>'.encode("latin-1"))  # as it declares
-    assert text_of(path) == "Zoë"
+
+
+@pytest.mark.parametrize(
+    ("declared", "encoding", "text"),
+    [
+        ("latin-1", "windows-1252", "„Zoë“"),
+        ("iso-8859-2", "iso-8859-2", "Łódź"),
+        ("utf-16", "utf-8", "Zoë"),
+        ("gb2312", "gb18030", "朱镕基"),
+        ("shift_jis", "cp932", "①"),
+        ("euc-kr", "cp949", "똠"),
+    ],
+)
+def test_a_page_is_in_the_encoding_that_browsers_take_what_it_declares_for(
+    tmp_path, declared, encoding, text
+):
+    path = tmp_path / "page.html"
+    path.write_bytes(f'<meta charset="{declared}"><p>{text}</p>'.encode(encoding))
+    assert text_of(path) == text
 
 
 @pytest.mark.parametrize(
@@ -211,6 +230,7 @@ def two_lined(folder):
         (bad_file("image.png", b"\x89PNG\0\0"), "got binary data"),
         (bad_file("old.txt", "Zoë".encode("latin-1")), "got byte 0xeb at offset 2"),
         (bad_file("odd.html", b'<meta charset="klingon"><p>x</p>'), "'klingon' declared"),
+        (bad_file("odd.html", b'<meta charset="undefined"><p>x</p>'), "'undefined' declared"),
         (bad_file("broken.pdf", b"%PDF-1.7\ngarbage"), "expected a complete PDF"),
         (bad_file("cut.pdf", b"%PDF-1.7\n"), "; download or export it again"),
         (bad_file("no.pdf", b"not a pdf"), "expected a complete PDF"),

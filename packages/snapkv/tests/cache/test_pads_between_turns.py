@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, SnapKV, UnsupportedModelError
-from tests.families import call, random_ids, tiny_model
+from tests.families import call, generated, random_ids, tiny_model
 from tests.methods import CACHES
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -92,3 +92,18 @@ def test_a_mask_that_is_too_short_is_refused_unless_it_hides_nothing():
     given = {"attention_mask": torch.ones(2, 1, dtype=torch.int64)}
     found = call(model, cache, token, position_ids=positions_of(whole, 1), **given)
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_a_pad_token_of_the_text_itself_needs_a_mask_that_says_so():
+    """Without one `generate` takes every pad token for padding."""
+    model, said = tiny_model("llama"), "or pass attention_mask where the text itself has the pad"
+    first, later = random_ids(1, 60), random_ids(1, 9, 1)
+    first[0, 30] = later[0, 3] = model.config.pad_token_id
+    cache = CompressedCache(model, POLICY)
+    with pytest.raises(UnsupportedModelError, match=said):
+        model.generate(first, past_key_values=cache, max_new_tokens=1)
+    cache.reset()
+    ids = generated(model, cache, first)
+    with pytest.raises(UnsupportedModelError, match=said):
+        model.generate(torch.cat([ids, later], dim=1), past_key_values=cache, max_new_tokens=1)
+    generated(model, cache, torch.cat([ids, later], dim=1))

@@ -22,6 +22,7 @@ from snapkv import (
     CacheMismatchError,
     CompressedCache,
     FastGen,
+    InvalidTypeError,
     SnapKV,
 )
 from snapkv.cache.saving.files import _seal, read_sealed, write_sealed
@@ -240,6 +241,8 @@ def test_another_model_or_dtype_is_refused(tmp_path):
     CompressedCache.load(tmp_path / "one", half)
     refuses(half.to(torch.bfloat16), "dtype float32.*got dtype bfloat16")
     refuses(half.to(torch.float32), "other weights")  # they have been rounded
+    with pytest.raises(InvalidTypeError, match="model: expected a transformers PreTrainedModel"):
+        CompressedCache.load(tmp_path / "one", "llama")
 
 
 def test_recall_cannot_be_asked_of_a_cache_that_has_forgotten(tmp_path):

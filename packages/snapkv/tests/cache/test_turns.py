@@ -10,11 +10,13 @@ from snapkv import (
     CompressedCache,
     ExpectedAttention,
     InvalidArgumentError,
+    PyramidKV,
     SnapKV,
 )
 from tests.cache.rows import Rows
-from tests.families import call, random_ids, tiny_model
+from tests.families import CLOSE, call, peaked_model, random_ids, tiny_config, tiny_model
 from tests.methods import METHODS
+from tests.oracle import masked_decode_logits
 
 DOCUMENT, BUDGET, WINDOW = 90, 40, 8
 POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
@@ -83,3 +85,19 @@ def test_a_turn_behind_a_row_that_has_kept_everything_is_refused(name):
     rows.read(random_ids(2, 1, 3))  # an answer goes on
     for layer, before in zip(rows.cache.compressed_layers, kept, strict=True):
         assert torch.equal(rows.cache.kept_positions(layer)[..., :-1], before)
+
+
+def test_a_turn_after_layers_that_kept_everything_and_others_that_did_not():
+    """It is the end of the whole conversation in the former, and read over the rest in the latter.
+
+    What they leave open for the last layer is settled, too: it is no sign of an interrupted pass.
+    """
+    model, ids = peaked_model(tiny_config("llama", num_hidden_layers=8), "sdpa"), random_ids(1, 70)
+    cache = CompressedCache(model, PyramidKV(59, window_size=WINDOW))
+    call(model, cache, ids[:, :60])
+    whole = [layer.slots.kept is None for layer in cache.layers]
+    assert whole == [True] * 2 + [False] * 6
+    expected = masked_decode_logits(model, cache, ids[:, :60], ids[:, 60:])
+    torch.testing.assert_close(turn(model, cache, ids[:, 60:]), expected, **CLOSE)
+    assert cache.layers[1].state.lost_mass is not None
+    call(model, cache, random_ids(1, 1, 1))

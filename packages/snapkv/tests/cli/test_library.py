@@ -198,6 +198,8 @@ def test_names_are_removed_and_others_refused(snapkv, refused, added):
     assert done.out == "removed: papers/loan.txt\nremoved: papers/lease.txt\n"
     said = refused("library", "remove", "lib", "papers/garten.txt")
     assert "did you mean papers/garden.txt?" in said
+    said = refused("library", "remove", "lib", "nowhere")
+    assert "got 'nowhere', which is not one; see snapkv library list" in said
     assert (added / "papers/loan.txt").exists()
     garden = added / "papers" / ".." / "papers" / "garden.txt"
     assert snapkv("library", "remove", "lib", garden).out == "removed: papers/garden.txt\n"

@@ -12,10 +12,12 @@ MANY = ",".join(map(str, range(64, 77)))
 LONG = "x" * 300
 
 REFUSED = {
-    "frobnicate": [("", "No such command")],
+    "frobnicate": [("", "No such command 'frobnicate'; see snapkv --help")],
     "ask notes.txt": [("", "Missing option"), ("-q '  '", "question: expected a question")],
     "ask notes.txt -q Why?": [
         ("--bugdet 64", "No such option"),
+        ("--bugdet 64", "; see snapkv ask --help"),
+        ("--policy snapkv:pooling=max", "; see snapkv policies, and --set for parameters"),
         ("--budget many", "--budget"),
         ("--model loop", "links lead in a loop"),
         ("--medusa demo --prompt-lookup 3", "drafts: expected one of"),

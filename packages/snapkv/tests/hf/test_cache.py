@@ -20,7 +20,15 @@ from snapkv import (
 )
 from snapkv.prefill import selective
 from snapkv.storage.tail import ROOM_TOKENS
-from tests.families import VOCABULARY, call, peaked_model, random_ids, tiny_config, tiny_model
+from tests.families import (
+    VOCABULARY,
+    call,
+    generated,
+    peaked_model,
+    random_ids,
+    tiny_config,
+    tiny_model,
+)
 from tests.methods import METHODS
 from tests.oracle import unwrapped
 
@@ -169,6 +177,22 @@ def test_another_batch_size_is_refused_and_changes_nothing(family):
         model.generate(random_ids(3, PROMPT + 2), past_key_values=cache, max_new_tokens=1)
     assert cache.report() == before
     call(model, cache, random_ids(2, 1))
+
+
+def test_several_answers_of_a_row_are_refused_with_what_makes_room_for_them(model):
+    cache, ids = CompressedCache(model, POLICY), random_ids(1, PROMPT + 2)
+    call(model, cache, ids[:, :PROMPT])
+    said = r"batch of 1.*got 2; call cache\.batch_repeat_interleave\(2\) first"
+    with pytest.raises(CacheMismatchError, match=said):
+        generated(model, cache, ids, num_beams=2)
+    cache.batch_repeat_interleave(2)
+    assert generated(model, cache, ids, num_beams=2).shape == (1, PROMPT + 8)
+
+
+def test_what_is_no_policy_is_refused_in_one_line(model):
+    with pytest.raises(InvalidTypeError, match=r"policy: .*got a LlamaConfig; see") as error:
+        CompressedCache(model, model.config)
+    assert "\n" not in str(error.value)
 
 
 def test_a_cache_is_refused_after_an_interrupted_forward_until_it_is_reset(model):

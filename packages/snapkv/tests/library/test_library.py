@@ -14,6 +14,7 @@ from snapkv import (
     AcrossLayers,
     AdaKV,
     FullCache,
+    InvalidTypeError,
     KVCodes,
     KVzip,
     Library,
@@ -327,6 +328,18 @@ def test_a_library_of_a_later_version_is_refused(library):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": "snapkv library 3"}))
     with pytest.raises(LibraryError, match="got 'snapkv library 3'"):
         Library(library.path)
+
+
+def test_what_are_no_pairs_or_no_list_of_names_is_refused(library, tiny):
+    """A name has a first and a second letter, and a text is a list of names of a letter each."""
+    for documents in ({"lease": "Rent is due in May."}, "Rent is due", [("a", "b", "c")]):
+        with pytest.raises(InvalidTypeError, match="documents: expected a Text or a pair of a"):
+            library.add(tiny.model, tiny.tokenizer, documents)
+    with pytest.raises(InvalidTypeError, match="model: expected a transformers PreTrainedModel"):
+        library.add(tiny, tiny.tokenizer, [("a", "Of some length.")])
+    library.add(tiny.model, tiny.tokenizer, [("a", "Of some length.")])
+    with pytest.raises(InvalidTypeError, match=r"names: .*got 'a'; pass \['a'\]"):
+        library.remove("a")
 
 
 def test_an_empty_text_and_two_texts_of_a_name_are_refused(library, tiny):

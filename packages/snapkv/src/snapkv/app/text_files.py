@@ -40,6 +40,15 @@ _BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 
+_IN_BROWSERS = {
+    **dict.fromkeys(("ascii", "iso8859-1"), "windows-1252"),
+    **dict.fromkeys(("utf-16", "utf-16-be", "utf-16-le"), "utf-8"),
+    **dict.fromkeys(("gb2312", "gbk"), "gb18030"),
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+}
+"""What a page is read as that declares an encoding, by Python's name: the Encoding Standard."""
+
 _OPENED = re.compile(r"<html[\s>]", re.IGNORECASE)
 _CLOSED = re.compile(r"</html\s*>", re.IGNORECASE)
 _END_OF_PDF = b"%%EOF"
@@ -265,25 +274,31 @@ def _looks_like_html(data: bytes) -> bool:
     return data[:64].lstrip().lower().startswith((b"<!doctype html", b"<html"))
 
 
-def _encoding_mark(data: bytes) -> str | None:
-    """The encoding that a byte order mark announces."""
-    marks = _BYTE_ORDER_MARKS.items()
-    return next((encoding for mark, encoding in marks if data.startswith(mark)), None)
+def _unicode_encoding(data: bytes) -> str | None:
+    """The encoding that a byte order mark announces, or UTF-16 of Latin letters without one."""
+    for mark, encoding in _BYTE_ORDER_MARKS.items():
+        if data.startswith(mark):
+            return encoding
+    first, second = data[::2].count(0), data[1::2].count(0)
+    if min(first, second) == 0 and max(first, second) > len(data) / 4:
+        return "utf-16-be" if first else "utf-16-le"
+    return None
 
 
 def _is_binary(data: bytes) -> bool:
-    return not data.startswith(b"%PDF-") and not _encoding_mark(data) and b"\0" in data
+    return not data.startswith(b"%PDF-") and b"\0" in data and not _unicode_encoding(data)
 
 
-def _decode(name: str, data: bytes, declared: str | None = None) -> str:
+def _decode(name: str, data: bytes, declared: str = "utf-8") -> str:
     """Text of bytes in UTF-8, in what their mark says, or in the encoding they declare."""
     if _is_binary(data):
         raise DocumentError(
             f"file: expected text, got binary data in {name}; pass text, Markdown, source code, "
             "HTML or PDF, or export it as PDF"
         )
-    encoding = _encoding_mark(data) or declared or "utf-8"
+    encoding = _unicode_encoding(data)
     try:
+        encoding = encoding or _IN_BROWSERS.get(codecs.lookup(declared).name, declared)
         return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise DocumentError(
@@ -291,9 +306,9 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
             f"{error.start:,} in {name}; convert it with iconv -f WINDOWS-1252 (GB18030 if it is "
             "Chinese, WINDOWS-1251 Russian, SHIFT_JIS Japanese) -t UTF-8"
         ) from error
-    except LookupError as error:
+    except (LookupError, UnicodeError) as error:  # the codec "undefined" decodes nothing
         raise DocumentError(
-            f"file: expected an encoding that Python knows, got {encoding!r} declared in {name}; "
+            f"file: expected an encoding that Python knows, got {declared!r} declared in {name}; "
             "convert it to UTF-8"
         ) from error
 
@@ -307,7 +322,7 @@ def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
     except ImportError as error:
         raise missing_package(f"file: reading {name}", "beautifulsoup4") from error
     declared = dammit.EncodingDetector.find_declared_encoding(data, is_html=True)
-    markup = _decode(name, data, declared)
+    markup = _decode(name, data, declared or "utf-8")
     text = shown_text(markup)
     if _OPENED.search(markup) and not _CLOSED.search(markup):
         return text, ["it begins with <html> and ends without </html>, so its end may be missing"]

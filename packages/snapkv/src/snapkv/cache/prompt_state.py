@@ -124,7 +124,7 @@ class PaddingTracker:
                 f"attention_mask: expected no padding after a row's first token, since a row is "
                 f"one conversation, got {hidden_rows} of {len(visible)} rows with some (a turn or "
                 "an answer shorter than others of the batch); give each conversation a cache of "
-                "its own"
+                "its own, or pass attention_mask where the text itself has the pad token"
             )
         return None if hides_nothing else known  # a pad stays one
 

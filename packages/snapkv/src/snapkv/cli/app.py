@@ -280,7 +280,9 @@ def _in_words(error: Exception) -> str:
         example = context.command.epilog.splitlines()[1]
         return f"{message.rstrip('.')}; write for instance {example}"
     path = "snapkv" if context is None else context.command_path
-    return message or f"a command is missing; see {path} --help"
+    if not message or message.startswith("No such"):
+        return f"{message.rstrip('.') or 'a command is missing'}; see {path} --help"
+    return message
 
 
 def _explain(error: BaseException, arguments: list[str]) -> int:

@@ -33,7 +33,7 @@ def known_method(name: str, argument: str = "policy") -> str:
         return of_class[name]
     raise InvalidArgumentError(
         f"{argument}: expected one of {', '.join(methods())}, got {name!r}"
-        f"{nearest(name, methods())}"
+        f"{nearest(name, methods()) or '; see snapkv policies, and --set for parameters'}"
     )
 
 

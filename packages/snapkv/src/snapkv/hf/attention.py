@@ -178,7 +178,7 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
         eager, last_output = call.implementation == "eager", attended[0][:, -1]
         context.check.judge(prompt, last_output, call.module, rounds_scores=eager)
     context.prompt_state.end_prompt(layer, prompt)
-    context.check.require_numbers(prompt)
+    _close(context)
     return attended
 
 
@@ -194,6 +194,7 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     if layer.turns != "append":
         layer.look_back(call.query)
     layer.store.finalize_step()
+    _close(context)
     return attended
 
 
@@ -203,15 +204,21 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     attended = attend_stored(call, layer)
     prompt = _prompt_layer(call, layer, layer.slots.padding_slots, context.check.unasked)
     selection = layer.choose(prompt)
-    context.check.require_numbers(prompt)
+    _close(context)
     if selection is not None:
         context.prompt_state.end_layer(layer, selection, prompt)
         return attended
     layer.look_back(call.query)
     layer.encode(prompt.keys.shape[2])
-    if prompt.depth == prompt.num_layers - 1:
-        context.prompt_state.lost_votes.measure()
     return attended
+
+
+def _close(context: ForwardContext) -> None:
+    """In the last layer, ask for what is open of layers that dropped nothing so far: they chose."""
+    identity = context.layer.identity
+    if identity.depth == identity.num_layers - 1:
+        context.check.close()
+        context.prompt_state.lost_votes.measure()
 
 
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:

@@ -13,7 +13,8 @@ from transformers.cache_utils import (
 
 from snapkv.cache.hybrid import HybridLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
-from snapkv.errors import InvalidTypeError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError
+from snapkv.hf.identity import require_model
 from snapkv.hf.model_parts import output_projections, rotations_of
 from snapkv.hf.placement import layer_devices
 from snapkv.hf.support import Setup
@@ -38,15 +39,6 @@ def grows(layer: Any) -> bool:
 
 StorageMaker = Callable[[], Storage]
 """Makes the storage of one layer."""
-
-
-def require_model(model: Any) -> None:
-    """Raise unless it is a transformers model, or stands for one."""
-    if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
-        raise InvalidTypeError(
-            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; load one "
-            "with AutoModelForCausalLM.from_pretrained"
-        )
 
 
 def plain_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:

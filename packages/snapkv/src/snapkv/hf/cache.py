@@ -109,7 +109,7 @@ class CompressedCache(Cache):
         policy = default_policy() if policy is None else policy
         if not isinstance(policy, Policy):
             raise InvalidTypeError(
-                f"policy: expected a policy such as SnapKV(budget=1024), got {policy!r} of type "
+                "policy: expected a policy such as SnapKV(budget=1024), got a "
                 f"{type(policy).__name__}; see snapkv.policies.POLICIES"
             )
         policy = with_known(model, policy)
@@ -197,9 +197,13 @@ class CompressedCache(Cache):
     def require_rows(self, rows: int) -> None:
         """Refuse another batch than the one that was read."""
         if (read := self.prompt_state.rows) not in (0, rows):
+            remedy = "call cache.reset() or make a new CompressedCache"
+            if rows % read == 0:
+                more = f"cache.batch_repeat_interleave({rows // read})"
+                remedy = f"call {more} first for several beams or answers of each, or cache.reset()"
             raise CacheMismatchError(
                 f"past_key_values: expected a batch of {read}, the size the cache was filled "
-                f"with, got {rows}; call cache.reset() or make a new CompressedCache"
+                f"with, got {rows}; {remedy}"
             )
 
     def _require_coming(self, new_tokens: int, rows: int | None = None) -> None:

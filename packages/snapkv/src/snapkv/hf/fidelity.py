@@ -49,11 +49,11 @@ class VoteCheck:
         self.doubts: list[Doubt] = []  # what layers have left open in this forward pass
         self.unasked: list[tuple[Tensor, str]] = []  # of all layers, see `PromptLayer`
 
-    def require_numbers(self, layer: PromptLayer) -> None:
-        """Raise in the last layer where the scores of one are NaN."""
-        if layer.depth == layer.num_layers - 1:
-            require_numbers(self.unasked)
-            self.unasked.clear()
+    def close(self) -> None:
+        """Ask for all that layers have left open, once the last one has read a pass."""
+        self._require_faithful()
+        require_numbers(self.unasked)
+        self.unasked.clear()
 
     def judge(
         self, layer: PromptLayer, output: Tensor, module: Any, *, rounds_scores: bool
@@ -66,9 +66,12 @@ class VoteCheck:
         found = doubt_scores(layer, output.detach(), module, rounds_scores=rounds_scores)
         if found is not None:
             self.doubts.append(found)
-        if layer.depth in (0, layer.num_layers - 1):
-            require_faithful(self.doubts)
-            self.doubts.clear()
+        if not layer.depth:
+            self._require_faithful()
+
+    def _require_faithful(self) -> None:
+        require_faithful(self.doubts)
+        self.doubts.clear()
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.errors import CacheMismatchError
+from snapkv.errors import CacheMismatchError, InvalidTypeError
 from snapkv.hf.placement import weight_of
 
 _SAMPLES = 16
@@ -32,6 +32,15 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def require_model(model: Any) -> None:
+    """Raise unless it is a transformers model, or stands for one."""
+    if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
+        raise InvalidTypeError(
+            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; load one "
+            "with AutoModelForCausalLM.from_pretrained"
+        )
+
+
 def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[str, Any]:
     """What tells a model from others, ready for JSON.
 
@@ -40,6 +49,7 @@ def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[s
     dtype, values are rounded to bfloat16, so that a model is the same however it was loaded.
     """
     model = unwrapped(model)
+    require_model(model)
     config = model.config.get_text_config(decoder=True)
     settings = {name: getattr(config, name, None) for name in _SETTINGS}
     dtype = {} if in_any_dtype else {"dtype": str(model.dtype).removeprefix("torch.")}

@@ -22,8 +22,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf.attention import is_wrapped, plain_name, register_attention
-from snapkv.hf.build import layers_for, require_model
+from snapkv.hf.build import layers_for
 from snapkv.hf.generate import INSTALLATION, announce_prompts, stop_announcing
+from snapkv.hf.identity import require_model
 from snapkv.policies import FullCache
 
 _lock = threading.Lock()

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.cache_folder import cache_folder
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.hf.build import require_model
-from snapkv.hf.identity import digest_of
+from snapkv.hf.identity import digest_of, require_model
 from snapkv.policies import KVzap, Policy
 from snapkv.policies.gate import Gate, read_gate
 

@@ -72,7 +72,8 @@ def leading_pads(
     if found[0]:
         raise UnsupportedModelError(
             "attention_mask: expected padding on the left only, got masked positions at the end "
-            "or in the middle of the prompt; tokenize with padding_side='left'"
+            "or in the middle of the prompt; tokenize with padding_side='left', or pass "
+            "attention_mask where the text itself has the pad token"
         )
     if found[3]:
         raise InvalidArgumentError(

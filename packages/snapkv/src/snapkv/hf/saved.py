@@ -92,9 +92,9 @@ def read(
     identity: Mapping[str, Any] | None = None,
 ) -> tuple[Kind, dict[str, Tensor]]:
     """A cache of that class out of a file, and the further tensors in it."""
-    file = read_sealed(path)
+    file, own = read_sealed(path), identity or identity_of(model)
     with fitting_together(path):
-        require_identity(identity or identity_of(model), file.notes["model"])
+        require_identity(own, file.notes["model"])
         cache = _rebuilt(kind, file.tensors, file.notes, model, policy, recall, recall_bytes)
     return cache, tensors_beside(file.tensors)
 

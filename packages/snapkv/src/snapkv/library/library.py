@@ -14,6 +14,7 @@ from snapkv.cache.saving.records import digest_of
 from snapkv.errors import (
     CacheFileError,
     InvalidArgumentError,
+    InvalidTypeError,
     LibraryError,
     OutOfMemoryError,
     OutputError,
@@ -220,6 +221,10 @@ class Library:
                 adding.
             OutputError: the folder cannot be written.
         """
+        if isinstance(names, str):
+            raise InvalidTypeError(
+                f"names: expected a list of names, got {names!r}; pass [{names!r}]"
+            )
         self.required()
         with self._changing():
             asked = [entry for name in names for entry in self._entries_of(name)]
@@ -246,9 +251,10 @@ class Library:
             own = [*index.named(name), *index.read_from(name, os.path.abspath(name))]
             if own:
                 return own
+            near = nearest(name, [entry.name for entry in index.entries()])
             raise LibraryError(
                 f"name: expected a document of the library, got {name!r}, which is not one"
-                f"{nearest(name, [entry.name for entry in index.entries()])}"
+                f"{near or '; see snapkv library list'}"
             )
 
         return self._passages.asked(found)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Self, get_type_hints
+from typing import Any, Self, get_type_hints
 
 from snapkv.cache.saving.records import digest_of, from_record, record_of
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, LibraryError
@@ -106,7 +106,7 @@ def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
     """The texts, under names that stay on their line; one that is given twice counts once."""
     found: dict[str, Text] = {}
     for each in documents:
-        text = each if isinstance(each, Text) else Text(name=each[0], text=each[1])
+        text = each if isinstance(each, Text) else _of_pair(each)
         printable = (letter if letter.isprintable() else " " for letter in text.name)
         text = replace(text, name="".join(printable))
         if found.setdefault(text.key, text).text != text.text:
@@ -115,6 +115,15 @@ def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
                 "of them another name"
             )
     return list(found.values())
+
+
+def _of_pair(given: Any) -> Text:
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise InvalidTypeError(
+            f"documents: expected a Text or a pair of a name and a text, got {given!r:.60}; of a "
+            "dict pass its items()"
+        )
+    return Text(name=given[0], text=given[1])
 
 
 def passages(text: str) -> list[Span]:
