@@ -34,6 +34,6 @@ def test_the_benchmark_of_drafts_measures_every_contender(tiny, tmp_path):
 
 def test_times_of_another_text_do_not_count():
     runs = {"a": [medusa.Decoded((1,), 1.0)], "b": [medusa.Decoded((2,), 1.0)]}
-    both = [medusa.Contender(name=name, policy=FullCache(), like="a") for name in "ab"]
+    both = [medusa.DraftContender(name=name, policy=FullCache(), like="a") for name in "ab"]
     with pytest.raises(AssertionError, match="b to give the text of a"):
         medusa.require_same_texts(both, runs)
