@@ -151,12 +151,12 @@ def require_settings(body: object, settings: "ServingSettings", path: str = "") 
         if (right := meant(name)) is not None:
             remedy = f'write "{XARGS}": {{"{shown(right)}": ...}}'
             raise wrong(shown(name), f"inside {XARGS}", "it outside, where it is ignored", remedy)
+    if path in DEAF and (own := own_settings(_mapping(body.get(XARGS)))):
+        none = f"none inside {XARGS} at {path}, where it is ignored"
+        raise wrong(PREFIX + next(iter(own)), none, "it", "leave it out")
     beside, found = _mapping(sampling.get("extra_args")), path in ENDPOINTS
     for given, is_read in ((_mapping(body.get(XARGS)), found), (beside, False)):
         settings.for_request(_of_a_prompt(given, path))
-        if given is not beside and path in DEAF and (own := own_settings(given)):
-            none = f"none inside {XARGS} at {path}, where it is ignored"
-            raise wrong(PREFIX + next(iter(own)), none, "it", "leave it out")
         if PREFIX + DOCUMENT in given and not is_read:
             expected = f"inside {XARGS} at {' or '.join(ENDPOINTS)}"
             got, remedy = f"it in a request to {shown(path)}", "send the request there"
