@@ -187,7 +187,7 @@ BY_DEFAULT = Experiment(
     threads=1,
     options={
         "lengths": Size((1024, 2048, 6144), (96, 160)),
-        "readings": Size(3, 2),
+        "readings": Size(9, 2),
         "new_tokens": Size(32, 2),
     },
     fields={"seed": SEED},
