@@ -22,7 +22,7 @@ from snapkv_lab.evaluate.runner import Results, Run
 from snapkv_lab.evaluate.store import key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
-from snapkv_lab.evaluate.tasks import Lines, Needle
+from snapkv_lab.evaluate.tasks import Lines, Needle, Ruler
 from snapkv_lab.experiments.experiment import Experiment, RunContext, described
 from snapkv_lab.experiments.records import RESULTS
 from snapkv_lab.report.figures import draw
@@ -84,6 +84,9 @@ COMPARISONS = {
             Lines, lengths=(512, 1024, 1536), positions=5, samples_each=4, examples=3, cloze=True
         ),
         192,
+    ),
+    "ruler": TaskComparison(
+        "RULER, a quarter of the tokens", partial(Ruler, lengths=(2048,), samples_each=5), 512
     ),
 }
 
