@@ -1,6 +1,7 @@
 """Reading documents: every format as text, every bad file refused in one line."""
 
 import io
+import json
 import sys
 import time
 from pathlib import Path
@@ -102,6 +103,19 @@ def test_html_takes_time_in_proportion_to_its_length(tmp_path, markup, text):
 def test_pdf_gives_the_text_of_every_page(tmp_path, name):
     path = write_pdf(tmp_path / name, ["First page.", "Second page."])
     assert text_of(path) == "First page.\n\nSecond page."
+
+
+def test_a_notebook_gives_its_cells_and_the_text_that_they_put_out(tmp_path):
+    drawn = {"image/png": "iVBOR", "text/plain": ["<Figure>"]}
+    outputs = [{"name": "stdout", "text": ["3\n", "4\n"]}, {"data": drawn}, {"ename": "KeyError"}]
+    cells = [
+        {"cell_type": "markdown", "source": ["# Tides\n", "in fathoms"]},
+        {"cell_type": "code", "source": "tides()", "outputs": outputs},
+    ]
+    path = tmp_path / "tides.ipynb"
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    (document,) = text_files.read([str(path)])
+    assert document.text == "# Tides\nin fathoms\n\ntides()\n\n3\n4\n\n<Figure>"
 
 
 def test_standard_input(monkeypatch):
@@ -236,6 +250,8 @@ def two_lined(folder):
         (bad_file("no.pdf", b"not a pdf"), "expected a complete PDF"),
         (lambda folder: write_pdf(folder / "scan.pdf", [""]), "with images only"),
         (locked_pdf, "got the encrypted"),
+        (bad_file("old.ipynb", b'{"worksheets": []}'), "with cells, as format 4 has them"),
+        (bad_file("odd.ipynb", b'{"cells": [{"source": 3}]}'), "export it with jupyter"),
         (empty_folder, "expected a folder with text files"),
         (unreadable_folder, "and can be read (4 cannot: expected text, got nothing in"),
     ],

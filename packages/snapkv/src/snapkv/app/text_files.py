@@ -1,8 +1,9 @@
-"""Reading documents as text: files, folders, HTML, PDF and standard input."""
+"""Reading documents as text: files, folders, HTML, PDF, notebooks and standard input."""
 
 import codecs
 import contextlib
 import errno
+import json
 import logging
 import mimetypes
 import os
@@ -63,14 +64,14 @@ def read(
 ) -> list[Text]:
     """Read every source, in the order given; bytes of a name that are not UTF-8 are escaped.
 
-    A source is a file (text, Markdown, source code, HTML or PDF), a folder, or "-" for standard
-    input. A folder stands for all text files below it, sorted by path; hidden files, folders of
-    version control, caches, third-party code, libraries that `snapkv library` has made, the folder
-    `without`, and files that are empty or not text are left out of it. So are files that should
-    have text and cannot be read, and each is told of once, as "skipped: name: reason". A file that
-    is named as a source is never left out: it is read or refused. Where only a part of a file could
-    be read (a PDF that was cut off, or has pages without text; HTML without its end), that is told
-    once, as "partly read: name: reason".
+    A source is a file (text, Markdown, source code, HTML, PDF or a Jupyter notebook), a folder, or
+    "-" for standard input. A folder stands for all text files below it, sorted by path; hidden
+    files, folders of version control, caches, third-party code, libraries that `snapkv library` has
+    made, the folder `without`, and files that are empty or not text are left out of it. So are
+    files that should have text and cannot be read, and each is told of once, as "skipped: name:
+    reason". A file that is named as a source is never left out: it is read or refused. Where only a
+    part of a file could be read (a PDF that was cut off, or has pages without text; HTML without
+    its end), that is told once, as "partly read: name: reason".
     """
     if not sources:
         raise DocumentError("files: expected at least one file, got none; pass a file or -")
@@ -196,6 +197,8 @@ class _Files:
             text, lost = _pdf_text(name, data)
         elif suffix in (".html", ".htm", ".xhtml") or _looks_like_html(data):
             text, lost = _html_text(name, data)
+        elif suffix == ".ipynb":
+            text = _notebook_text(name, data)
         else:
             text = _decode(name, data)
         if not text.strip():
@@ -327,6 +330,26 @@ def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
     if _OPENED.search(markup) and not _CLOSED.search(markup):
         return text, ["it begins with <html> and ends without </html>, so its end may be missing"]
     return text, []
+
+
+def _notebook_text(name: str, data: bytes) -> str:
+    """What stands in a Jupyter notebook's cells and what text they put out, no pictures."""
+    text = _decode(name, data)
+    try:
+        cells = json.loads(text)["cells"]
+        parts = ["".join(part) for cell in cells for part in _of_cell(cell)]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DocumentError(
+            f"file: expected a Jupyter notebook with cells, as format 4 has them, got {name}; "
+            f"export it with jupyter nbconvert --to markdown {shlex.quote(name)}"
+        ) from error
+    return "\n\n".join(part.strip("\n") for part in parts if part.strip())
+
+
+def _of_cell(cell: dict[str, Any]) -> Iterator[str | list[str]]:
+    yield cell["source"]
+    for output in cell.get("outputs", ()):
+        yield output.get("text") or output.get("data", {}).get("text/plain", "")
 
 
 def _pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:
