@@ -28,7 +28,7 @@ from snapkv.validation import first_line
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.records import describe_environment
-from snapkv_lab.measure.contenders import Contender, compressed, full
+from snapkv_lab.measure.contenders import Contender, Decoder, compressed, full
 from snapkv_lab.measure.prefill import PrefillBench
 from snapkv_lab.measure.random_models import random_model
 from snapkv_lab.measure.timing import spread
@@ -85,7 +85,8 @@ def _caches(budget: int) -> dict[str, Contender]:
 
 def _token(given: RunContext, batch: int, length: int, name: str) -> Iterator[Row]:
     """From one token of `generate` to the next, once steps run as they go on running."""
-    decoder = _caches(given.budget)[name].decoder(_model(given, given.shape), batch, length)
+    contender = _caches(given.budget)[name]
+    decoder = Decoder(contender, _model(given, given.shape), batch, length)
     if name == "transformers-static":
         decoder(4)  # compiled in another call
     is_eager = name.endswith("eager")
