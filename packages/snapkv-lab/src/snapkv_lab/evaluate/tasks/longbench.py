@@ -292,7 +292,7 @@ def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
     name = f"{data_set.name}_e.jsonl" if extended else f"{data_set.name}.jsonl"
     lines = _zipped_lines(data, name) if data.is_file() else _lines(data, name)
     fields = _FIELDS | _MORE_FIELDS.get(data_set.metric, {})
-    return parsed_lines(lines, fields, data / name, "get the archive again")
+    return list(parsed_lines(lines, fields, data / name, "get the archive again").values())
 
 
 def hub_archive() -> Path:
