@@ -98,9 +98,9 @@ def decode(tokens: Tokens = 16, *, options: BenchOptions) -> None:
     from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 
     def rows(model: Any, **compared: Any) -> Rows:
-        own = {"batches": integers("batch", options.batch), "tokens": tokens}
+        compared |= {"batches": integers("batch", options.batch), "tokens": tokens}
         speed = copy_bandwidth(model.device)
-        return DecodeBench(model=model, bytes_per_second=speed, **own, **compared).rows()
+        return DecodeBench(model=model, bytes_per_second=speed, **compared).rows()
 
     _run(options, rows)
 
