@@ -23,7 +23,7 @@ from torch import Tensor
 
 from snapkv import AdaKV, CompressedCache, FullCache, KVzip, SnapKV
 from snapkv.app.models import LoadedModel
-from snapkv.kvzip import read_as_wanted
+from snapkv.kvzip import instruction_of, read_twice
 from snapkv.library import Part, blend
 from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import encode
@@ -141,10 +141,14 @@ class Shelf:
 
     def _read(self, ids: Tensor, way: Way) -> CompressedCache:
         """After the prefix, which all heads keep, so that they hold as many tokens each."""
-        whole = isinstance(way.policy, FullCache)
+        model, whole = self.loaded.model, isinstance(way.policy, FullCache)
         protect = None if whole else [(0, self.prefix.shape[1])]
-        cache = CompressedCache(self.loaded.model, way.policy, protect=protect)
-        read_as_wanted(self.loaded.model, self.loaded.tokenizer, ids, cache)
+        cache = CompressedCache(model, way.policy, protect=protect)
+        if way.policy.needs_reconstruction_pass:
+            instruction = instruction_of(self.loaded.tokenizer)
+            read_twice(model, ids, cache, instruction_ids=instruction)
+        else:
+            model(ids, past_key_values=cache, logits_to_keep=1)
         return cache
 
     def _part(self, text: str, way: Way) -> Part:
