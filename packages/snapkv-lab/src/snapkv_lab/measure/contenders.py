@@ -41,10 +41,7 @@ class Contender:
     prefill: Prefill = field(default_factory=Exact)
 
     def reader(self, model: PreTrainedModel, ids: Tensor) -> Callable[[], float]:
-        """Reads a prompt, (B, T) int64, into a new cache; ms.
-
-        It raises OutOfMemoryError where that does not fit.
-        """
+        """Reads a prompt, (B, T) int64, into a new cache; ms, or OutOfMemoryError."""
         return lambda: spent_on(lambda: self._read(model, ids)).wall_ms
 
     def peak(self, model: PreTrainedModel, ids: Tensor) -> dict[str, int]:
