@@ -117,6 +117,12 @@ def require_faithful(doubts: Sequence[Doubt]) -> None:
     found = torch.cat([norms, largest[:, None]], dim=-1).tolist()
     for doubt, (difference, size, largest) in zip(doubts, found, strict=True):
         difference /= max(size, _SMALLEST)
+        if not math.isfinite(difference):
+            raise UnsupportedModelError(
+                f"model: expected attention that gives numbers, got NaN or infinity from "
+                f"{doubt.attention} in layer {doubt.layer_idx}; load the model in bfloat16 or "
+                "float32 if float16 overflows, else mend its weights"
+            )
         explained = doubt.tolerance + math.expm1(min(doubt.epsilon * largest, _MOST_ROUNDING))
         if not difference <= explained:
             raise UnsupportedModelError(
