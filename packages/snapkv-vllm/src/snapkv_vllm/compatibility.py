@@ -28,6 +28,7 @@ class Parts(TypedDict, total=False):
     given: Mapping[Any, Any]  # a request's `extra_args`
     params: Any  # its `SamplingParams`
     body: Mapping[str, Any]  # its JSON body
+    called: Mapping[str, str]  # what its client calls some of these settings
     request: Any  # what an endpoint or the scheduler makes of it
 
 
@@ -78,6 +79,7 @@ class Row:
             return
         because = f", since {self.why}" if self.why else ""
         name, shows = (option.name, got) if option.name else (shown(str(got)), "one")
+        name = parts.get("called", {}).get(name, name)
         leave = " or ".join(filter(None, (_typed(option.part, name), case.option)))
         remedy = self.remedy or f"leave {leave} out"
         error = wrong(name, f"{option.expected} {case.words}{because}", shows, remedy)

@@ -57,13 +57,16 @@ _BUDGET, _VOTERS = PREFIX + "budget", PREFIX + "voters"
 Render = Callable[..., Awaitable[Any]]
 
 
-def moved_inside(body: object, path: str, *, has_sessions: bool) -> dict[str, Any] | None:
-    """A body with its spans, edits and session where vLLM hands them on; None without any.
+def moved_inside(
+    body: object, path: str, *, has_sessions: bool
+) -> tuple[object, Mapping[str, str]]:
+    """A body with its spans, edits and session where vLLM hands them on; itself without any.
 
-    Raises InvalidArgumentError for what is there already, or cannot be there.
+    And what its client calls the settings that were moved. Raises InvalidArgumentError for what is
+    there already, or cannot be there.
     """
     if not isinstance(body, dict):
-        return None
+        return body, {}
     found: dict[str, Any] = {}
     if NAME in body:
         found[NAME] = json.dumps(body[NAME])
@@ -78,23 +81,16 @@ def moved_inside(body: object, path: str, *, has_sessions: bool) -> dict[str, An
         if hint and hint.get(HINTED) is not None:
             found[_SESSION] = hint[HINTED]
     if not found:
-        return None
+        return body, {}
     inside = {} if (given := body.get(XARGS)) is None else given
     if not isinstance(inside, dict):
         raise wrong(XARGS, "an object", f"something of type {type(inside).__name__}", "pass one")
     for name in found.keys() & inside.keys():
         raise wrong(name, "it once", f"it inside {XARGS}, too", "leave one of them out")
     others = {name: value for name, value in body.items() if name not in (NAME, CONTEXT)}
-    return {**others, XARGS: {**inside, **found}}
-
-
-def in_words_of(body: object, said: str) -> str:
-    """An error with the fields that clients know for what `moved_inside` has moved."""
-    inside = body.get(XARGS) if isinstance(body, dict) else None
-    for name, field_name in ((_EDITS, CONTEXT), (_SESSION, f"{HINT}: {HINTED}")):
-        if not isinstance(inside, dict) or name not in inside:
-            said = said.replace(name, field_name)
-    return said
+    fields = {_EDITS: CONTEXT, _SESSION: f"{HINT}: {HINTED}"}
+    called = {name: fields[name] for name in found.keys() & fields.keys()}
+    return {**others, XARGS: {**inside, **found}}, called
 
 
 def note_body(body: object, path: str) -> None:

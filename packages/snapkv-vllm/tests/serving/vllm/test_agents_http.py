@@ -497,6 +497,7 @@ def test_requests_without_either_are_as_before(client, site):
             {"context_management": {"edits": []}, "use_beam_search": True},
             "context_management: expected none with use_beam_search",
         ),
+        (CHAT, {"vllm_xargs": {"snapkv-edits": "{}"}}, "write snapkv_edits"),
     ],
 )
 def test_what_is_wrong_gets_a_400_of_one_line(client, site, path, body, words):
