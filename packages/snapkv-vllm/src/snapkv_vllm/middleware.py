@@ -8,7 +8,6 @@ cache is found by requests of the same key alone.
 
 import json
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
 
 from fastapi import HTTPException
 

@@ -175,8 +175,7 @@ class HeldSessions:
         lora = request.lora_request
         owner = (given[_NAME], "" if lora is None else lora.lora_name, request.cache_salt or "")
         spans = self._settings.spans_of(given)
-        tokens = plan.prompt_tokens
-        policy = self._settings.plan_of_turn(given, tokens, spans).policy
+        tokens, policy = plan.prompt_tokens, plan.policy
         may_go_on = params.prompt_logprobs is None and not request.skip_reading_prefix_cache
         turn = self._turns[request.request_id] = _Turn(
             owner=owner,
@@ -185,7 +184,7 @@ class HeldSessions:
             may_go_on=may_go_on,
             spans=spans,
             whole=self._settings.whole_of(given, tokens),
-            plan=TurnPlan(prompt_tokens=tokens, policy=policy),
+            plan=TurnPlan(prompt_tokens=tokens, policy=policy, protect_first=plan.protect_first),
         )
         return turn.plan
 
@@ -210,7 +209,8 @@ class HeldSessions:
             if left is None:
                 continue
             plan = self._settings.plan_of_turn(given, tokens - at.dropped_tokens, left)
-            voters = 0 if plan.policy is None else max(1, plan.policy.query_tokens)
+            ends = plan.next(0, 0)
+            voters = 0 if ends is None else max(1, ends.choice.query_tokens)
             if tokens - voters < at.tokens:  # too few have come to vote: next time
                 plan = self._settings.plan_of_turn(
                     given, tokens - at.dropped_tokens, left, votes=False
@@ -222,6 +222,7 @@ class HeldSessions:
                 turn.plan = TurnPlan(
                     prompt_tokens=tokens,
                     policy=plan.policy,
+                    protect_first=plan.protect_first,
                     prefix_tokens=begins,
                     dropped_tokens=at.dropped_tokens,
                 )
