@@ -22,7 +22,6 @@ from vllm.utils.math_utils import cdiv
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.spans import Spans
 from snapkv_vllm.blocks import CompressedManager
-from snapkv_vllm.documents.protocol import FORGET, DocumentRequest
 from snapkv_vllm.documents.registry import block_bytes, room_of
 from snapkv_vllm.metrics import SessionMetrics
 from snapkv_vllm.names import PREFIX, SESSION
@@ -161,7 +160,6 @@ class HeldSessions:
         self._held: list[History] = []  # least recently used first
         self._turns: dict[str, _Turn] = {}
         self._forgotten: list[int] = []
-        self._answers: dict[str, dict[str, Any]] = {}
         self._waiting: set[str] = set()  # requests, for blocks while histories pin some
 
     # Of requests that come.
@@ -296,30 +294,22 @@ class HeldSessions:
 
     # What a front end asks.
 
-    def plan_of_asked(self, asked: DocumentRequest, request: Any) -> RequestPlan:
-        """Do what a request of `snapkv_vllm.documents.protocol` asks; it is told at its end."""
-        answer = self._deleted if asked.verb == FORGET else self._listed
-        self._answers[request.request_id] = answer(asked.document_id)
-        return RequestPlan()
-
-    def _listed(self, whose: str) -> dict[str, Any]:
+    def listed(self, whose: str) -> list[dict[str, Any]]:
         """What there is of the sessions whose names begin so, least recently used first."""
-        return {
-            "sessions": [
-                {
-                    "session": one.owner[0].removeprefix(whose),
-                    "tokens": len(one.token_ids),
-                    "kept_tokens": one.held_tokens,
-                    "bytes": one.block_count(self._sizes) * self._block_bytes,
-                    "requests": len(one.requests),
-                    "last_used": int(one.last_used),
-                }
-                for one in self._held
-                if one.owner[0].startswith(whose)
-            ]
-        }
+        return [
+            {
+                "session": one.owner[0].removeprefix(whose),
+                "tokens": len(one.token_ids),
+                "kept_tokens": one.held_tokens,
+                "bytes": one.block_count(self._sizes) * self._block_bytes,
+                "requests": len(one.requests),
+                "last_used": int(one.last_used),
+            }
+            for one in self._held
+            if one.owner[0].startswith(whose)
+        ]
 
-    def _deleted(self, session: str) -> dict[str, int]:
+    def deleted(self, session: str) -> dict[str, int]:
         """Forget the histories of a session, unless requests of it are under way."""
         own = [one for one in self._held if one.owner[0] == session]
         requests = sum(turn.owner[0] == session for turn in self._turns.values())
@@ -331,17 +321,9 @@ class HeldSessions:
 
     # Of requests that end.
 
-    def request_ends(self, request: Any) -> dict[str, Any] | None:
-        """Hold what a request has seen, to be called before its blocks are freed.
-
-        Returns:
-            What whoever sent it is told, if it asked about sessions.
-        """
+    def request_ends(self, request: Any) -> None:
+        """Hold what a request has seen, to be called before its blocks are freed."""
         self._waiting.discard(request.request_id)
-        self._end_turn(request)
-        return self._answers.pop(request.request_id, None)
-
-    def _end_turn(self, request: Any) -> None:
         turn = self._turns.pop(request.request_id, None)
         if turn is None:
             return
