@@ -261,7 +261,15 @@ async def _looked_up(request: Any, made: Any, render: Render, renderer: Any) -> 
         raise wrong(NAME, "a chat that can be rendered with other texts", "another", _BY_TOKENS)
     (of_texts,), (of_marks,) = _inputs_of(made), _inputs_of(again)
     tokenizer = renderer.renderer.get_tokenizer()
-    return await asyncio.to_thread(_chat_of, messages, marks, of_texts, of_marks, tokenizer)
+    found = await asyncio.to_thread(_chat_of, messages, marks, of_texts, of_marks, tokenizer)
+    if found is not None:
+        return found
+    most = getattr(request, "truncate_prompt_tokens", None)
+    if most is not None and len(of_texts.get("prompt_token_ids", ())) >= most:
+        name, remedy = "truncate_prompt_tokens", f"leave it out, or {_BY_TOKENS}"
+        raise wrong(name, "none that cuts a chat whose messages are looked up", most, remedy)
+    says = "a model whose tokenizer says where the tokens of a chat's text are"
+    raise wrong(NAME, says, "another", _BY_TOKENS)
 
 
 _BY_TOKENS = "pass spans of tokens"
@@ -273,15 +281,14 @@ def _chat_of(
     of_texts: Mapping[str, Any],
     of_marks: Mapping[str, Any],
     tokenizer: Any,
-) -> TokenizedChat:
-    """What takes long where a chat is long, for a thread."""
+) -> TokenizedChat | None:
+    """What takes long where a chat is long, for a thread; None where tokens are not its text's."""
     text, marked_text = of_texts.get("prompt"), of_marks.get("prompt")
     tokens = None
     if isinstance(text, str) and isinstance(marked_text, str):
         tokens = tokens_of(tokenizer, text, of_texts.get("prompt_token_ids", ()))
     if tokens is None:
-        says = "a model whose tokenizer says where the tokens of a chat's text are"
-        raise wrong(NAME, says, "another", _BY_TOKENS)
+        return None
     return TokenizedChat(messages, located(str(text), str(marked_text), marks.pieces), tokens)
 
 

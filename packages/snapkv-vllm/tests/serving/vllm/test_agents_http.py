@@ -491,6 +491,11 @@ def test_requests_without_either_are_as_before(client, site):
         (TEXT, {"context_management": {"edits": []}}, "context_management: expected it at /v1/c"),
         (RESPONSES, {"context_management": {"edits": []}}, "context_management: expected it at"),
         (CHAT, {"context_management": "clear"}, "an object such as"),
+        (
+            CHAT,
+            {"context_management": edit(ClearToolUses), "truncate_prompt_tokens": 20},
+            "truncate_prompt_tokens: expected none that cuts a chat",
+        ),
         (CHAT, {"context_management": [{"type": ClearToolUses.type}]}, "an object such as"),
         (
             CHAT,
