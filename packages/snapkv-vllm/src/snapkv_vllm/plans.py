@@ -253,7 +253,6 @@ class Growth:
     policy: EvictingPolicy  # evicts
     most_tokens: int  # of prompt and answer that are held when a token has been generated
     evict_every: int  # generated tokens between two evictions; so many are dropped at once
-    protect_first: int = 0  # tokens that stay, of the prompt and, where it is shorter, the answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +272,7 @@ class PromptPlan(RequestPlan):
 
     prompt_tokens: int
     policy: Policy | None = None  # compresses the prompt; None leaves it whole
-    protect_first: int = 0  # tokens that stay of it, with those that the policy protects
+    protect_first: int = 0  # tokens that stay of prompt and answer, next to those of spans
     growth: Growth | None = None
 
     def next(self, seen_tokens: int, held_tokens: int) -> Compression | None:
@@ -294,7 +293,7 @@ class PromptPlan(RequestPlan):
             return None
         at = max(self.prompt_tokens, seen - held + growth.most_tokens - 1) + 1
         queries = min(queries_of(growth.policy), at - self.prompt_tokens)
-        choice = WhileGenerating(growth.policy, queries, protect_first=growth.protect_first)
+        choice = WhileGenerating(growth.policy, queries, protect_first=self.protect_first)
         kept = growth.most_tokens - growth.evict_every
         return Compression(at=at, kept_tokens=kept, choice=choice)
 

@@ -279,9 +279,10 @@ class ServingSettings:
         parameters = self._parameters(own)
         made = self._made(budget or None, parameters)
         policy = made if budget else None
-        if policy is not None:
-            require_first_protected(policy, first)
-        growth = self.limits.growth_of(decode_budget, policy, protect_first=first)
+        growth = self.limits.growth_of(decode_budget, policy)
+        for one in (policy, None if growth is None else growth.policy):
+            if one is not None:
+                require_first_protected(one, first)
         if spans:
             protecting = spans.protecting(min(first, prompt_tokens))
             policy = self._with_spans(made, protecting, budget, parameters, prompt_tokens)
