@@ -138,7 +138,7 @@ def resolve_requests(state: Any, settings: ServingSettings) -> None:
     """
     renderer = getattr(state, "online_renderer", None)
     if renderer is not None:  # else an application without models
-        _Resolver(renderer, settings).put_in()
+        _Resolver(renderer, settings)
 
 
 class _Resolver:
@@ -147,16 +147,14 @@ class _Resolver:
     def __init__(self, renderer: Any, settings: ServingSettings) -> None:
         self._renderer, self._settings = renderer, settings
         self._render_chat: Render = renderer.render_chat
-
-    def put_in(self) -> None:
         resolvers = {
             "render_completion": self._of_completion,
             "render_chat": self._of_chat,
             "render_responses": self._of_responses,
         }
         for name, resolve in resolvers.items():
-            render = getattr(self._renderer, name)
-            setattr(self._renderer, name, partial(self._resolved, render, resolve))
+            render = getattr(renderer, name)
+            setattr(renderer, name, partial(self._resolved, render, resolve))
 
     async def _resolved(self, render: Render, resolve: Render, request: Any, **options: Any) -> Any:
         given = getattr(request, XARGS, None) or {}
