@@ -216,7 +216,10 @@ class Chat:
     def _stats(self, _: str) -> None:
         cache = self.conversation.report()
         if self.as_json:
-            write_json({"stats": cache}, indent=None)
+            from snapkv.cli.session import without  # imports torch
+
+            told = cache if self.with_layers else without(cache, "layers")
+            write_json({"stats": told}, indent=None)
             return
         write(
             f"{cache.seen_tokens:,} tokens seen, {cache.chosen_tokens:,.0f} kept\n"

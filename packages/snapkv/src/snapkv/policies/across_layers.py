@@ -70,10 +70,6 @@ class AcrossLayers(AroundScores):
         """Whether what a layer keeps depends on the others, and not on its votes alone."""
         return not isinstance(self.policy.allocation, AutoBudget)
 
-    @property
-    def chooses_from_a_part(self) -> bool:
-        return self.policy.chooses_from_a_part
-
     def even_counts(self, layer: PromptLayer, depth: int) -> list[int]:
         """B numbers: what a head of that layer keeps on average, its window included.
 
