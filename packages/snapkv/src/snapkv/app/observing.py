@@ -142,11 +142,10 @@ class RecordedPrompt:
             if "token_ids" in policy.needs and states.token_ids is not None:
                 layer.remember_ids(states.token_ids)
             queries = self._last_queries(states, policy)
-            heads = (queries if policy.per_query_head else states.keys).shape[1]
             yield replace(
                 states,
                 queries=queries,
-                token_cost=functools.partial(layer.token_cost, heads),
+                token_cost=functools.partial(layer.token_cost, queries.shape[1]),
                 protected=layer.protected_slots(self.prompt_tokens, states.pad_tokens),
             )
 

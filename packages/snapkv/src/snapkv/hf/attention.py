@@ -203,7 +203,8 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     layer = context.layer
     attended = attend_stored(call, layer)
     prompt = _prompt_layer(call, layer, layer.slots.padding_slots, context.check.unasked)
-    selection = layer.choose(prompt)
+    with torch.no_grad():
+        selection = layer.policy.select(prompt)
     _close(context)
     if selection is not None:
         context.prompt_state.end_layer(layer, selection, prompt)
@@ -332,7 +333,6 @@ def _prompt_layer(
             f"model: expected causal attention, got {type(call.module).__name__}, whose tokens see "
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
-    heads = (call.query if layer.policy.per_query_head else layer.store.keys).shape[1]
     return PromptLayer(
         queries=layer.with_remembered(call.query).detach(),
         keys=call.key,
@@ -342,7 +342,7 @@ def _prompt_layer(
         rotation=layer.identity.rotation,
         output_weight=output_weight(layer.identity.output_projection, call.value.dtype),
         protected=layer.protected_slots(slots, pads),
-        token_cost=functools.partial(layer.token_cost, heads),
+        token_cost=functools.partial(layer.token_cost, call.query.shape[1]),
         unasked=unasked,
         **_of_layer(call, layer),
     )
