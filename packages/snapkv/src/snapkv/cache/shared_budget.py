@@ -33,7 +33,7 @@ class SharedBudget:
 
     def __init__(self, policy: AcrossLayers, first: PromptLayer, *, once: bool) -> None:
         self._policy, self._once = policy, once
-        self._even = [policy.even_counts(first, depth) for depth in range(first.num_layers)]
+        self._even = [policy.even_counts(first.at(depth)) for depth in range(first.num_layers)]
         self._seen = [0 for _ in first.keys]  # what a row keeps in the layers that were read
         self._to_come = [
             _sums_from(row, policy.policy.most_tokens or 0) for row in zip(*self._even, strict=True)
@@ -51,7 +51,7 @@ class SharedBudget:
     def take(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
         """A layer has read the prompt; after the last one all hold what they keep."""
         if self._parts:
-            self._even[prompt.depth] = self._policy.even_counts(prompt, prompt.depth)
+            self._even[prompt.depth] = self._policy.even_counts(prompt)
         scores = self._policy.ranked(prompt, self._even)
         assert layer.slots.is_whole
         part = _Part(layer, heads=scores.shape[1])
