@@ -357,13 +357,11 @@ class CompressedLayer(DynamicLayer):
             token_ids = torch.cat([known, token_ids], dim=1)
         self._note(token_ids=token_ids)
 
-    def protected_slots(self, slots: int, pads: Tensor | None) -> Tensor | None:
-        """(B, 1 or H, slots) bool: which of the first slots must stay; None where none must.
+    def protected_slots(self, spans: Spans, slots: int, pads: Tensor | None) -> Tensor:
+        """(B, 1 or H, slots) bool: which of the first slots stand for positions in these spans.
 
         `pads` are (B,) leading ones of a first prompt, or None; it knows those of later ones.
         """
-        if (spans := self.protect) is None:
-            return None
         if self.slots.kept is not None:
             return spans.cover(self.slots.positions(self.store)[..., :slots])
         columns = torch.arange(slots, device=self.keys.device).expand(len(self.keys), 1, -1)

@@ -116,7 +116,7 @@ class SnapKV(PrefixPolicy):
 
     def score(self, layer: PromptLayer) -> Tensor:
         """Votes of the window, pooled: (B, Hkv, P) float32, Hq instead of Hkv for "none"."""
-        lifted = self._voted(layer)[0]
+        lifted, _ = layer.once(self._voting, self._vote)
         return lifted if self.window_reduce == "mean" else self._raised_to_mean(lifted, layer)
 
     @functools.cached_property
@@ -129,7 +129,7 @@ class SnapKV(PrefixPolicy):
         """As shares of attention; none is raised to its head's mean."""
         if self.window_reduce == "mean":
             return super().rated(prefix)
-        largest = self._voted(prefix.layer)[0]
+        largest, _ = prefix.layer.once(self._voting, self._vote)
         return prefix.ranked(largest / self.summed_weights(prefix.layer))
 
     def pool(self, votes: Tensor, layer: PromptLayer) -> Tensor:
@@ -139,11 +139,8 @@ class SnapKV(PrefixPolicy):
         lifted = self.lift.of(ops.fill_first(votes, self.sink_tokens, 0.0, layer.pad_tokens))
         return votes.where(layer.is_among_first(self.sink_tokens, votes.shape[-1]), lifted)
 
-    def _voted(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
-        """Votes of the window, pooled, and their sum over its queries before that: as `score`."""
-        return layer.once(self._voting, self._vote)
-
     def _vote(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
+        """Votes of the window, pooled, and their sum over its queries before that: as `score`."""
         slots = max(0, layer.keys.shape[2] - self.window_size)
         states = layer.queries, layer.keys, layer.score_options
         options: Any = {
@@ -193,7 +190,7 @@ class SnapKV(PrefixPolicy):
     def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake:
         """Sums over the window, whatever `window_reduce` makes of them."""
         return VotesAtStake(
-            votes=self._voted(layer)[1],
+            votes=layer.once(self._voting, self._vote)[1],
             weights=layer.queries.shape[2] * self._heads_summed(layer),
             pad_tokens=layer.pad_tokens,
         )

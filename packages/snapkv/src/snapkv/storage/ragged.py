@@ -81,10 +81,6 @@ class RaggedStates(HeadStates):
         kept = self._of_rows(self.keys, self.values, rows, counts)
         return replace(kept, least_slots=keep_indices.shape[-1])
 
-    def only(self, stays: Tensor) -> "RaggedStates":
-        """Copy the tokens of some slots of the padded layout, (B, H, S) bool."""
-        return self.keep(ops.kept_indices(stays))
-
     def slots(self) -> Tensor:
         """(B, H, S) int64: the slots of the padded layout; -1, ahead of them, for no token."""
         slots = torch.arange(self.longest_tokens, device=self.keys.device)
@@ -280,7 +276,7 @@ class RaggedStore(TokenStore):
         longest, heads = self.unmasked_slots, self.heads()
         tail = ops.kept_indices(stays[..., longest:])
         last = int(stays[..., longest:].sum(dim=-1).min())
-        self.ragged = heads.only(stays[..., :longest])
+        self.ragged = heads.keep(ops.kept_indices(stays[..., :longest]))
         if more := tail.shape[-1] - last:
             older = RaggedStates.gather(self.keys, self.values, tail[..., :more])
             self.ragged = self.ragged.joined(older)

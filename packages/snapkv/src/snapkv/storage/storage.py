@@ -23,11 +23,6 @@ class Storage:
     in_place: bool = True
     codes: KVCodes | None = None
 
-    @property
-    def attends_by_head(self) -> bool:
-        """Whether attention behind every prompt is to what heads kept, and not the model's own."""
-        return self.codes is not None
-
     def empty(self) -> DenseStore:
         """A store without tokens."""
         return DenseStore(in_place=self.in_place)
