@@ -193,6 +193,7 @@ def _end_prompt(
 ) -> None:
     """Ask the policy what to keep, as the wrapped attention does."""
     queries = _random(model, layer.keys.shape[0], min(layer.policy.query_tokens, tokens), "query")
+    output = layer.identity.output_projection
     prompt = PromptLayer(
         queries=queries,
         keys=layer.keys,
@@ -202,7 +203,7 @@ def _end_prompt(
         depth=layer.identity.depth,
         num_layers=layer.identity.num_layers,
         rotation=layer.identity.rotation,
-        output_weight=output_weight(layer.identity.output_projection, layer.keys.dtype),
+        output_weight=None if output is None else output_weight(output, layer.keys.dtype),
         token_cost=partial(layer.storage.token_cost, layer.store, layer.keys.shape[1]),
     )
     cache.prompt_state.end_prompt(layer, prompt)

@@ -264,7 +264,8 @@ class PromptState:
         """
         policy = layer.policy
         if not (isinstance(policy, AcrossLayers) and policy.shares):
-            selection = layer.choose(prompt)
+            with torch.no_grad():
+                selection = policy.select(prompt)
             if selection is None and once:
                 selection = Selection.whole(prompt)
             self.end_layer(layer, selection, prompt)
