@@ -58,6 +58,8 @@ class Asked:
         given = {"budget": self.budget or 512, "window_size": self.window, "voters": self.voters}
         if self.method == DEFAULT:
             return by_layer(default_policy(**given))
+        if self.method == "across-layers":
+            return default_policy(**given)
         policy = SnapKV(**given)
         return AdaKV(policy, safeguard=self.safeguard) if self.method == "adakv" else policy
 
@@ -71,7 +73,14 @@ class Asked:
 
 @pytest.fixture(
     scope="module",
-    params=[("snapkv", True), (DEFAULT, True), ("adakv", False), ("adakv", True)],
+    params=[
+        ("snapkv", True),
+        (DEFAULT, True),
+        ("adakv", False),
+        ("adakv", True),
+        ("across-layers", False),
+        ("across-layers", True),
+    ],
     ids=str,
 )
 def engine(small, request):
