@@ -14,6 +14,7 @@ from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 
 PAGE = 32
+SINKS = (DEFAULT, "across-layers")
 BLOCKS = 15  # 14 to give away: the 12 of one longest request, and two more
 REQUESTS = 24
 ROUNDS = 1 if SECOND_RUNNER else 2
@@ -36,7 +37,7 @@ class Asked:
     @classmethod
     def random(cls, draw, seed, method):
         """Where heads keep different numbers, a share of 1 parts nothing; the default has sinks."""
-        window, least = draw.choice([1, 5, 16, 32]), 4 if method == DEFAULT else 1
+        window, least = draw.choice([1, 5, 16, 32]), 4 if method in SINKS else 1
         return cls(
             method=method,
             voters=draw.choice([None, None, 3, 16, 64]),
