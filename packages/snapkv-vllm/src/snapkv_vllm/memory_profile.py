@@ -123,9 +123,10 @@ def _vote_across(
 ) -> None:
     """In so many layers like this one, of which the first may keep all of the prompt."""
     prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
-    ranked = scores_across(policy, prompt)
-    kept = kept_tokens(policy, largest.prompt_tokens)
-    masks = best_across([ranked.clone() for _ in range(layers)], kept)
+    kind_of_scores = {"dtype": torch.float32, "device": kind["device"]}
+    ranked = [torch.zeros(prompt.keys.shape[:3], **kind_of_scores) for _ in range(layers - 1)]
+    ranked.append(scores_across(policy, prompt))
+    masks = best_across(ranked, kept_tokens(policy, largest.prompt_tokens))
     del ranked
     shape = layer.num_kv_heads, prompt.keys.shape[2], layer.head_size
     held = [torch.empty(2, layers, *shape, **kind)]
