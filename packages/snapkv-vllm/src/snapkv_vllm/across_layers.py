@@ -1,7 +1,6 @@
 """What stays of a prompt where the heads of all layers share one budget, as in the library."""
 
 from collections.abc import Iterable, Sequence
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -11,22 +10,20 @@ from snapkv.policies.across_layers import best_entries
 from snapkv_vllm.methods import WithSpans
 
 
-def shares_across_layers(policy: Policy | None) -> TypeGuard[AcrossLayers | WithSpans]:
-    """Whether what a layer keeps depends on the others."""
+def across_layers(policy: Policy | None) -> AcrossLayers | None:
+    """The method inside another one that shares a budget out among all layers, if there is one."""
     inner = policy.policy if isinstance(policy, WithSpans) else policy
-    return isinstance(inner, AcrossLayers)
+    return inner if isinstance(inner, AcrossLayers) else None
 
 
-def kept_across(
-    policy: AcrossLayers | WithSpans, layers: Iterable[PromptLayer], kept_tokens: int
-) -> list[Tensor]:
+def kept_across(policy: Policy, layers: Iterable[PromptLayer], kept_tokens: int) -> list[Tensor]:
     """What stays in all layers of a prompt, of which every head keeps so many on average.
 
     Args:
-        policy: with a budget in tokens.
-        kept_tokens: what spans say of the prompt taken into account.
+        policy: shares its budget, in tokens, among all layers.
         layers: all of them, in runs of layers that are rows of a batch; looked at one after the
             other, so that the keys of one run need to be there at a time.
+        kept_tokens: without those that the request's spans take away.
 
     Returns:
         (layers, H, T) bool of each run.
@@ -43,10 +40,10 @@ def kept_across(
     return [mask & ~gone for mask, gone in zip(kept, lost, strict=True)] if lost else kept
 
 
-def scores_across(policy: AcrossLayers | WithSpans, layer: PromptLayer) -> Tensor:
+def scores_across(policy: Policy, layer: PromptLayer) -> Tensor:
     """(layers, H, T) float32 of a run of layers, infinite for what must stay."""
-    shared = policy.policy if isinstance(policy, WithSpans) else policy
-    assert isinstance(shared, AcrossLayers)
+    shared = across_layers(policy)
+    assert shared is not None
     even = shared.even_counts(layer, layer.depth)  # of tokens all layers have as many
     return shared.ranked(layer, [even] * layer.num_layers)
 

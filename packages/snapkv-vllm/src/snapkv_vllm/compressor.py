@@ -12,6 +12,7 @@ from snapkv import ops
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
 from snapkv.policies.kvzip import most_attention
+from snapkv_vllm.across_layers import across_layers, kept_across
 from snapkv_vllm.agents.positions import HeldPositions
 from snapkv_vllm.documents.states import DocumentStates
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
@@ -135,7 +136,7 @@ class Compressor:
             if order.ends:
                 for move in order.moves:
                     runs = self._runs_of(move, order.held_tokens, order.kept_tokens)
-                    if order.choice.across_layers:
+                    if across_layers(order.choice.policy):
                         self._move_across(list(runs), request, order, move)
                     else:
                         for run in runs:
@@ -182,18 +183,15 @@ class Compressor:
             for run, mask in zip(runs, masks, strict=True)
         ]
         _, heads, page_tokens, _ = first.first.cache.shape
-        places, whole = (
-            HeadPlaces(torch.cat(kept).flatten(), page_tokens),
-            len(targets) * block_tokens,
-        )
+        places = HeadPlaces(torch.cat(kept).flatten(), page_tokens)
+        whole = len(targets) * block_tokens
+        most = len(places.kept) * whole + 1
         laid: tuple[Tensor, ...] = ()
         for run, mask in zip(runs, masks, strict=True):
             keep = ops.kept_indices(mask).clamp(min=0)
             keys = run.layout.read_keys(sources, order.held_tokens)
             states = run.layout.pick(keys, keep), run.layout.read_values(sources, keep)
-            laid = laid or tuple(
-                one.new_zeros(len(places.kept) * whole + 1, one.shape[-1]) for one in states
-            )
+            laid = laid or tuple(one.new_zeros(most, one.shape[-1]) for one in states)
             for one, found in zip(states, laid, strict=True):
                 places.put(one.flatten(0, 1), found, whole, (run.depth - first.depth) * heads)
         of_layers = [found[:-1].view(-1, heads, whole, found.shape[-1]) for found in laid]
@@ -212,7 +210,7 @@ class Compressor:
             keys = run.layout.read_keys(sources, order.held_tokens)
             return self._layer_of(run, request, voters, run.keys_of(keys))
 
-        masks = order.choice.keep_across(map(seen, runs), order.kept_tokens)
+        masks = kept_across(order.choice.policy, map(seen, runs), order.kept_tokens)
         counts = torch.cat([mask.sum(dim=-1) for mask in masks])
         if int(counts.sum()) != order.kept_tokens * counts.numel():
             raise RuntimeError(f"{request}: {counts} tokens kept, {order.kept_tokens} expected")

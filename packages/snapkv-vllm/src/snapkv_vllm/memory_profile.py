@@ -11,17 +11,18 @@ no prompt's length enlarges.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from snapkv import ops
-from snapkv.policies import AcrossLayers, Policy, PromptLayer
+from snapkv.policies import Policy, PromptLayer
 from snapkv.policies.kvzip import most_attention
-from snapkv_vllm.across_layers import best_across, scores_across, shares_across_layers
+from snapkv_vllm.across_layers import across_layers, best_across, scores_across
 from snapkv_vllm.documents.plans import STEP_TOKENS
 from snapkv_vllm.layers import voting_layer
-from snapkv_vllm.methods import WithSpans, kept_tokens
+from snapkv_vllm.methods import kept_tokens
 from snapkv_vllm.settings import ServingSettings
 
 
@@ -73,10 +74,8 @@ def profiled(
     if layers:
         widest = max(layers, key=lambda layer: layer.num_heads * layer.head_size)
         for policy in largest.policies:
-            if shares_across_layers(policy):
-                _vote_across(widest, len(layers), policy, largest, kind)
-            else:
-                _vote(widest, policy, largest, kind)
+            vote = _vote if across_layers(policy) is None else partial(_vote_across, len(layers))
+            vote(widest, policy, largest, kind)
         if largest.reads_again:
             _read_again(widest, largest, kind)
     del waiting
@@ -115,19 +114,14 @@ def _vote(layer: Any, policy: Policy, largest: Largest, kind: dict[str, Any]) ->
 
 @torch.inference_mode()
 def _vote_across(
-    layer: Any,
-    layers: int,
-    policy: AcrossLayers | WithSpans,
-    largest: Largest,
-    kind: dict[str, Any],
+    layers: int, layer: Any, policy: Policy, largest: Largest, kind: dict[str, Any]
 ) -> None:
     """In so many layers like this one, of which the first may keep all of the prompt."""
     prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
-    kind_of_scores = {"dtype": torch.float32, "device": kind["device"]}
-    ranked = [torch.zeros(prompt.keys.shape[:3], **kind_of_scores) for _ in range(layers - 1)]
-    ranked.append(scores_across(policy, prompt))
+    others = prompt.keys.new_zeros(layers - 1, *prompt.keys.shape[1:3], dtype=torch.float32)
+    ranked = [others, scores_across(policy, prompt)]
     masks = best_across(ranked, kept_tokens(policy, largest.prompt_tokens))
-    del ranked
+    del ranked, others
     shape = layer.num_kv_heads, prompt.keys.shape[2], layer.head_size
     held = [torch.empty(2, layers, *shape, **kind)]
     keep = ops.kept_indices(masks[0]).clamp(min=0)

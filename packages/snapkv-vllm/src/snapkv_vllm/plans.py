@@ -5,7 +5,7 @@ it keeps must not depend on either, so a plan looks at nothing but how many toke
 how many of them are held, and steps end where the plan says.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from snapkv.policies import DecodeStep, EvictingPolicy, Policy, PromptLayer
-from snapkv_vllm.across_layers import kept_across, shares_across_layers
 from snapkv_vllm.methods import WithSpans, kept_tokens, protected_first
 
 
@@ -37,19 +36,9 @@ class Choice:
         return self.policy.per_head_budget
 
     @property
-    def across_layers(self) -> bool:
-        """Whether the heads of all layers share one budget."""
-        return shares_across_layers(self.policy)
-
-    @property
     def query_tokens(self) -> int:
         """How many of the last queries it wants to see."""
         return self.policy.query_tokens
-
-    def keep_across(self, layers: Iterable[PromptLayer], kept_tokens: int) -> list[Tensor]:
-        """As `kept_across`, where `across_layers`."""
-        assert shares_across_layers(self.policy)
-        return kept_across(self.policy, layers, kept_tokens)
 
     def keep(self, layer: PromptLayer) -> Tensor | None:
         """Which of the held tokens stay.

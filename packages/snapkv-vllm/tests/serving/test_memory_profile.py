@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from snapkv import ops
 from snapkv.policies.kvzip import most_attention
-from snapkv_vllm.across_layers import kept_across, shares_across_layers
+from snapkv_vllm.across_layers import across_layers, kept_across
 from snapkv_vllm.documents.plans import STEP_TOKENS
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.memory_profile import Largest, profiled
@@ -135,7 +135,7 @@ def bytes_of_a_step(policy):
     """At most, while one layer of the longest prompt is compressed."""
     shape = {"query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": WIDTH}
     layer = random_layer(0, prompt_tokens=PROMPT, query_tokens=policy.query_tokens, **shape)
-    if shares_across_layers(policy):
+    if across_layers(policy):
         return bytes_of_all_layers(policy, layer)
     with Peak() as peak:
         keys = layer.keys.clone()
