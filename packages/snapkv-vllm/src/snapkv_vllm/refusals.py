@@ -81,7 +81,7 @@ def require_shared_pages(caches: Sequence[Tensor], layers: int) -> None:
     if len(caches) != layers or len(kinds) > 1 or len(steps) > 1 or min(steps, default=1) <= 0:
         raise UnsupportedModelError(
             "snapkv: cannot compress prompts with across-layers: expected full attention in layers "
-            "that are alike, whose caches lie in one allocation one after the other, got others; "
+            "that are alike, whose caches are one tensor, layer by layer, got others; "
             "use --policy adakv"
         )
 

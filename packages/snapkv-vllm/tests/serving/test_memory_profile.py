@@ -160,8 +160,9 @@ def bytes_of_all_layers(policy, layer):
     return peak.most
 
 
-def test_a_prompt_shorter_than_the_largest_window_is_profiled_too():
-    settings = ServingSettings(budget=64, max_window_size=100, sharing=Sharing())
+@pytest.mark.parametrize("given", [{"sharing": Sharing()}, {"policy": "across-layers"}])
+def test_a_prompt_shorter_than_the_largest_window_is_profiled_too(given):
+    settings = ServingSettings(budget=64, max_window_size=100, **given)
     small = config(settings)
     small.model_config.max_model_len = 60
     with held_during(Largest.of(small)):
