@@ -161,9 +161,13 @@ def test_what_lies_behind_the_kept_tokens_in_their_last_block_is_no_rubbish(prom
         assert layer.kv_cache[16].isnan().all()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_pages_of_a_prompts_blocks_hold_what_the_librarys_cache_keeps(prompt, seed):
+@pytest.mark.parametrize("together", [False, True], ids=["layer by layer", "all in one run"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_pages_of_a_prompts_blocks_hold_what_the_librarys_cache_keeps(
+    prompt, monkeypatch, seed, together
+):
     """Bit for bit, though what one layer keeps may go where another's keys were."""
+    monkeypatch.setattr(rooms.LayerRun, "_half_on_cpu", property(lambda _: together))
     model, ids, states = prompt
     draw = random.Random(seed)
     heads, kv_heads, size = states[0][0].shape[0], states[0][1].shape[0], states[0][0].shape[-1]
