@@ -643,8 +643,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/policies/across_layers.py": [
         (
             "the window counts against what all layers share",
-            "zip(self.policy.counts(prefix), windows, strict=True)",
-            "zip(self.policy.counts(prefix), strict=True)",
+            "map(operator.add, self.policy.counts(prefix), prefix.window_tokens)",
+            "map(operator.pos, self.policy.counts(prefix))",
             "policies/test_across_layers.py",
         ),
         (

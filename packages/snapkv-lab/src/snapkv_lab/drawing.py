@@ -25,15 +25,7 @@ PLAIN: dict[Any, Any] = {"svg.hashsalt": "snapkv", "svg.fonttype": "none"}
 
 
 def require_drawable(path: str | None = None) -> None:
-    """Raise before a run starts if its figure could not be drawn when it ends.
-
-    Args:
-        path: file of the figure; None where it becomes a part of a page.
-
-    Raises:
-        InvalidArgumentError: a suffix that is not in `FORMATS`.
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Raise before a run starts if its figure, a file or a part of a page, could not be drawn."""
     if path is not None and Path(path).suffix.lower() not in FORMATS:
         raise InvalidArgumentError(
             f"plot: expected a file name that ends in {', '.join(FORMATS)}, got {path!r}; choose "

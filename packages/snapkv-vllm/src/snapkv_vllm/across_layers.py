@@ -44,7 +44,7 @@ def scores_across(policy: Policy, layer: PromptLayer) -> Tensor:
     """(layers, H, T) float32 of a run of layers, infinite for what must stay."""
     shared = across_layers(policy)
     assert shared is not None
-    even = shared.even_counts(layer, layer.depth)  # of tokens all layers have as many
+    even = shared.even_counts(layer)  # of tokens all layers have as many
     return shared.ranked(layer, [even] * layer.num_layers)
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from snapkv.errors import InvalidTypeError
@@ -137,8 +138,16 @@ _BESIDE = ("extra_body", "extra_args")
 """Fields of clients in Python, of which vLLM's server reads none."""
 
 
-def require_settings(body: object, settings: "ServingSettings", path: str = "") -> None:
-    """Refuse a request's JSON body with a wrong setting, or one that would be ignored."""
+def require_settings(
+    body: object,
+    settings: "ServingSettings",
+    path: str = "",
+    called: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Refuse a request's JSON body with a wrong setting, or one that would be ignored.
+
+    `called` is what the client calls settings that are inside under other names.
+    """
     if not isinstance(body, dict):
         return
     sampling = _mapping(body.get("sampling_params"))  # of /inference/v1/generate
@@ -152,19 +161,21 @@ def require_settings(body: object, settings: "ServingSettings", path: str = "") 
             remedy = f'write "{XARGS}": {{"{shown(right)}": ...}}'
             raise wrong(shown(name), f"inside {XARGS}", "it outside, where it is ignored", remedy)
     if path in DEAF and (own := own_settings(_mapping(body.get(XARGS)))):
-        none = f"none inside {XARGS} at {path}, where it is ignored"
-        raise wrong(PREFIX + next(iter(own)), none, "it", "leave it out")
+        none, name = f"none inside {XARGS} at {path}, where it is ignored", PREFIX + next(iter(own))
+        raise wrong(called.get(name, name), none, "it", "leave it out")
     beside, found = _mapping(sampling.get("extra_args")), path in ENDPOINTS
     for given, is_read in ((_mapping(body.get(XARGS)), found), (beside, False)):
-        settings.for_request(_of_a_prompt(given, path))
+        require_compatible(given=given, body=body, called=called)
+        settings.for_request(_of_a_prompt(given, path, called))
         if PREFIX + DOCUMENT in given and not is_read:
             expected = f"inside {XARGS} at {' or '.join(ENDPOINTS)}"
             got, remedy = f"it in a request to {shown(path)}", "send the request there"
             raise wrong(PREFIX + DOCUMENT, expected, got, f"{remedy}, or leave it out")
-        require_compatible(given=given, body=body)
 
 
-def _of_a_prompt(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+def _of_a_prompt(
+    given: Mapping[str, Any], path: str, called: Mapping[str, str]
+) -> Mapping[str, Any]:
     """Settings as they are when the prompt is known, once what it takes to know it is checked."""
     own = dict(given)
     spans, edits, session = PREFIX + SPANS, PREFIX + EDITS, PREFIX + SESSION
@@ -173,9 +184,10 @@ def _of_a_prompt(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
         if name in own and not (chats or (path in ENDPOINTS and name != edits)):
             got, remedy = f"it in a request to {shown(path)}", "send the request there"
             where = " or ".join(CHATS if name == edits else (*ENDPOINTS, MESSAGES))
-            raise wrong(name, f"it at {where}", got, f"{remedy}, or leave it out")
+            said = called.get(name, name)
+            raise wrong(said, f"it at {where}", got, f"{remedy}, or leave it out")
     if own.get(session) is not None:
-        require_session_name(session, own[session])
+        require_session_name(called.get(session, session), own[session])
     if edits in own:
         edits_of(own.pop(edits))
     if spans in own and path in CHATS:

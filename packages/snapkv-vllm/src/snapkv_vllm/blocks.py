@@ -66,6 +66,7 @@ class CompressedManager(FullAttentionManager):
             counts as computed.
         plans: of all requests that are known, by request; the scheduler's.
         lacking_blocks: that the request vLLM asked about last needs more for what it will keep.
+        rooms: blocks set aside for what a step keeps of a request: fresh ones, and of its own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -75,16 +76,11 @@ class CompressedManager(FullAttentionManager):
         self.lacking_blocks = 0
         self._reusable: Counter[int] = Counter()
         self._reuses: set[str] = set()
-        self._rooms: dict[str, tuple[list[KVCacheBlock], list[KVCacheBlock]]] = {}
+        self.rooms: dict[str, tuple[list[KVCacheBlock], list[KVCacheBlock]]] = {}
 
     def unshared_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """Blocks of a request that nobody else holds, the last first."""
         return [one for one in reversed(self.req_to_blocks.get(request_id, ())) if one.ref_cnt == 1]
-
-    @property
-    def holds_room(self) -> bool:
-        """Whether blocks that were free are set aside for what is kept."""
-        return any(fresh for fresh, _ in self._rooms.values())
 
     def room_blocks(self, request_id: str, seen_tokens: int, step_tokens: int) -> int:
         """Blocks that the tokens move to which a request keeps within so many computed tokens.
@@ -113,16 +109,16 @@ class CompressedManager(FullAttentionManager):
         """
         own = self.unshared_blocks(request_id)[: blocks - fresh_blocks]
         self.block_pool.evict_blocks(set(_ids(own)))
-        self._rooms[request_id] = self.block_pool.get_new_blocks(fresh_blocks), own
+        self.rooms[request_id] = self.block_pool.get_new_blocks(fresh_blocks), own
 
     def keep(self, request_id: str, order: Order) -> Move:
         blocks = self.req_to_blocks[request_id]
         room = order.room_tokens(self.block_size)
         sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
         in_place: list[KVCacheBlock] = blocks[: cdiv(room, self.block_size)]
-        assert request_id in self._rooms or not self._shares(request_id), "others may read these"
+        assert request_id in self.rooms or not self._shares(request_id), "others may read these"
         self._reuses.discard(request_id)
-        fresh, own = self._rooms.pop(request_id, ([], in_place))
+        fresh, own = self.rooms.pop(request_id, ([], in_place))
         stay = set(_ids(own))
         self.block_pool.free_blocks(one for one in reversed(blocks) if one.block_id not in stay)
         blocks[:] = fresh + own
@@ -260,7 +256,7 @@ class CompressedManager(FullAttentionManager):
         """Forget a request that has finished, was aborted or is preempted."""
         self.dropped_tokens.pop(request_id, None)
         self._reuses.discard(request_id)
-        fresh, _ = self._rooms.pop(request_id, ([], []))
+        fresh, _ = self.rooms.pop(request_id, ([], []))
         return [*super().pop_blocks_for_free(request_id), *fresh]
 
 
@@ -307,7 +303,8 @@ class CompressedBlocks:
     @property
     def hold_room(self) -> bool:
         """Whether blocks that were free are set aside for what the step under way keeps."""
-        return any(manager.holds_room for manager in self._managers.values())
+        rooms = (room for manager in self._managers.values() for room in manager.rooms.values())
+        return any(fresh for fresh, _ in rooms)
 
     def take_room(
         self, request_id: str, seen_tokens: int, step_tokens: int, *, others_blocks: int

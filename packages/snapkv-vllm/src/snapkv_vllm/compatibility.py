@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import RKV, TOVA, AcrossLayers, AdaKV
-from snapkv_vllm.documents.protocol import DOCUMENT, OF_SESSIONS, VERBS
+from snapkv_vllm.documents.protocol import DOCUMENT, VERBS
 from snapkv_vllm.layouts import FP8
 from snapkv_vllm.names import DECODE_BUDGET, PREFIX, SESSION, SPANS, shown, wrong
 
@@ -28,6 +28,7 @@ class Parts(TypedDict, total=False):
     given: Mapping[Any, Any]  # a request's `extra_args`
     params: Any  # its `SamplingParams`
     body: Mapping[str, Any]  # its JSON body
+    called: Mapping[str, str]  # what its client calls some of these settings
     request: Any  # what an endpoint or the scheduler makes of it
 
 
@@ -78,6 +79,7 @@ class Row:
             return
         because = f", since {self.why}" if self.why else ""
         name, shows = (option.name, got) if option.name else (shown(str(got)), "one")
+        name = parts.get("called", {}).get(name, name)
         leave = " or ".join(filter(None, (_typed(option.part, name), case.option)))
         remedy = self.remedy or f"leave {leave} out"
         error = wrong(name, f"{option.expected} {case.words}{because}", shows, remedy)
@@ -262,11 +264,7 @@ def _not_text(request: Any) -> object:
     return (has_embeddings or getattr(request, "mm_features", ())) and "embeddings or images"
 
 
-def _one_of(verbs: tuple[str, ...]) -> Option:
-    return Option("given", "", lambda g: next((verb for verb in verbs if verb in g), None))
-
-
-ABOUT_DOCUMENT, ABOUT_SESSIONS = _one_of(VERBS), _one_of(OF_SESSIONS)
+ABOUT_DOCUMENT = Option("given", "", lambda g: next((verb for verb in VERBS if verb in g), None))
 IN_SESSION = Option(
     "given", PREFIX + SESSION, lambda g: g.get(PREFIX + SESSION) is not None and "one"
 )
@@ -359,10 +357,7 @@ _TABLE: dict[Case, tuple[tuple[Option, *tuple[str, ...]], ...]] = {
         (NO_FOLDER, "files name the weights in it", "pass the folder of the downloaded model"),
     ),
     UNSHARED: ((ABOUT_DOCUMENT, "", "leave it out, or start the server with --share"),),
-    NO_SESSIONS: tuple(
-        (one, "", "leave it out, or start the server with --sessions")
-        for one in (IN_SESSION, ABOUT_SESSIONS)
-    ),
+    NO_SESSIONS: ((IN_SESSION, "", "leave it out, or start the server with --sessions"),),
     WITH_DIMENSIONS: ((IMAGES, "none was ever compressed so", f"send it with {PREFIX}budget 0"),),
     WITH_DOCUMENT: (
         (ANYTHING_ELSE, "it was compressed when it was registered; what follows it stays whole"),

@@ -208,7 +208,8 @@ class Compressor:
 
         def seen(run: LayerRun) -> PromptLayer:
             keys = run.layout.read_keys(sources, order.held_tokens)
-            return self._layer_of(run, request, voters, run.keys_of(keys))
+            layer = self._layer_of(run, request, voters, run.keys_of(keys))
+            return replace(layer, protected=order.choice.protected(layer))
 
         masks = kept_across(order.choice.policy, map(seen, runs), order.kept_tokens)
         counts = torch.cat([mask.sum(dim=-1) for mask in masks])

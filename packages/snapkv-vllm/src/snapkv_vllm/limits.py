@@ -13,7 +13,7 @@ from snapkv.validation import (
     require_choice,
     require_int,
 )
-from snapkv_vllm.methods import kept_tokens, require_first_protected
+from snapkv_vllm.methods import kept_tokens
 from snapkv_vllm.names import wrong
 from snapkv_vllm.plans import Growth, queries_of
 
@@ -75,9 +75,7 @@ class Limits(ConfigEntry):
             least = f"at least {wanted}, as many queries as {self.decode_policy} looks at"
             raise wrong("evict_every", least, every, "raise it, or choose another decode_policy")
 
-    def growth_of(
-        self, asked: int | None, prompt_policy: Policy | None, *, protect_first: int
-    ) -> Growth | None:
+    def growth_of(self, asked: int | None, prompt_policy: Policy | None) -> Growth | None:
         """What prompt and answer are held to while the answer grows; None where it may grow.
 
         That is by what the request asks for, no more than the server's. `prompt_policy` is None
@@ -99,11 +97,7 @@ class Limits(ConfigEntry):
             beside = f"what is kept of a prompt and the {every} tokens between two evictions"
             remedy = "raise it, or lower the budget or evict_every"
             raise wrong("decode_budget", f"at least {needed}, {beside}", tokens, remedy)
-        policy = self._evicting(tokens - every)
-        require_first_protected(policy, protect_first)
-        return Growth(
-            policy=policy, most_tokens=tokens, evict_every=every, protect_first=protect_first
-        )
+        return Growth(policy=self._evicting(tokens - every), most_tokens=tokens, evict_every=every)
 
     def _evicting(self, kept_tokens: int) -> EvictingPolicy:
         kind: Callable[..., Policy] = POLICIES[self.decode_policy]

@@ -21,7 +21,6 @@ from snapkv.policies import (
 )
 from snapkv.policies.default import default_parameters, default_policy
 from snapkv.policies.spans import Spans
-from snapkv.policies.states import LayerStates
 from snapkv.validation import DEFAULT, MOST
 from snapkv_vllm.names import PROTECT_FIRST
 from snapkv_vllm.spans import RequestSpans
@@ -190,9 +189,3 @@ def require_first_protected(policy: Policy, tokens: int) -> None:
             policy.require_protection(Spans(((0, tokens),)))
     except InvalidArgumentError as error:  # it says `protect`, as the library calls it
         raise InvalidArgumentError(f"{PROTECT_FIRST}{str(error).removeprefix('protect')}") from None
-
-
-def protected_first(layer: LayerStates, tokens: int) -> Tensor:
-    """Those of the slots that hold the first tokens, which are its first: (rows, 1, S) bool."""
-    slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
-    return Spans(((0, tokens),)).cover(slots).expand(layer.keys.shape[0], 1, -1)

@@ -8,14 +8,12 @@ cache is found by requests of the same key alone.
 
 import json
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
 
 from fastapi import HTTPException
 
 from snapkv.errors import SnapKVError
 from snapkv_vllm.admission import require_settings
 from snapkv_vllm.agents.front import (
-    in_words_of,
     moved_inside,
     note_body,
     refuse_in_forms,
@@ -114,25 +112,27 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
             text.extend(message.get("body", b""))
             more = message.get("more_body", False)
         body = _body_of(bytes(text))
-        if moved := _checked(body, None if about_documents else settings, path):
-            text = bytearray(json.dumps(moved).encode())
+        checked = _checked(body, None if about_documents else settings, path)
+        if checked is not body:
+            text = bytearray(json.dumps(checked).encode())
         return {"type": "http.request", "body": bytes(text), "more_body": False}
 
     return receive_whole
 
 
-def _checked(body: object, settings: ServingSettings | None, path: str) -> dict[str, Any] | None:
+def _checked(body: object, settings: ServingSettings | None, path: str) -> object:
     """As `moved_inside`; without settings where a body has fields of its own for its route."""
-    moved = None
+    checked = body
     try:
         if settings is not None:
-            moved = moved_inside(body, path, has_sessions=settings.sessions is not None)
-            require_settings(moved or body, settings, path)
+            has_sessions = settings.sessions is not None
+            checked, called = moved_inside(body, path, has_sessions=has_sessions)
+            require_settings(checked, settings, path, called)
         note_body(body, path)
     except SnapKVError as error:
         # FastAPI answers with it wherever it comes up while a body is read.
-        raise HTTPException(400, detail=in_words_of(body, str(error))) from error
-    return moved
+        raise HTTPException(400, detail=str(error)) from error
+    return checked
 
 
 def _is_form(scope: Message) -> bool:

@@ -29,6 +29,9 @@ SPANS, EDITS = "spans", "edits"
 SESSION = "session"
 """Names whose history a request goes on from, on servers that hold some."""
 
+SESSIONS, FORGET = PREFIX + "sessions", PREFIX + "forget"
+"""Methods of vLLM's engine that list the sessions whose names begin so, and delete one."""
+
 MESSAGES = "/v1/messages"
 """Anthropic's endpoint, of whose requests vLLM makes chats."""
 

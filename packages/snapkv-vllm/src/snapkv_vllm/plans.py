@@ -6,14 +6,15 @@ how many of them are held, and steps end where the plan says.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from snapkv.policies import DecodeStep, EvictingPolicy, Policy, PromptLayer
-from snapkv_vllm.methods import WithSpans, kept_tokens, protected_first
+from snapkv.policies.states import LayerStates
+from snapkv_vllm.methods import WithSpans, kept_tokens
 
 
 def queries_of(policy: EvictingPolicy) -> int:
@@ -29,6 +30,7 @@ class Choice:
     fills_pages: ClassVar[bool] = False  # whether every head then keeps whole pages
 
     policy: Policy
+    protect_first: int = field(default=0, kw_only=True)  # first tokens that stay
 
     @property
     def per_head_budget(self) -> bool:
@@ -47,8 +49,14 @@ class Choice:
             (layers, H or 1, K) int64, ascending, after a leading run of -1 where heads keep
             different numbers; None where the method keeps everything.
         """
-        selection = self.policy.select(layer)
+        selection = self.policy.select(replace(layer, protected=self.protected(layer)))
         return None if selection is None else selection.keep_indices
+
+    def protected(self, layer: LayerStates) -> Tensor | None:
+        """Slots of the first tokens that stay, which are a layer's first: (layers, 1, S) bool."""
+        slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
+        first = (slots < self.protect_first).expand(layer.keys.shape[0], 1, -1)
+        return first if self.protect_first else None
 
 
 class EndOfPrompt(Choice):
@@ -78,14 +86,12 @@ class WhileGenerating(Choice):
     policy: EvictingPolicy  # is shown no columns, as the methods that are served need none
     # how many of the last ones it sees, fewer than it wants where the answer has just begun
     queries: int
-    protect_first: int  # first tokens that stay
 
     @property
     def query_tokens(self) -> int:
         return self.queries
 
     def keep(self, layer: PromptLayer) -> Tensor | None:
-        first = self.protect_first
         step = DecodeStep(
             queries=layer.queries,
             keys=layer.keys,
@@ -93,7 +99,7 @@ class WhileGenerating(Choice):
             layer_idx=layer.layer_idx,
             depth=layer.depth,
             num_layers=layer.num_layers,
-            protected=protected_first(layer, first) if first else None,
+            protected=self.protected(layer),
             columns=torch.empty(*layer.keys.shape[:3], dtype=torch.int64, device="meta"),
             seen_tokens=layer.keys.shape[2],
         )
@@ -247,7 +253,6 @@ class Growth:
     policy: EvictingPolicy  # evicts
     most_tokens: int  # of prompt and answer that are held when a token has been generated
     evict_every: int  # generated tokens between two evictions; so many are dropped at once
-    protect_first: int = 0  # tokens that stay, of the prompt and, where it is shorter, the answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +268,11 @@ class Compression:
 class PromptPlan(RequestPlan):
     """When a request is compressed that has a prompt of its own, and to how much."""
 
+    ends_by: ClassVar[type[EndOfPrompt]] = EndOfPrompt
+
     prompt_tokens: int
     policy: Policy | None = None  # compresses the prompt; None leaves it whole
+    protect_first: int = 0  # tokens that stay of prompt and answer, next to those of spans
     growth: Growth | None = None
 
     def next(self, seen_tokens: int, held_tokens: int) -> Compression | None:
@@ -277,14 +285,15 @@ class PromptPlan(RequestPlan):
     def _at_the_end(self, held_then: int) -> Compression | None:
         if self.policy is None or (kept := kept_tokens(self.policy, held_then)) == held_then:
             return None
-        return Compression(at=self.prompt_tokens, kept_tokens=kept, choice=EndOfPrompt(self.policy))
+        choice = self.ends_by(self.policy, protect_first=self.protect_first)
+        return Compression(at=self.prompt_tokens, kept_tokens=kept, choice=choice)
 
     def _while_generating(self, seen: int, held: int) -> Compression | None:
         if (growth := self.growth) is None:
             return None
         at = max(self.prompt_tokens, seen - held + growth.most_tokens - 1) + 1
         queries = min(queries_of(growth.policy), at - self.prompt_tokens)
-        choice = WhileGenerating(growth.policy, queries, growth.protect_first)
+        choice = WhileGenerating(growth.policy, queries, protect_first=self.protect_first)
         kept = growth.most_tokens - growth.evict_every
         return Compression(at=at, kept_tokens=kept, choice=choice)
 
@@ -351,14 +360,10 @@ class PromptPlan(RequestPlan):
 class TurnPlan(PromptPlan):
     """The plan of a session's request, whose prompt may begin with a history that is held."""
 
+    ends_by = EndOfTurn
+
     prefix_tokens: int = 0  # that the blocks stand for with which it begins
     dropped_tokens: int = 0  # of those
-
-    def _at_the_end(self, held_then: int) -> Compression | None:
-        compression = super()._at_the_end(held_then)
-        if compression is None or self.policy is None:
-            return None
-        return replace(compression, choice=EndOfTurn(self.policy))
 
     @property
     def shared_tokens(self) -> int | None:

@@ -1,5 +1,6 @@
 """vLLM's schedulers, which also decide when a request is compressed."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +11,18 @@ require_supported_version()
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
-from snapkv_vllm.agents.sessions import held_sessions
+from snapkv_vllm.agents.sessions import HeldSessions, held_sessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
 from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.documents.protocol import OF_SESSIONS, document_request
+from snapkv_vllm.documents.protocol import document_request
 from snapkv_vllm.documents.registry import registry
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.metrics import PromptMetrics
+from snapkv_vllm.names import FORGET, SESSIONS
 from snapkv_vllm.plans import Order, PrefixReuse, PromptPlan, RequestPlan
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.refusals import compressed_managers
@@ -84,10 +87,8 @@ class _CompressingScheduler(Scheduler):
         asked = document_request(given)
         require_compatible(settings=self._settings, given=given, params=params, request=request)
         if asked is not None:
-            asks_sessions = asked.verb in OF_SESSIONS
-            held: Any = self._sessions if asks_sessions else self._documents
-            plan: RequestPlan = held.plan_of_asked(asked, request)
-            return plan
+            assert self._documents is not None
+            return self._documents.plan_of_asked(asked, request)
         if params is None or request.resumable:
             return PromptPlan(prompt_tokens=request.num_prompt_tokens)
         plan = self._settings.plan_for(given, request.num_prompt_tokens)
@@ -158,7 +159,7 @@ class _CompressingScheduler(Scheduler):
             complete = read and request.status in _COMPLETE
             registered = self._documents.request_ends(request.request_id, is_complete=complete)
         if self._sessions is not None:
-            registered = self._sessions.request_ends(request) or registered
+            self._sessions.request_ends(request)
         _, of_encoder = super()._free_request(request, *args, **kwargs)
         if self._sessions is not None:
             self._sessions.count()
@@ -285,9 +286,19 @@ class _CompressingAsyncScheduler(_CompressingScheduler, AsyncScheduler):
     """The same over vLLM's asynchronous scheduler."""
 
 
+def _asked(method: Callable[[HeldSessions, str], Any]) -> Callable[[Any, str], Any]:
+    return lambda engine, whose: method(engine.scheduler._sessions, whose)
+
+
 def scheduler(*args: Any, **kwargs: Any) -> Any:
-    """The compressing counterpart of the scheduler that vLLM would have taken."""
+    """The compressing counterpart of the scheduler that vLLM would have taken.
+
+    The engine that holds it answers what front ends ask about sessions between two steps, also
+    where all requests that there is room for are under way.
+    """
     end_with_parent()
+    for name, method in ((SESSIONS, HeldSessions.listed), (FORGET, HeldSessions.deleted)):
+        setattr(EngineCore, name, _asked(method))
     asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
     kind = _CompressingAsyncScheduler if asynchronous else _CompressingScheduler
     return kind(*args, **kwargs)

@@ -284,13 +284,19 @@ class ServingSettings:
         parameters = self._parameters(own)
         made = self._made(budget or None, parameters)
         policy = made if budget else None
-        if policy is not None:
-            require_first_protected(policy, first)
-        growth = self.limits.growth_of(decode_budget, policy, protect_first=first)
-        if spans or (first and budget):
+        growth = self.limits.growth_of(decode_budget, policy)
+        for one in (policy, None if growth is None else growth.policy):
+            if one is not None:
+                require_first_protected(one, first)
+        if spans:
             protecting = spans.protecting(min(first, prompt_tokens))
-            policy = self._with_spans(protecting, budget, parameters, prompt_tokens)
-        return PromptPlan(prompt_tokens=prompt_tokens, policy=policy, growth=growth)
+            policy = self._with_spans(made, protecting, budget, parameters, prompt_tokens)
+        return PromptPlan(
+            prompt_tokens=prompt_tokens,
+            policy=policy,
+            protect_first=0 if spans else first,
+            growth=growth,
+        )
 
     def _parameters(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """The server's, without what the request's pooling has no use for, and the request's."""
@@ -300,14 +306,18 @@ class ServingSettings:
         return parameters | dict(own)
 
     def _with_spans(
-        self, spans: RequestSpans, budget: int, parameters: Mapping[str, Any], prompt_tokens: int
+        self,
+        plain: Policy,
+        spans: RequestSpans,
+        budget: int,
+        parameters: Mapping[str, Any],
+        prompt_tokens: int,
     ) -> WithSpans:
-        """The method with room for the spans, of what they leave the budget; 0 keeps all of that.
+        """`plain` with room for the spans, of what they leave the budget; 0 keeps all of that.
 
         `prompt_tokens` may be too few where a request is only checked.
         """
-        scores = scoring(self._made(None, parameters))
-        window, first = last_tokens(scores), first_tokens(scores)
+        window, first = last_tokens(plain), first_tokens(scoring(plain))
         of_spans = []
         for (start, end), kept in spans.compress:
             if start < first:

@@ -34,10 +34,7 @@ class CompressingWorker(PlatformWorker):
         self, path: str, blocks: list[list[int]], model: dict[str, Any], seal: str, most_bytes: int
     ) -> str:
         """See `DocumentStates.fill` and `refusal_of`; for `collective_rpc`, between two steps."""
-        states, vocabulary = self.model_runner._compressor.documents, self._vocabulary
+        states = self.model_runner._compressor.documents
+        vocabulary = self.model_config.get_vocab_size()
         own = {"seal": seal, "most_bytes": most_bytes, "vocabulary": vocabulary}
         return refusal_of(lambda: states.fill(path, blocks, model, **own))
-
-    @property
-    def _vocabulary(self) -> int:
-        return int(self.model_config.get_vocab_size())

@@ -102,7 +102,7 @@ def test_an_answer_grows_to_its_budget_and_is_evicted_from_at_once():
     request = Requests(plan).run(140, [100])
     assert request.ended == [(100, 64), (116, 70), (126, 70), (136, 70)]
     ended = [order for order in request.orders if order.ends]
-    assert ended[1].choice == WhileGenerating(TOVA(70), 1, 0)
+    assert ended[1].choice == WhileGenerating(TOVA(70), 1)
     assert (ended[1].held_tokens, ended[1].dropped_tokens) == (80, 46)
     assert request.most_held == 100
 

@@ -13,7 +13,7 @@ from snapkv.policies.spans import Spans
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
-from snapkv_vllm.methods import WithSpans, kept_tokens
+from snapkv_vllm.methods import WithSpans
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.spans import RequestSpans
 from tests.ops.states import random_layer
@@ -192,11 +192,10 @@ def test_settings_travel_as_json():
 def test_first_tokens_are_protected_by_the_server_or_a_request():
     settings = PAPERS(budget=64, protect_first=20)
     assert ServingSettings.from_config(settings.to_config()) == settings
-    protecting = WithSpans(SnapKV(64), RequestSpans(protect=Spans(((0, 20),))))
-    assert settings.plan_for(None, 100).policy == protecting
+    plan = settings.plan_for(None, 100)
+    assert (plan.policy, plan.protect_first) == (SnapKV(64), 20)
     assert settings.for_request({"snapkv_protect_first": 0}) == SnapKV(64)
-    most = settings.plan_for({"snapkv_protect_first": 32}, 100).policy
-    assert kept_tokens(most, 100) == 64
+    assert settings.plan_for({"snapkv_protect_first": 32}, 100).next(0, 0).kept_tokens == 64
     for value, words in ((33, "at most 32 tokens.* got 33"), (-1, "at least 0")):
         with pytest.raises(InvalidArgumentError, match=words):
             settings.for_request({"snapkv_protect_first": value})
@@ -207,15 +206,19 @@ def test_first_tokens_are_protected_by_the_server_or_a_request():
 
 
 @pytest.mark.parametrize(
-    ("policy", "first"), [("default", 10), ("default", 32), ("tova", 10), ("streaming-llm", 10)]
+    ("policy", "first"),
+    [("default", 10), ("default", 32), ("tova", 10), ("streaming-llm", 10), ("adakv", 10)],
 )
 def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy, first):
     """Sinks are among them: there is room for all that the window leaves."""
-    made = ServingSettings(policy=policy, budget=48, protect_first=first).plan_for(None, 90).policy
-    layer = random_layer(0, prompt_tokens=90, query_tokens=made.query_tokens)
-    kept = made.select(layer).keep_indices
-    assert kept.shape[-1] == kept_tokens(made, 90) == 48
-    assert (kept[..., :first] == torch.arange(first)).all()
+    plan = ServingSettings(policy=policy, budget=48, protect_first=first).plan_for(None, 90)
+    end = plan.next(0, 0)
+    layer = random_layer(0, prompt_tokens=90, query_tokens=end.choice.query_tokens)
+    kept = end.choice.keep(layer)
+    by_spans = WithSpans(plan.policy, RequestSpans(protect=Spans(((0, first),))))
+    assert torch.equal(kept, by_spans.select(layer).keep_indices)
+    assert (kept >= 0).sum(-1).float().mean() == end.kept_tokens == 48
+    assert all(set(range(first)) <= set(row.tolist()) for row in kept.flatten(0, 1))
 
 
 # Shared documents.

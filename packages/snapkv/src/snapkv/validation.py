@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Collection, Iterable
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
@@ -255,6 +256,16 @@ def _require_number(
             f"{argument}: expected a number in {interval}, got {value}; pass a fraction such as "
             f"{example}"
         )
+
+
+def path_of(argument: str, value: object) -> Path:
+    """The path that `value` is, or names."""
+    if not isinstance(value, str | os.PathLike):
+        raise InvalidTypeError(
+            f"{argument}: expected a path, got {value!r} of type {type(value).__name__}; pass a "
+            "text or a Path"
+        )
+    return Path(value)
 
 
 def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ from snapkv.app.conversation import Conversation
 from snapkv.app.prompts import Prompt, question_prompt, text_prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import BudgetTooSmallError, InvalidArgumentError, InvalidTypeError
 
 DOCUMENT = "The gate opens at nine. " * 8 + "The code word is pelican. " + "Boats leave. " * 20
 FEW = GenerationSettings(max_new_tokens=2)
@@ -83,6 +83,27 @@ def test_what_does_not_fit_by_default_is_left_with_one_line_and_refused_by_name(
             Protection(system=True).spans(prompt, policy, demo.tokenizer)
     assert Protection(system=None).spans(prompt, FullCache(), demo.tokenizer) == []
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+@pytest.mark.parametrize("group_reduce", ["mean", "none"])
+def test_what_fits_by_default_into_bytes_is_what_the_prefill_has_room_for(
+    tiny, capsys, quantize, group_reduce
+):
+    prompt = question_prompt(tiny.tokenizer, DOCUMENT, "Which word?")
+    default, asked = (Protection(system=system) for system in (None, True))
+    found = set()
+    for budget in ("8%", "60%", "2kB", "6kB", "12kB", "20kB", "60kB"):
+        policy = SnapKV(budget, window_size=16, group_reduce=group_reduce)
+        try:
+            given = answer(tiny, prompt, policy, FEW, protection=default, quantize=quantize)
+        except BudgetTooSmallError:  # for the window
+            continue
+        found.add(bool(given.protected))
+        assert ("is not protected" in capsys.readouterr().err) is not bool(given.protected)
+        if given.protected:
+            answer(tiny, prompt, policy, FEW, protection=asked, quantize=quantize)
+    assert found == {False, True}
 
 
 @pytest.mark.parametrize(

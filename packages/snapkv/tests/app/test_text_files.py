@@ -107,7 +107,11 @@ def test_pdf_gives_the_text_of_every_page(tmp_path, name):
 
 def test_a_notebook_gives_its_cells_and_the_text_that_they_put_out(tmp_path):
     drawn = {"image/png": "iVBOR", "text/plain": ["<Figure>"]}
-    outputs = [{"name": "stdout", "text": ["3\n", "4\n"]}, {"data": drawn}, {"ename": "KeyError"}]
+    outputs = [
+        {"name": "stdout", "text": ["3\n", "4\n"]},
+        {"data": drawn},
+        {"ename": "KeyError", "evalue": "7"},
+    ]
     cells = [
         {"cell_type": "markdown", "source": ["# Tides\n", "in fathoms"]},
         {"cell_type": "code", "source": "tides()", "outputs": outputs},
@@ -115,7 +119,7 @@ def test_a_notebook_gives_its_cells_and_the_text_that_they_put_out(tmp_path):
     path = tmp_path / "tides.ipynb"
     path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
     (document,) = text_files.read([str(path)])
-    assert document.text == "# Tides\nin fathoms\n\ntides()\n\n3\n4\n\n<Figure>"
+    assert document.text == "# Tides\nin fathoms\n\ntides()\n\n3\n4\n\n<Figure>\n\nKeyError: 7"
 
 
 def test_standard_input(monkeypatch):

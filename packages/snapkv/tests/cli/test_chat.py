@@ -51,6 +51,7 @@ def test_json_is_one_object_a_line_and_no_budget_is_needed(chat, recall):
     assert stats["stats"]["seen_tokens"] > second["prompt_tokens"]
     small = chat(FIRST, "/stats", options=(*SMALL, *recall, "--json")).out.splitlines()
     assert (json.loads(small[1])["stats"]["host_bytes"] > 0) == (not recall)
+    assert stats["stats"].keys() == second["cache"].keys()
 
 
 def test_what_was_said_is_dropped(chat):

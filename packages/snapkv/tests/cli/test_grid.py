@@ -92,6 +92,12 @@ def test_short_numbers_stay_whole_and_brackets_are_no_markup():
     assert all(text in page for text in ("[i]a[/i]", "[red]x[/red] [/b]", "[t]", "[/c]"))
 
 
+def test_a_width_of_0_says_that_nobody_knows_it(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "0")
+    show(GRIDS["many columns"])
+    assert "1,234,567.8" in capsys.readouterr().out
+
+
 def test_a_terminal_without_unicode_still_shows_everything(monkeypatch):
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", output)

@@ -163,6 +163,19 @@ def test_a_parameter_alone_is_heeded_behind_compressed_documents(snapkv, refused
     asked = ("ask", "--library", "lib", "-q", "Rent in May?", "--max-new-tokens", 1, "--json")
     assert json.loads(snapkv(*asked).out)["runs"][0]["method"] == "full"
     assert "decay=0.9" in refused(*asked, "--decay", 0.9)
+    fewer = json.loads(snapkv(*asked, "--budget", 40).out)["runs"][0]
+    assert (fewer["method"], fewer["kept_tokens"]) == ("snapkv, fading", 40)
+
+
+def test_bytes_of_whole_documents_hold_codes_as_those_of_files_do(snapkv, added):
+    asked = ("ask", "--library", "lib", "-q", "Rent in May?", "--max-new-tokens", 1, "--json")
+    coded, exact = (
+        json.loads(snapkv(*asked, "--budget", "50%", *more).out)["runs"][0]["cache"]
+        for more in ((), ("--exact-bits",))
+    )
+    assert list(coded["bits"]) == ["8/4"]
+    assert list(exact["bits"]) == ["32"]
+    assert coded["held_bytes"] <= exact["held_bytes"] <= exact["full_bytes"] / 2
 
 
 def test_a_damaged_file_is_named_mended_and_not_used(snapkv, added):

@@ -140,6 +140,8 @@ def test_who_names_no_method_gets_the_default(set_, options, policy, name):
         ("snapvk", "", {}, "did you mean snapkv?"),
         ("full", "", {"budget": 64}, "full, which has none, got budget=64"),
         ("newcomer", "", {"kernel_size": "5"}, "which has budget, decay, greedy, mode"),
+        ("snapkv", "budget=128", {"budget": 64}, "budget: expected it once, got 64 and 128"),
+        ("snapkv", "sink-tokens=1;sink_tokens=2", {}, "sink_tokens: expected it once, got 1 and 2"),
         ("default", "kernelsize=5", {}, "did you mean kernel_size?"),
         ("default", "kernel_size", {}, "expected NAME=VALUE, got 'kernel_size'"),
         ("default", "=5", {}, "expected NAME=VALUE"),

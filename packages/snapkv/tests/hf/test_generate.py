@@ -1,5 +1,6 @@
 """Every way `model.generate` can run, on a compressed cache, against masked full attention."""
 
+import copy
 import functools
 import gc
 import inspect
@@ -9,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from transformers import TextStreamer, pipeline
+from transformers import GenerationConfig, TextStreamer, pipeline
 
 from snapkv import (
     AcrossLayers,
@@ -189,11 +190,35 @@ REFUSED = {
 def test_what_is_refused_leaves_no_announcement_behind(options, error, message):
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), POLICY)
     with pytest.raises(error, match=message):
-        model.generate(random_ids(1, PROMPT), past_key_values=cache, **options)
+        model.generate(random_ids(1, PROMPT), past_key_values=cache, **OPTIONS, **options)
     model(random_ids(1, PROMPT + 40), past_key_values=cache)
     assert cache.report().kept_tokens == 36
     with pytest.raises(CacheMismatchError, match=r"already seen.*reset"):
         model.generate(random_ids(1, 40), past_key_values=cache, **OPTIONS)
+
+
+SWITCHED_OFF = {
+    "by an argument that says nothing": ((), {"use_cache": None}),
+    "by a config without a name": ((GenerationConfig(use_cache=False),), {}),
+    "by the checkpoint, under a config that does not say": ((GenerationConfig(),), {}),
+}
+
+
+@pytest.mark.parametrize(("given", "options"), SWITCHED_OFF.values(), ids=SWITCHED_OFF)
+def test_no_prompt_is_read_once_a_step_however_the_cache_was_switched_off(given, options):
+    model = copy.deepcopy(tiny_model("llama"))
+    model.generation_config.use_cache = False
+    cache = CompressedCache(model, POLICY)
+    with pytest.raises(InvalidArgumentError, match="use_cache: expected True"):
+        model.generate(random_ids(1, PROMPT), *given, past_key_values=cache, **OPTIONS, **options)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_mask_of_more_columns_than_tokens_is_refused():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    cache = CompressedCache(model, POLICY)
+    with pytest.raises(InvalidArgumentError, match=r"attention_mask: .* each of 80 tokens, got 90"):
+        model.generate(ids, attention_mask=torch.ones(1, 90), past_key_values=cache, **OPTIONS)
 
 
 def test_drafts_are_read_in_a_pass_of_their_own():

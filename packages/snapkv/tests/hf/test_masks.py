@@ -10,8 +10,8 @@ from tests.pairs import pairs
 
 T, WINDOW = 7, 3
 PADS = [2, 0, 5]
-FORMS = ["2-D", "bool", "additive -inf", "bf16", "block"]
-FORMS_4D = FORMS[1:4]
+FORMS = ["2-D", "bool", "additive -inf", "bf16", "bf16 -1e4", "block"]
+FORMS_4D = FORMS[1:5]
 
 
 def columns_visible(pads=PADS, tokens=T):
@@ -47,8 +47,8 @@ def in_form(form, visible):
 def as_additive(form, allowed):
     if form == "bool":
         return allowed
-    dtype = torch.bfloat16 if form == "bf16" else torch.float32
-    lowest = float("-inf") if form == "additive -inf" else torch.finfo(dtype).min
+    dtype = torch.bfloat16 if "bf16" in form else torch.float32
+    lowest = {"additive -inf": float("-inf"), "bf16 -1e4": -1e4}.get(form, torch.finfo(dtype).min)
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, lowest)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from snapkv import AdaKV, CompressedCache, FullCache, KeyDiff, SnapKV
+from snapkv import AdaKV, CompressedCache, FullCache, KeyDiff, SnapKV, default_policy
 from snapkv.library import blend, joined_ids
 from snapkv.storage.ragged import RaggedStore
 from tests.families import call, random_ids, tiny_model
@@ -69,6 +69,17 @@ def test_the_question_votes_and_the_policy_compresses(kind, around):
         assert (kept[:, -6:] == torch.arange(seen - 6, seen)).all()
         for head, positions in enumerate(kept):
             assert set(positions[:-6].tolist()) <= {*before[head].tolist(), -1}
+
+
+def test_without_a_method_each_layer_chooses_again_of_documents_that_were_compressed():
+    model, question = tiny_model("llama"), asked(6)
+    parts = parts_of(model, "even")
+    ids = torch.cat([joined_ids(parts), question], dim=1)
+    cache, whole = (blend(model, parts, policy, recompute=0) for policy in (None, FullCache()))
+    for each in (cache, whole):
+        model.generate(ids, past_key_values=each, max_new_tokens=1, do_sample=False)
+    assert cache.policy == default_policy().policy
+    assert all(map(torch.equal, *(map(of.kept_positions, range(2)) for of in (cache, whole))))
 
 
 OPTIONS = (

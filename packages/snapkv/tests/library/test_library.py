@@ -13,6 +13,7 @@ from snapkv import (
     H2O,
     AcrossLayers,
     AdaKV,
+    CompressedCache,
     FullCache,
     InvalidTypeError,
     KVCodes,
@@ -20,6 +21,7 @@ from snapkv import (
     Library,
     LibraryError,
     SnapKV,
+    StreamingLLM,
     default_policy,
 )
 from snapkv.app.models import LoadedModel
@@ -308,6 +310,26 @@ def test_a_folder_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path, name)
     with pytest.raises(LibraryError, match="library: expected"):
         Library(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_a_document_that_cannot_be_read_does_not_fix_a_new_librarys_method(tmp_path, tiny):
+    library, moved = Library(tmp_path / "new"), StreamingLLM(64)
+    given = tiny.model, tiny.tokenizer, [("long", "The gate opens at nine. " * 40)]
+    assert whats(library.add(*given, moved)) == ["failed"]
+    assert library.about is None
+    assert whats(library.add(*given, SnapKV(64), bits="int8")) == ["read"]
+    assert library.required().policy["name"] == "snapkv"
+
+
+@pytest.mark.parametrize("path", [None, 3, b"lib"], ids=repr)
+def test_what_is_no_path_is_refused_by_name(path, tiny):
+    for name, opened in (
+        ("library", Library),
+        ("path", lambda given: CompressedCache.load(given, tiny.model)),
+        ("path", CompressedCache(tiny.model).save),
+    ):
+        with pytest.raises(InvalidTypeError, match=f"{name}: expected a path, got {path!r}"):
+            opened(path)
 
 
 def test_a_record_of_somebody_else_is_not_replaced(library, tiny):

@@ -17,6 +17,7 @@ from snapkv import (
     SnapKV,
     StreamingLLM,
     UnsupportedModelError,
+    default_policy,
 )
 from snapkv.library import Part, blend, joined_ids
 from tests.families import call, random_ids, tiny_config, tiny_model
@@ -79,6 +80,8 @@ BLENDS = [
      {"policy": KVzip(16, window_size=4)}),
     (ARGUMENT, "policy: expected a method with a budget", of("even"),
      {"policy": SnapKV(keep_ratio=0.5)}),
+    (ARGUMENT, "policy: expected a method with a budget", of("even"),
+     {"policy": default_policy(64)}),
     (ARGUMENT, "policy: expected one that only compresses", of("uneven"), {"policy": TOVA(16)}),
     *[
         (ARGUMENT, f"{name}: expected", of(kind), {"policy": SMALL, name: value})

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,13 +98,9 @@ def decode(tokens: Tokens = 16, *, options: BenchOptions) -> None:
     from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 
     def rows(model: Any, **compared: Any) -> Rows:
-        return DecodeBench(
-            model=model,
-            batches=integers("batch", options.batch),
-            tokens=tokens,
-            bytes_per_second=copy_bandwidth(model.device),
-            **compared,
-        ).rows()
+        compared |= {"batches": integers("batch", options.batch), "tokens": tokens}
+        speed = copy_bandwidth(model.device)
+        return DecodeBench(model=model, bytes_per_second=speed, **compared).rows()
 
     _run(options, rows)
 
@@ -177,15 +174,9 @@ def throughput(
             f"batch: expected none, since the largest batch that fits is searched for, got "
             f"{options.batch}; leave it out, or measure that one with snapkv bench decode"
         )
-    from snapkv_lab.measure.decode import ThroughputBench
+    from snapkv_lab.measure.decode import throughput as rows
 
-    memory_bytes = int(memory_gb * 1e9)
-    _run(
-        options,
-        lambda **compared: ThroughputBench(
-            memory_bytes=memory_bytes, tokens=tokens, **compared
-        ).rows(),
-    )
+    _run(options, partial(rows, memory_bytes=int(memory_gb * 1e9), tokens=tokens))
 
 
 def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:

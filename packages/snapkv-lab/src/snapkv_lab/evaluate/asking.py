@@ -142,7 +142,9 @@ class Answerer:
             try:
                 for given in self._answers(asked, method, reader, ends):
                     turn = left[0]
-                    found: Row = {"status": "ok"} | self._scored(asked.task, turn, given)
+                    said = given.text.removeprefix(turn.answer_start)
+                    found: Row = {"status": "ok", "prediction": said}
+                    found["score"] = asked.task.score(turn, said)
                     if wanted is not None and ends is not None:
                         found["loss"] = wanted[turn.name].loss(self.loaded, ends.pop())
                         ends.clear()
@@ -158,19 +160,14 @@ class Answerer:
             for turn in left:
                 yield asked.record(turn, method) | {"status": status}
 
-    def _scored(self, task: Task, turn: Sample, given: Answer) -> Row:
-        prediction = given.text.removeprefix(turn.answer_start)
-        return {"prediction": prediction, "score": task.score(turn, prediction)}
-
     def _answers(
         self, asked: AskedSample, method: Method, reader: PromptReader, ends: list[PromptEnd] | None
     ) -> Iterator[Answer]:
         """The answer to a sample, or to every turn of a conversation; `ends` gets its prompt's."""
         sample = asked.sample
         if isinstance(sample, Conversation):
-            yield from converse(
-                self.loaded, sample, method, asked.template, asked.question, ends=ends
-            )
+            how = method, asked.template, asked.question
+            yield from converse(self.loaded, sample, *how, ends=ends)
         else:
             way = method.policy, method.prefill, sample.protection
             yield reader.answer(*way, ends, method.bits)

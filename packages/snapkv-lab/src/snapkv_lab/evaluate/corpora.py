@@ -139,14 +139,14 @@ Check = tuple[str, Callable[[Any], bool]]
 
 def parsed_lines(
     lines: Iterable[str | bytes], checks: Mapping[str, Check], path: Path, remedy: str
-) -> list[Row]:
-    """The JSON objects of a file's lines, blank ones skipped; every field as `checks` say."""
-    found = []
+) -> dict[int, Row]:
+    """The JSON objects of a file by line, blank ones skipped; every field as `checks` say."""
+    found = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
             place = f"{path}, line {number}"
-            found.append(_parsed(line, place, remedy))
-            require_fields(found[-1], checks, place, remedy)
+            found[number] = _parsed(line, place, remedy)
+            require_fields(found[number], checks, place, remedy)
     if not found:
         raise DocumentError(f"data: expected rows in {path}, got none; {remedy}")
     return found

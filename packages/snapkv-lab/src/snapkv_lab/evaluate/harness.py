@@ -171,10 +171,8 @@ class CompressedLM(LM):
             for request, prompt, setting in zip(requests, prompts, settings, strict=True)
         ]
 
-        def alike(place: int) -> GenerationSettings:
-            """Where the most likely token is taken, the seed has no meaning."""
-            setting = settings[place]
-            return setting if setting.temperature else replace(setting, seed=0)
+        # Where the most likely token is taken, the seed has no meaning.
+        alike = [each if each.temperature else replace(each, seed=0) for each in settings]
 
         def give(places: Sequence[int]) -> Iterator[str]:
             for start in range(0, len(places), self._batch_size):
@@ -196,19 +194,14 @@ class CompressedLM(LM):
                 )
             self._require_positions(context.shape[1] + continuation.shape[1])
 
-        def alike(place: int) -> list[int]:
-            ids: list[int] = pairs[place][0][0].tolist()
-            return ids
-
         def give(places: Sequence[int]) -> Iterator[tuple[float, bool]]:
-            context = pairs[places[0]][0]
-            together = [pairs[place][1] for place in places]
-            policy, bits = self._method.policy, self._method.bits
-            size = self._batch_size
-            return log_likelihoods(self._loaded, context, together, policy, size, bits)
+            context, together = pairs[places[0]][0], [pairs[place][1] for place in places]
+            how = self._method.policy, self._batch_size, self._method.bits
+            return log_likelihoods(self._loaded, context, together, *how)
 
         keys = [self._key(request, list(request.args)) for request in requests]
-        return [(score, greedy) for score, greedy in self._responses(keys, "scoring", alike, give)]
+        contexts = [context[0].tolist() for context, _ in pairs]
+        return list(map(tuple, self._responses(keys, "scoring", contexts, give)))
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         raise InvalidArgumentError(
@@ -256,14 +249,17 @@ class CompressedLM(LM):
         self,
         keys: Sequence[Key],
         what: str,
-        alike: Callable[[int], Any],
+        alike: Sequence[Any],
         give: Callable[[Sequence[int]], Iterable[Any]],
     ) -> list[Any]:
-        """A response to every request; each is on the disk before the next one is computed."""
+        """A response to every request; each is on the disk before the next one is computed.
+
+        Requests in turn whose `alike` are equal are given together.
+        """
         tell = self._on_progress or (lambda *_: None)
         places = {key: place for place, key in enumerate(keys) if key not in self._store}
         done = len(keys) - len(places)
-        for _, group in itertools.groupby(sorted(places.values()), alike):
+        for _, group in itertools.groupby(sorted(places.values()), alike.__getitem__):
             together = list(group)
             tell(f"{what}, {self._method.label}", done, len(keys))
             for place, response in zip(together, give(together), strict=True):
@@ -275,13 +271,10 @@ class CompressedLM(LM):
         return [self._store[key]["response"] for key in keys]
 
     def _generated(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[str]:
-        if len(prompts) > 1:
-            return answers_together(
-                self._loaded, prompts, self._method.policy, settings, self._method.bits
-            )
-        (alone,) = prompts
         policy, bits = self._method.policy, self._method.bits
-        return [answer(self._loaded, alone, policy, settings, quantize=bits).text]
+        if len(prompts) > 1:
+            return answers_together(self._loaded, prompts, policy, settings, bits)
+        return [answer(self._loaded, prompts[0], policy, settings, quantize=bits).text]
 
     def _prompt(self, text: str) -> Prompt:
         return Prompt.written(text) if self._chat else Prompt(text=text)
@@ -299,9 +292,8 @@ class CompressedLM(LM):
         stripped = context.rstrip()
         if not stripped:
             tokenizer = self._loaded.tokenizer
-            first = (
-                tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-            )
+            begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+            first = end if begin is None else begin
             nothing = Prompt(text="", has_special_tokens=True)
             ids = self._ids(nothing.followed_by(tokenizer, context + continuation))
             return ids.new_tensor([[first]]), ids

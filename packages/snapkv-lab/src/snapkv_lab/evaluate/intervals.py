@@ -52,10 +52,8 @@ def mean_interval(columns: Iterable[Sequence[Cell]]) -> Interval | None:
     which one of them has no answer draws for itself.
 
     Of few samples an interval is too narrow, by a factor of about sqrt((n - 1) / n) for n in a
-    cell. Samples that are all alike give one without width, whatever their number.
-
-    Returns:
-        None where there is nothing to draw from: no column, or one of a single sample.
+    cell. Samples that are all alike give one without width, whatever their number. None where there
+    is nothing to draw from: no column, or one of a single sample.
     """
     drawn = [_drawn_from(cells) for cells in columns]
     if not drawn or any(len(samples) < 2 for cells in drawn for samples, _ in cells):

@@ -37,13 +37,7 @@ class OnRay:
     when it ended is asked again, of one method at a time, which needs less memory; where that ends
     workers too, its records say that it was lost.
 
-    Args:
-        address: local, auto, or that of a cluster.
-        load: arguments of `snapkv.app.models.load` but for the device.
-        workers: how many.
-
-    Attributes:
-        device: what each has its model on.
+    `load` are arguments of `snapkv.app.models.load` but for the device, which is that of each.
     """
 
     def __init__(self, address: str, load: Mapping[str, Any], workers: int | None = None) -> None:

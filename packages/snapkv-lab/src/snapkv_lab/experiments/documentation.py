@@ -40,14 +40,8 @@ def planned(page: str) -> str:
     lines = []
     for name in _MODELS:
         footprint = footprint_of(shapes.outline(name, dtype=torch.bfloat16))
-        alone, many = (
-            Plan(
-                model=name,
-                footprint=footprint,
-                request=Request(context_tokens=128_000, batch=batch),
-            )
-            for batch in (1, 8)
-        )
+        requests = (Request(context_tokens=128_000, batch=batch) for batch in (1, 8))
+        alone, many = (Plan(model=name, footprint=footprint, request=each) for each in requests)
         sizes = footprint.weights_bytes, alone.full.cache_bytes, alone.compressed.cache_bytes
         faster = (f"{each.decode_speedup:.1f}x" for each in (alone, many))
         lines.append([name, *map(format_bytes, sizes), *faster])
@@ -70,13 +64,12 @@ _BAR = 0.38
 def overview(rows: list[Row]) -> "Figure":
     """Bytes held, and time per token, after a short and a long prompt."""
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
     timed = [row for row in of(rows, benchmark="decode") if "ms_per_token" in row]
     budget = timed[0]["budget"]
     labels = {"full": "full cache", "snapkv": f"SnapKV, budget {budget}"}
     with rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 2.6), layout="constrained")
+        figure = drawing.figure(7.2, 2.6)
         held, time = figure.subplots(1, 2)
         for place, (cache, label) in enumerate(labels.items()):
             own = sorted(of(timed, cache=cache), key=lambda row: int(row["prompt_tokens"]))

@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from snapkv import H2O, FullCache, SnapKV, StreamingLLM
-from snapkv.policies import default_policy
+from snapkv.policies import Policy, default_policy
 from snapkv_lab import drawing
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.intervals import METHOD
@@ -47,21 +47,13 @@ class TaskComparison(NamedTuple):
     @property
     def methods(self) -> list[Method]:
         """The full cache, the default, the paper's votes, and the two oldest rivals."""
-        return _labelled(
-            full=FullCache(),
-            default=default_policy(self.budget),
-            SnapKV=SnapKV(self.budget),
-            StreamingLLM=StreamingLLM(self.budget),
-            H2O=H2O(self.budget),
-        )
+        policies: dict[str, Policy] = {"full": FullCache(), "default": default_policy(self.budget)}
+        policies |= {made.__name__: made(self.budget) for made in (SnapKV, StreamingLLM, H2O)}
+        return [Method(label=label, policy=policy) for label, policy in policies.items()]
 
 
 def _say(description: str, done: int, total: int) -> None:
     print(f"{done} of {total}: {description}", file=sys.stderr)
-
-
-def _labelled(**policies: Any) -> list[Method]:
-    return [Method(label=label, policy=policy) for label, policy in policies.items()]
 
 
 COMPARISONS = {

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from snapkv.app.models import LoadedModel, load
-from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.pages import PAGES, Listing, filled
 from snapkv_lab.experiments.prompts import NeedlePrompt, make_documents
 from snapkv_lab.experiments.records import RESULTS, describe_environment, environment_line
@@ -60,8 +59,7 @@ class RunContext(SimpleNamespace):
 
     def documents(self, tokens: int, count: int = 1) -> list[NeedlePrompt]:
         """Prompts of so many tokens with a magic number in each."""
-        haystack = load_haystack()
-        return make_documents(self.loaded.tokenizer, haystack, prompt_tokens=tokens, count=count)
+        return make_documents(self.loaded.tokenizer, prompt_tokens=tokens, count=count)
 
     @property
     def stored(self) -> bool:

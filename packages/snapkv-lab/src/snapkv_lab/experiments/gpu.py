@@ -14,8 +14,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from snapkv.validation import first_line
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.records import describe_environment
-from snapkv_lab.measure.contenders import Contender, compressed, full
+from snapkv_lab.measure.contenders import Contender, Decoder, compressed, full
 from snapkv_lab.measure.prefill import PrefillBench
 from snapkv_lab.measure.random_models import random_model
 from snapkv_lab.measure.timing import spread
@@ -51,15 +51,12 @@ def _device_name(given: RunContext) -> str:
     return str(describe_environment(_device(given))["processor"])
 
 
-def _dtype(given: RunContext) -> torch.dtype:
-    return torch.float32 if given.small else torch.bfloat16
-
-
 def _model(given: RunContext, shape: str) -> Any:
     """One at a time: a second would not fit everywhere."""
     if given.model_held is None or given.model_held[0] != shape:
         given.model_held = None
-        made = {"device": _device(given), "dtype": _dtype(given), "layers": given.layers or None}
+        made = {"device": _device(given), "layers": given.layers or None}
+        made["dtype"] = torch.float32 if given.small else torch.bfloat16
         given.model_held = shape, random_model(shape, **made)
     return given.model_held[1]
 
@@ -85,7 +82,8 @@ def _caches(budget: int) -> dict[str, Contender]:
 
 def _token(given: RunContext, batch: int, length: int, name: str) -> Iterator[Row]:
     """From one token of `generate` to the next, once steps run as they go on running."""
-    decoder = _caches(given.budget)[name].decoder(_model(given, given.shape), batch, length)
+    contender = _caches(given.budget)[name]
+    decoder = Decoder(contender, _model(given, given.shape), batch, length)
     if name == "transformers-static":
         decoder(4)  # compiled in another call
     is_eager = name.endswith("eager")
@@ -111,13 +109,8 @@ def _reading(given: RunContext, length: int) -> Iterator[Row]:
     if length >= 2 * given.chunk_tokens:
         layers = LayerByLayer(chunk_tokens=given.chunk_tokens)
         contenders += [replace(caches["snapkv"], label="snapkv, layer by layer", prefill=layers)]
-    bench = PrefillBench(
-        model=_model(given, given.shape),
-        contenders=contenders,
-        lengths=[length],
-        rounds=given.rounds,
-    )
-    yield from bench.times()
+    model, shape = _model(given, given.shape), {"lengths": [length], "rounds": given.rounds}
+    yield from PrefillBench(model=model, contenders=contenders, **shape).times()
 
 
 def _long_reading(given: RunContext, length: int) -> Iterator[Row]:
@@ -141,7 +134,8 @@ def _same_as_on_a_cpu(given: RunContext, name: str) -> Iterator[Row]:
     ids = torch.randint(1000, (1, given.same_tokens), generator=torch.Generator().manual_seed(0))
     kept, logits = _small_model(torch.device("cpu"), ids, policy, bits)
     kept_there, logits_there = _small_model(_device(given), ids, policy, bits)
-    shared = min(map(_share, kept, kept_there))
+    pairs = zip(kept, kept_there, strict=True)
+    shared = min(float(torch.isin(own[own >= 0], there).float().mean()) for own, there in pairs)
     differs = float((logits_there - logits).abs().max() / logits.abs().max())
     yield {
         "cache": name,
@@ -167,18 +161,10 @@ def _small_model(
     return [head.cpu() for head in kept], logits.float().cpu()
 
 
-def _share(here: Tensor, there: Tensor) -> float:
-    return float(torch.isin(here[here >= 0], there).float().mean())
+class Cell(NamedTuple):
+    """What is measured and stored at once, in about so many seconds on a large GPU.
 
-
-@dataclass(frozen=True)
-class Cell:
-    """What is measured and stored at once.
-
-    Attributes:
-        name: unique among the rows of a part and a device.
-        seconds: about how long it takes on a large GPU, an estimate; rows say what it took.
-        rows: measures it.
+    Its name is unique among the rows of a part and a device.
     """
 
     name: str

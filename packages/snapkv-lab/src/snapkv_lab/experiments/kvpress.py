@@ -37,20 +37,13 @@ class Kvpress:
 
     It starts with the first thing that is asked of it. Called, it generates greedily after the
     last prompt: ms per token. kvpress pools with averages and combines query heads with their mean,
-    whatever the policy says.
+    whatever the policy says. Its `versions` are known once it has started; `last` is what it said.
 
     Args:
-        python: the interpreter of an environment with kvpress.
+        python: the interpreter of an environment with kvpress; refused where there is none.
         model: the model that it loads, too.
         policy: budget, window and kernel of `SnapKVPress`; None keeps every token.
         tokenizer: for presses that want one.
-
-    Raises:
-        InvalidArgumentError: no such interpreter; later, what kvpress does not take.
-
-    Attributes:
-        versions: of kvpress and what it runs on, once it has started.
-        last: what it said last.
     """
 
     def __init__(

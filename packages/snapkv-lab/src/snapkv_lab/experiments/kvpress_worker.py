@@ -32,22 +32,15 @@ Answer = dict[str, Any]
 class Worker:
     """A model and a cache, compressed by kvpress or full.
 
-    The model is a folder. The press is its window_size and kernel_size; None for a full cache.
+    The model is a folder, `options` its dtype and attn_implementation. The press is its window_size
+    and kernel_size; None for a full cache.
     """
 
     def __init__(
-        self,
-        *,
-        model: str,
-        dtype: str,
-        device: str,
-        attn_implementation: str,
-        threads: int,
-        press: dict[str, int] | None,
+        self, model: str, device: str, threads: int, press: dict[str, int] | None, **options: str
     ) -> None:
         torch.set_num_threads(threads)
         self._device, self._press = torch.device(device), press
-        options = {"dtype": dtype, "attn_implementation": attn_implementation}
         self._model = AutoModelForCausalLM.from_pretrained(model, **options)
         self._model.to(self._device).eval()
         self._cache: Any = None

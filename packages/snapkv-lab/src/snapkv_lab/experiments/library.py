@@ -13,7 +13,6 @@ import random
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -24,10 +23,9 @@ from torch import Tensor
 
 from snapkv import AdaKV, CompressedCache, FullCache, KVzip, SnapKV
 from snapkv.app.models import LoadedModel
-from snapkv.kvzip import read_twice
+from snapkv.kvzip import instruction_of, read_twice
 from snapkv.library import Part, blend
 from snapkv.policies import Policy
-from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.haystack import encode
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.library_size import rows_by_size
@@ -44,8 +42,7 @@ _EXAMPLES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DocumentQuestion:
+class DocumentQuestion(NamedTuple):
     """A question over several documents: how its answer has to go on after them and it."""
 
     documents: Sequence[str]
@@ -64,8 +61,7 @@ def python_questions(count: int) -> list[DocumentQuestion]:
         documents = [texts[name] for name in drawn.sample(own, DOCUMENTS_EACH)]
         lead = f" {row['lead']}" if row["lead"] else ""
         question = f"{_EXAMPLES}Question: {row['question']}\nAnswer:{lead}"
-        answer = f" {row['answer']}"
-        asked.append(DocumentQuestion(documents=documents, question=question, answer=answer))
+        asked.append(DocumentQuestion(documents, question, f" {row['answer']}"))
     return asked
 
 
@@ -84,13 +80,9 @@ class Way(NamedTuple):
 
 
 class JoinMethod(NamedTuple):
-    """How a question's documents get into a cache.
+    """How a question's documents get into a cache: kept in some way, or None, read in full.
 
-    Attributes:
-        name: unique among the methods.
-        way: how they were kept; None reads them in full.
-        recompute: the fraction that is read again, see `blend`.
-        policy: what is kept of them for the question.
+    A fraction is read again, see `blend`; `policy` says what is kept of them for the question.
     """
 
     name: str
@@ -153,7 +145,7 @@ class Shelf:
         protect = None if whole else [(0, self.prefix.shape[1])]
         cache = CompressedCache(model, way.policy, protect=protect)
         if way.policy.needs_reconstruction_pass:
-            instruction = encode(self.loaded.tokenizer, INSTRUCTION)
+            instruction = instruction_of(self.loaded.tokenizer)
             read_twice(model, ids, cache, instruction_ids=instruction)
         else:
             model(ids, past_key_values=cache, logits_to_keep=1)
@@ -163,12 +155,6 @@ class Shelf:
         cache, beside = CompressedCache.load_with(self.file(text, way), self.loaded.model)
         return Part(input_ids=beside["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
-    def documents(self, asked: DocumentQuestion, method: JoinMethod) -> CompressedCache:
-        """A cache that has seen the documents, joined from their files."""
-        assert method.way is not None
-        parts = [self._part(text, method.way) for text in asked.documents]
-        return blend(self.loaded.model, parts, method.policy, recompute=method.recompute)
-
     def read(self, asked: DocumentQuestion, method: JoinMethod) -> tuple[CompressedCache, Tensor]:
         """A cache that has seen documents and question, and the logits of the next token."""
         model, question = self.loaded.model, self.ids(asked.question)
@@ -176,7 +162,8 @@ class Shelf:
             cache = CompressedCache(model, method.policy)
             question = self.ids(PREFIX, *asked.documents, asked.question)
         else:
-            cache = self.documents(asked, method)
+            parts = [self._part(text, method.way) for text in asked.documents]
+            cache = blend(model, parts, method.policy, recompute=method.recompute)
         logits: Tensor = model(question, past_key_values=cache, logits_to_keep=1).logits
         return cache, logits
 
@@ -202,18 +189,10 @@ def answered(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -> Row:
 
 
 def _asked(group: str, methods: Sequence[JoinMethod], given: RunContext) -> Iterator[Row]:
-    yield from _group(given.loaded, group, python_questions(given.questions), methods)
-
-
-def _group(
-    loaded: LoadedModel,
-    group: str,
-    questions: Sequence[DocumentQuestion],
-    methods: Sequence[JoinMethod],
-) -> Iterator[Row]:
     """A row for each question, and one for the files of each way of keeping documents."""
+    questions = python_questions(given.questions)
     with tempfile.TemporaryDirectory() as folder:
-        shelf = Shelf(loaded, Path(folder))
+        shelf = Shelf(given.loaded, Path(folder))
         answered(shelf, questions[0], methods[0])  # warms up
         for number, asked in enumerate(questions):
             turn = number % len(methods)

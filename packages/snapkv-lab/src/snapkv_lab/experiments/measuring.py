@@ -16,10 +16,7 @@ Spread = dict[str, float]
 class InterleavedTimings:
     """Contenders that took turns, so that noise hit all alike: medians, and ratios of pairs.
 
-    Args:
-        work: by name. What gives milliseconds is taken at its word; all else is timed.
-        rounds: of all contenders that count.
-        warmup_rounds: before them.
+    Of `work`, by name, what gives milliseconds is taken at its word; all else is timed.
     """
 
     def __init__(
@@ -47,7 +44,7 @@ class InterleavedTimings:
 def _timed(work: Callable[[], Any]) -> Spent:
     said: list[Any] = []
     spent = spent_on(lambda: said.append(work()))
-    return Spent(wall_ms=said[0], cpu_ms=spent.cpu_ms) if isinstance(said[0], float) else spent
+    return spent._replace(wall_ms=said[0]) if isinstance(said[0], float) else spent
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:

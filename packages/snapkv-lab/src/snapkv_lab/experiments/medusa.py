@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -56,8 +55,7 @@ class Clock(TextStreamer):
         return 1000 * (self.times[-1] - self.times[1]) / sum(self.counts[2:])
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftContender:
+class DraftContender(NamedTuple):
     """A cache and a way to decode on it, whose text must be that of `like`, token for token."""
 
     name: str
@@ -66,19 +64,15 @@ class DraftContender:
     drafts: DraftMethod | None = None
 
 
-def _wide(budget: int) -> SnapKV:
-    return SnapKV(budget, window_size=16, kernel_size=13)
-
-
 def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[DraftContender]:
     """Figure 9's three, and what SnapKV alone does."""
-    full, kept, compressed = FullCache(), _wide(budget), "plain, SnapKV"
-    medusa = draft_methods.medusa(loaded, heads)
+    full, kept = FullCache(), SnapKV(budget, window_size=16, kernel_size=13)
+    compressed, medusa = "plain, SnapKV", draft_methods.medusa(loaded, heads)
     return [
-        DraftContender(name=PLAIN, policy=full, like=PLAIN),
-        DraftContender(name=MEDUSA, policy=full, like=PLAIN, drafts=medusa),
-        DraftContender(name=compressed, policy=kept, like=compressed),
-        DraftContender(name="Medusa, SnapKV", policy=kept, like=compressed, drafts=medusa),
+        DraftContender(PLAIN, full, PLAIN),
+        DraftContender(MEDUSA, full, PLAIN, medusa),
+        DraftContender(compressed, kept, compressed),
+        DraftContender("Medusa, SnapKV", kept, compressed, medusa),
     ]
 
 
@@ -113,13 +107,9 @@ def _decoded(loaded: LoadedModel, one: DraftContender, ids: Tensor, tokens: int)
     settings = GenerationSettings(max_new_tokens=tokens, min_new_tokens=tokens)
     cache, clock = CompressedCache(loaded.model, one.policy), Clock()
     text = continue_ids(loaded, ids, cache, settings, streamer=clock, drafts=one.drafts)
-    tally: Row = {} if one.drafts is None else one.drafts.tally(tokens, 1)
-    return Decoded(
-        tokens=tuple(text[0, ids.shape[1] :].tolist()),
-        ms_per_token=clock.ms_per_token(),
-        acceptance_length=tally.get("acceptance_length", 1.0),
-        held_bytes=cache.report().held_bytes,
-    )
+    said = tuple(text[0, ids.shape[1] :].tolist())
+    length = 1.0 if one.drafts is None else one.drafts.tally(tokens, 1)["acceptance_length"]
+    return Decoded(said, clock.ms_per_token(), length, cache.report().held_bytes)
 
 
 def require_same_texts(everyone: Sequence[DraftContender], runs: dict[str, list[Decoded]]) -> None:

@@ -25,11 +25,8 @@ PAGES = *(ROOT / f"docs/{name}.md" for name in ("results", "paper", "gpu")), ROO
 class Listing:
     """A heading, and a table of some of the rows; nothing where there are none of them.
 
-    Attributes:
-        columns: cells by their headings, or a pivot.
-        title: the heading without its marks, filled by the first row; none for no heading.
-        where: what the rows have; a value for each key.
-        made: makes of those rows what the table has a line for.
+    The columns are cells by their headings, or a pivot; the first row fills the title, if any. Of
+    the rows that have a value for each key of `where`, `made` makes what there is a line for.
     """
 
     columns: Mapping[str, Cell] | Pivot

@@ -11,7 +11,6 @@ Quotations: sentences from evenly spaced places of any text, each begun and to b
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,10 @@ from torch import Tensor
 
 from snapkv import CompressedCache
 from snapkv.app.observing import RecordedPrompt, RecordingPolicy, record_prompt, record_prompt_twice
+from snapkv.kvzip import instruction_of
 from snapkv.policies import Policy
-from snapkv.policies.kvzip import INSTRUCTION
-from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, CITIES, Haystack, encode
+from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, CITIES, encode, load_haystack
+from snapkv_lab.measure.contenders import generated
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7)
 SEED = 1
@@ -40,30 +40,19 @@ class NeedlePrompt(NamedTuple):
     answer_ids: list[int]
 
 
-def make_documents(
-    tokenizer: Any, haystack: Haystack, *, prompt_tokens: int, count: int
-) -> list[NeedlePrompt]:
+def make_documents(tokenizer: Any, *, prompt_tokens: int, count: int = 1) -> list[NeedlePrompt]:
     """Hide one number in each of `count` stretches of the haystack, at depths in turn."""
-    return [
-        _make_document(
-            tokenizer,
-            haystack.text,
-            prompt_tokens,
-            depth=DEPTHS[index % len(DEPTHS)],
-            draw=random.Random(f"{SEED}/{prompt_tokens}/{index}"),
-        )
-        for index in range(count)
-    ]
+    text = load_haystack().text
+    return [_make_document(tokenizer, text, prompt_tokens, index) for index in range(count)]
 
 
-def _make_document(
-    tokenizer: Any, text: str, prompt_tokens: int, *, depth: float, draw: random.Random
-) -> NeedlePrompt:
+def _make_document(tokenizer: Any, text: str, prompt_tokens: int, index: int) -> NeedlePrompt:
+    draw = random.Random(f"{SEED}/{prompt_tokens}/{index}")
     city, number = draw.choice(CITIES), draw.randint(1000, 9999)
     needle = encode(tokenizer, _NEEDLE.format(city=city, number=number))
     question = encode(tokenizer, _QUESTION.format(city=city))
     hay = stretch(tokenizer, text, prompt_tokens - len(needle) - len(question), draw)
-    split = int(depth * len(hay))
+    split = int(DEPTHS[index % len(DEPTHS)] * len(hay))
     while split and not tokenizer.decode(hay[split - 1]).endswith((".", "?", "!")):
         split -= 1  # to where a sentence has just ended
     ids = [*hay[:split], *needle, *hay[split:], *question]
@@ -79,23 +68,15 @@ def stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list
     return ids[:tokens]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quote:
-    """How does a sentence of a document go on?
-
-    Attributes:
-        depth: where the sentence is, as a fraction of the document.
-        question_ids: what follows the document, up to where the answer begins.
-        answer_ids: the next tokens of the sentence.
-    """
+class Quote(NamedTuple):
+    """How a sentence at a depth, a fraction of its document, goes on after its first words."""
 
     depth: float
     question_ids: list[int]
     answer_ids: list[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuotedDocument:
+class QuotedDocument(NamedTuple):
     """A document of exactly as many tokens as asked for, and the questions about it, in order."""
 
     ids: list[int]
@@ -126,41 +107,39 @@ def quoted_document(
     ]
     if len(candidates) < questions:
         raise ValueError(f"expected {questions} sentences to ask about, got {len(candidates)}")
-    quotes: list[Quote] = []
+    quotes = []
     for wanted in ((number + 0.5) / questions for number in range(questions)):
         nearest = min(candidates, key=lambda candidate: abs(candidate[0] - wanted))  # at once
         candidates.remove(nearest)
-        quotes.append(_quote(tokenizer, *nearest, answer_tokens))
-    return QuotedDocument(ids=ids, quotes=quotes)
-
-
-def _quote(tokenizer: Any, depth: float, sentence: str, answer_tokens: int) -> Quote:
-    start = _first_words(sentence)
-    return Quote(
-        depth=round(depth, 3),
-        question_ids=encode(tokenizer, f'\n\nThe text above says: "{start}'),
-        answer_ids=encode(tokenizer, sentence[len(start) :])[:answer_tokens],
-    )
+        depth, sentence = nearest
+        start = _first_words(sentence)
+        question = encode(tokenizer, f'\n\nThe text above says: "{start}')
+        answer = encode(tokenizer, sentence[len(start) :])[:answer_tokens]
+        quotes.append(Quote(round(depth, 3), question, answer))
+    return QuotedDocument(ids, quotes)
 
 
 def _first_words(sentence: str) -> str:
     return " ".join(sentence.split(" ")[:_START_WORDS])
 
 
+def _tensor(model: Any, ids: Sequence[int]) -> Tensor:
+    return torch.tensor([list(ids)], device=model.device)
+
+
 def read_prompt(
     model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = 64
 ) -> RecordedPrompt:
     """Read one prompt with the full cache, recording it and its last queries."""
-    ids = torch.tensor([list(prompt_ids)], device=model.device)
-    return record_prompt(model, ids, RecordingPolicy(recorded_queries=recorded_queries))
+    recorder = RecordingPolicy(recorded_queries=recorded_queries)
+    return record_prompt(model, _tensor(model, prompt_ids), recorder)
 
 
 def read_prompt_twice(
     model: Any, tokenizer: Any, prompt_ids: Sequence[int], policy: Policy
 ) -> RecordedPrompt:
     """Read one prompt and have the model repeat it, for policies like this one."""
-    ids = torch.tensor([list(prompt_ids)], device=model.device)
-    instruction = encode(tokenizer, INSTRUCTION)
+    ids, instruction = _tensor(model, prompt_ids), instruction_of(tokenizer)
     return record_prompt_twice(model, ids, policy, instruction_ids=instruction)
 
 
@@ -176,18 +155,7 @@ def decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None
     return step
 
 
-def generate(model: Any, ids: Sequence[int], cache: Any, tokens: int, **options: Any) -> list[int]:
+def generate(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[int]:
     """Exactly so many greedy tokens after a prompt whose cache this is."""
-    prompt = torch.tensor([list(ids)], device=model.device)
-    output = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-        **options,
-    )
-    said: list[int] = output[0, len(ids) :].tolist()
-    return said
+    said = generated(model, _tensor(model, ids), cache, tokens)
+    return said[0, len(ids) :].tolist()

@@ -25,8 +25,8 @@ NAMES = {
     AGAIN: "SnapKV, read again for every question",
 }
 
-Ask = Callable[[list[int], int], tuple[list[int], CompressedCache]]
-"""Takes a question and how many tokens to answer; gives them, and the cache."""
+Ask = Callable[[list[int]], tuple[list[int], CompressedCache]]
+"""Takes a question; gives the prompt that ends in it, and a cache for that."""
 
 
 def _measure(given: RunContext) -> Iterator[Row]:
@@ -52,7 +52,8 @@ def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]
         read_seconds = time.perf_counter() - begin
         for quote in document.quotes:
             begin = time.perf_counter()
-            said, cache = ask(quote.question_ids, len(quote.answer_ids))
+            prompt, cache = ask(quote.question_ids)
+            said = generate(model, prompt, cache, len(quote.answer_ids))
             seconds, report = time.perf_counter() - begin, cache.report()
             yield {
                 "task": "questions",
@@ -70,54 +71,25 @@ def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]
 
 
 def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None) -> Ask:
-    """What answers a question, once the document has been read."""
+    """What a question is asked of, once the document has been read; no question sees another."""
     policy: Policy = SnapKV(budget, window_size=16, kernel_size=13) if budget else FullCache()
-    ids = document.ids
-    if name == FULL:
-        return _ask_copies(model, _read(model, ids, policy), ids)
-    if name == PLAIN:
-        return _read_for_the_first(model, document, policy)
-    read = Document(model, torch.tensor(ids), policy) if name == RECALL else None
-
-    def ask(question: list[int], tokens: int) -> tuple[list[int], CompressedCache]:
-        cache = (
-            read.inputs([question])["past_key_values"] if read else CompressedCache(model, policy)
-        )
-        return generate(model, [*ids, *question], cache, tokens), cache
-
-    return ask
-
-
-def _read(model: Any, ids: list[int], policy: Policy) -> CompressedCache:
-    cache = CompressedCache(model, policy)
+    ids, first = document.ids, document.quotes[0].question_ids
+    if name == RECALL:
+        read_once = Document(model, torch.tensor(ids), policy)
+        return lambda asked: ([*ids, *asked], read_once.inputs([asked])["past_key_values"])
+    if name == AGAIN:
+        return lambda asked: ([*ids, *asked], CompressedCache(model, policy))
+    # Compressed after the first question, the others are asked of what that one left.
+    known, read = [*ids, *first] if name == PLAIN else ids, CompressedCache(model, policy)
     with torch.no_grad():
-        model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
-    return cache
+        model(torch.tensor([known]), past_key_values=read, logits_to_keep=1)
 
-
-def _ask_copies(model: Any, cache: CompressedCache, ids: list[int]) -> Ask:
-    """Ask a copy of a cache that has read the text, so that no question sees another."""
-
-    def ask(question: list[int], tokens: int) -> tuple[list[int], CompressedCache]:
-        own = copy.deepcopy(cache)
-        return generate(model, [*ids, *question], own, tokens), own
-
-    return ask
-
-
-def _read_for_the_first(model: Any, document: QuotedDocument, policy: Policy) -> Ask:
-    """Compressed after the first question; the others are asked of what that one left."""
-    first = document.quotes[0].question_ids
-    ids = [*document.ids, *first]
-    cache = _read(model, ids, policy)
-    others = _ask_copies(model, cache, ids)
-
-    def ask(question: list[int], tokens: int) -> tuple[list[int], CompressedCache]:
-        if question != first:
-            return others(question, tokens)
-        own = copy.deepcopy(cache)
-        own.crop(-1)  # the last token is read again, for its logits
-        return generate(model, ids, own, tokens), own
+    def ask(question: list[int]) -> tuple[list[int], CompressedCache]:
+        own = copy.deepcopy(read)
+        if name == PLAIN and question == first:
+            own.crop(-1)  # the last token is read again, for its logits
+            return known, own
+        return [*known, *question], own
 
     return ask
 

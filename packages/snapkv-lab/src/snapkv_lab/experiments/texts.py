@@ -43,18 +43,12 @@ SEED = 7
 
 @dataclass(frozen=True, kw_only=True)
 class TextQuestion:
-    """One question about a text.
+    """One question about a text, and its right answer.
 
-    Attributes:
-        group: what results are grouped by.
-        question_ids: read with the text, before it is compressed.
-        between_ids: read after the compressed text, before the answer: the question where it is
-            hidden.
-        answer_ids: the right answer.
-        parts: for each part of the answer the places of the tokens that must be right; none where
-            only the loss is looked at. The first token of an answer is among them only where the
-            question is read from the compressed cache: else it is predicted before anything is
-            dropped, and is the same for all.
+    The question is read with the text, before it is compressed, or where it is hidden after it,
+    between text and answer. `parts` are the places of the tokens that must be right, for each part
+    of the answer; none where only the loss is looked at. The first token is among them only where
+    the question is hidden: else it is predicted before anything is dropped, the same for all.
     """
 
     group: str
@@ -88,23 +82,14 @@ class TextMaker:
         draw = random.Random(f"{SEED}/{name}")
         cities = draw.sample(CITIES, len(_KINDS))
         values = [make(draw) for make, _ in _KINDS.values()]
-        told = [
-            f"special magic {what} for {city} is"
-            for (_, what), city in zip(_KINDS.values(), cities, strict=True)
-        ]
-        pairs = list(zip(told, values, strict=True))
-        hidden = [self._encode(f" The {start} {value}.") for start, value in pairs]
-        ids = self._hidden_in(tokens, hidden, draw)
-        cases = [
-            self._asked(
-                group,
-                f"\n\nQuestion: What is the {start.removesuffix(' is')}?"
-                + (f" {tail}\nAnswer: It is" if tail else f"\nAnswer: The {start}"),
-                f" {value}",
-            )
-            for group, (start, value) in zip(_KINDS, pairs, strict=True)
-        ]
-        return QuestionedText(name=name, ids=ids, cases=cases)
+        hidden, cases = [], []
+        for (group, (_, what)), city, value in zip(_KINDS.items(), cities, values, strict=True):
+            start = f"special magic {what} for {city}"
+            hidden.append(self._encode(f" The {start} is {value}."))
+            answer = f" {tail}\nAnswer: It is" if tail else f"\nAnswer: The {start} is"
+            question = f"\n\nQuestion: What is the {start}?{answer}"
+            cases.append(self._asked(group, question, f" {value}"))
+        return QuestionedText(name=name, ids=self._hidden_in(tokens, hidden, draw), cases=cases)
 
     def _hidden_in(self, tokens: int, needles: list[list[int]], draw: random.Random) -> list[int]:
         """A stretch of an essay with needles after sentences, in an order that is drawn."""
@@ -161,15 +146,7 @@ class TextMaker:
             start = source.index(". ", draw.randrange(len(source) - 16 * tokens)) + 2
             with contextlib.suppress(ValueError):  # a stretch with too few sentences
                 document = quoted_document(self._tokenizer, source[start:], **shape)
-        cases = [
-            TextQuestion(
-                group="quotations",
-                question_ids=quote.question_ids,
-                answer_ids=quote.answer_ids,
-                parts=[range(1, len(quote.answer_ids))],
-            )
-            for quote in document.quotes
-        ]
+        cases = [_case("quotations", one.question_ids, one.answer_ids) for one in document.quotes]
         return QuestionedText(name=name, ids=document.ids, cases=cases)
 
     def prose(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
@@ -198,10 +175,12 @@ class TextMaker:
         return QuestionedText(name=name, ids=ids[:-answer_tokens], cases=[case])
 
     def _asked(self, group: str, question: str, answer: str) -> TextQuestion:
-        ids, asked = self._encode(answer), self._encode(question)
-        return TextQuestion(
-            group=group, question_ids=asked, answer_ids=ids, parts=[range(1, len(ids))]
-        )
+        return _case(group, self._encode(question), self._encode(answer))
+
+
+def _case(group: str, asked: Sequence[int], ids: Sequence[int]) -> TextQuestion:
+    parts = [range(1, len(ids))]
+    return TextQuestion(group=group, question_ids=asked, answer_ids=ids, parts=parts)
 
 
 def texts_from(given: Any, first: int) -> Iterator[QuestionedText]:
@@ -280,13 +259,7 @@ class ReadText:
 
 
 class AskedPrompt(NamedTuple):
-    """What is read and compressed, and the cases whose answers follow.
-
-    Attributes:
-        prompt: what was read.
-        ids: its tokens, (1, T) int64.
-        cases: the questions.
-    """
+    """A prompt that is compressed, its tokens, (1, T) int64, and the cases whose answers follow."""
 
     prompt: RecordedPrompt
     ids: Tensor

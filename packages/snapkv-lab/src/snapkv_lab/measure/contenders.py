@@ -41,10 +41,7 @@ class Contender:
     prefill: Prefill = field(default_factory=Exact)
 
     def reader(self, model: PreTrainedModel, ids: Tensor) -> Callable[[], float]:
-        """Reads a prompt, (B, T) int64, into a new cache; ms.
-
-        It raises OutOfMemoryError where that does not fit.
-        """
+        """Reads a prompt, (B, T) int64, into a new cache; ms, or OutOfMemoryError."""
         return lambda: spent_on(lambda: self._read(model, ids)).wall_ms
 
     def peak(self, model: PreTrainedModel, ids: Tensor) -> dict[str, int]:
@@ -52,10 +49,6 @@ class Contender:
         caches: list[Cache] = []
         peak = peak_growth_bytes(lambda: caches.append(self._read(model, ids)), ids.device)
         return {"peak_growth_bytes": peak, "held_bytes": cache_bytes(caches[0])}
-
-    def decoder(self, model: PreTrainedModel, batch: int, length: int) -> "Decoder":
-        """A cache after a prompt of that many tokens that was never read."""
-        return Decoder(self, model, batch, length)
 
     @contextlib.contextmanager
     def at_work(self, model: PreTrainedModel) -> Iterator[None]:
@@ -77,7 +70,10 @@ class Contender:
 
 
 class Decoder:
-    """A cache after a prompt; called, it generates so many tokens greedily: ms per token."""
+    """A cache after a prompt of that many tokens that was never read.
+
+    Called, it generates so many tokens greedily: ms per token.
+    """
 
     def __init__(
         self, contender: Contender, model: PreTrainedModel, batch: int, length: int
@@ -128,16 +124,22 @@ class Decoder:
         return sum(gaps[:3]), gaps[3:]
 
     def _generate(self, tokens: int, **options: Any) -> None:
-        self._ids = self._model.generate(
-            self._ids,
-            attention_mask=torch.ones_like(self._ids),
-            past_key_values=self._cache,
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-            pad_token_id=0,
-            **options,
-        )
+        self._ids = generated(self._model, self._ids, self._cache, tokens, **options)
+
+
+def generated(model: Any, ids: Tensor, cache: Any, tokens: int, **options: Any) -> Tensor:
+    """(B, T + tokens) int64: a prompt, (B, T), whose cache this is, and so many greedy tokens."""
+    found: Tensor = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+    )
+    return found
 
 
 def compressed(label: str, policy: Policy, *, codes: KVCodes | None = None) -> Contender:
@@ -191,6 +193,7 @@ def _end_prompt(
 ) -> None:
     """Ask the policy what to keep, as the wrapped attention does."""
     queries = _random(model, layer.keys.shape[0], min(layer.policy.query_tokens, tokens), "query")
+    output = layer.identity.output_projection
     prompt = PromptLayer(
         queries=queries,
         keys=layer.keys,
@@ -200,7 +203,7 @@ def _end_prompt(
         depth=layer.identity.depth,
         num_layers=layer.identity.num_layers,
         rotation=layer.identity.rotation,
-        output_weight=output_weight(layer.identity.output_projection, layer.keys.dtype),
+        output_weight=None if output is None else output_weight(output, layer.keys.dtype),
         token_cost=partial(layer.storage.token_cost, layer.store, layer.keys.shape[1]),
     )
     cache.prompt_state.end_prompt(layer, prompt)

@@ -1,6 +1,8 @@
 """Time per generated token after long prompts, and how many requests fit into the same memory."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,20 +43,24 @@ def least_ms_per_token(model: PreTrainedModel, cache_bytes: int, bytes_per_secon
 
 
 def raced(
-    attempts: Mapping[str, Callable[[], Callable[[], float]]], *, rounds: int, warmup_rounds: int
+    contenders: Iterable[Contender],
+    ready: Callable[[Contender], Callable[[], float]],
+    *,
+    rounds: int,
+    warmup_rounds: int,
 ) -> Iterator[tuple[str, list[float], list[float]]]:
-    """By name the times of what each attempt makes, in turns, and those of the first that fits.
+    """By label the times of what each is made ready for, in turns, and of the first that fits.
 
     Without times are those that do not fit; they come first.
     """
-    contenders = {}
-    for name, attempt in attempts.items():
+    made = {}
+    for each in contenders:
         try:
             with out_of_memory_explained(lambda: "full"):
-                contenders[name] = attempt()
+                made[each.label] = ready(each)
         except OutOfMemoryError:
-            yield name, [], []
-    runs = alternate(contenders, rounds=rounds, warmup_rounds=warmup_rounds) if contenders else {}
+            yield each.label, [], []
+    runs = alternate(made, rounds=rounds, warmup_rounds=warmup_rounds) if made else {}
     for name, samples in runs.items():
         yield name, samples, next(iter(runs.values()))
 
@@ -94,78 +100,58 @@ class DecodeBench:
     def _cell(self, batch: int, length: int) -> Iterator[Row]:
         decoders: dict[str, Decoder] = {}
 
-        def attempt(contender: Contender) -> Callable[[], float]:
-            decoder = contender.decoder(self.model, batch, length)
+        def ready(contender: Contender) -> Callable[[], float]:
+            decoder = decoders[contender.label] = Decoder(contender, self.model, batch, length)
             decoder(1)
-            decoders[contender.label] = decoder
             return partial(decoder, self.tokens)
 
-        attempts = {each.label: partial(attempt, each) for each in self.contenders}
-        for name, samples, base in raced(attempts, rounds=self.rounds, warmup_rounds=1):
+        turns = raced(self.contenders, ready, rounds=self.rounds, warmup_rounds=1)
+        for name, samples, base in turns:
             row = {"bench": "decode", "cache": name, "batch": batch, "length": length}
             if not samples:
                 yield row | {"status": "out of memory"}
                 continue
-            held = {"status": "ok", "filled": True, "held_bytes": decoders[name].held_bytes}
-            yield row | held | self._times(samples, base, batch, decoders[name])
-
-    def _times(self, samples: list[float], base: list[float], batch: int, decoder: Decoder) -> Row:
-        ms = spread(samples, 3)
-        times: Row = {
-            "ms_per_token": ms,
-            "ratio": spread(ratios(samples, base), 4),
-            "tokens_per_second": round(1000 * batch / ms["p50"], 2),
-        }
-        if self.bytes_per_second is not None:
-            least = least_ms_per_token(self.model, decoder.read_bytes, self.bytes_per_second)
-            times |= {"least_ms": round(least, 3), "of_ceiling": round(least / ms["p50"], 4)}
-        return times
+            ms = spread(samples, 3)
+            row |= {"status": "ok", "filled": True, "held_bytes": decoders[name].held_bytes}
+            row |= {"ms_per_token": ms, "ratio": spread(ratios(samples, base), 4)}
+            row["tokens_per_second"] = round(1000 * batch / ms["p50"], 2)
+            if self.bytes_per_second is not None:
+                read_bytes = decoders[name].read_bytes
+                least = least_ms_per_token(self.model, read_bytes, self.bytes_per_second)
+                row |= {"least_ms": round(least, 3), "of_ceiling": round(least / ms["p50"], 4)}
+            yield row
 
 
-@dataclass(frozen=True, kw_only=True)
-class ThroughputBench:
-    """Tokens per second at the largest batch whose caches fit with the weights.
+def throughput(
+    model: PreTrainedModel,
+    contenders: Iterable[Contender],
+    lengths: Iterable[int],
+    *,
+    memory_bytes: int,
+    tokens: int,
+    rounds: int,
+) -> Iterator[Row]:
+    """Tokens per second at the largest batch whose caches fit into so much with the weights.
 
-    `memory_bytes` are for both together; a batch is never larger than `MOST_REQUESTS`.
+    One row per length and cache; a batch is never larger than `MOST_REQUESTS`.
     """
-
-    model: PreTrainedModel
-    contenders: Sequence[Contender]
-    lengths: Sequence[int]
-    memory_bytes: int
-    tokens: int = 16
-    rounds: int = 3
-
-    def rows(self) -> Iterator[Row]:
-        """One row per length and cache."""
-        for length in self.lengths:
-            for contender in self.contenders:
-                yield self._row(contender, length)
-
-    def _row(self, contender: Contender, length: int) -> Row:
+    room = memory_bytes - weights_bytes(model)
+    for length, contender in itertools.product(lengths, contenders):
         named: Row = {"bench": "throughput", "cache": contender.label, "length": length}
-        named["memory_bytes"] = self.memory_bytes
-        requests = self._requests(contender, length)
+        named["memory_bytes"] = memory_bytes
+        requests = 0
+        with contextlib.suppress(OutOfMemoryError), out_of_memory_explained(lambda: "one"):
+            one = Decoder(contender, model, 1, length).held_bytes
+            requests = min(room // one, MOST_REQUESTS)
         if requests < 1:
-            return named | {"status": "out of memory", "batch": 0}
-        bench = DecodeBench(
-            model=self.model,
-            contenders=[contender],
-            lengths=[length],
-            batches=[requests],
-            tokens=self.tokens,
-            rounds=self.rounds,
-        )
-        (row,) = bench.rows()
+            yield named | {"status": "out of memory", "batch": 0}
+            continue
         limit = "most_requests" if requests == MOST_REQUESTS else "memory"
-        return row | named | {"limited_by": limit}
-
-    def _requests(self, contender: Contender, length: int) -> int:
-        """How many requests' caches fit with the weights."""
-        try:
-            with out_of_memory_explained(lambda: contender.label):
-                one = contender.decoder(self.model, 1, length).held_bytes
-        except OutOfMemoryError:
-            return 0
-        room = self.memory_bytes - weights_bytes(self.model)
-        return max(0, min(room // one, MOST_REQUESTS))
+        shape: Row = {
+            "lengths": [length],
+            "batches": [requests],
+            "tokens": tokens,
+            "rounds": rounds,
+        }
+        for row in DecodeBench(model=model, contenders=[contender], **shape).rows():
+            yield row | named | {"limited_by": limit}

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,14 +73,14 @@ class PrefillBench:
     def _timed(self, batch: int, length: int) -> Iterator[Row]:
         ids = self._ids(batch, length)
 
-        def attempt(contender: Contender) -> Callable[[], float]:
+        def ready(contender: Contender) -> Callable[[], float]:
             read = contender.reader(self.model, ids)
             read()
             return read
 
         rows = {each.label: self._row("prefill", each, batch, length) for each in self.contenders}
-        attempts = {each.label: partial(attempt, each) for each in self.contenders}
-        for name, samples, base in raced(attempts, rounds=self.rounds, warmup_rounds=0):
+        turns = raced(self.contenders, ready, rounds=self.rounds, warmup_rounds=0)
+        for name, samples, base in turns:
             if samples:
                 times = {"ms": spread(samples, 2), "ratio": spread(ratios(samples, base), 4)}
                 yield rows[name] | {"status": "ok"} | times

@@ -2,17 +2,15 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import quantiles
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spent:
+class Spent(NamedTuple):
     """What one run took."""
 
     wall_ms: float
@@ -24,9 +22,7 @@ def spent_on(work: Callable[[], Any]) -> Spent:
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     synchronize()
-    return Spent(
-        wall_ms=1000 * (time.perf_counter() - wall), cpu_ms=1000 * (time.process_time() - cpu)
-    )
+    return Spent(1000 * (time.perf_counter() - wall), 1000 * (time.process_time() - cpu))
 
 
 def alternate(
@@ -36,10 +32,7 @@ def alternate(
 
     Noise of the machine then hits all of them alike, and the times of one round make a pair. So
     does what a run leaves behind: in a cycle of rounds each comes after each of the others equally
-    often (the design of Williams, 1949).
-
-    Returns:
-        What each contender's runs took, in the order of the rounds.
+    often (the design of Williams, 1949). What each gave is in the order of the rounds.
     """
     names = list(contenders)
     times: dict[str, list[T]] = {name: [] for name in names}

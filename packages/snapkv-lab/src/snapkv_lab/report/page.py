@@ -1,4 +1,4 @@
-"""A page out of tables and figures, one file without links to others; and the page of a run."""
+"""The page of a run, one file without links to others; and its tables as CSV and Markdown."""
 
 import base64
 import csv
@@ -6,7 +6,7 @@ import importlib.util
 import io
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,6 @@ from snapkv_lab.report.tables import (
 )
 from snapkv_lab.rows import Row
 
-FILES = ("index.html", "results.csv", "results.md")
-"""What `write_report` writes; the page comes first."""
-
 _NUMBERS = (
     *("samples", "score", "prompt_tokens", "kept_tokens", "held_bytes", "token_ms"),
     "first_token_ms",
@@ -44,10 +41,13 @@ _REASONS = {
     "out of memory": "the device had no memory left for it",
 }
 
+Pairs = Iterator[tuple[str, str]]
+"""A line of a table: texts with the headings that they stand under."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a page: figures, see `picture`, and a table, which `folded` ones hide at first."""
+    """A part of a page: figures, and a table, which `folded` ones hide at first."""
 
     title: str
     table: Table | None = None
@@ -55,48 +55,14 @@ class Section:
     folded: bool = False
 
 
-def as_html(title: str, about: Sequence[str], sections: Sequence[Section]) -> str:
-    """A page; everything that is not markup is escaped."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    template = environment.get_template("page.html")
-    return template.render(title=title, about=about, sections=sections)
-
-
-def picture(figure: Any, title: str, alt: str) -> dict[str, str]:
-    """A figure inside a page, with its text for those who do not see it."""
-    data = base64.b64encode(encoded(figure, ".svg")).decode()
-    return {"title": title, "alt": alt, "source": f"data:image/svg+xml;base64,{data}"}
-
-
-def facts_section(block: Row) -> Section:
+def _facts(block: Row, before: str = "") -> Pairs:
     """Settings as names and texts, what is inside another under both names."""
-
-    def facts(block: Row, before: str) -> Iterator[tuple[str, str]]:
-        for name, value in block.items():
-            if isinstance(value, dict):
-                yield from facts(value, f"{before}{name}: ")
-            else:
-                is_text = isinstance(value, str)
-                yield (
-                    f"{before}{name}",
-                    value if is_text else json.dumps(value, ensure_ascii=False),
-                )
-
-    table = Table(
-        headings=("setting", "value"),
-        rows=list(facts(block, "")),
-        caption="What the results depend on",
-        left=2,
-    )
-    return Section(title="To make it again", table=table)
+    for name, value in block.items():
+        if isinstance(value, dict):
+            yield from _facts(value, f"{before}{name}: ")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield f"{before}{name}", text
 
 
 def require_reportable() -> None:
@@ -106,19 +72,15 @@ def require_reportable() -> None:
     require_drawable()
 
 
-def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> None:
-    """Write files into a folder, made where it does not exist; each whole or not at all."""
-    with naming(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        replace_file(folder / name, content)
-
-
 def write_report(results: Results, folder: str) -> Path:
-    """Write page, cells and methods of a run into a folder; the page's path."""
-    contents = (as_page(results), as_csv(results), as_markdown(results))
-    write_files(Path(folder), dict(zip(FILES, contents, strict=True)))
-    return Path(folder) / FILES[0]
+    """Write page, cells and methods of a run into a folder, each whole or not; the page's path."""
+    target = Path(folder)
+    page, cells, methods = as_page(results), as_csv(results), as_markdown(results)
+    with naming(target):
+        target.mkdir(parents=True, exist_ok=True)
+    for name, text in (("index.html", page), ("results.csv", cells), ("results.md", methods)):
+        replace_file(target / name, text)
+    return target / "index.html"
 
 
 def method_table(results: Results) -> Table:
@@ -135,43 +97,41 @@ def method_table(results: Results) -> Table:
     relative, differences = relative_differences(rows), line_differences(rows, axis)
     has_loss = has_losses(results)
     losses = line_differences(rows, axis, "loss") if has_loss else {}
-    headings: tuple[str, ...] = ("vs full", "difference") if differences else ()
-    headings += ("loss", "loss 95 %") if has_loss else ()
-    headings += ("loss difference",) if losses else ()
 
-    def texts(line: ScoreLine) -> Iterator[str]:
+    def shown(line: ScoreLine) -> Pairs:
         place = (line.method, line.question)
-        yield from place
-        yield from (
-            IN_PERCENT.text(line.scores[column])
-            if column in line.scores
-            else line.reasons.get(column, "")
-            for column in columns
-        )
-        yield IN_PERCENT.text(line.mean)
-        yield IN_PERCENT.interval(line.interval) if line.intervals else "-"
+        yield from zip(("method", "question"), place, strict=True)
+        for column in columns:
+            score = line.scores.get(column)
+            is_lost = score is None
+            yield str(column), line.reasons.get(column, "") if is_lost else IN_PERCENT.text(score)
+        yield "mean", IN_PERCENT.text(line.mean)
+        yield "95 %", IN_PERCENT.interval(line.interval) if line.intervals else "-"
         if differences:
-            yield f"{100 * relative[place]:+.1f} %" if place in relative else "-"
-            yield shown_difference(differences.get(place))
+            yield "vs full", f"{100 * relative[place]:+.1f} %" if place in relative else "-"
+            yield "difference", shown_difference(differences.get(place))
         if has_loss:
             yield from _shown_loss(line.loss, line.loss_interval)
         if losses:
-            yield shown_difference(losses.get(place), "loss")
-        yield shown_bytes(line.held_bytes)
-        yield "-" if line.token_ms is None else f"{line.token_ms:.0f}"
+            yield "loss difference", shown_difference(losses.get(place), "loss")
+        yield "cache", shown_bytes(line.held_bytes)
+        yield "ms/token", "-" if line.token_ms is None else f"{line.token_ms:.0f}"
 
     return Table(
         title=f"{task.name}: {task.metric} by {axis}",
         caption=f"95 %: interval of the mean, {METHOD}{_OF_LOSS if has_loss else ''}"
         f"{_left_whole(rows)}",
-        headings=(
-            *("method", "question", *map(str, columns), "mean", "95 %"),
-            *(*headings, "cache", "ms/token"),
-        ),
-        rows=[tuple(texts(line)) for line in [*lines, *_published(results, columns)]],
         left=2,
         bold=_best(lines, columns),
+        **_paired(map(shown, [*lines, *_published(results, columns)])),
     )
+
+
+def _paired(lines: Iterable[Pairs]) -> dict[str, Any]:
+    """Headings and rows of lines that say both."""
+    made = [list(line) for line in lines]
+    headings = tuple(heading for heading, _ in made[0]) if made else ()
+    return {"headings": headings, "rows": [tuple(text for _, text in line) for line in made]}
 
 
 def has_losses(results: Results) -> bool:
@@ -229,8 +189,9 @@ def _best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple
     return frozenset(found)
 
 
-def _shown_loss(loss: float | None, interval: Sequence[float] | None) -> tuple[str, str]:
-    return IN_NATS.text(loss), "-" if loss is None else IN_NATS.interval(interval)
+def _shown_loss(loss: float | None, interval: Sequence[float] | None) -> Pairs:
+    yield "loss", IN_NATS.text(loss)
+    yield "loss 95 %", "-" if loss is None else IN_NATS.interval(interval)
 
 
 def cell_table(results: Results) -> list[Row]:
@@ -277,6 +238,9 @@ def as_markdown(results: Results) -> str:
 
 
 def as_page(results: Results) -> str:
+    """One file without links to others."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     task, methods = results.task, method_table(results)
     policies = {f"method {row['method']}": row["policy"] for row in results.rows}
     caption = (
@@ -284,18 +248,32 @@ def as_page(results: Results) -> str:
         f"score. {methods.caption}"
     )
     failures = _failures(results)
-    return as_html(
-        f"{task.name} on {results.run['model']['name']}",
-        [
-            f"{results.run['samples']} samples for every method. Scores are {task.metric} times "
-            "100. The cache is what its keys and values take when an answer is complete, the mean."
-        ],
-        [
+    facts = list(_facts(results.run | policies))
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,  # everything that is not markup
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html").render(
+        title=f"{task.name} on {results.run['model']['name']}",
+        about=f"{results.run['samples']} samples for every method. Scores are {task.metric} times "
+        "100. The cache is what its keys and values take when an answer is complete, the mean.",
+        sections=[
             Section(title="Methods", table=replace(methods, caption=caption)),
             Section(title="Figures", figures=list(_pictures(results))),
             *([Section(title="Without an answer", table=failures)] if failures.rows else []),
             Section(title="Cells", table=_cells(results), folded=True),
-            facts_section(results.run | policies),
+            Section(
+                title="To make it again",
+                table=Table(
+                    headings=("setting", "value"),
+                    rows=facts,
+                    caption="What the results depend on",
+                    left=2,
+                ),
+            ),
         ],
     )
 
@@ -311,39 +289,43 @@ def _pictures(results: Results) -> Iterator[dict[str, str]]:
         "loss": "loss of the reference",
     }
     for name, figure in figures.draw(results).items():
-        yield picture(figure, titles[name], f"{titles[name]} of every method. Means: {means}.")
+        data = base64.b64encode(encoded(figure, ".svg")).decode()
+        yield {
+            "title": titles[name],
+            "alt": f"{titles[name]} of every method. Means: {means}.",  # for who does not see it
+            "source": f"data:image/svg+xml;base64,{data}",
+        }
 
 
 def _cells(results: Results) -> Table:
     axes = list(dict.fromkeys(name for row in results.rows for name in row["cell"]))
     has_loss = has_losses(results)
-    loss = ("loss", "loss 95 %", "loss difference") if has_loss else ()
-    headings = ["method", "question", *axes, "score", "95 %", "difference", *loss, "samples"]
-    headings += ["prompt tokens", "kept tokens", "cache", "first token", "ms/token"]
 
     def counted(number: float | None) -> str:
         return "-" if number is None else f"{number:,.0f}"
 
-    def texts(row: Row) -> Iterator[str]:
-        yield from (row["method"], row["question"])
-        yield from (str(row["cell"].get(axis, "")) for axis in axes)
+    def shown(row: Row) -> Pairs:
+        yield from ((name, row[name]) for name in ("method", "question"))
+        yield from ((axis, str(row["cell"].get(axis, ""))) for axis in axes)
         is_scored = row["score"] is not None
-        yield IN_PERCENT.text(row["score"]) if is_scored else row["status"]
-        yield IN_PERCENT.interval(row["interval"]) if is_scored else "-"
-        yield shown_difference(row["difference"])
+        yield "score", IN_PERCENT.text(row["score"]) if is_scored else row["status"]
+        yield "95 %", IN_PERCENT.interval(row["interval"]) if is_scored else "-"
+        yield "difference", shown_difference(row["difference"])
         if has_loss:
             yield from _shown_loss(row["loss"], row["loss_interval"])
-            yield shown_difference(row["loss_difference"], "loss")
-        yield from (str(row["samples"]), counted(row["prompt_tokens"]))
-        yield from (counted(row["kept_tokens"]), shown_bytes(row["held_bytes"]))
-        yield from (f"{counted(row['first_token_ms'])} ms", counted(row["token_ms"]))
+            yield "loss difference", shown_difference(row["loss_difference"], "loss")
+        yield "samples", str(row["samples"])
+        yield "prompt tokens", counted(row["prompt_tokens"])
+        yield "kept tokens", counted(row["kept_tokens"])
+        yield "cache", shown_bytes(row["held_bytes"])
+        yield "first token", f"{counted(row['first_token_ms'])} ms"
+        yield "ms/token", counted(row["token_ms"])
 
     return Table(
-        headings=headings,
-        rows=[tuple(texts(row)) for row in results.rows],
         caption="Means over the samples of a cell, with their intervals; differences are from the "
         "full cache; times are medians",
         left=2,
+        **_paired(map(shown, results.rows)),
     )
 
 

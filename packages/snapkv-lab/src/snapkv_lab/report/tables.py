@@ -10,15 +10,6 @@ from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.intervals import Measure, is_seen
 from snapkv_lab.rows import Row
 
-NONE_SEEN = "no difference seen"
-"""What is said of a method where zero lies within the interval of its difference."""
-
-ONE_SAMPLE = "one sample"
-"""What stands where a score has no interval."""
-
-NO_SPREAD = "no spread"
-"""What stands where the samples of every cell are alike, so that the interval has no width."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
@@ -124,11 +115,11 @@ class Scale(NamedTuple):
         return "-" if number is None else f"{self.times * number:{sign}z.{self.digits}f}"
 
     def interval(self, ends: Sequence[float] | None) -> str:
-        """An interval, or why there is none, or none that says anything."""
+        """An interval, or why there is none, or none with a width."""
         if ends is None:
-            return ONE_SAMPLE
+            return "one sample"
         if ends[0] == ends[1]:
-            return NO_SPREAD
+            return "no spread"
         return f"{self.text(ends[0])} to {self.text(ends[1])}"
 
 
@@ -141,9 +132,8 @@ def shown_difference(difference: Row | None, of: Measure = "score") -> str:
     if difference is None:
         return "-"
     scale = IN_PERCENT if of == "score" else IN_NATS
-    is_open = difference["interval"] is None or is_seen(difference)
-    ends = scale.interval(difference["interval"])
-    return f"{scale.text(difference[of], '+')} ({ends}){'' if is_open else f', {NONE_SEEN}'}"
+    seen = "" if difference["interval"] is None or is_seen(difference) else ", no difference seen"
+    return f"{scale.text(difference[of], '+')} ({scale.interval(difference['interval'])}){seen}"
 
 
 def shown_bytes(count: float | None) -> str:

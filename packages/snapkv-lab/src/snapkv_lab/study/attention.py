@@ -194,36 +194,28 @@ class ReadingStudy(DocumentStudy):
         self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
     ) -> tuple["ReadingStudy", list[ReadingStep], tuple[str, ...]]:
         """The study with documents as long as they and the model allow; its parts; what to say."""
-        study: ReadingStudy = self
-        notices: tuple[str, ...] = ()
-
-        def shortened(tokens: int, why: str) -> tuple["ReadingStudy", tuple[str, ...]]:
-            said = f"documents are cut to {tokens:,} tokens instead of {self.document_tokens:,}"
-            return replace(study, document_tokens=tokens), (f"{said}: {why}",)
-
+        study, why = self, ""
         while True:  # a text that was cut can have a token more than it was cut to
             found = cut(loaded.tokenizer, documents, study.document_tokens)
             if found.tokens < study.document_tokens:
-                study, notices = shortened(found.tokens, f"{found.shortest} has no more")
+                why = f"{found.shortest} has no more"
+                study = replace(study, document_tokens=found.tokens)
             parts = list(study.parts(found.texts))
             excess = study._excess_tokens(loaded, parts)
             if excess <= 0 or study.document_tokens - excess < LEAST_TOKENS:
-                return study, parts, notices  # what does not fit is refused when it is read
+                said = found.shorter_than(self.document_tokens, "documents", why)
+                return study, parts, said  # what does not fit is refused when it is read
             why = f"the model has {loaded.max_tokens:,} positions for prompt and answer"
-            study, notices = shortened(study.document_tokens - excess, why)
+            study = replace(study, document_tokens=study.document_tokens - excess)
 
     def _excess_tokens(self, loaded: "LoadedModel", parts: Sequence[ReadingStep]) -> int:
         """How many tokens the longest prompt and its answer have more than the model positions."""
         if loaded.max_tokens is None:
             return 0
-        longest = max(
-            sample.prompt(loaded.tokenizer, self.template, "visible")
-            .token_ids(loaded.tokenizer)
-            .shape[1]
-            for part in parts
-            for sample in part.samples
-        )
-        return int(longest) + self.answer_tokens - loaded.max_tokens
+        samples = (sample for part in parts for sample in part.samples)
+        prompts = (each.prompt(loaded.tokenizer, self.template, "visible") for each in samples)
+        longest = max(int(each.token_ids(loaded.tokenizer).shape[1]) for each in prompts)
+        return longest + self.answer_tokens - loaded.max_tokens
 
     def _record(self, loaded: "LoadedModel", part: ReadingStep) -> Row:
         readings = [read(loaded, sample, self.template) for sample in part.samples]
@@ -312,20 +304,14 @@ class HitRate(ReadingStudy):
         rows: Measured = {}
         for window in range(self.generation_windows):
             start = prompt_tokens + window * self.generation_tokens
-            stop = start + self.generation_tokens
-            important, hit = important_and_hit(
-                layer, masks, start=start, stop=stop, threshold=self.threshold
-            )
+            span = {"start": start, "stop": start + self.generation_tokens}
+            important, hit = important_and_hit(layer, masks, **span, threshold=self.threshold)
             queries = self.generation_tokens * layer.queries.shape[1]
-            for number, selection in enumerate(SELECTIONS):
-                rows[selection, window + 1] = {
-                    "hit_rate": _rate(hit[number], important),
-                    "hit_rate_beyond_sinks": _rate(
-                        hit[number, self.sink_tokens :], important[self.sink_tokens :]
-                    ),
-                    "important": int(important.sum()) / queries,
-                    "important_beyond_sinks": int(important[self.sink_tokens :].sum()) / queries,
-                }
+            for selection, own in zip(SELECTIONS, hit, strict=True):
+                numbers = rows[selection, window + 1] = {}
+                for beyond, first in (("", 0), ("_beyond_sinks", self.sink_tokens)):
+                    numbers[f"hit_rate{beyond}"] = _rate(own[first:], important[first:])
+                    numbers[f"important{beyond}"] = int(important[first:].sum()) / queries
         return rows
 
     def _selected(self, layer: "PromptLayer", prompt_tokens: int) -> "Tensor":
@@ -370,10 +356,8 @@ class HitRate(ReadingStudy):
             "of important positions in a layer",
             headings=("kept", self.compared, "hit rate", "weighted", beyond, "weighted"),
             rows=[
-                (selection, str(value), *texts(own))
-                for (selection, value), own in grouped(
-                    rows, itemgetter("selection", self.compared)
-                ).items()
+                (*map(str, key), *texts(own))
+                for key, own in grouped(rows, itemgetter("selection", self.compared)).items()
             ],
             left=6,
         )

@@ -13,7 +13,7 @@ from snapkv.validation import require_at_least
 from snapkv_lab.evaluate.store import Progress, Store
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row, grouped, mean_of, short_hash
-from snapkv_lab.study.material import LEAST_TOKENS, Cut, cut, long_texts
+from snapkv_lab.study.material import LEAST_TOKENS, long_texts
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
@@ -150,17 +150,6 @@ class DocumentStudy(Study):
             closing=self.closing(loaded, folder, rows),
             unwritten=unwritten,
         )
-
-    def cut(
-        self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]], beside_tokens: int
-    ) -> tuple[Cut, tuple[str, ...]]:
-        """Texts of one length that leave the model so many positions, and what to say of it."""
-        most = self.document_tokens
-        if loaded.max_tokens is not None:
-            most = max(LEAST_TOKENS, min(most, loaded.max_tokens - beside_tokens))
-        found = cut(loaded.tokenizer, texts, most)
-        said = f"texts are cut to {found.tokens:,} tokens instead of {self.document_tokens:,}"
-        return found, (said,) if found.tokens < self.document_tokens else ()
 
 
 def mean_rows(rows: Iterable[Row], by: Sequence[str], numbers: Sequence[str]) -> list[Row]:

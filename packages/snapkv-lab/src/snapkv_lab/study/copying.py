@@ -2,8 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from snapkv_lab.evaluate.haystack import encode
 
@@ -12,8 +11,7 @@ _RIVAL = "\nThe secret code of the {name} is {digits}.\n"
 _NAMES = ("library", "museum", "station", "castle", "harbour", "school", "hospital", "theatre")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Copy:
+class Copy(NamedTuple):
     """A prompt at whose end a copy of a number in it begins, the copy, and its place."""
 
     prompt: list[int]

@@ -17,7 +17,7 @@ from snapkv_lab.evaluate.store import Store
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row, of
 from snapkv_lab.study.base import DocumentStudy, Step, StudyPlan
-from snapkv_lab.study.material import LEAST_TOKENS
+from snapkv_lab.study.material import LEAST_TOKENS, cut
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
@@ -89,8 +89,12 @@ class EarlyLayer(DocumentStudy):
 
     def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> StudyPlan:
         count = self._layer_count(loaded)
-        beside = (1 + self.rivals) * (_OVERHEAD_TOKENS + 4 * self.digits)
-        found, notices = self.cut(loaded, texts, beside)
+        tokens = self.document_tokens
+        if loaded.max_tokens is not None:
+            beside = (1 + self.rivals) * (_OVERHEAD_TOKENS + 4 * self.digits)
+            tokens = max(LEAST_TOKENS, min(tokens, loaded.max_tokens - beside))
+        found = cut(loaded.tokenizer, texts, tokens)
+        notices = found.shorter_than(self.document_tokens, "texts")
         copies = [self._copy(loaded, found.texts, number) for number in range(self.samples)]
 
         def each(question: str, read: Callable[[int], Row]) -> Iterator[Step]:
@@ -126,15 +130,10 @@ class EarlyLayer(DocumentStudy):
         _, text = texts[number % len(texts)]
         ids = encode(loaded.tokenizer, text)
         ids = ids[: max(LEAST_TOKENS, len(ids) >> number % _LENGTHS)]
-        seed = f"{self.seed}/{number}"
-        rivals: Row = {"count": self.rivals, "digits": self.digits}
-        return hidden_copy(
-            loaded.tokenizer,
-            with_rivals(loaded.tokenizer, ids, **rivals, seed=f"{seed}/rivals"),
-            digits=self.digits,
-            depth=(number + 0.5) / self.samples,
-            seed=seed,
-        )
+        seed, digits, tokenizer = f"{self.seed}/{number}", self.digits, loaded.tokenizer
+        depth = (number + 0.5) / self.samples
+        ids = with_rivals(tokenizer, ids, count=self.rivals, digits=digits, seed=f"{seed}/rivals")
+        return hidden_copy(tokenizer, ids, digits=digits, depth=depth, seed=seed)
 
     def _look(self, loaded: "LoadedModel", copy: "Copy", number: int) -> Row:
         """Read a prompt exactly, and look at what each layer's votes let go on."""
@@ -152,10 +151,9 @@ class EarlyLayer(DocumentStudy):
         self, loaded: "LoadedModel", copies: Sequence["Copy"], layer: int, number: int
     ) -> Row:
         """Read a prompt exactly and from a layer on, the one first and then the other."""
-        ways: list[tuple[str, Prefill]]
-        ways = [("exact", Exact()), ("selective", self.selective(layer))]
-        ordered = reversed(ways) if number % 2 else ways
-        found = {name: self.answered(loaded, copies[number], way) for name, way in ordered}
+        ways: dict[str, Prefill] = {"exact": Exact(), "selective": self.selective(layer)}
+        names = list(ways)[:: -1 if number % 2 else 1]
+        found = {name: self.answered(loaded, copies[number], ways[name]) for name in names}
         return {"layer": layer, **found}
 
     def share_that_goes_on(self, copy: "Copy", layer: "PromptLayer") -> float:
@@ -180,12 +178,8 @@ class EarlyLayer(DocumentStudy):
         prompt, answer = (torch.tensor([ids], device=device) for ids in (copy.prompt, copy.answer))
         policy = default_policy(self.budget).policy  # layers hold other tokens than each other
         found: list[tuple[float, bool]] = []
-
-        def read() -> None:
-            found.append(log_likelihood(loaded, prompt, answer, policy))
-
         with way.installed(loaded.model):
-            spent = spent_on(read)
+            spent = spent_on(lambda: found.append(log_likelihood(loaded, prompt, answer, policy)))
         ((chance, right),) = found
         return {"loss": -chance / len(copy.answer), "right": right, "ms": spent.wall_ms}
 

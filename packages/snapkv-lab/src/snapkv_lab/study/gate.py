@@ -121,14 +121,11 @@ class FitGate(Study):
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        panels = [
-            Panel(title, "layer", key, named(rows, "kind"))
-            for key, title in (
-                ("correlation", "Rank correlation with KVzip+"),
-                ("best_quarter", "Of KVzip+'s best quarter"),
-            )
-        ]
-        return curves(*panels)
+        kinds = named(rows, "kind")
+        return curves(
+            Panel("Rank correlation with KVzip+", "layer", "correlation", kinds),
+            Panel("Of KVzip+'s best quarter", "layer", "best_quarter", kinds),
+        )
 
 
 class Regression:
@@ -232,18 +229,6 @@ def _part(text: str, draw: random.Random, characters: int = 6000) -> str:
     return text[start : start + characters]
 
 
-def _code(draw: random.Random) -> str:
-    return _part(draw.choice(python_sources(20_000)), draw)
-
-
-def _reference(draw: random.Random) -> str:
-    return "\n\n".join(draw.sample(python_topics().pieces, 2))
-
-
-def _readme(draw: random.Random) -> str:
-    return _part(draw.choice(readmes()), draw)
-
-
 def _records(draw: random.Random) -> str:
     rows = [
         {"id": number(draw, 6), "name": word_key(draw), "price": draw.randrange(10**5) / 100}
@@ -274,9 +259,9 @@ _PEOPLE = ("Anna", "Bjorn", "Carla", "Dmitri", "Elena", "Farid", "Grete", "Hugo"
 _DID = ("bought", "sold", "found", "lost", "repaired", "painted", "praised", "moved", "described")
 
 KINDS: dict[str, Callable[[random.Random], str]] = {
-    "code": _code,
-    "reference": _reference,
-    "readmes": _readme,
+    "code": lambda draw: _part(draw.choice(python_sources(20_000)), draw),
+    "reference": lambda draw: "\n\n".join(draw.sample(python_topics().pieces, 2)),
+    "readmes": lambda draw: _part(draw.choice(readmes()), draw),
     "records": _records,
     "logs": _logs,
     "sentences": _sentences,

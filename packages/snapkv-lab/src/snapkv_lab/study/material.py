@@ -1,8 +1,7 @@
 """What the studies read: long documents and questions that can be asked about any of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from snapkv.app import text_files
 from snapkv.errors import InvalidArgumentError
@@ -37,13 +36,17 @@ def long_texts(
     return texts, ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cut:
+class Cut(NamedTuple):
     """Documents of the same length."""
 
     texts: list[tuple[str, str]]
     tokens: int
     shortest: str
+
+    def shorter_than(self, wanted: int, what: str, why: str = "") -> tuple[str, ...]:
+        """What to say where they are not as long as was asked for."""
+        said = f"{what} are cut to {self.tokens:,} tokens instead of {wanted:,}"
+        return (f"{said}: {why}" if why else said,) if self.tokens < wanted else ()
 
 
 def cut(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> Cut:
@@ -57,14 +60,11 @@ def cut(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> Cut:
             f"{LEAST_TOKENS} to cut all of them to, got {most:,} in {shortest[0]}; pass a longer "
             "document"
         )
-    return Cut(
-        texts=[
-            (name, tokenizer.decode(own[:most], skip_special_tokens=True))
-            for (name, _), own in zip(texts, ids, strict=True)
-        ],
-        tokens=most,
-        shortest=shortest[0],
-    )
+    cut_texts = [
+        (name, tokenizer.decode(own[:most], skip_special_tokens=True))
+        for (name, _), own in zip(texts, ids, strict=True)
+    ]
+    return Cut(cut_texts, most, shortest[0])
 
 
 _CHARACTERS_PER_TOKEN = 12

@@ -29,11 +29,7 @@ def between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
 
 
 def selected(policy: Policy, layer: PromptLayer, tokens: int) -> Tensor:
-    """Which of the first tokens a policy keeps, seen from every query head (Eq. 4 and 5).
-
-    Returns:
-        (Hq, tokens) bool.
-    """
+    """(Hq, tokens) bool: which of the first tokens a policy keeps for a query head (Eq. 4, 5)."""
     heads = layer.queries.shape[1]
     selection = policy.select(layer)
     if selection is None:
@@ -47,13 +43,10 @@ def selected(policy: Policy, layer: PromptLayer, tokens: int) -> Tensor:
 def important_and_hit(
     layer: PromptLayer, masks: Tensor, *, start: int, stop: int, threshold: float
 ) -> tuple[Tensor, Tensor]:
-    """How often each position is important to a query, and how often it was selected too.
+    """(P,) and (N, P) int64: how often positions are important, and how often selected too.
 
     A position is important where a query's attention to it is above the threshold (Eq. 6); it is
-    hit where it is selected as well (Eq. 7). Counts are over the queries of [start, stop).
-
-    Returns:
-        important (P,) and hit (N, P), int64, summed over heads and queries.
+    hit where it is selected as well (Eq. 7). Sums over heads and the queries of [start, stop).
     """
     times = torch.zeros(masks.shape[1:], dtype=torch.int64, device=masks.device)
     for weights in _blocks(layer, start, stop, masks.shape[-1]):
@@ -62,10 +55,9 @@ def important_and_hit(
 
 
 def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:
-    """Attention that the queries of [start, stop) pay the first tokens, averaged over them.
+    """(Hq, tokens) float32: mean attention of the queries of [start, stop) to the first tokens.
 
-    Returns:
-        (Hq, tokens) float32; zero for tokens after the queries.
+    Zero for tokens after the queries.
     """
     part = between(layer, start, stop)
     received = ops.attention_received(
@@ -76,11 +68,7 @@ def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Te
 
 
 def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:
-    """Attention that every other query of [start, stop) pays the first tokens, and the rest.
-
-    Returns:
-        (2, Hq, tokens) float32, summed over the queries of each half.
-    """
+    """(2, Hq, tokens) float32: attention of every other query of [start, stop), and of the rest."""
     halves = [
         torch.stack([weights[:, ::2].sum(dim=1), weights[:, 1::2].sum(dim=1)])
         for weights in _blocks(layer, start, stop, tokens)
@@ -89,11 +77,7 @@ def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) 
 
 
 def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[Tensor]:
-    """Attention of the queries of [start, stop) onto the first tokens, some queries at a time.
-
-    Yields:
-        (Hq, up to 64, tokens) float32.
-    """
+    """(Hq, up to 64, tokens) float32: attention of some queries of [start, stop) at a time."""
     for block in range(start, stop, _BLOCK_TOKENS):
         part = between(layer, block, min(block + _BLOCK_TOKENS, stop))
         weights = ops.attention_weights(part.queries, part.keys, part.score_options)

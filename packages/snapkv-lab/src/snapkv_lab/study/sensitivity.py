@@ -19,7 +19,6 @@ from snapkv_lab.study.base import Findings, Study
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
     from snapkv_lab.evaluate.asking import Executor, Method
-    from snapkv_lab.evaluate.runner import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +73,6 @@ class Sensitivity(Study):
         executor: "Executor | None" = None,
     ) -> Findings:
         """Run the task with every setting; `executor` is who answers, this process by default."""
-        results = self._run(loaded).evaluate(folder, on_progress, executor)
-        rows = [_row(own) for own in grouped(results.rows, "method").values()]
-        return Findings(
-            folder=folder,
-            run=results.run,
-            rows=rows,
-            warnings=results.task.warnings,
-            unwritten=results.unwritten,
-        )
-
-    def _run(self, loaded: "LoadedModel") -> "Run":
         from snapkv_lab.evaluate.runner import Run
 
         task = Needle(
@@ -96,7 +84,15 @@ class Sensitivity(Study):
             haystack=self.haystack,
             seed=self.seed,
         )
-        return Run(loaded=loaded, task=task, methods=self._methods(), template=self.template)
+        run = Run(loaded=loaded, task=task, methods=self._methods(), template=self.template)
+        results = run.evaluate(folder, on_progress, executor)
+        return Findings(
+            folder=folder,
+            run=results.run,
+            rows=[_row(own) for own in grouped(results.rows, "method").values()],
+            warnings=results.task.warnings,
+            unwritten=results.unwritten,
+        )
 
     def _methods(self) -> list["Method"]:
         """The full cache, and SnapKV with every setting."""
@@ -116,36 +112,38 @@ class Sensitivity(Study):
         return methods
 
     def table(self, rows: Sequence[Row]) -> Table:
-        full, settings = rows[0], rows[1:]
-        kernels = sorted({row["kernel_size"] for row in settings})
+        full, settings = rows[0], self._by_pooling(rows)
+        keys = ("window_size", "pooling", "kernel_size")
+        scores = {tuple(row[key] for key in keys): _score(row) for row in settings}
+        windows, kernels = (sorted({row[key] for row in settings}) for key in keys[::2])
         headings = ("window", "pooling", *(f"kernel {kernel}" for kernel in kernels))
-        lines = [
-            (
-                str(window),
-                pooling,
-                *(_cell(settings, window, kernel, pooling) for kernel in kernels),
-            )
-            for window, pooling in itertools.product(
-                sorted({row["window_size"] for row in settings}), self.poolings
-            )
-        ]
         return Table(
             title=f"accuracy of {full['samples']} samples at a budget of {self.budget} of "
             f"{self.length} tokens; the full cache: {_score(full)}",
             headings=headings,
-            rows=lines,
+            rows=[
+                (
+                    str(place[0]),
+                    place[1],
+                    *(scores.get((*place, kernel), "-") for kernel in kernels),
+                )
+                for place in itertools.product(windows, self.poolings)
+            ],
             left=len(headings),
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        shown = [
+        keys = {"x": "kernel_size", "y": "window_size", "panel": "pooling", "value": "score"}
+        return cells(f"Accuracy, budget {self.budget}", self._by_pooling(rows), **keys)
+
+    def _by_pooling(self, rows: Sequence[Row]) -> list[Row]:
+        """All settings but the full cache; what does not pool is one of every kind of pooling."""
+        return [
             row | {"pooling": pooling}
             for pooling in self.poolings
             for row in rows[1:]
             if row["pooling"] in ("none", pooling)
         ]
-        keys = {"x": "kernel_size", "y": "window_size", "panel": "pooling", "value": "score"}
-        return cells(f"Accuracy, budget {self.budget}", shown, **keys)
 
 
 def _row(cells: Sequence[Row]) -> Row:
@@ -160,14 +158,6 @@ def _row(cells: Sequence[Row]) -> Row:
         "score": right / samples if samples else None,
         "samples": samples,
     }
-
-
-def _cell(rows: Sequence[Row], window: int, kernel: int, pooling: str) -> str:
-    for row in rows:
-        place = (row["window_size"], row["kernel_size"])
-        if place == (window, kernel) and row["pooling"] in ("none", pooling):
-            return _score(row)
-    return "-"
 
 
 def _score(row: Row) -> str:

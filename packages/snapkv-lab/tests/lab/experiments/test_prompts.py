@@ -29,7 +29,7 @@ def asked(document):
 
 @pytest.fixture(scope="module")
 def document(demo):
-    (document,) = make_documents(demo.tokenizer, load_haystack(), prompt_tokens=TOKENS, count=1)
+    (document,) = make_documents(demo.tokenizer, prompt_tokens=TOKENS)
     return document
 
 

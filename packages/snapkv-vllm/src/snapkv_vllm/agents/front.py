@@ -57,13 +57,16 @@ _BUDGET, _VOTERS = PREFIX + "budget", PREFIX + "voters"
 Render = Callable[..., Awaitable[Any]]
 
 
-def moved_inside(body: object, path: str, *, has_sessions: bool) -> dict[str, Any] | None:
-    """A body with its spans, edits and session where vLLM hands them on; None without any.
+def moved_inside(
+    body: object, path: str, *, has_sessions: bool
+) -> tuple[object, Mapping[str, str]]:
+    """A body with its spans, edits and session where vLLM hands them on; itself without any.
 
-    Raises InvalidArgumentError for what is there already, or cannot be there.
+    And what its client calls the settings that were moved. Raises InvalidArgumentError for what is
+    there already, or cannot be there.
     """
     if not isinstance(body, dict):
-        return None
+        return body, {}
     found: dict[str, Any] = {}
     if NAME in body:
         found[NAME] = json.dumps(body[NAME])
@@ -78,23 +81,16 @@ def moved_inside(body: object, path: str, *, has_sessions: bool) -> dict[str, An
         if hint and hint.get(HINTED) is not None:
             found[_SESSION] = hint[HINTED]
     if not found:
-        return None
+        return body, {}
     inside = {} if (given := body.get(XARGS)) is None else given
     if not isinstance(inside, dict):
         raise wrong(XARGS, "an object", f"something of type {type(inside).__name__}", "pass one")
     for name in found.keys() & inside.keys():
         raise wrong(name, "it once", f"it inside {XARGS}, too", "leave one of them out")
     others = {name: value for name, value in body.items() if name not in (NAME, CONTEXT)}
-    return {**others, XARGS: {**inside, **found}}
-
-
-def in_words_of(body: object, said: str) -> str:
-    """An error with the fields that clients know for what `moved_inside` has moved."""
-    inside = body.get(XARGS) if isinstance(body, dict) else None
-    for name, field_name in ((_EDITS, CONTEXT), (_SESSION, f"{HINT}: {HINTED}")):
-        if not isinstance(inside, dict) or name not in inside:
-            said = said.replace(name, field_name)
-    return said
+    fields = {_EDITS: CONTEXT, _SESSION: f"{HINT}: {HINTED}"}
+    called = {name: fields[name] for name in found.keys() & fields.keys()}
+    return {**others, XARGS: {**inside, **found}}, called
 
 
 def note_body(body: object, path: str) -> None:
@@ -142,7 +138,7 @@ def resolve_requests(state: Any, settings: ServingSettings) -> None:
     """
     renderer = getattr(state, "online_renderer", None)
     if renderer is not None:  # else an application without models
-        _Resolver(renderer, settings).put_in()
+        _Resolver(renderer, settings)
 
 
 class _Resolver:
@@ -151,16 +147,14 @@ class _Resolver:
     def __init__(self, renderer: Any, settings: ServingSettings) -> None:
         self._renderer, self._settings = renderer, settings
         self._render_chat: Render = renderer.render_chat
-
-    def put_in(self) -> None:
         resolvers = {
             "render_completion": self._of_completion,
             "render_chat": self._of_chat,
             "render_responses": self._of_responses,
         }
         for name, resolve in resolvers.items():
-            render = getattr(self._renderer, name)
-            setattr(self._renderer, name, partial(self._resolved, render, resolve))
+            render = getattr(renderer, name)
+            setattr(renderer, name, partial(self._resolved, render, resolve))
 
     async def _resolved(self, render: Render, resolve: Render, request: Any, **options: Any) -> Any:
         given = getattr(request, XARGS, None) or {}
@@ -265,7 +259,15 @@ async def _looked_up(request: Any, made: Any, render: Render, renderer: Any) -> 
         raise wrong(NAME, "a chat that can be rendered with other texts", "another", _BY_TOKENS)
     (of_texts,), (of_marks,) = _inputs_of(made), _inputs_of(again)
     tokenizer = renderer.renderer.get_tokenizer()
-    return await asyncio.to_thread(_chat_of, messages, marks, of_texts, of_marks, tokenizer)
+    found = await asyncio.to_thread(_chat_of, messages, marks, of_texts, of_marks, tokenizer)
+    if found is not None:
+        return found
+    most = getattr(request, "truncate_prompt_tokens", None)
+    if most is not None and len(of_texts.get("prompt_token_ids", ())) >= most:
+        name, remedy = "truncate_prompt_tokens", f"leave it out, or {_BY_TOKENS}"
+        raise wrong(name, "none that cuts a chat whose messages are looked up", most, remedy)
+    says = "a model whose tokenizer says where the tokens of a chat's text are"
+    raise wrong(NAME, says, "another", _BY_TOKENS)
 
 
 _BY_TOKENS = "pass spans of tokens"
@@ -277,15 +279,14 @@ def _chat_of(
     of_texts: Mapping[str, Any],
     of_marks: Mapping[str, Any],
     tokenizer: Any,
-) -> TokenizedChat:
-    """What takes long where a chat is long, for a thread."""
+) -> TokenizedChat | None:
+    """What takes long where a chat is long, for a thread; None where tokens are not its text's."""
     text, marked_text = of_texts.get("prompt"), of_marks.get("prompt")
     tokens = None
     if isinstance(text, str) and isinstance(marked_text, str):
         tokens = tokens_of(tokenizer, text, of_texts.get("prompt_token_ids", ()))
     if tokens is None:
-        says = "a model whose tokenizer says where the tokens of a chat's text are"
-        raise wrong(NAME, says, "another", _BY_TOKENS)
+        return None
     return TokenizedChat(messages, located(str(text), str(marked_text), marks.pieces), tokens)
 
 

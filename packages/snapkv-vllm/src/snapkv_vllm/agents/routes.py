@@ -1,13 +1,12 @@
 """The sessions whose histories a server holds: listed and deleted over HTTP."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Response
 
-from snapkv_vllm.documents.engine import told
 from snapkv_vllm.documents.front import Route
-from snapkv_vllm.documents.protocol import FORGET, SESSIONS
-from snapkv_vllm.names import TAKEN, UNKNOWN, shown, wrong
+from snapkv_vllm.names import FORGET, SESSIONS, TAKEN, UNKNOWN, shown, wrong
 from snapkv_vllm.tenants import owned
 
 PATH = "/v1/snapkv/sessions"
@@ -15,19 +14,17 @@ PATH = "/v1/snapkv/sessions"
 
 def router(client: Any) -> APIRouter:
     """Routes that ask every engine of vLLM's client about the sessions of one tenant."""
-    config = client.vllm_config.parallel_config
-    only_local, size = config.local_engines_only, config.data_parallel_size
-    engines = range(config.data_parallel_size_local if only_local else size)
+    core = client.engine_core
 
-    async def asked(own: dict[str, Any]) -> list[dict[str, Any]]:
-        answers = [await told(client, [0], own, data_parallel_rank=rank) for rank in engines]
-        return [one for one in answers if one is not None]
+    async def asked(method: str, whose: str) -> list[Any]:
+        call = core._call_utility_async
+        return await asyncio.gather(*(call(method, whose, engine=one) for one in core.core_engines))
 
     async def every() -> list[dict[str, Any]]:
-        return [one for answer in await asked({SESSIONS: owned("")}) for one in answer["sessions"]]
+        return [one for answer in await asked(SESSIONS, owned("")) for one in answer]
 
     async def delete(name: str) -> Response:
-        answers = await asked({FORGET: owned(name)})
+        answers = await asked(FORGET, owned(name))
         if any(one["requests"] for one in answers):
             remedy = "delete it when its requests have ended"
             raise wrong("session", "one without requests under way", "some", remedy, status=TAKEN)

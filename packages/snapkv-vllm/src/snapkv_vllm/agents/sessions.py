@@ -22,7 +22,6 @@ from vllm.utils.math_utils import cdiv
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.spans import Spans
 from snapkv_vllm.blocks import CompressedManager
-from snapkv_vllm.documents.protocol import FORGET, DocumentRequest
 from snapkv_vllm.documents.registry import block_bytes, room_of
 from snapkv_vllm.metrics import SessionMetrics
 from snapkv_vllm.names import PREFIX, SESSION
@@ -161,7 +160,6 @@ class HeldSessions:
         self._held: list[History] = []  # least recently used first
         self._turns: dict[str, _Turn] = {}
         self._forgotten: list[int] = []
-        self._answers: dict[str, dict[str, Any]] = {}
         self._waiting: set[str] = set()  # requests, for blocks while histories pin some
 
     # Of requests that come.
@@ -175,8 +173,7 @@ class HeldSessions:
         lora = request.lora_request
         owner = (given[_NAME], "" if lora is None else lora.lora_name, request.cache_salt or "")
         spans = self._settings.spans_of(given)
-        tokens = plan.prompt_tokens
-        policy = self._settings.plan_of_turn(given, tokens, spans).policy
+        tokens, policy = plan.prompt_tokens, plan.policy
         may_go_on = params.prompt_logprobs is None and not request.skip_reading_prefix_cache
         turn = self._turns[request.request_id] = _Turn(
             owner=owner,
@@ -185,7 +182,7 @@ class HeldSessions:
             may_go_on=may_go_on,
             spans=spans,
             whole=self._settings.whole_of(given, tokens),
-            plan=TurnPlan(prompt_tokens=tokens, policy=policy),
+            plan=TurnPlan(prompt_tokens=tokens, policy=policy, protect_first=plan.protect_first),
         )
         return turn.plan
 
@@ -210,7 +207,8 @@ class HeldSessions:
             if left is None:
                 continue
             plan = self._settings.plan_of_turn(given, tokens - at.dropped_tokens, left)
-            voters = 0 if plan.policy is None else max(1, plan.policy.query_tokens)
+            ends = plan.next(0, 0)
+            voters = 0 if ends is None else max(1, ends.choice.query_tokens)
             if tokens - voters < at.tokens:  # too few have come to vote: next time
                 plan = self._settings.plan_of_turn(
                     given, tokens - at.dropped_tokens, left, votes=False
@@ -222,6 +220,7 @@ class HeldSessions:
                 turn.plan = TurnPlan(
                     prompt_tokens=tokens,
                     policy=plan.policy,
+                    protect_first=plan.protect_first,
                     prefix_tokens=begins,
                     dropped_tokens=at.dropped_tokens,
                 )
@@ -295,30 +294,22 @@ class HeldSessions:
 
     # What a front end asks.
 
-    def plan_of_asked(self, asked: DocumentRequest, request: Any) -> RequestPlan:
-        """Do what a request of `snapkv_vllm.documents.protocol` asks; it is told at its end."""
-        answer = self._deleted if asked.verb == FORGET else self._listed
-        self._answers[request.request_id] = answer(asked.document_id)
-        return RequestPlan()
-
-    def _listed(self, whose: str) -> dict[str, Any]:
+    def listed(self, whose: str) -> list[dict[str, Any]]:
         """What there is of the sessions whose names begin so, least recently used first."""
-        return {
-            "sessions": [
-                {
-                    "session": one.owner[0].removeprefix(whose),
-                    "tokens": len(one.token_ids),
-                    "kept_tokens": one.held_tokens,
-                    "bytes": one.block_count(self._sizes) * self._block_bytes,
-                    "requests": len(one.requests),
-                    "last_used": int(one.last_used),
-                }
-                for one in self._held
-                if one.owner[0].startswith(whose)
-            ]
-        }
+        return [
+            {
+                "session": one.owner[0].removeprefix(whose),
+                "tokens": len(one.token_ids),
+                "kept_tokens": one.held_tokens,
+                "bytes": one.block_count(self._sizes) * self._block_bytes,
+                "requests": len(one.requests),
+                "last_used": int(one.last_used),
+            }
+            for one in self._held
+            if one.owner[0].startswith(whose)
+        ]
 
-    def _deleted(self, session: str) -> dict[str, int]:
+    def deleted(self, session: str) -> dict[str, int]:
         """Forget the histories of a session, unless requests of it are under way."""
         own = [one for one in self._held if one.owner[0] == session]
         requests = sum(turn.owner[0] == session for turn in self._turns.values())
@@ -330,17 +321,9 @@ class HeldSessions:
 
     # Of requests that end.
 
-    def request_ends(self, request: Any) -> dict[str, Any] | None:
-        """Hold what a request has seen, to be called before its blocks are freed.
-
-        Returns:
-            What whoever sent it is told, if it asked about sessions.
-        """
+    def request_ends(self, request: Any) -> None:
+        """Hold what a request has seen, to be called before its blocks are freed."""
         self._waiting.discard(request.request_id)
-        self._end_turn(request)
-        return self._answers.pop(request.request_id, None)
-
-    def _end_turn(self, request: Any) -> None:
         turn = self._turns.pop(request.request_id, None)
         if turn is None:
             return

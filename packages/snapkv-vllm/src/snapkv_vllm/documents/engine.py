@@ -140,27 +140,16 @@ class ServerEngine:
             raise RefusedError(refused)
 
     async def _send(self, prompt: list[int], own: dict[str, Any]) -> dict[str, Any] | None:
-        return await told(self._client, prompt, own)
+        """What the engine says when a request of one new token has ended.
 
+        `own` are its `extra_args`, see `snapkv_vllm.documents.protocol`.
+        """
+        from vllm import SamplingParams
 
-async def told(
-    client: Any, prompt: list[int], own: dict[str, Any], **options: Any
-) -> dict[str, Any] | None:
-    """What vLLM's engine says when a request of one new token has ended.
-
-    Args:
-        client: of the engine.
-        prompt: the request's tokens.
-        own: its `extra_args`, see `snapkv_vllm.documents.protocol`.
-        options: of the client's `generate`.
-    """
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(
-        temperature=0.0, extra_args=own, max_tokens=1, ignore_eos=True, detokenize=False
-    )
-    name = f"snapkv-document-{uuid.uuid4().hex}"
-    last = None
-    async for output in client.generate({"prompt_token_ids": prompt}, sampling, name, **options):
-        last = output
-    return None if last is None else last.kv_transfer_params
+        sampling = SamplingParams(
+            temperature=0.0, extra_args=own, max_tokens=1, ignore_eos=True, detokenize=False
+        )
+        name, last = f"snapkv-document-{uuid.uuid4().hex}", None
+        async for output in self._client.generate({"prompt_token_ids": prompt}, sampling, name):
+            last = output
+        return None if last is None else last.kv_transfer_params

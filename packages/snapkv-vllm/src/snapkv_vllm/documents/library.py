@@ -24,7 +24,7 @@ class ServedLibrary:
         self._folder = Folder(path)
         self._settled: str | None = None
         self._keys: dict[str, str] = {}  # of the documents by name
-        self._one_thread = threading.Lock()
+        self._one_thread = threading.RLock()
 
     def require_read_by(self, model: Mapping[str, Any], tokenizer: Any) -> None:
         """Refuse another model than has read the documents, or another tokenizer."""
@@ -50,15 +50,12 @@ class ServedLibrary:
     def records(self) -> list[Record]:
         """All documents that are whole, in the order of their names."""
         with self._one_thread:
-            return self._all_records()
-
-    def _all_records(self) -> list[Record]:
-        return list(self._folder.records()[0].values())
+            return list(self._folder.records()[0].values())
 
     def _all_keys(self) -> dict[str, str]:
         """Looked up again where a document may have come or gone since the last time."""
         settled = self._folder.settled()
         if settled is None or settled != self._settled:
-            self._keys = {record.name: record.key for record in self._all_records()}
+            self._keys = {record.name: record.key for record in self.records()}
             self._settled = settled
         return self._keys

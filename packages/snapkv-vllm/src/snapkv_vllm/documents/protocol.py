@@ -13,14 +13,12 @@ from snapkv_vllm import names
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import PREFIX, wrong
 
-# What a request does, each with a document's identifier; those of sessions with (a part of) a name.
+# What a request does, each with a document's identifier.
 DOCUMENT = PREFIX + names.DOCUMENT  # its prompt begins with the document
 REGISTER = PREFIX + "register"  # all of its prompt but the last token becomes the document
 ADOPT = PREFIX + "adopt"  # blocks are taken for the document, which workers fill from a file
 DROP = PREFIX + "drop"  # no later request may name the document
 ROOM = PREFIX + "room"  # it is told how much room there is, see `DocumentLimits`
-SESSIONS = PREFIX + "sessions"  # it is told of all whose names begin so
-FORGET = PREFIX + "forget"  # a session's histories go, unless requests of it are under way
 
 # What it says besides.
 INSTRUCTION = PREFIX + "instruction"  # ids of the tokens before every piece that is read again
@@ -36,11 +34,8 @@ _BESIDE = {
     ADOPT: (TOKENS, KEPT, REUSED, PER_HEAD),
     DROP: (),
     ROOM: (),
-    SESSIONS: (),
-    FORGET: (),
 }
-OF_SESSIONS = (SESSIONS, FORGET)
-VERBS = tuple(verb for verb in _BESIDE if verb not in OF_SESSIONS)
+VERBS = tuple(_BESIDE)
 
 _FILE_EXTRA_BYTES = 16 << 20
 

@@ -146,7 +146,7 @@ class Engine:
             self.scheduler._plans,
             self.scheduler._metrics._counted,
             self.scheduler._waiting_for_room,
-            *(one for manager in managers for one in (manager.dropped_tokens, manager._rooms)),
+            *(one for manager in managers for one in (manager.dropped_tokens, manager.rooms)),
             runner._heads.requests,
             runner._dropped,
             runner._compressed,

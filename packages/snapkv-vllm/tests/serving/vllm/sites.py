@@ -24,10 +24,17 @@ class Client:
 
     def __init__(self, vllm_config):
         self.vllm_config, self.asked, self.told = vllm_config, [], None
+        self.engine_core = SimpleNamespace(
+            core_engines=range(2), _call_utility_async=self.call_utility
+        )
 
     async def generate(self, prompt, sampling, request_id, **options):
         self.asked.append((prompt, sampling))
-        yield SimpleNamespace(kv_transfer_params=self.told)
+        yield SimpleNamespace(kv_transfer_params=None)
+
+    async def call_utility(self, method, *args, engine):
+        self.asked.append((method, *args, engine))
+        return self.told
 
 
 class Site:

@@ -418,21 +418,21 @@ def test_sessions_are_listed_and_deleted_by_their_key(config, monkeypatch, key):
 
         def asked(method, name=""):
             answer = client.request(method, SESSION_PATH + name, headers=headers)
-            return answer.status_code, answer.text, site.client.asked[-1][1].extra_args
+            return answer.status_code, answer.text, site.client.asked[-1]
 
         hint = {"agent_hint": {"session_id": "a/b"}}
         body = {"model": "demo", "prompt": "One two", **hint}
         assert client.post(TEXT, json=body, headers=headers).status_code == 200
         owner = site.seen[-1][0]["snapkv_session"]
-        site.client.told = {"sessions": [{"session": "a/b", "bytes": 9}]}
+        site.client.told = [{"session": "a/b", "bytes": 9}]
         status, said, told = asked("GET")
-        assert (status, json.loads(said)) == (200, site.client.told["sessions"])
-        assert told == {"snapkv_sessions": owner.removesuffix("a/b")}
+        assert (status, json.loads(said)) == (200, 2 * site.client.told)
+        assert told == ("snapkv_sessions", owner.removesuffix("a/b"), 1)
         for histories, requests, expected in ((2, 0, 204), (0, 0, 404), (2, 1, 409)):
             site.client.told = {"histories": histories, "requests": requests}
             status, said, told = asked("DELETE", "/a%2Fb")
             assert status == expected, said
-            assert told == {"snapkv_forget": owner}
+            assert told == ("snapkv_forget", owner, 1)
             assert (expected == 204) == (said == "")
         assert client.get(SESSION_PATH).status_code == 401
 
@@ -491,12 +491,18 @@ def test_requests_without_either_are_as_before(client, site):
         (TEXT, {"context_management": {"edits": []}}, "context_management: expected it at /v1/c"),
         (RESPONSES, {"context_management": {"edits": []}}, "context_management: expected it at"),
         (CHAT, {"context_management": "clear"}, "an object such as"),
+        (
+            CHAT,
+            {"context_management": edit(ClearToolUses), "truncate_prompt_tokens": 20},
+            "truncate_prompt_tokens: expected none that cuts a chat",
+        ),
         (CHAT, {"context_management": [{"type": ClearToolUses.type}]}, "an object such as"),
         (
             CHAT,
             {"context_management": {"edits": []}, "use_beam_search": True},
             "context_management: expected none with use_beam_search",
         ),
+        (CHAT, {"vllm_xargs": {"snapkv-edits": "{}"}}, "write snapkv_edits"),
     ],
 )
 def test_what_is_wrong_gets_a_400_of_one_line(client, site, path, body, words):

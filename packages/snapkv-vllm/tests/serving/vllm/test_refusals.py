@@ -105,7 +105,6 @@ SCENES = {
     rules.ABOUT_ANY: {"snapkv_register": "a"},
     rules.WITH_DOCUMENT: {"snapkv_document": "a"},
     rules.IN_SESSION: {"snapkv_session": "a"},
-    rules.ABOUT_SESSIONS: {"snapkv_forget": "a"},
     rules.SPANS_NAMED: {"snapkv_spans": []},
     rules.WITH_SPANS: {"snapkv_spans": []},
     rules.ANYTHING: {"snapkv_budget": 64},

@@ -419,6 +419,8 @@ def test_an_agents_loop_goes_on_from_its_history_and_is_told_what_was_cleared(se
     assert cleared == [0, 0, 1, 2]
     assert server.metric("snapkv:session_requests_total") - before == 3
     assert server.metric("snapkv:session_histories") == 1
+    (session,) = json.loads(server.get("/v1/snapkv/sessions"))
+    assert session["session"] == "run"
     own = [{"index": -1, "do": "drop"}, {"role": "assistant", "do": "protect"}]
     answer = client.chat.completions.create(
         messages=messages[:3], extra_body={"snapkv_spans": own}, **GREEDY

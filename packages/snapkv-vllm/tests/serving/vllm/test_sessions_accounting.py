@@ -2,12 +2,12 @@
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
 from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.documents.protocol import FORGET, SESSIONS, document_request
-from snapkv_vllm.names import PREFIX, SESSION
+from snapkv_vllm.names import FORGET, PREFIX, SESSION, SESSIONS
 from snapkv_vllm.spans import NAME
 from tests.serving.vllm.test_accounting import (
     PAGE,
@@ -199,11 +199,11 @@ def test_a_turn_that_is_tried_again_replaces_what_it_left(large):
     assert len(held._held) == 3
 
 
-def told(held, verb, name):
-    """What a front end is told of sessions, once its request has ended."""
-    asks = request("asks", [1], 1, {verb: name})
-    held.plan_of_asked(document_request(asks.sampling_params.extra_args), asks)
-    return held.request_ends(asks)
+def told(scheduler, method, name):
+    """What a front end is told of sessions, at once: no step runs meanwhile."""
+    from vllm.v1.engine.core import EngineCore
+
+    return getattr(EngineCore, method)(SimpleNamespace(scheduler=scheduler), name)
 
 
 def test_sessions_are_listed_and_deleted(large):
@@ -213,18 +213,18 @@ def test_sessions_are_listed_and_deleted(large):
     turn(running, "r0", "a/one", text, budget=12)
     turn(running, "r1", "a/two", text)
     turn(running, "r2", "b/one", text)
-    one, two = told(held, SESSIONS, "a/")["sessions"]
+    one, two = told(running.scheduler, SESSIONS, "a/")
     assert (one["session"], one["tokens"], one["kept_tokens"]) == ("one", 30, 12)
     assert (two["session"], two["tokens"], two["kept_tokens"]) == ("two", 28, 28)
     assert one["bytes"] == 3 * PAGE * TOKEN_BYTES
-    assert told(held, FORGET, "a/three") == {"histories": 0, "requests": 0}
+    assert told(running.scheduler, FORGET, "a/three") == {"histories": 0, "requests": 0}
     going_on = request("r3", [*range(1, 40)], 1, {PREFIX + SESSION: "a/one", "snapkv_budget": 12})
     running.scheduler.add_request(going_on)
-    assert told(held, FORGET, "a/one") == {"histories": 1, "requests": 1}
+    assert told(running.scheduler, FORGET, "a/one") == {"histories": 1, "requests": 1}
     while running.scheduler.requests:
         running.step()
     for name in ("a/one", "a/two", "b/one"):
-        assert told(held, FORGET, name) == {"histories": 1, "requests": 0}
+        assert told(running.scheduler, FORGET, name) == {"histories": 1, "requests": 0}
     assert pool.get_num_free_blocks() == free
     assert not held._held
 

@@ -1,6 +1,7 @@
 """Answering over a long prompt: generate, stream, time, and report what the cache held."""
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.placement import device_of
 from snapkv.kvzip import read_as_wanted, require_one_reading
-from snapkv.plan import out_of_memory_explained, prompt_memory_explained
+from snapkv.plan import out_of_memory_explained, prompt_memory_explained, token_costs
 from snapkv.policies import Policy
 from snapkv.storage.bits import Quantize
 
@@ -83,7 +84,8 @@ def answer(
     """
     ids = prompt_ids(loaded, prompt, settings)
     policy = loaded.completed(policy)
-    spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
+    costs = functools.partial(token_costs, loaded.model, policy, quantize)
+    spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer, costs)
     cache = _CountingCache(loaded.model, policy, protect=spans, quantize=quantize)
     cache.expect_question(prompt.question_tokens(loaded.tokenizer))
     found, _ = answer_ids(

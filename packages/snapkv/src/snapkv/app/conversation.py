@@ -1,6 +1,7 @@
 """Turns about documents in one cache that stays within its budget."""
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ from snapkv.errors import CacheFileError, CacheMismatchError, InvalidArgumentErr
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.placement import device_of
 from snapkv.kvzip import require_one_reading
+from snapkv.plan import token_costs
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Span
 from snapkv.storage.bits import Quantize
@@ -176,8 +178,10 @@ class Conversation:
         """Begin with a cache that keeps the protected tokens of the first prompt."""
         if self._protection is not None:
             policy = self.cache.policy
-            spans = self._protection.spans(prompt, policy, self._loaded.tokenizer)
-            self.cache = CompressedCache(self._loaded.model, policy, protect=spans, **self._options)
+            model, quantize = self._loaded.model, self._options["quantize"]
+            costs = functools.partial(token_costs, model, policy, quantize)
+            spans = self._protection.spans(prompt, policy, self._loaded.tokenizer, costs)
+            self.cache = CompressedCache(model, policy, protect=spans, **self._options)
 
     def report(self) -> CacheReport:
         return self.cache.report()

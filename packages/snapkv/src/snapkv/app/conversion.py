@@ -12,7 +12,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +38,11 @@ _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding
 """transformers' names of special tokens, and those in a GGUF header."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvertedModel:
-    """A GGUF file's model and tokenizer as transformers saves them."""
+def convert_once(path: Path, dtype: torch.dtype) -> tuple[Path, str]:
+    """The folder of a GGUF file's model and tokenizer, and the hexadecimal SHA-256 of the file.
 
-    folder: Path  # what `from_pretrained` takes; every tensor in it is of the dtype asked for
-    sha256: str  # of the GGUF file's content, in hexadecimal
-
-
-def convert_once(path: Path, dtype: torch.dtype) -> ConvertedModel:
-    """The converted model of a GGUF file, made if it is not in the cache folder yet.
+    The folder is what `from_pretrained` takes, every tensor in it of that dtype; it is made if it
+    is not in the cache folder yet.
 
     bfloat16 rounds by less than a quantized file has, and takes half the room of float32.
 
@@ -65,7 +59,7 @@ def convert_once(path: Path, dtype: torch.dtype) -> ConvertedModel:
     folder = cache_folder() / name
     if not folder.is_dir():
         _convert(path, folder, dtype)
-    return ConvertedModel(folder=folder, sha256=sha256)
+    return folder, sha256
 
 
 def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:

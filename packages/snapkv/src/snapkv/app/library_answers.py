@@ -16,6 +16,7 @@ from snapkv.library.about import question_ids
 from snapkv.library.library import Library
 from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
+from snapkv.storage.bits import Quantize
 from snapkv.validation import DEFAULT_RECOMPUTE
 
 
@@ -33,7 +34,13 @@ class LibraryQuestion:
     search_ms: float = 0.0  # counts towards the first token
     left_out: Sequence[Hit] = field(default_factory=list)  # the model has no positions for them
 
-    def answer(self, policy: Policy, on_text: TextSink | None = None) -> Answer:
+    def answer(
+        self,
+        policy: Policy,
+        on_text: TextSink | None = None,
+        *,
+        quantize: Quantize | None = None,
+    ) -> Answer:
         """Answer from the library's caches."""
         start = time.perf_counter()
         inputs = self.library.inputs(
@@ -41,6 +48,7 @@ class LibraryQuestion:
             policy=self.loaded.completed(policy),
             recompute=self.recompute,
             answer_start=self.answer_start,
+            quantize=quantize,
         )
         before_ms = self.search_ms + 1000 * (time.perf_counter() - start)
         ids, cache = inputs["input_ids"], inputs["past_key_values"]

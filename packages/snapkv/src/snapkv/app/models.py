@@ -252,8 +252,8 @@ def _locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> _Sou
             got = f"the file {name}; pass the folder that holds the model's config.json"
             raise _not_found(got, "a .gguf file, a folder or a hub id")
         wanted = "float32" if name == DEMO else "bfloat16" if dtype == "auto" else dtype
-        converted = convert_once(path, getattr(torch, wanted))
-        return _Source(place=str(converted.folder), revision=f"sha256:{converted.sha256}")
+        folder, sha256 = convert_once(path, getattr(torch, wanted))
+        return _Source(place=str(folder), revision=f"sha256:{sha256}")
     if path.is_dir():
         if not (path / "config.json").is_file():
             got = f"{name} without one; pass the folder that save_pretrained wrote"

@@ -141,13 +141,13 @@ class RecordedPrompt:
             layer.update(states.keys, states.values)
             if "token_ids" in policy.needs and states.token_ids is not None:
                 layer.remember_ids(states.token_ids)
-            queries = self._last_queries(states, policy)
-            heads = (queries if policy.per_query_head else states.keys).shape[1]
+            queries, spans = self._last_queries(states, policy), layer.protect
+            place = self.prompt_tokens, states.pad_tokens
             yield replace(
                 states,
                 queries=queries,
-                token_cost=functools.partial(layer.token_cost, heads),
-                protected=layer.protected_slots(self.prompt_tokens, states.pad_tokens),
+                token_cost=functools.partial(layer.token_cost, queries.shape[1]),
+                protected=None if spans is None else layer.protected_slots(spans, *place),
             )
 
     def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -68,11 +69,19 @@ class PromptReader:
 
         The time of a shared prefill counts in every answer, which would have needed it, too.
         """
-        how = protection, ends, quantize
+        read = partial(
+            answer,
+            self._loaded,
+            self._prompt,
+            policy,
+            self._settings,
+            protection=protection,
+            quantize=quantize,
+            on_prompt_end=None if ends is None else ends.append,
+        )
         if way == Exact() and (shared := self._reading()) is not None:
             try:
-                given = self._answer(policy, _ReadBefore(reading=shared), *how)
-                return given.later(shared.read_ms)
+                return read(prefill=_ReadBefore(reading=shared)).later(shared.read_ms)
             except OutOfMemoryError:
                 pass  # the error holds what filled the memory until this block is left
             self._shares = False
@@ -80,31 +89,12 @@ class PromptReader:
             if ends:
                 ends.clear()
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        return self._answer(policy, way, *how)
+        return read(prefill=way)
 
     def given(self) -> contextlib.AbstractContextManager[None]:
         """A block in which the model need not read the prompt, if it was read for all methods."""
         shared = self._reading()
         return contextlib.nullcontext() if shared is None else shared.given()
-
-    def _answer(
-        self,
-        policy: Policy,
-        way: Prefill,
-        protection: Protection,
-        ends: list[PromptEnd] | None,
-        quantize: KVCodes | None,
-    ) -> Answer:
-        return answer(
-            self._loaded,
-            self._prompt,
-            policy,
-            self._settings,
-            protection=protection,
-            prefill=way,
-            quantize=quantize,
-            on_prompt_end=None if ends is None else ends.append,
-        )
 
     def _reading(self) -> SharedReading | None:
         """The shared prefill; None if each method reads alone."""

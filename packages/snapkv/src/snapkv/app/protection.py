@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,11 @@ from snapkv.cache.spans import layer_of_sizes
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import TokenCost
 from snapkv.policies import FullCache, Policy
+from snapkv.policies.budget import ByteBudget, budget_of
 from snapkv.policies.spans import Span, Spans
 from snapkv.validation import require_int
+
+Costs = Callable[[], Sequence[TokenCost]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +35,21 @@ class Protection:
                 "protect: expected a text of the prompt, got an empty one; copy some of it"
             )
 
-    def spans(self, prompt: Prompt, policy: Policy, tokenizer: Any) -> list[Span]:
+    def spans(
+        self, prompt: Prompt, policy: Policy, tokenizer: Any, costs: Costs = list
+    ) -> list[Span]:
         """The positions to protect, for `CompressedCache`.
 
-        Warns on standard error if the default cannot protect the system message.
+        Warns on standard error if the default cannot protect the system message. A budget in bytes
+        needs the `costs` of a token in the layers that are compressed.
         """
         asked = [(0, self.first_tokens)] if self.first_tokens else []
         for text in self.texts:
             asked += _occurrences(prompt, text, tokenizer)
-        return asked + self._system(prompt, policy, tokenizer, asked)
+        return asked + self._system(prompt, policy, tokenizer, asked, costs)
 
     def _system(
-        self, prompt: Prompt, policy: Policy, tokenizer: Any, asked: list[Span]
+        self, prompt: Prompt, policy: Policy, tokenizer: Any, asked: list[Span], costs: Costs
     ) -> list[Span]:
         """The other protected spans and, if it is to be kept and fits, the system message."""
         if self.system is False or isinstance(policy, FullCache):
@@ -58,9 +64,10 @@ class Protection:
         try:
             offsets = _offsets(prompt, tokenizer)
             system = tokens_of(offsets, 0, prompt.system_characters)
-            if not _has_room(policy, asked, len(offsets)):
+            known = costs() if isinstance(budget_of(policy), ByteBudget) else []
+            if not _has_room(policy, asked, len(offsets), known):
                 return []
-            _require_room(policy, [*asked, *system], len(offsets))
+            _require_room(policy, [*asked, *system], len(offsets), known)
         except InvalidArgumentError as error:
             if self.system:
                 raise
@@ -99,19 +106,22 @@ def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
     return prompt.offsets(tokenizer, "protect", "pass --protect-first")
 
 
-def _has_room(policy: Policy, asked: list[Span], tokens: int) -> bool:
+def _has_room(policy: Policy, asked: list[Span], tokens: int, costs: Sequence[TokenCost]) -> bool:
     """Whether the budget has room for these tokens; if not, the prefill raises the error."""
     try:
-        _require_room(policy, asked, tokens)
+        _require_room(policy, asked, tokens, costs)
     except InvalidArgumentError:
         return False
     return True
 
 
-def _require_room(policy: Policy, asked: list[Span], tokens: int) -> None:
+def _require_room(
+    policy: Policy, asked: list[Span], tokens: int, costs: Sequence[TokenCost]
+) -> None:
     """Raise unless the policy can keep these spans of a prompt of that many tokens."""
     spans = Spans.of("protect", asked)
     if spans.parts:
         policy.require_protection(spans)
-    cost = TokenCost(full_bytes=1, block_bytes=1)  # right for a share
-    policy.require_room(layer_of_sizes(torch.arange(tokens), spans, 2, token_cost=lambda: cost))
+    first, *_ = costs or [TokenCost(full_bytes=1, block_bytes=1)]  # right for a share, unquantized
+    layers, positions = max(2, len(costs)), torch.arange(tokens)
+    policy.require_room(layer_of_sizes(positions, spans, layers, token_cost=lambda: first))

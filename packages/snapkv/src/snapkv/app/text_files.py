@@ -349,7 +349,8 @@ def _notebook_text(name: str, data: bytes) -> str:
 def _of_cell(cell: dict[str, Any]) -> Iterator[str | list[str]]:
     yield cell["source"]
     for output in cell.get("outputs", ()):
-        yield output.get("text") or output.get("data", {}).get("text/plain", "")
+        raised = ": ".join(filter(None, map(output.get, ("ename", "evalue"))))
+        yield output.get("text") or output.get("data", {}).get("text/plain", raised)
 
 
 def _pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:

@@ -113,12 +113,13 @@ class CompressedLayer(DynamicLayer):
         """Append new tokens; returns all stored keys and values, new ones last.
 
         They are of a prompt at whose end the policy may choose, of which so many more are `coming`;
-        None where they are not.
+        None where they are not. Where that chooses from all, what codes stand for is held again.
         """
+        store, chooses = self.store, self.slots.kept is None or self.turns != "append"
         if self.offloaded is not None and self.offloaded.is_due:
             self.recall()
-        elif coming is not None and (self.slots.kept is None or self.turns != "append"):
-            self.decode()
+        elif chooses and coming is not None and isinstance(store, CodedStore):
+            self._hold_dense(store, in_place=False)
         if not self.store.has_room:
             self._seen_tokens += key_states.shape[-2]
         return self.store.append(key_states, value_states, coming or 0)
@@ -356,13 +357,11 @@ class CompressedLayer(DynamicLayer):
             token_ids = torch.cat([known, token_ids], dim=1)
         self._note(token_ids=token_ids)
 
-    def protected_slots(self, slots: int, pads: Tensor | None) -> Tensor | None:
-        """(B, 1 or H, slots) bool: which of the first slots must stay; None where none must.
+    def protected_slots(self, spans: Spans, slots: int, pads: Tensor | None) -> Tensor:
+        """(B, 1 or H, slots) bool: which of the first slots stand for positions in these spans.
 
         `pads` are (B,) leading ones of a first prompt, or None; it knows those of later ones.
         """
-        if (spans := self.protect) is None:
-            return None
         if self.slots.kept is not None:
             return spans.cover(self.slots.positions(self.store)[..., :slots])
         columns = torch.arange(slots, device=self.keys.device).expand(len(self.keys), 1, -1)
@@ -406,27 +405,16 @@ class CompressedLayer(DynamicLayer):
         self._seen_tokens = self._counted_tokens
 
     def _keep_slots(
-        self,
-        kept: Tensor,
-        tokens: int,
-        *,
-        at: int | None = None,
-        counts: Counts | None = None,
-        **changes: Any,
+        self, kept: Tensor, tokens: int, counts: Counts | None = None, **changes: Any
     ) -> None:
-        """Keep some of the first slots, all that was seen by `at` or by now having been chosen."""
+        """Keep some of so many first slots: what these stand for has been chosen from."""
         columns = self.slots.columns_of(kept, self.store)
-        at = self.columns if at is None else at
         self.store = self.store.keep(kept, tokens, counts)
-        self.slots = self.slots.chosen(columns, at, **changes)
+        self.slots = self.slots.chosen(columns, self.slots.columns_by(tokens), **changes)
 
-    @torch.no_grad()
-    def choose(self, prompt: PromptLayer) -> Selection | None:
-        """What of a prompt that has been read the policy keeps; None for all of it."""
-        return self.policy.select(prompt)
-
-    def token_cost(self, heads: int) -> ops.TokenCost:
-        """What tokens cost that so many heads keep."""
+    def token_cost(self, query_heads: int) -> ops.TokenCost:
+        """What tokens cost that the heads keep, or so many query heads with sets of their own."""
+        heads = query_heads if self.policy.per_query_head else self.keys.shape[1]
         return self.storage.token_cost(self.store, heads)
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
@@ -435,55 +423,64 @@ class CompressedLayer(DynamicLayer):
         Where turns follow, the prompt is all that was seen so far or, without recall, all that is
         stored.
         """
-        at = self.slots.columns_by(prompt.keys.shape[2])
-        self.note_end(prompt, at)
+        self.note_end(prompt)
         if selection is not None:
-            self.keep(selection, at)
-        self.finalize(prompt.keys.shape[2] if self.slots.kept is None else self.slots.chosen_slots)
+            self.keep(selection)
+        self.encode_kept(prompt.keys.shape[2])
 
-    def note_end(self, prompt: PromptLayer, at: int) -> None:
-        """Note that the prompt has been read, which ended after so many columns."""
+    def note_end(self, prompt: PromptLayer) -> None:
+        """Note that the prompt has been read."""
         slots, queries = self.slots, None
         if history := self.history_tokens:
             queries = prompt.queries[:, :, -history:].clone()
         self._note(last_queries=queries, lost_mass=None, lost_peak=None)
         pads = prompt.pad_tokens if slots.is_whole else slots.pads
-        self.slots = replace(
-            slots, pads=pads, is_partial=False, chosen_at=slots.removed_tokens + at
-        )
+        chosen_at = slots.seen(prompt.keys.shape[2])
+        self.slots = replace(slots, pads=pads, is_partial=False, chosen_at=chosen_at)
 
-    def finalize(self, kept_tokens: int) -> None:
-        """Store the first slots as it is done behind a prompt; what that would change is offloaded.
+    def encode_kept(self, prompt_tokens: int) -> None:
+        """Behind a prompt, hold what was kept of so many slots as codes, if any are asked for."""
+        if self.storage.codes is not None:
+            self.encode(prompt_tokens if self.slots.kept is None else self.slots.chosen_slots)
+
+    def encode(self, tokens: int) -> None:
+        """Hold the first slots as codes, if any are asked for; what these change is offloaded.
 
         Where tokens were dropped, all of them have been.
         """
-        whole, empty = self.store, self.slots.empty
-        self.store = self.storage.finalize(whole, kept_tokens, empty)
-        if self.store.ragged is not None:
-            self.slots = self.slots.without_padding()
-        if self.slots.kept is None and not self.store.is_exact:
-            self._offload(whole, kept_tokens)
+        store = whole = self.store
+        if self.storage.codes is None or not tokens:
+            return
+        if isinstance(store, DenseStore):
+            store = store.ragged_from(self.slots.empty, tokens)
+        assert isinstance(store, RaggedStore)
+        self.store = CodedStore.of(store, self.storage.codes)
+        self.slots = self.slots.without_padding()
+        if self.slots.kept is None:
+            self._offload(whole, tokens)
 
-    def keep(self, selection: Selection, at: int) -> None:
-        """Keep the selected slots of a prompt that ended after so many columns."""
+    def keep(self, selection: Selection) -> None:
+        """Keep the selected slots of a prompt."""
         tokens, kept = selection.prompt_tokens, selection.keep_indices
         self._offload(self.store, tokens)
         head_tokens, padding_slots = selection.head_tokens, selection.padding_slots
         counts = None if head_tokens is None else tuple(map(tuple, head_tokens.tolist()))
-        self._keep_slots(kept, tokens, at=at, counts=counts, padding_slots=padding_slots)
+        self._keep_slots(kept, tokens, counts, padding_slots=padding_slots)
         ids, scores = self.state.token_ids, self.state.slot_scores
         if selection.scores is not None:
             scores = _of_slots(selection.scores, kept, self.keys.shape[1])
         ids = None if ids is None else ids[:, tokens:]
         self._note(head_notes=selection.head_notes, slot_scores=scores, token_ids=ids)
-        self._move_sinks(selection.sink_tokens)
+        if selection.sink_tokens:
+            self._move_sinks(selection.sink_tokens)
 
     def keep_rows(self, rows: Tensor, counts: Counts, columns: Tensor) -> None:
         """Keep (N,) rows of what heads hold, one after the other, so many of each head.
 
         They stand in these (B, H, K) columns, behind a leading run of -1.
         """
-        at, tokens, device = self.columns, self.store.slots, self.keys.device
+        tokens, device = self.store.slots, self.store.keys.device
+        at = self.slots.columns_by(tokens)
         self._offload(self.store, tokens)
         self.store = self.store.keep_rows(rows.to(device), counts)
         self.slots = self.slots.chosen(columns.to(device), at, padding_slots=None)
@@ -504,8 +501,9 @@ class CompressedLayer(DynamicLayer):
         elif padding_slots is None:
             padding_slots = padding_left(slots, kept.shape[-1], self.slots.padding_slots)
         counts = tokens_of(kept) if ragged and self.store.ragged is None else None
-        self._keep_slots(kept, slots, counts=counts, padding_slots=padding_slots)
-        self._move_sinks(eviction.sink_tokens)
+        self._keep_slots(kept, slots, counts, padding_slots=padding_slots)
+        if eviction.sink_tokens:
+            self._move_sinks(eviction.sink_tokens)
 
     def absorb_tail(self) -> None:
         """Give every head of different length its part of the tokens behind the prompt."""
@@ -519,7 +517,7 @@ class CompressedLayer(DynamicLayer):
 
     def _move_sinks(self, sink_tokens: int) -> None:
         """Number the first tokens by their place in the cache."""
-        if not sink_tokens or not self.slots.evicted_tokens:
+        if not self.slots.evicted_tokens:
             return
         if self.store.ragged is not None:
             raise InvalidArgumentError(
@@ -532,20 +530,10 @@ class CompressedLayer(DynamicLayer):
         keys, moved = self.store.move_sinks(sink_tokens, gap, self.identity.rotation, before)
         self._note(sink_keys=keys, sinks_moved=moved)
 
-    def decode(self) -> None:
-        """Hold what codes stand for: a prompt is to be read whose end chooses from all of it."""
-        if isinstance(self.store, CodedStore):
-            self._hold_dense(self.store, in_place=False)
-
     def _hold_dense(self, store: RaggedStore, *, in_place: bool) -> None:
         self.store, empty = DenseStore.of(store, in_place=in_place)
         if self.slots.kept is not None and bool(empty.any()):
             self.slots = replace(self.slots, padding_slots=empty)
-
-    def encode(self, tokens: int) -> None:
-        """Hold the first tokens as codes again, where the end of a turn has dropped nothing."""
-        if self.storage.codes is not None:
-            self.finalize(tokens)
 
     # Room for the steps of one `generate`, which may be replayed without Python.
 

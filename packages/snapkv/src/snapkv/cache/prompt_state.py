@@ -264,7 +264,8 @@ class PromptState:
         """
         policy = layer.policy
         if not (isinstance(policy, AcrossLayers) and policy.shares):
-            selection = layer.choose(prompt)
+            with torch.no_grad():
+                selection = policy.select(prompt)
             if selection is None and once:
                 selection = Selection.whole(prompt)
             self.end_layer(layer, selection, prompt)
@@ -435,9 +436,14 @@ class PromptState:
 
     def expect_text(self, ids: Tensor, end: int, visible: Tensor | None) -> None:
         """Go on with a text that ends there in (B, N) ids; refused where another one was read."""
-        self.ids_start = end - ids.shape[1]
+        self.ids_start, seen = end - ids.shape[1], self.seen_tokens
+        if ids.shape[1] and self.ids_start > seen:
+            raise InvalidArgumentError(
+                f"attention_mask: expected a column for each of {seen + ids.shape[1]:,} tokens, "
+                f"got {end:,}; pass one that goes with the input_ids"
+            )
         if self.read_ids.parts:
-            self.read_ids.require(self.ids_start, ids, self.seen_tokens, visible)
+            self.read_ids.require(self.ids_start, ids, seen, visible)
 
     def note_text(self, ids: Tensor) -> None:
         """All (B, N) ids that `generate` goes on with, those of the next pass last."""

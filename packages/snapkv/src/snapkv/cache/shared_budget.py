@@ -33,7 +33,7 @@ class SharedBudget:
 
     def __init__(self, policy: AcrossLayers, first: PromptLayer, *, once: bool) -> None:
         self._policy, self._once = policy, once
-        self._even = [policy.even_counts(first, depth) for depth in range(first.num_layers)]
+        self._even = [policy.even_counts(first.at(depth)) for depth in range(first.num_layers)]
         self._seen = [0 for _ in first.keys]  # what a row keeps in the layers that were read
         self._to_come = [
             _sums_from(row, policy.policy.most_tokens or 0) for row in zip(*self._even, strict=True)
@@ -51,7 +51,7 @@ class SharedBudget:
     def take(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
         """A layer has read the prompt; after the last one all hold what they keep."""
         if self._parts:
-            self._even[prompt.depth] = self._policy.even_counts(prompt, prompt.depth)
+            self._even[prompt.depth] = self._policy.even_counts(prompt)
         scores = self._policy.ranked(prompt, self._even)
         assert layer.slots.is_whole
         part = _Part(layer, heads=scores.shape[1])
@@ -60,7 +60,7 @@ class SharedBudget:
         if (votes := self._policy.votes_at_stake(prompt)) is not None:
             self._votes.append(votes)
         entries = self._entries()
-        layer.note_end(prompt, layer.columns)
+        layer.note_end(prompt)
         self._tokens += part.heads * sum(prompt.row_lengths)
         is_last = prompt.depth == prompt.num_layers - 1
         self._held += scores[0].numel()
@@ -106,13 +106,13 @@ class SharedBudget:
             start = len(row.at)
             for part in new:
                 slots = part.heads * tokens
-                part.gaps.append(start - at * slots * part.is_ragged)
+                part.gaps.append(start - at * slots * (part.heads > 1))
                 start += slots
             if votes is not None:
                 row.note_lost(found.best, votes[:, at], [tokens] * sum(heads))
             row.keep(found, before, columns, heads)
         self._listed, self._scores, self._votes = len(self._parts), [], []
-        left = [max(sum(row.counts[at]) for row in self._rows) for at in range(self._listed)]
+        left = [max(map(sum, rows)) for rows in self._counts_since(0)]
         older = self._held - scores.shape[1]
         if is_last or older + sum(left[since:]) > 2 * max(entries):
             since = older = 0
@@ -129,22 +129,23 @@ class SharedBudget:
 
     def _let_go(self, since: int) -> None:
         """The layers from there on hold nothing but what is listed."""
-        columns = self._columns_by_head(since)
-        counts = zip(*(row.counts[since:] for row in self._rows), strict=True)
+        counts = self._counts_since(since)
+        columns = self._columns_by_head(since, counts)
         places = zip(*(row.places(since) for row in self._rows), strict=True)
         parts = zip(self._parts[since:], columns, counts, places, strict=True)
         for part, own_columns, own_counts, own_places in parts:
             part.keep(own_columns, own_counts, own_places)
 
-    def _columns_by_head(self, since: int) -> list[Tensor]:
+    def _counts_since(self, since: int) -> list[tuple[list[int], ...]]:
+        """Of each layer from there on what the heads of each row keep."""
+        return list(zip(*[row.counts[since:] for row in self._rows], strict=True))
+
+    def _columns_by_head(self, since: int, counts: Sequence[Sequence[list[int]]]) -> list[Tensor]:
         """(B, H, K) int32 of each layer from there on: the columns its heads keep, behind -1.
 
         They lie in one block of memory.
         """
-        shapes = [
-            (len(self._rows), part.heads, max(max(row.counts[at]) for row in self._rows))
-            for at, part in enumerate(self._parts[since:], since)
-        ]
+        shapes = [(len(rows), len(rows[0]), max(map(max, rows))) for rows in counts]
         sizes = list(map(math.prod, shapes))
         block = torch.full((sum(sizes),), -1, dtype=torch.int32, device=self._device)
         for at, row in enumerate(self._rows):
@@ -165,8 +166,7 @@ class SharedBudget:
     def _end(self, prompt_tokens: int) -> None:
         """Store as it is done behind a prompt of so many tokens, and note what was lost."""
         for part in self._parts:
-            layer = part.layer
-            layer.finalize(prompt_tokens if layer.slots.kept is None else layer.slots.chosen_slots)
+            part.layer.encode_kept(prompt_tokens)
         if not len(self._rows[0].lost):  # or there are no votes
             return
         mass = torch.stack([row.lost / row.votes_sum.clamp(min=LEAST_VOTES) for row in self._rows])
@@ -174,7 +174,7 @@ class SharedBudget:
         heads = [part.heads for part in self._parts]
         lost = zip(torch.split(mass, heads, 1), torch.split(peak, heads, 1), strict=True)
         for part, (own, highest) in zip(self._parts, lost, strict=True):
-            state, device = part.layer.state, part.layer.keys.device
+            state, device = part.layer.state, part.layer.store.keys.device
             part.layer.state = replace(
                 state, lost_mass=own.to(device), lost_peak=highest.to(device)
             )
@@ -192,10 +192,6 @@ class _Part:
     heads: int
     gaps: list[int] = field(default_factory=list)
 
-    @property
-    def is_ragged(self) -> bool:
-        return self.heads > 1
-
     def keep(
         self,
         columns: Tensor,
@@ -208,7 +204,7 @@ class _Part:
         """
         layer, own = self.layer, list(map(sum, counts))
         slots = [each - gap for gap, (_, each) in zip(self.gaps, places, strict=True)]
-        if self.is_ragged:
+        if self.heads > 1:
             rows = slots[0] if len(slots) == 1 else torch.cat(slots)
             layer.keep_rows(rows, tuple(map(tuple, counts)), columns)
             firsts = [0, *itertools.accumulate(own)]
@@ -222,7 +218,7 @@ class _Part:
                 prompt_tokens=layer.store.slots,
                 padding_slots=ops.on_device(firsts, layer.keys.device),
             )
-            layer.keep(selection, layer.columns)
+            layer.keep(selection)
         self.gaps = [start - first for (start, _), first in zip(places, firsts, strict=False)]
 
 

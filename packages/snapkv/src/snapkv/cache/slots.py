@@ -201,7 +201,7 @@ class SlotMap(RowRecord):
     def without_padding(self) -> Self:
         """For heads of different length, which hold none."""
         if self.padding_slots is None or self.kept is None:
-            return replace(self, padding_slots=None)
+            return self
         slots = torch.arange(self.chosen_slots, device=self.kept.device)
         is_padding = slots < self.padding_slots[:, None, None]
         return replace(self, kept=self.kept.masked_fill(is_padding, -1), padding_slots=None)

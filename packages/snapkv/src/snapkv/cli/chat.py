@@ -23,7 +23,7 @@ from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest, wi
 
 if TYPE_CHECKING:
     from snapkv.app.conversation import Conversation
-
+    from snapkv.policies import Policy
 
 EXAMPLES = {"chat": ("snapkv chat contract.pdf", "snapkv chat notes.txt --budget 2k --recall none")}
 
@@ -57,16 +57,13 @@ def chat(
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
     announce_model(options.model)
-    from snapkv.cli.policy import build_policy, usual_bits  # imports torch, after the checks above
-
-    alone = bool(_forgets(options, recall))
-    policy = build_policy(_with_number(options, recall), alone=alone)
-    _require_tokens(policy, options, recall)
+    policy = _policy_of(options, recall)  # imports torch, after the checks above
 
     from snapkv.app.conversation import Conversation
     from snapkv.cli.changes import asked_with_passages, explained_length
     from snapkv.cli.from_files import protection_of
     from snapkv.cli.loading import load_model
+    from snapkv.cli.policy import usual_bits
 
     ways: dict[str, Any] = {"recall": recall, "prefill": options.reading}
     loaded = load_model(options)
@@ -119,33 +116,28 @@ def _require_sense(options: RunOptions, files: Sequence[str], recall: str | None
         )
 
 
-def _with_number(options: RunOptions, recall: str | None) -> RunOptions:
-    """The options, with a budget in tokens if evicted tokens are not recalled."""
-    is_auto = options.policy == DEFAULT and options.budget is None and options.keep_ratio is None
-    if is_auto and _forgets(options, recall) and not options.set_:
-        return replace(options, budget=DEFAULT_BUDGET)
-    return options
+def _policy_of(options: RunOptions, recall: str | None) -> "Policy":
+    """The method; with a budget in tokens, or refused, if evicted tokens are not recalled."""
+    from snapkv.cli.policy import build_policy
+    from snapkv.policies import PrefixPolicy
 
-
-def _forgets(options: RunOptions, recall: str | None) -> str:
-    """The options because of which evicted tokens are not recalled; empty if they are."""
+    forgets = "--recall none" if recall == "none" else ""
     if recall is None and not options.reading.holds_all:
-        return f"--prefill {options.prefill}"
-    return "--recall none" if recall == "none" else ""
-
-
-def _require_tokens(policy: Any, options: RunOptions, recall: str | None) -> None:
-    """Refuse a budget that is not in tokens if evicted tokens are not recalled."""
-    from snapkv.policies import PrefixPolicy  # imports torch, as the policy has done
-
-    forgets = _forgets(options, recall)
-    if forgets and isinstance(policy, PrefixPolicy) and not isinstance(policy.budget, int):
+        forgets = f"--prefill {options.prefill}"
+    if not forgets:
+        return build_policy(options)
+    is_auto = options.policy == DEFAULT and options.budget is None and options.keep_ratio is None
+    if is_auto and not options.set_:
+        options = replace(options, budget=DEFAULT_BUDGET)
+    policy = build_policy(options, alone=True)
+    if isinstance(policy, PrefixPolicy) and not isinstance(policy.budget, int):
         kind = "keep_ratio" if policy.budget is None else next(iter(policy.describe()["budget"]))
         got = options.budget if isinstance(options.budget, str) else kind
         raise InvalidArgumentError(
             f"budget: expected a number of tokens with {forgets}, got {got}; pass --budget "
             f"{DEFAULT_BUDGET}, or leave {forgets} out"
         )
+    return policy
 
 
 @dataclass(kw_only=True)
@@ -224,7 +216,10 @@ class Chat:
     def _stats(self, _: str) -> None:
         cache = self.conversation.report()
         if self.as_json:
-            write_json({"stats": cache}, indent=None)
+            from snapkv.cli.session import without  # imports torch
+
+            told = cache if self.with_layers else without(cache, "layers")
+            write_json({"stats": told}, indent=None)
             return
         write(
             f"{cache.seen_tokens:,} tokens seen, {cache.chosen_tokens:,.0f} kept\n"

@@ -11,7 +11,7 @@ from snapkv.cli.announcing import announce_model
 from snapkv.cli.library import like
 from snapkv.cli.loading import load_model, reading_progress
 from snapkv.cli.options import AskOptions
-from snapkv.cli.policy import build_policy
+from snapkv.cli.policy import build_policy, usual_bits
 from snapkv.cli.session import AskSession, show_answers, without
 from snapkv.kvzip import require_one_reading
 from snapkv.library.library import Library
@@ -25,11 +25,12 @@ _DOCUMENTS = 3
 
 def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]) -> None:
     """Find documents in the library, answer from their caches, print their names."""
-    settings, policy = options.settings(), build_policy(options)
-    require_one_reading(policy, "compress the documents by it when they are added")
-    warnings: list[str] = []
+    settings, warnings = options.settings(), list[str]()
     library = Library(str(options.library), on_notice=warnings.append)
     is_compressed = library.required().policy["name"] != FullCache.name
+    is_partial = is_compressed and options.recompute != 1
+    policy = build_policy(options, alone=is_partial)
+    require_one_reading(policy, "compress the documents by it when they are added")
     if is_compressed and options.policy == DEFAULT and not options.has_parameters:
         options, policy = replace(options, policy=FullCache.name), FullCache()  # not changed
     documents = _DOCUMENTS if options.documents is None else options.documents
@@ -50,6 +51,9 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
         f"{hit.name}: left out, since the model has no positions for its {hit.tokens:,} tokens"
         for hit in found.left_out
     ]
+    quantize, own_bits = usual_bits(policy, loaded.model, options)
+    if quantize is not None and is_partial:
+        quantize, own_bits = None, "unquantized, since the documents were compressed when added"
     request = {
         "library": str(library.path),
         "recompute": found.recompute,
@@ -60,7 +64,7 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
 
     def answered(on_text: TextSink | None) -> Answer:
         with reading_progress(loaded.model, method_name(policy.describe())) as bar:
-            return found.answer(policy, on_text and bar.before(on_text))
+            return found.answer(policy, on_text and bar.before(on_text), quantize=quantize)
 
     def full(tokens: int | None) -> Answer:
         with reading_progress(loaded.model, FullCache.name):
@@ -72,6 +76,7 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
         answered=answered,
         full=full,
         exactly={} if found.recompute == 1 else {"recompute": 1},
+        own_bits=own_bits,
         sources=lambda: _source_lines(found.hits, warnings),
     )
     show_answers(asked, options, request, typed)

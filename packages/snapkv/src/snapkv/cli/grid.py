@@ -112,6 +112,7 @@ def _longest(texts: Iterable[str]) -> int:
 def show(grid: Grid | Text, *, soft_wrap: bool = False) -> None:
     """Print on standard output; characters outside its encoding are escaped."""
     console = Console(soft_wrap=soft_wrap)
+    console.width = console.width or 80  # COLUMNS=0 says that nobody knows
     with console.capture() as drawn:
         console.print(grid)
     write_drawn(drawn.get())

@@ -285,7 +285,7 @@ def _documents_table(about: "About", records: "Sequence[Record]") -> Grid:
         )
         for record in records
     ]
-    bits = "" if about.bits is None else f", in {about.bits_in_words}"
+    bits = "" if about.bits is None else f", in {about.codes}"
     bound = "" if about.max_bytes is None else f"; at most {format_bytes(about.max_bytes)}"
     return Grid(
         headings=("document", "tokens", "on disk", "passages", "from"),

@@ -1,8 +1,9 @@
 """From options, or a text such as ``snapkv:kernel_size=13``, to a policy in the table."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from snapkv.cli.amounts import count, kernel, token_budget
@@ -30,7 +31,7 @@ def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
     given = {name: value for name in OWN_FLAGS if (value := getattr(options, name)) is not None}
     if "kernel_size" in given:
         given["kernel_size"] = kernel(given["kernel_size"])
-    given |= typed_assignments(options.policy, options.set_ or [])
+    given = typed_assignments(options.policy, options.set_ or [], given)
     if options.policy == DEFAULT and "keep_ratio" not in given:
         given.setdefault("budget", AUTO)
     if options.seed is not None and "seed" in accepted(options.policy, given):
@@ -121,14 +122,16 @@ def _named(name: str) -> type[Policy]:
     return kinds[known_method(name)]
 
 
-def typed_assignments(name: str, assignments: Iterable[str]) -> dict[str, Any]:
-    """Parameters of a policy from ``NAME=VALUE`` texts, converted to their types."""
+def typed_assignments(
+    name: str, assignments: Iterable[str], own: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """A policy's own parameters, and those from ``NAME=VALUE`` texts, converted to their types."""
     hints = parameters(_named(name))
     if wrapped(name, {}):  # including those of any wrapped policy
         others = [parameters(policy) for policy in POLICIES.values() if policy is not _named(name)]
         usual = [parameters(_named(part)) for part in wrapped(name, {}).values()]
         hints = {key: hint for inner in others + usual for key, hint in inner.items()} | hints
-    given = {}
+    given = dict(own)
     for assignment in assignments:
         parameter, equals, text = (part.strip() for part in assignment.partition("="))
         if not (parameter and equals):
@@ -136,6 +139,10 @@ def typed_assignments(name: str, assignments: Iterable[str]) -> dict[str, Any]:
                 f"set: expected NAME=VALUE, got {assignment!r}; write for instance --set seed=1"
             )
         parameter = parameter.replace("-", "_")
+        if parameter in given:
+            raise InvalidArgumentError(
+                f"{parameter}: expected it once, got {given[parameter]} and {text}; leave one out"
+            )
         given[parameter] = _typed(text, hints.get(parameter.rpartition(".")[2]))
     return given
 

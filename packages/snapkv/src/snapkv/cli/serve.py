@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from snapkv.cli.amounts import WholeNumber, byte_count
+from snapkv.cli.amounts import POSITIVE, WholeNumber, byte_count
 from snapkv.cli.fields import with_options
 from snapkv.cli.interrupts import started
 from snapkv.errors import InvalidArgumentError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = {"serve": ("snapkv serve demo --budget 512 --max-model-len 8192",)}
 
-_FROM_0, _FROM_1 = WholeNumber(0, is_counted=False), WholeNumber(1, is_counted=False)
+_FROM_0 = WholeNumber(0, is_counted=False)
 _LIMITS = ("decode_budget", "decode_policy", "evict_every")
 _SIZES = ("budget", "protect_first", "max_window_size", "max_kernel_size")
 
@@ -78,7 +78,7 @@ class ServeOptions:
         str, typer.Option(help="Method that evicts while generating: r-kv, tova or streaming-llm")
     ] = "r-kv"
     evict_every: Annotated[
-        int, typer.Option(help="Generated tokens between evictions"), _FROM_1
+        int, typer.Option(help="Generated tokens between evictions"), POSITIVE
     ] = DEFAULT_EVERY
     share: Annotated[
         bool, typer.Option("--share", help="Keep compressed documents, for requests that name them")

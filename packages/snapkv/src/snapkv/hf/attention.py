@@ -203,7 +203,8 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     layer = context.layer
     attended = attend_stored(call, layer)
     prompt = _prompt_layer(call, layer, layer.slots.padding_slots, context.check.unasked)
-    selection = layer.choose(prompt)
+    with torch.no_grad():
+        selection = layer.policy.select(prompt)
     _close(context)
     if selection is not None:
         context.prompt_state.end_layer(layer, selection, prompt)
@@ -321,6 +322,7 @@ def _prompt_layer(
 ) -> PromptLayer:
     """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
     options, ids, slots = call.options, layer.state.token_ids, call.key.shape[2]
+    spans, output = layer.protect, layer.identity.output_projection
     if options.get("position_bias") is not None:
         raise UnsupportedModelError(
             f"model: expected attention without a position bias, got {type(call.module).__name__}, "
@@ -332,7 +334,6 @@ def _prompt_layer(
             f"model: expected causal attention, got {type(call.module).__name__}, whose tokens see "
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
-    heads = (call.query if layer.policy.per_query_head else layer.store.keys).shape[1]
     return PromptLayer(
         queries=layer.with_remembered(call.query).detach(),
         keys=call.key,
@@ -340,9 +341,9 @@ def _prompt_layer(
         pad_tokens=pads,
         token_ids=None if ids is None else ids[:, :slots],
         rotation=layer.identity.rotation,
-        output_weight=output_weight(layer.identity.output_projection, call.value.dtype),
-        protected=layer.protected_slots(slots, pads),
-        token_cost=functools.partial(layer.token_cost, heads),
+        output_weight=None if output is None else output_weight(output, call.value.dtype),
+        protected=None if spans is None else layer.protected_slots(spans, slots, pads),
+        token_cost=functools.partial(layer.token_cost, call.query.shape[1]),
         unasked=unasked,
         **_of_layer(call, layer),
     )
@@ -435,7 +436,7 @@ def _rearranges(call: AttentionCall, context: ForwardContext) -> bool:
     layer, stored = context.layer, (context.keys, context.values)
     if all(map(_is_same, (call.key, call.value), stored)):
         return False
-    by_head = layer.policy.per_query_head or layer.storage.attends_by_head
+    by_head = layer.policy.per_query_head or layer.storage.codes is not None
     return by_head or context.keys.shape[1] > 1
 
 

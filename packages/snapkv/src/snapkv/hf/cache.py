@@ -44,7 +44,7 @@ from snapkv.policies.spans import Span, Spans
 from snapkv.storage import uncompressed
 from snapkv.storage.bits import Bits, KVCodes, Quantize
 from snapkv.storage.offload import OffloadedTokens, Recall
-from snapkv.validation import require_int
+from snapkv.validation import path_of, require_int
 
 
 class CompressedCache(Cache):
@@ -517,7 +517,7 @@ class CompressedCache(Cache):
             raise _interrupted()
         saved.require_plain_positions(self.model)
         codes = None if bits is None else KVCodes.of(bits, "bits")
-        saved.write(self, self.options, Path(path), beside or {}, codes)
+        saved.write(self, self.options, path_of("path", path), beside or {}, codes)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:
@@ -547,7 +547,7 @@ class CompressedCache(Cache):
         recall_bytes: int | None = None,
     ) -> tuple[Self, dict[str, Tensor]]:
         """As `load`, with the tensors that were saved beside the cache."""
-        return saved.read(cls, Path(path), model, policy, recall, recall_bytes)
+        return saved.read(cls, path_of("path", path), model, policy, recall, recall_bytes)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.policy!r}: {self.report().summary})"

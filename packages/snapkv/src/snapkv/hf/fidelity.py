@@ -92,11 +92,13 @@ def doubt_scores(
     """
     if getattr(module, "training", False):
         return None
-    scores = _last_query_scores(layer)
-    largest, expected = torch.linalg.vector_norm(scores, math.inf), _attend(layer, scores)
+    seen = scores = _last_query_scores(layer)
+    if (pads := layer.pads) is not None:
+        seen, scores = (scores.masked_fill(pads[:, :, None], each) for each in (0.0, -math.inf))
+    expected = _attend(layer, scores)
     return Doubt(
         norms=torch.stack([expected - output, expected]).flatten(1).norm(dim=-1),
-        largest=largest,
+        largest=torch.linalg.vector_norm(seen, math.inf),
         tolerance=_TOLERANCE.get(output.dtype, _LOW_PRECISION_TOLERANCE),
         epsilon=_epsilon(output, rounds_scores),
         attention=type(module).__name__,
@@ -117,6 +119,12 @@ def require_faithful(doubts: Sequence[Doubt]) -> None:
     found = torch.cat([norms, largest[:, None]], dim=-1).tolist()
     for doubt, (difference, size, largest) in zip(doubts, found, strict=True):
         difference /= max(size, _SMALLEST)
+        if not math.isfinite(difference):
+            raise UnsupportedModelError(
+                f"model: expected attention that gives numbers, got NaN or infinity from "
+                f"{doubt.attention} in layer {doubt.layer_idx}; load the model in bfloat16 or "
+                "float32 if float16 overflows, else mend its weights"
+            )
         explained = doubt.tolerance + math.expm1(min(doubt.epsilon * largest, _MOST_ROUNDING))
         if not difference <= explained:
             raise UnsupportedModelError(
@@ -134,22 +142,19 @@ def _epsilon(output: Tensor, rounds_scores: bool) -> float:
 
 
 def _last_query_scores(layer: PromptLayer) -> Tensor:
-    """Scores of the prompt's last query: (B, Hkv, G, T) float32, 0 at pads."""
+    """Scores of the prompt's last query: (B, Hkv, G, T) float32."""
     B, Hq, _, D = layer.queries.shape
     Hkv = layer.keys.shape[1]
     grouped = layer.queries[:, :, -1].reshape(B, Hkv, Hq // Hkv, D).float()
     blocks = torch.split(layer.keys, _BLOCK_TOKENS, dim=2)  # a float32 copy of all keys may not fit
     products = [grouped @ block.float().transpose(-1, -2) for block in blocks]
     scores = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-    scores = layer.score_options.scores(scores)
-    return scores if (pads := layer.pads) is None else scores.masked_fill(pads[:, :, None], 0.0)
+    return layer.score_options.scores(scores)
 
 
 def _attend(layer: PromptLayer, scores: Tensor) -> Tensor:
     """Attention output of the prompt's last query, from the states alone: (B, Hq, Dv) float32."""
     logits = layer.score_options.sink_logits
-    if (pads := layer.pads) is not None:
-        scores = scores.masked_fill(pads[:, :, None], -math.inf)
     if logits is None:
         weights = scores.softmax(dim=-1)
     else:

@@ -38,7 +38,7 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     prompt_state = _prompt_state_of(kwargs)
     if prompt_state is None:
         return own(model, *args, **kwargs)
-    _require_plain_prompt(model, kwargs)
+    _require_plain_prompt(model, args, kwargs)
     if prompt_state.looks_at_tokens and kwargs.get("inputs_embeds") is not None:
         raise InvalidArgumentError(
             f"inputs_embeds: expected the prompt as token ids, since {prompt_state.policy.name} "
@@ -47,7 +47,7 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     end = _prompt_tokens(args, kwargs)
     if (ids := _prompt_ids(args, kwargs)) is not None:
         prompt_state.expect_text(ids, end, kwargs.get("attention_mask"))
-    if piece := _asked(model, kwargs, "prefill_chunk_size"):
+    if piece := _asked(model, args, kwargs, "prefill_chunk_size"):
         cache_among(kwargs).require_pieces(end, piece, kwargs.get("attention_mask"))
     try:
         with prompt_state.announced(end) if end else contextlib.nullcontext():
@@ -118,6 +118,7 @@ def _prefill(
     prompt_state = _prompt_state_of(model_kwargs)
     if prompt_state is None:
         return own(model, input_ids, generation_config, model_kwargs, **options)
+    _require_use_cache(generation_config.use_cache)  # which may be the checkpoint's
     cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
     cache.require_rows(len(input_ids))
     cache.leave_room()  # where an error has ended a call, and its traceback is held
@@ -128,7 +129,6 @@ def _prefill(
     prompt_state.expect_text(input_ids, end, mask)
     announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if not prompt_state.is_announced:
-        _require_use_cache(generation_config.use_cache)
         announcement = prompt_state.announced(end)
     with announcement, prompt_state.reading_text(input_ids):
         output = own(model, input_ids, generation_config, model_kwargs, **options)
@@ -341,18 +341,17 @@ def _prompt_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     return ids if isinstance(ids, Tensor) else None
 
 
-def _asked(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
-    """What `generate` was told by that name, itself or in its configuration; None for nothing."""
-    config = kwargs.get("generation_config") or model.generation_config
-    return kwargs.get(name) or getattr(config, name, None)
+def _asked(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """What `generate` was told by that name: itself, in its configuration, or by the model's."""
+    configs = kwargs.get("generation_config"), *args[1:2], model.generation_config
+    told = kwargs.get(name), *(getattr(config, name, None) for config in configs)
+    return next((each for each in told if each is not None), None)
 
 
-def _require_plain_prompt(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+def _require_plain_prompt(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse what would leave the cache with something else than the prompt."""
-    config = kwargs.get("generation_config") or model.generation_config
     _require_no_learned_tokens(model)
-    _require_use_cache(kwargs.get("use_cache", getattr(config, "use_cache", True)))
-    if kwargs.get("token_healing", getattr(config, "token_healing", False)):
+    if _asked(model, args, kwargs, "token_healing"):
         raise InvalidArgumentError(
             "token_healing: expected False with a CompressedCache, since healing changes the "
             "prompt's length, got True; heal the tokens before calling generate"
@@ -372,8 +371,8 @@ def _require_no_learned_tokens(model: PreTrainedModel) -> None:
 
 
 def _require_use_cache(use_cache: bool | None) -> None:
-    if use_cache is False:
+    if not use_cache:
         raise InvalidArgumentError(
             "use_cache: expected True with a CompressedCache, since every step would be read into "
-            "it again, got False; pass use_cache=True, or no past_key_values"
+            f"it again, got {use_cache}; pass use_cache=True, or no past_key_values"
         )

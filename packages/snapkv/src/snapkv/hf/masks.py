@@ -17,6 +17,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 
+_HIDDEN = -9e3  # people add -1e4 or less to hide a token; in bfloat16 that is -9,984
+
 
 def mask_function(implementation: str) -> Callable[..., Any]:
     """The function that makes the model's masks: transformers' own, mended for flex attention."""
@@ -102,7 +104,7 @@ def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:
     if mask.ndim == 2:
         mask, first_row = mask[:, None, None] != 0, 0
     part: Tensor = mask[:, :, first_row : first_row + rows, :columns]
-    return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
+    return part if part.dtype == torch.bool else part > _HIDDEN
 
 
 def _sees_otherwise(visible: Tensor, pads: Tensor) -> Tensor:

@@ -272,14 +272,12 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
 
 
 @torch.no_grad()
-def output_weight(projection: Any, dtype: torch.dtype) -> Tensor | None:
-    """(hidden, Hq * Dv) in the states' dtype, or None where there is no projection.
+def output_weight(projection: Any, dtype: torch.dtype) -> Tensor:
+    """(hidden, Hq * Dv) in the states' dtype.
 
     What is no plain layer, such as one with adapters or with quantized weights, is tried out: it
     maps unit vectors to the columns.
     """
-    if projection is None:
-        return None
     if type(projection) is Conv1D:
         return weight_of(projection).to(device_of(projection)).T
     if type(projection) is nn.Linear and type(projection.weight) is nn.Parameter:

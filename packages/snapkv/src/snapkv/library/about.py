@@ -14,19 +14,19 @@ from snapkv.control_words import (
     unquoted,
 )
 from snapkv.errors import InvalidArgumentError, LibraryError
+from snapkv.storage.bits import Bits, KVCodes
 
 if TYPE_CHECKING:  # imports torch, which listing documents does not need
     from transformers import PreTrainedModel
 
     from snapkv.policies import Policy
-    from snapkv.storage.bits import Bits, KVCodes
 
-    LibraryBits = Bits | KVCodes | Literal["none"]
-    """In how many bits keys and values are stored; "none" for the model's own dtype."""
+LibraryBits = Bits | KVCodes | Literal["none"]
+"""In how many bits keys and values are stored; "none" for the model's own dtype."""
 
 FORMAT = "snapkv library 2"
 
-DEFAULT_BITS: "Bits" = "int4"
+DEFAULT_BITS: Bits = "int4"
 """Of a new library: `docs/results.md` shows what is lost by it."""
 
 _DOCUMENTS = "the-documents-so-far"
@@ -51,7 +51,7 @@ class About:
         model: "PreTrainedModel",
         tokenizer: Any,
         policy: "Policy | None",
-        bits: "LibraryBits | None",
+        bits: LibraryBits | None,
         model_name: str | None,
     ) -> Self:
         """The record of a new library."""
@@ -119,22 +119,12 @@ class About:
             )
 
     @property
-    def bits_in_words(self) -> str:
-        """The bits as a word: int4, or K8V4 if keys and values differ."""
-        given = self.bits
-        return f"K{given['keys']}V{given['values']}" if isinstance(given, dict) else str(given)
-
-    @property
-    def codes(self) -> "KVCodes | None":
+    def codes(self) -> KVCodes | None:
         """The codes of keys and values; None for the model's dtype."""
-        from snapkv.storage.bits import KVCodes
-
         return None if self.bits is None else KVCodes.of(self.bits, "bits")
 
-    def require_same_keeping(self, policy: "Policy | None", bits: "LibraryBits | None") -> None:
+    def require_same_keeping(self, policy: "Policy | None", bits: LibraryBits | None) -> None:
         """Refuse a policy or bits that differ from the library's; None means the library's."""
-        from snapkv.storage.bits import KVCodes
-
         asked = None if policy is None else _as_read(policy)
         codes = None if bits is None else "none" if bits == "none" else KVCodes.of(bits, "bits")
         own_codes = self.codes or "none"
@@ -150,9 +140,7 @@ def _as_read(policy: "Policy") -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(policy.as_saved())))
 
 
-def _as_given(bits: "LibraryBits") -> "Bits | dict[str, Any] | None":
-    from snapkv.storage.bits import KVCodes
-
+def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
     if isinstance(bits, KVCodes):
         return asdict(bits)
     if bits == "none":

@@ -24,6 +24,7 @@ from snapkv.library.recomputing import falling, require_recomputable
 from snapkv.library.recomputing import recompute as read_again
 from snapkv.policies import EvictingPolicy, FullCache, Policy
 from snapkv.policies.base import ALL_QUERIES
+from snapkv.policies.default import by_layer
 from snapkv.storage.dense import DenseStore
 from snapkv.validation import DEFAULT_RECOMPUTE, require_share
 
@@ -85,6 +86,8 @@ def blend(
         require_recomputable(model)
     joined = join(model, parts)
     held = _held(joined)
+    if policy is None and held == "even":  # layers that hold a part of a text choose by themselves
+        cache = CompressedCache(model, by_layer(cache.policy), **options)
     _require_going_on(cache, held)
     if any(counts):
         joined = read_again(model, ids, joined, counts)

@@ -107,8 +107,9 @@ class Folder:
         strangers = sorted(file.name for file in self.path.iterdir() if not self._is_own(file))
         if strangers:
             raise LibraryError(
-                f"library: expected a library, or a new or empty folder for one, got "
-                f"{str(self.path)!r} with {strangers[0]!r} in it; choose another place"
+                f"library: expected a library, got the folder {str(self.path)!r} with "
+                f"{strangers[0]!r} in it, which is not one; name a library, or to add documents "
+                "a new or empty folder"
             )
 
     def _is_own(self, file: Path) -> bool:

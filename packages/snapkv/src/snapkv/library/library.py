@@ -25,7 +25,7 @@ from snapkv.library.folder import Fault, Folder
 from snapkv.library.index import DocumentEntry, Index, fault_of
 from snapkv.library.records import Record, Text, each_once
 from snapkv.library.searching import Hit, Passages
-from snapkv.validation import DEFAULT_RECOMPUTE, format_bytes, nearest, require_int
+from snapkv.validation import DEFAULT_RECOMPUTE, format_bytes, nearest, path_of, require_int
 
 if TYPE_CHECKING:  # imports torch, which listing documents does not need
     from torch import Tensor
@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # imports torch, which listing documents does not need
     from snapkv.library.joining import Part
     from snapkv.library.reader import Reader
     from snapkv.policies import Policy
+    from snapkv.storage.bits import Quantize
 
 ProgressSink = Callable[[str, int, int], None]
 """Called with the name of the next document, the number done, and the total."""
@@ -93,7 +94,7 @@ class Library:
     def __init__(self, folder: str | Path, *, on_notice: NoticeSink = _warn) -> None:
         if not str(folder).strip():
             raise InvalidArgumentError("library: expected a folder, got an empty name; pass a name")
-        self.path = Path(folder)
+        self.path = path_of("library", folder)
         self._folder = Folder(self.path)
         self._folder.about()
         self._on_notice = on_notice
@@ -168,7 +169,8 @@ class Library:
         texts = each_once(documents)
         with self._changing():
             reader = self._begun(model, tokenizer, policy, bits, model_name)
-            names = self._passages.asked(lambda index: _names(index, texts))
+            is_new = self.about is None
+            names = {} if is_new else self._passages.asked(lambda index: _names(index, texts))
             room, outcomes = self._room({text.key for text in texts}), []
             for done, text in enumerate(texts):
                 if on_progress:
@@ -232,7 +234,7 @@ class Library:
 
     def _room(self, stay: set[str]) -> SizeLimit:
         """What the library's bound leaves besides documents that stay."""
-        most_bytes = self.required().max_bytes
+        most_bytes = None if self.about is None else self.about.max_bytes
         if most_bytes is None:
             return SizeLimit(self._folder, (), math.inf)
         entries = self._passages.asked(lambda index: index.entries())
@@ -311,6 +313,7 @@ class Library:
         policy: "Policy | None" = None,
         recompute: float = DEFAULT_RECOMPUTE,
         answer_start: str = "",
+        quantize: "Quantize | None" = None,
     ) -> dict[str, Any]:
         """What `model.generate` takes to answer a question about documents of this library.
 
@@ -326,6 +329,7 @@ class Library:
                 A notice says if it cannot evict any, see `blending.blend`.
             recompute: the fraction of tokens to recompute, see `blending.blend`.
             answer_start: text that the answer begins with.
+            quantize: as for `CompressedCache`.
 
         Returns:
             `input_ids` and `attention_mask`, (1, T) int64, and `past_key_values`, a cache that has
@@ -343,7 +347,7 @@ class Library:
         from snapkv.policies import FullCache
 
         parts = self.parts(model, tokenizer, hits)
-        cache = blend(model, parts, policy, recompute=recompute)
+        cache = blend(model, parts, policy, recompute=recompute, quantize=quantize)
         if not (cache.prompt_state.is_coming or policy is None or isinstance(policy, FullCache)):
             self._on_notice(
                 f"policy: {policy.name} drops nothing of these documents, whose heads or layers "
@@ -394,7 +398,7 @@ class Library:
         bits: "LibraryBits | None",
         model_name: str | None,
     ) -> "Reader":
-        """A reader for this library; for a new library, these options are recorded."""
+        """A reader for this library; the first document of a new one records these options."""
         from snapkv.hf.known_gates import with_known
         from snapkv.library.reader import Reader
 
@@ -405,8 +409,7 @@ class Library:
             return self._reader(model, tokenizer, model_name)
         about = About.of(model, tokenizer, policy, bits, model_name)
         reader = Reader(model, tokenizer, about)
-        reader.empty_cache()  # refuses what cannot be read before anything is written
-        self._folder.begin(about)
+        reader.empty_cache()  # refuses what cannot be read
         return reader
 
     def _reader(
@@ -470,6 +473,8 @@ class Library:
             if room is not None:
                 room.too_many(file.stat().st_size, text.key)
 
+        if self.about is None:
+            self._folder.begin(reader.about)
         tokens = part.input_ids.shape[1] - part.prefix_tokens
         return self._folder.write(text, tokens, save, before)
 

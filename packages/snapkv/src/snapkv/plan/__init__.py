@@ -15,6 +15,7 @@ from snapkv.plan.footprint import (
     max_positions,
     weights_bytes,
 )
+from snapkv.plan.kept import token_costs
 from snapkv.plan.planner import CacheNeeds, Plan, Request, verdict
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "prompt_advice",
     "prompt_memory_explained",
     "require_room",
+    "token_costs",
     "verdict",
     "weights_advice",
     "weights_bytes",

@@ -1,16 +1,18 @@
 """How much of a prompt the compressed layers keep, exactly, in tokens and bytes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
+from transformers import PreTrainedModel
 
-from snapkv.errors import BudgetTooSmallError
+from snapkv.errors import BudgetTooSmallError, UnsupportedModelError
 from snapkv.ops import TokenCost
-from snapkv.plan.footprint import Footprint, FullLayer
+from snapkv.plan.footprint import Footprint, FullLayer, footprint_of_loaded
+from snapkv.policies import Policy
 from snapkv.policies.budget import ByteBudget, share_of
-from snapkv.storage.bits import KVCodes
+from snapkv.storage.bits import KVCodes, Quantize
 from snapkv.storage.coded import block_bytes
 from snapkv.storage.tail import ROOM_TOKENS, slots_behind
 
@@ -44,7 +46,7 @@ class Keeping:
             return [self._alike(prompt_tokens)] * len(layers)
         found = []
         for depth, layer in enumerate(layers):
-            cost = self._cost(layer)
+            cost = self._cost_of(layer)
             found.append(self._fit(cost, prompt_tokens, depth, at_least=at_least))
         return found
 
@@ -89,8 +91,8 @@ class Keeping:
                 yield layer, 0, tokens + new_tokens
                 continue
             grown, left = divmod(new_tokens, self.bits.group_size)
-            of_blocks = grown * self._block_bytes[layer]
-            yield layer, self._cost(layer).held_bytes(tokens) + of_blocks, left
+            cost = self._cost_of(layer)
+            yield layer, cost.held_bytes(tokens) + grown * cost.block_bytes, left
 
     def _alike(self, prompt_tokens: int) -> int:
         if self.budget is not None:
@@ -100,24 +102,35 @@ class Keeping:
         window = min(self.window_size, prompt_tokens)
         return window + share_of(prompt_tokens - window, self.keep_ratio)
 
-    def _cost(self, layer: FullLayer) -> TokenCost:
-        """Bytes of tokens; codes assume states within the range of 16-bit scales."""
-        size = layer.token_bytes
-        if self.bits is None:
-            return TokenCost(full_bytes=size, block_bytes=size)
-        return TokenCost(
-            full_bytes=size,
-            block_bytes=self._block_bytes[layer],
-            block_tokens=self.bits.group_size,
-        )
+    def _cost_of(self, layer: FullLayer) -> TokenCost:
+        return _cost(layer, self.footprint.dtype, self.bits)
 
-    @cached_property
-    def _block_bytes(self) -> dict[FullLayer, int]:
-        """Bytes of a block of codes over all heads, for each kind of layer."""
-        assert self.bits is not None
-        dtype, found = getattr(torch, self.footprint.dtype), {}
-        for layer in set(self.footprint.full_layers):
-            widths = layer.key_width, layer.value_width
-            keys, values = (torch.ones(1, width, dtype=dtype) for width in widths)
-            found[layer] = layer.heads * block_bytes((keys, values), self.bits)
-        return found
+
+def token_costs(
+    model: PreTrainedModel, policy: Policy, quantize: Quantize | None
+) -> list[TokenCost]:
+    """What a token costs in each layer that is compressed; empty where that is not known."""
+    try:
+        footprint = footprint_of_loaded(model)
+    except UnsupportedModelError:
+        return []
+    bits = None if quantize is None else KVCodes.of(quantize)
+    queries = model.config.get_text_config(decoder=True).num_attention_heads
+    found = []
+    for layer in footprint.full_layers:
+        cost = _cost(layer, footprint.dtype, bits)
+        times = queries // layer.heads if policy.per_query_head else 1
+        found.append(replace(cost, block_bytes=times * cost.block_bytes))
+    return found
+
+
+@cache
+def _cost(layer: FullLayer, dtype: str, bits: KVCodes | None) -> TokenCost:
+    """Bytes of tokens; codes assume states within the range of 16-bit scales."""
+    size = layer.token_bytes
+    if bits is None:
+        return TokenCost(full_bytes=size, block_bytes=size)
+    widths = layer.key_width, layer.value_width
+    keys, values = (torch.ones(1, width, dtype=getattr(torch, dtype)) for width in widths)
+    blocks = layer.heads * block_bytes((keys, values), bits)
+    return TokenCost(full_bytes=size, block_bytes=blocks, block_tokens=bits.group_size)

@@ -70,18 +70,13 @@ class AcrossLayers(AroundScores):
         """Whether what a layer keeps depends on the others, and not on its votes alone."""
         return not isinstance(self.policy.allocation, AutoBudget)
 
-    @property
-    def chooses_from_a_part(self) -> bool:
-        return self.policy.chooses_from_a_part
-
-    def even_counts(self, layer: PromptLayer, depth: int) -> list[int]:
-        """B numbers: what a head of that layer keeps on average, its window included.
+    def even_counts(self, layer: PromptLayer) -> list[int]:
+        """B numbers: what a head of the layer keeps on average, its window included.
 
         Raises InvalidArgumentError where what must stay does not fit.
         """
-        prefix = self.policy.prefix(layer.changed(depth=depth))
-        windows = (min(own, prefix.window_size) for own in layer.row_lengths)
-        return list(map(sum, zip(self.policy.counts(prefix), windows, strict=True)))
+        prefix = self.policy.prefix(layer)
+        return list(map(operator.add, self.policy.counts(prefix), prefix.window_tokens))
 
     def ranked(self, layer: PromptLayer, even: Sequence[Sequence[int]]) -> Tensor:
         """(B, H, T) float32: scores, infinite for what must stay, minus infinity for pads.
@@ -96,8 +91,8 @@ class AcrossLayers(AroundScores):
         ranked = prefix.ranked(scores.float().clamp(min=torch.finfo(torch.float32).min))
         window = layer.keys.shape[2] - prefix.slots
         ranked = F.pad(ranked, (0, window), value=math.inf)
-        if layer.pads is not None:
-            ranked = ranked.masked_fill(layer.pads, -math.inf)
+        if (pads := layer.pads) is not None:
+            ranked = ranked.masked_fill(pads, -math.inf)
         cost = self._cost_of_blocks(layer)
         for row, counts in enumerate(zip(*even, strict=True)):
             tokens = layer.row_lengths[row]
@@ -117,7 +112,7 @@ class AcrossLayers(AroundScores):
         """As chosen while they are read, plainly: all scores of a row are ranked in one list."""
         if not self.shares:
             return super().select_all(layers)
-        even = [self.even_counts(layers[0], depth) for depth in range(len(layers))]
+        even = [self.even_counts(layers[0].at(depth)) for depth in range(len(layers))]
         ranked = [self.ranked(layer, even) for layer in layers]
         heads = [scores.shape[1] for scores in ranked]
         totals = [sum(map(operator.mul, heads, counts)) for counts in zip(*even, strict=True)]

@@ -93,7 +93,8 @@ class Prefix:
                 "score layer.keys[:, :, : -self.window_size], not the window"
             )
         if tokens:
-            own, unasked = ops.fill_first(scores, 0, 0.0, self.layer.pad_tokens), self.layer.unasked
+            pads, unasked = self.layer.pad_tokens, self.layer.unasked
+            own = scores if pads is None else ops.fill_first(scores, 0, 0.0, pads)
             asked = [(own.amax(), name)]
             require_numbers(asked) if unasked is None else unasked.extend(asked)
         return scores
@@ -105,7 +106,7 @@ class Prefix:
             scores = scores.masked_fill(must_stay.repeat_interleave(heads, dim=1), math.inf)
         pads = self.layer.pad_tokens
         scores = ops.fill_first(scores, self.sink_tokens, math.inf, pads)
-        return ops.fill_first(scores, 0, -math.inf, pads)
+        return scores if pads is None else ops.fill_first(scores, 0, -math.inf, pads)
 
     def best(self, scores: Tensor, kept: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """What must stay and the best, as `ops.keep_best`."""
@@ -123,7 +124,7 @@ class Prefix:
         tokens, window = self.layer.keys.shape[2], self._window(best)
         keep_indices, padding_slots = torch.cat([best, window], dim=-1), None
         if self.layer.pad_tokens is not None or min(kept) < max(kept):
-            own = list(map(operator.add, kept, self._window_tokens))
+            own = list(map(operator.add, kept, self.window_tokens))
             padding_slots = keep_indices.shape[-1] - ops.on_device(own, best.device)
         return Selection(
             keep_indices=keep_indices, prompt_tokens=tokens, padding_slots=padding_slots
@@ -136,7 +137,7 @@ class Prefix:
         if pads is not None:
             window = window.masked_fill(window < pads[:, None, None], -1)
         keep_indices = torch.cat([best, window], dim=-1)
-        rows = zip(kept, self._window_tokens, strict=True)
+        rows = zip(kept, self.window_tokens, strict=True)
         tokens = [[each + more for each in row] for row, more in rows]
         return Selection.of_counts(
             keep_indices,
@@ -151,6 +152,6 @@ class Prefix:
         return window.expand(*best.shape[:2], -1)
 
     @property
-    def _window_tokens(self) -> list[int]:
+    def window_tokens(self) -> list[int]:
         """B numbers: how many tokens of each row stand in the window."""
-        return [min(own, self.window_size) for own in self.layer.row_lengths]
+        return list(map(operator.sub, self.layer.row_lengths, self.lengths))

@@ -149,7 +149,7 @@ class PrefixPolicy(Policy):
 
     def _require_room(self, prefix: Prefix) -> None:
         """Raise unless what must stay fits into the last layer, which keeps least."""
-        last = prefix.layer.changed(depth=prefix.layer.num_layers - 1)
+        last = prefix.layer.at(prefix.layer.num_layers - 1)
         rooms = self.allocation.counts(replace(prefix, layer=last), None)
         for tokens, room in zip(prefix.needed, rooms, strict=False):
             self._require_fits(tokens, room)

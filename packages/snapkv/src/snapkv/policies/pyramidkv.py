@@ -76,7 +76,7 @@ class LayerBudget(Budget):
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
         layer = prefix.layer
-        last = replace(layer, depth=layer.num_layers - 1)  # where bytes are rounded down
+        last = layer.at(layer.num_layers - 1)  # where bytes are rounded down
         means = self.mean.counts(replace(prefix, layer=last, per_head_budget=True), votes)
         return [
             min(own, self._of_layers(mean, own, prefix, sinks)[layer.depth])

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -116,12 +116,8 @@ class SnapKV(PrefixPolicy):
 
     def score(self, layer: PromptLayer) -> Tensor:
         """Votes of the window, pooled: (B, Hkv, P) float32, Hq instead of Hkv for "none"."""
-        return layer.once(("score", *self._voting), self._score)
-
-    def _score(self, layer: PromptLayer) -> Tensor:
-        if self.window_reduce == "mean":
-            return self.pool(self.votes(layer), layer)
-        return self._raised_to_mean(self._largest_votes(layer)[0], layer)
+        lifted, _ = layer.once(self._voting, self._vote)
+        return lifted if self.window_reduce == "mean" else self._raised_to_mean(lifted, layer)
 
     @functools.cached_property
     def _voting(self) -> tuple[Hashable, ...]:
@@ -133,7 +129,7 @@ class SnapKV(PrefixPolicy):
         """As shares of attention; none is raised to its head's mean."""
         if self.window_reduce == "mean":
             return super().rated(prefix)
-        largest = self._largest_votes(prefix.layer)[0]
+        largest, _ = prefix.layer.once(self._voting, self._vote)
         return prefix.ranked(largest / self.summed_weights(prefix.layer))
 
     def pool(self, votes: Tensor, layer: PromptLayer) -> Tensor:
@@ -143,47 +139,30 @@ class SnapKV(PrefixPolicy):
         lifted = self.lift.of(ops.fill_first(votes, self.sink_tokens, 0.0, layer.pad_tokens))
         return votes.where(layer.is_among_first(self.sink_tokens, votes.shape[-1]), lifted)
 
-    def votes(self, layer: PromptLayer) -> Tensor:
-        """Votes of the window before pooling, their sum over its queries, shape as of `score`."""
-        if self.window_reduce == "max" or self.query_tokens > self.window_size:
-            return self._largest_votes(layer)[1]  # `ops.window_votes` has none on the voters
-        own = ("votes", self.window_size, self.query_tokens, self.group_reduce)
-        return layer.once(own, self._vote)
-
-    def _vote(self, layer: PromptLayer) -> Tensor:
-        votes = ops.window_votes(
-            layer.queries,
-            layer.keys,
-            pad_tokens=layer.pad_tokens,
-            group_reduce=self.group_reduce if layer.stored_heads is None else "none",
-            score_options=layer.score_options,
-            impl=layer.votes_impl,
-        )
-        return self._of_stored_heads(votes, layer)[..., : self.prefix(layer).slots]
-
-    def _largest_votes(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
-        """The largest vote of any query, lifted, and the sum of all before that."""
-        return layer.once(("largest", *self._voting), self._largest_vote)
-
-    def _largest_vote(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
-        prefix = self.prefix(layer)
+    def _vote(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
+        """Votes of the window, pooled, and their sum over its queries before that: as `score`."""
+        slots = max(0, layer.keys.shape[2] - self.window_size)
+        states = layer.queries, layer.keys, layer.score_options
+        options: Any = {
+            "pad_tokens": layer.pad_tokens,
+            "group_reduce": self.group_reduce if layer.stored_heads is None else "none",
+            "impl": layer.votes_impl,
+        }
+        if self.window_reduce == "mean" and self.query_tokens <= self.window_size:
+            summed = self._of_stored_heads(ops.window_votes(*states, **options), layer)
+            return self.pool(summed[..., :slots], layer), summed[..., :slots]
         largest, summed = ops.largest_votes(
-            layer.queries,
-            layer.keys,
-            layer.score_options,
-            self.lift,
-            prefix_tokens=prefix.slots,
-            sink_tokens=prefix.sink_tokens,
-            pad_tokens=layer.pad_tokens,
-            group_reduce=self.group_reduce if layer.stored_heads is None else "none",
-            impl=layer.votes_impl,
+            *states, self.lift, prefix_tokens=slots, sink_tokens=self.sink_tokens or 0, **options
         )
         if layer.queries.shape[2] > self.window_size:  # or all that vote are kept
             voters = layer.queries.shape[2]
             largest[..., layer.keys.shape[2] - voters :] *= _ON_VOTERS
             if layer.pad_tokens is not None:  # as if there were as many in a row with fewer tokens
                 summed *= (voters / layer.row_tokens.clamp(1, voters))[:, None, None]
-        return self._of_stored_heads(largest, layer), self._of_stored_heads(summed, layer)
+        summed = self._of_stored_heads(summed, layer)
+        if self.window_reduce == "mean":
+            return self.pool(summed, layer), summed
+        return self._of_stored_heads(largest, layer), summed
 
     def _of_stored_heads(self, votes: Tensor, layer: PromptLayer) -> Tensor:
         """Votes of query heads reduced where heads of several keys share what is stored."""
@@ -199,7 +178,7 @@ class SnapKV(PrefixPolicy):
         look at themselves and their neighbours.
         """
         counted = votes[..., : layer.keys.shape[2] - layer.queries.shape[2]]
-        sinks, slots = self.prefix(layer).sink_tokens, counted.shape[-1]
+        sinks, slots = self.sink_tokens or 0, counted.shape[-1]
         if layer.pad_tokens is None:
             means = counted[..., sinks:].sum(-1, True) / max(1, slots - sinks)
         else:
@@ -211,7 +190,7 @@ class SnapKV(PrefixPolicy):
     def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake:
         """Sums over the window, whatever `window_reduce` makes of them."""
         return VotesAtStake(
-            votes=self.votes(layer),
+            votes=layer.once(self._voting, self._vote)[1],
             weights=layer.queries.shape[2] * self._heads_summed(layer),
             pad_tokens=layer.pad_tokens,
         )
@@ -222,5 +201,6 @@ class SnapKV(PrefixPolicy):
         return queries * self._heads_summed(layer)
 
     def _heads_summed(self, layer: PromptLayer) -> int:
-        group = layer.queries.shape[1] // layer.num_kv_heads
-        return group if self.group_reduce == "sum" else 1
+        if self.group_reduce != "sum":
+            return 1
+        return layer.queries.shape[1] // layer.num_kv_heads

@@ -101,9 +101,9 @@ class PromptLayer(LayerStates):
         found: _Found = self._found[key]
         return found
 
-    def changed(self, **changes: Any) -> "PromptLayer":
-        """The same with another depth or cost of tokens; what was computed once stays so."""
-        other = replace(self, **changes)
+    def at(self, depth: int) -> "PromptLayer":
+        """The same at another depth; what was computed once stays so."""
+        other = replace(self, depth=depth)
         other.__dict__.update(_found=self._found, row_lengths=self.row_lengths)
         return other
 

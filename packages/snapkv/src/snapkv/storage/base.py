@@ -129,7 +129,7 @@ class TokenStore(ABC):
     @property
     def tail_tokens(self) -> int:
         """Tokens after ragged heads, as many of each; all where none are ragged."""
-        return self.slots - self.unmasked_slots
+        return self.tail.tokens
 
     @property
     def mean_tokens(self) -> float:

@@ -65,7 +65,7 @@ class CodedStates(HeadStates):
     @functools.cached_property
     def longest_tokens(self) -> int:
         grown = sum(section[0][0] for section in self.sections[1:])
-        return max(self.least_slots + grown, *(max(row) for row in self.head_tokens))
+        return max(self.least_slots + grown, *map(max, self.head_tokens))
 
     @property
     def nbytes(self) -> int:

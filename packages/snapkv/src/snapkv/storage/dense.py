@@ -44,13 +44,14 @@ class DenseStore(TokenStore):
 
     def keep(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> TokenStore:
         if counts is not None:
-            return RaggedStore.gather(self, indices, tokens, counts, in_place=self.tail.in_place)
-        assert tokens == self.slots
-        self.tail.hold(*ops.gather_pair(*self.tail.written, indices))
+            return RaggedStore.gather(self, indices, tokens, counts)
+        keys, values = self.tail.written
+        assert tokens == keys.shape[2]
+        self.tail.hold(*ops.gather_pair(keys, values, indices))
         return self
 
     def keep_rows(self, rows: Tensor, counts: Counts) -> TokenStore:
-        return RaggedStore.of_rows(self, rows, counts, in_place=self.tail.in_place)
+        return RaggedStore.of_rows(self, rows, counts)
 
     def only(self, stays: Tensor) -> TokenStore:
         """Hold some slots; ragged where heads of a row differ in how many.

@@ -81,10 +81,6 @@ class RaggedStates(HeadStates):
         kept = self._of_rows(self.keys, self.values, rows, counts)
         return replace(kept, least_slots=keep_indices.shape[-1])
 
-    def only(self, stays: Tensor) -> "RaggedStates":
-        """Copy the tokens of some slots of the padded layout, (B, H, S) bool."""
-        return self.keep(ops.kept_indices(stays))
-
     def slots(self) -> Tensor:
         """(B, H, S) int64: the slots of the padded layout; -1, ahead of them, for no token."""
         slots = torch.arange(self.longest_tokens, device=self.keys.device)
@@ -149,7 +145,7 @@ class RaggedStates(HeadStates):
 
     @functools.cached_property
     def longest_tokens(self) -> int:
-        return max(self.least_slots, *(max(row) for row in self.head_tokens))
+        return max(self.least_slots, *map(max, self.head_tokens))
 
     @property
     def nbytes(self) -> int:
@@ -204,13 +200,7 @@ class RaggedStore(TokenStore):
 
     @classmethod
     def gather(
-        cls,
-        store: TokenStore,
-        indices: Tensor,
-        tokens: int,
-        counts: Counts | None = None,
-        *,
-        in_place: bool = True,
+        cls, store: TokenStore, indices: Tensor, tokens: int, counts: Counts | None = None
     ) -> "RaggedStore":
         """Keep some of the first tokens of a store; what comes after them is the tail.
 
@@ -219,35 +209,31 @@ class RaggedStore(TokenStore):
             indices: (B, H, K) int64, slots, ascending after a leading run of -1.
             tokens: how many slots `indices` points into.
             counts: as in `RaggedStates.gather`.
-            in_place: as in `DenseStore`.
         """
-        states = RaggedStates.gather(store.keys, store.values, indices, counts)
-        return cls._with_tail_of(store, states, tokens, in_place=in_place)
+        states = RaggedStates.gather(*store.tail.written, indices, counts)
+        return cls._with_tail_of(store, states, tokens)
 
     @classmethod
-    def of_rows(
-        cls, store: TokenStore, rows: Tensor, counts: Counts, *, in_place: bool = True
-    ) -> "RaggedStore":
+    def of_rows(cls, store: TokenStore, rows: Tensor, counts: Counts) -> "RaggedStore":
         """As `TokenStore.keep_rows`, of a store whose heads hold as many tokens each."""
-        tokens, repeats = store.slots, len(counts[0]) // store.keys.shape[1]
+        keys, values = store.tail.written
+        tokens, repeats = keys.shape[2], len(counts[0]) // keys.shape[1]
         if repeats > 1:
             rows = rows // (tokens * repeats) * tokens + rows % tokens
-        flat = store.keys.flatten(0, 2), store.values.flatten(0, 2)
-        states = RaggedStates.at_rows(*flat, rows, counts)
-        return cls._with_tail_of(store, states, tokens, in_place=in_place)
+        states = RaggedStates.at_rows(keys.flatten(0, 2), values.flatten(0, 2), rows, counts)
+        return cls._with_tail_of(store, states, tokens)
 
     @classmethod
-    def _with_tail_of(
-        cls, store: TokenStore, states: RaggedStates, tokens: int, *, in_place: bool
-    ) -> "RaggedStore":
+    def _with_tail_of(cls, store: TokenStore, states: RaggedStates, tokens: int) -> "RaggedStore":
         """What heads hold, and after it what stands behind so many tokens of a store."""
-        repeats = len(states.head_tokens[0]) // store.keys.shape[1]
-        keys, values = [
-            whole[..., tokens:, :].repeat_interleave(repeats, dim=1)  # a copy, no view
-            for whole in (store.keys, store.values)
-        ]
-        heads = store.num_kv_heads
-        return cls(states=states, keys=keys, values=values, num_kv_heads=heads, in_place=in_place)
+        tail, repeats = store.tail, len(states.head_tokens[0]) // store.tail.keys.shape[1]
+        return cls(  # of copies, no views
+            states=states,
+            keys=tail.keys[..., tokens:, :].repeat_interleave(repeats, dim=1),
+            values=tail.values[..., tokens:, :].repeat_interleave(repeats, dim=1),
+            num_kv_heads=store.num_kv_heads,
+            in_place=tail.in_place,
+        )
 
     @property
     def slots(self) -> int:
@@ -290,7 +276,7 @@ class RaggedStore(TokenStore):
         longest, heads = self.unmasked_slots, self.heads()
         tail = ops.kept_indices(stays[..., longest:])
         last = int(stays[..., longest:].sum(dim=-1).min())
-        self.ragged = heads.only(stays[..., :longest])
+        self.ragged = heads.keep(ops.kept_indices(stays[..., :longest]))
         if more := tail.shape[-1] - last:
             older = RaggedStates.gather(self.keys, self.values, tail[..., :more])
             self.ragged = self.ragged.joined(older)

@@ -1,9 +1,7 @@
-"""What makes the stores of a layer, and what they become behind a prompt."""
+"""What makes the stores of a layer."""
 
 from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import Tensor
 
 from snapkv.ops import TokenCost
 from snapkv.storage.base import TokenStore
@@ -25,26 +23,9 @@ class Storage:
     in_place: bool = True
     codes: KVCodes | None = None
 
-    @property
-    def attends_by_head(self) -> bool:
-        """Whether attention behind every prompt is to what heads kept, and not the model's own."""
-        return self.codes is not None
-
     def empty(self) -> DenseStore:
         """A store without tokens."""
         return DenseStore(in_place=self.in_place)
-
-    def finalize(self, store: TokenStore, kept_tokens: int, empty: Tensor | None) -> TokenStore:
-        """The store after a prompt, of which the first slots hold what was kept.
-
-        `empty` is (B,): how many leading slots of each row hold no token; or None.
-        """
-        if self.codes is None or not kept_tokens:
-            return store
-        if isinstance(store, DenseStore):
-            store = store.ragged_from(empty, kept_tokens)
-        assert isinstance(store, RaggedStore)
-        return CodedStore.of(store, self.codes)
 
     def token_cost(self, store: TokenStore, heads: int) -> TokenCost:
         """What tokens of a store cost that so many heads keep."""

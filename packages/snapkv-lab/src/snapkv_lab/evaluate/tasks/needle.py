@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
@@ -37,8 +37,7 @@ _MOST_DEPTHS = 101
 _MOST_DIGITS = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Hidden:
+class _Hidden(NamedTuple):
     """What is hidden, how it is asked for, and what its answer begins with."""
 
     needle: str
@@ -105,55 +104,35 @@ class Needle(HaystackTask):
         name = f"{length}/{depth}/{order}"
         hidden = self._hidden(random.Random(f"{self.seed}/{name}"))
         text = self.text.permuted(f"{self.seed}/{name}") if self.permutations > 1 else self.text
-        ids = _with_needle(
-            tokenizer, text, hidden.needle, tokens=length - self.buffer_tokens, depth=depth
-        )
-        start = hidden.answer_start if self.cloze else ""
+        needle = encode(tokenizer, hidden.needle)
+        ids = _beginning(tokenizer, text, length - self.buffer_tokens - len(needle))
+        place = len(ids)
+        if depth < 100:
+            place = _sentence_end(tokenizer, ids, int(len(ids) * depth / 100))
+        ids[place:place] = needle
+        tokens = 48 if self.variant == "sandwich" else self.digits + (5 if self.cloze else 25)
         return Sample(
             name=name,
             cell={"length": length, "depth": depth},
             context=_INSTRUCTION + tokenizer.decode(ids, skip_special_tokens=True),
             question=f"\n\n{hidden.question}{_RESTRICTION}",
             plain_question=f"\n\nQuestion: {hidden.question}\nAnswer:",
-            answer_start=start,
+            answer_start=hidden.answer_start if self.cloze else "",
             references=(hidden.answer,),
-            settings=GenerationSettings(max_new_tokens=self._answer_tokens),
+            settings=GenerationSettings(max_new_tokens=tokens),
         )
-
-    @property
-    def _answer_tokens(self) -> int:
-        if self.variant == "sandwich":
-            return 48
-        return self.digits + (5 if self.cloze else 25)
 
     def _hidden(self, draw: random.Random) -> _Hidden:
         if self.variant == "sandwich":
             thing = "eat a sandwich and sit in Dolores Park on a sunny day."
             start = "The best thing to do in San Francisco is"
-            return _Hidden(
-                needle=f"\n{start} {thing}\n",
-                question="What is the best thing to do in San Francisco?",
-                answer_start=start,
-                answer=thing,
-            )
+            question = "What is the best thing to do in San Francisco?"
+            return _Hidden(f"\n{start} {thing}\n", question, start, thing)
         city = draw.choice(CITIES)
         answer = number(draw, self.digits)
-        return _Hidden(
-            needle=f"\nThe special magic {city} number is: {answer}\n",
-            question=f"What is the special magic {city} number?",
-            answer_start=f"The special magic {city} number is:",
-            answer=answer,
-        )
-
-
-def _with_needle(
-    tokenizer: Any, text: Haystack, needle: str, *, tokens: int, depth: int
-) -> list[int]:
-    """That many tokens of the text, repeated where it is too short, with the needle in them."""
-    inserted = encode(tokenizer, needle)
-    ids = _beginning(tokenizer, text, tokens - len(inserted))
-    place = _sentence_end(tokenizer, ids, int(len(ids) * depth / 100)) if depth < 100 else len(ids)
-    return [*ids[:place], *inserted, *ids[place:]]
+        start = f"The special magic {city} number is:"
+        question = f"What is the special magic {city} number?"
+        return _Hidden(f"\n{start} {answer}\n", question, start, answer)
 
 
 def _beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:

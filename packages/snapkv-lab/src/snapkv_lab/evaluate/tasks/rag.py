@@ -363,15 +363,12 @@ def read_rows(path: Path) -> list[Question]:
             f"data: expected a file of JSON lines in UTF-8, or a .gz of one, got {path}: {reason}; "
             "pass another file"
         ) from None
-    numbers = [number for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     records = parsed_lines(text.split("\n"), _FIELDS, path, _REMEDY)
-    return [
-        _row(record, f"{path}, line {number}", f"line {number}")
-        for number, record in zip(numbers, records, strict=True)
-    ]
+    return [_row(record, path, f"line {number}") for number, record in records.items()]
 
 
-def _row(record: Row, place: str, name: str) -> Question:
+def _row(record: Row, path: Path, name: str) -> Question:
+    place = f"{path}, {name}"
     for index, document in enumerate(record["ctxs"]):
         require_fields(document, _DOCUMENT_FIELDS, place, _REMEDY, prefix=f"ctxs[{index}].")
     passages = [
@@ -398,26 +395,22 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _are_answers(value: Any) -> bool:
     return is_texts(value) and bool(value) and all(map(normalised, value))
 
 
-def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
+_BOOL: Check = ("true or false", lambda value: isinstance(value, bool))
 _FIELDS: dict[str, Check] = {
     "question": ("a text", _is_text),
     "answers": ("a list of texts with words in them", _are_answers),
-    "ctxs": ("a list of objects", _are_objects),
+    "ctxs": (
+        "a list of objects",
+        lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value),
+    ),
 }
 _DOCUMENT_FIELDS: dict[str, Check] = {
     "title": ("a text", lambda value: isinstance(value, str)),
     "text": ("a text", _is_text),
-    "isgold": ("true or false", _is_bool),
-    "hasanswer": ("true or false", _is_bool),
+    "isgold": _BOOL,
+    "hasanswer": _BOOL,
 }

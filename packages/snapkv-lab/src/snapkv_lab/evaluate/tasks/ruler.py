@@ -58,10 +58,6 @@ class Wanted:
     seed: str
     essay: tuple[str, ...]
 
-    def draw(self) -> random.Random:
-        """The same stream of draws each time."""
-        return random.Random(self.seed)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Puzzle:
@@ -86,11 +82,15 @@ class Generator:
     its score is the fraction of references that are found, or whether `any_reference` is.
     """
 
-    puzzle: Callable[[Wanted, int], Puzzle]
+    draw: Callable[[Wanted, int, random.Random], Puzzle]
     new_tokens: int
     least: int = 1
     most: Callable[[], int] = lambda: 10_000_000
     any_reference: bool = False
+
+    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
+        """Always the same one."""
+        return self.draw(wanted, parts, random.Random(wanted.seed))
 
 
 def _needles(
@@ -108,8 +108,7 @@ def _needles(
     def needle(name: str, hidden: str) -> str:
         return f"One of the special magic {value} for {name} is: {hidden}."
 
-    def puzzle(wanted: Wanted, parts: int) -> Puzzle:
-        draw = wanted.draw()
+    def puzzle(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
         names = distinct(lambda: _drawn(key, draw), keys)
         hidden = {name: distinct(lambda: _drawn(value, draw), values) for name in names}
         asked = draw.sample(names, queries)
@@ -126,7 +125,7 @@ def _needles(
             text = "\n".join(_inserted(others, needles, places))
         return _worded(value, text, asked, tuple(each for name in asked for each in hidden[name]))
 
-    return Generator(puzzle=puzzle, new_tokens=128, least=keys * values)
+    return Generator(draw=puzzle, new_tokens=128, least=keys * values)
 
 
 def _worded(value: Kind, text: str, asked: list[str], references: tuple[str, ...]) -> Puzzle:
@@ -171,9 +170,8 @@ def _inserted(texts: list[str], needles: list[str], places: list[int]) -> list[s
     return texts
 
 
-def _tracing(wanted: Wanted, parts: int) -> Puzzle:
+def _tracing(_: Wanted, parts: int, draw: random.Random) -> Puzzle:
     """vt: a chain of assignments in lines of noise, after a worked example with shorter names."""
-    draw = wanted.draw()
     example = _chain(draw, _EXAMPLE_NOISES, letters=3)
     asked = _chain(draw, parts, letters=5)
     return asked.after_example(example, f" {' '.join(example.references)}", "\n\n\n\n")
@@ -199,13 +197,12 @@ def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
     )
 
 
-def _common_words(wanted: Wanted, parts: int) -> Puzzle:
+def _common_words(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
     """cwe: ten words appear more often than the rest of a numbered list of different words.
 
     The worked example is part of the prompt, with its answers directly after the colon, as in the
     official suite.
     """
-    draw = wanted.draw()
     is_short = wanted.length < _SHORT
     example = _listed(draw, 20, 3, 1) if is_short else _listed(draw, 40, 10, 3)
     asked = _listed(draw, parts, 6, 1) if is_short else _listed(draw, parts, 30, 3)
@@ -231,12 +228,11 @@ def _numbered(entries: Iterable[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(entries, 1))
 
 
-def _frequent_words(wanted: Wanted, parts: int) -> Puzzle:
+def _frequent_words(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
     """fwe: coded words whose frequency falls with the square of their rank; dots are the first.
 
     A text of about that many words; dots, and the three words that are asked for, lead.
     """
-    draw = wanted.draw()
     coded = distinct(
         lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), wanted.length // 50
     )
@@ -265,8 +261,8 @@ def _answering(dataset: CorpusName) -> Generator:
     Those are first documents collected for the question, then any.
     """
 
-    def puzzle(wanted: Wanted, parts: int) -> Puzzle:
-        draw, questions = wanted.draw(), load_corpus(dataset).questions
+    def puzzle(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
+        questions = load_corpus(dataset).questions
         if wanted.index >= len(questions):
             raise InvalidArgumentError(
                 f"samples_each: expected at most the {len(questions)} questions of "
@@ -289,8 +285,10 @@ def _answering(dataset: CorpusName) -> Generator:
             references=question.answers,
         )
 
-    most = partial(_document_count, dataset)
-    return Generator(puzzle=puzzle, new_tokens=32, least=0, most=most, any_reference=True)
+    def most() -> int:
+        return len(_documents(dataset))
+
+    return Generator(draw=puzzle, new_tokens=32, least=0, most=most, any_reference=True)
 
 
 def _others(
@@ -307,10 +305,6 @@ def _others(
 @functools.cache
 def _documents(dataset: CorpusName) -> Sequence[Passage]:
     return sorted(load_corpus(dataset).passages, key=partial(_text, dataset))
-
-
-def _document_count(dataset: CorpusName) -> int:
-    return len(_documents(dataset))
 
 
 @functools.cache
@@ -332,15 +326,15 @@ GENERATORS: dict[str, Generator] = {
     "niah_multivalue": _needles(haystack="essay", values=4),
     "niah_multiquery": _needles(haystack="essay", queries=4),
     # One part more than there are assignments, as the official suite has it.
-    "vt": Generator(puzzle=_tracing, new_tokens=30, least=_HOPS + 2),
+    "vt": Generator(draw=_tracing, new_tokens=30, least=_HOPS + 2),
     "cwe": Generator(
-        puzzle=_common_words,
+        draw=_common_words,
         new_tokens=120,
         least=_COMMON + 1,
         most=lambda: len(words("noun", "adjective", "verb")),
     ),
     # From there on the fourth word always appears more often than the fifth.
-    "fwe": Generator(puzzle=_frequent_words, new_tokens=50, least=80),
+    "fwe": Generator(draw=_frequent_words, new_tokens=50, least=80),
     "qa_1": _answering("squad"),
     "qa_2": _answering("hotpotqa"),
 }
@@ -394,8 +388,8 @@ class Ruler(HaystackTask):
             name = f"{task}/{length}/{index}"
             wanted = Wanted(length=length, index=index, seed=f"{self.seed}/{name}", essay=essay)
             build = partial(_sample, task, name, wanted)
-            most = generator.most()
-            found = fitted(build, tokenizer, length, least=generator.least, most=most, hint=hint)
+            least, most = generator.least, generator.most()
+            found = fitted(build, tokenizer, length, least=least, most=most, hint=hint)
             if found is not None:
                 sample, hint = found
                 yield sample

@@ -94,8 +94,8 @@ def _mixed_integers(weights: Tensor, values: Codes) -> Tensor:
     """(P, R, Dv) of (P, R, n, G) weights: the sum of the n blocks of every piece."""
     P, _, n, G = weights.shape
     groups = values.packed.shape[1]
-    scale, least = (part.view(P, n, groups, G) for part in (values.scale, values.least))
-    scaled = (weights.transpose(1, 2)[:, :, None] * scale[:, :, :, None]).flatten(0, 2)
+    scale, least = values.scale.view(P, n, groups, 1, G), values.least.view(P, n, groups, G)
+    scaled = (weights.transpose(1, 2)[:, :, None] * scale).flatten(0, 2)
     mixed = _in_parts(scaled, values, lambda part: part.integers().flatten(0, 1))
     mixed = torch.unflatten(mixed, 0, (P, n, groups)).sum(dim=1)
     of_least = torch.bmm(least.transpose(1, 2).flatten(2).float(), weights.flatten(2).mT)
@@ -114,11 +114,12 @@ def _in_parts(rows: Tensor, codes: Codes, spread: Callable[[Codes], Tensor]) -> 
 
     Every block has as many matrices of rows as it is spread out to.
     """
+    blocks = len(codes.packed)
     step = max(1, SPREAD_ELEMENTS * codes.bits // (8 * max(1, codes.packed[:1].numel())))
-    if len(codes) <= step:
+    if blocks <= step:
         return torch.bmm(rows, spread(codes))
-    parts = [codes.blocks(slice(start, start + step)) for start in range(0, len(codes), step)]
-    matrices = torch.split(rows, len(rows) // len(codes) * step)
+    parts = [codes.blocks(slice(start, start + step)) for start in range(0, blocks, step)]
+    matrices = torch.split(rows, len(rows) // blocks * step)
     return torch.cat(
         [torch.bmm(own, spread(part)) for own, part in zip(matrices, parts, strict=True)]
     )
