@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from snapkv.errors import UnsupportedModelError
-from snapkv.policies import RKV, TOVA, AdaKV
+from snapkv.policies import RKV, TOVA, AcrossLayers, AdaKV
 from snapkv_vllm.documents.protocol import DOCUMENT, VERBS
 from snapkv_vllm.layouts import FP8
 from snapkv_vllm.names import DECODE_BUDGET, PREFIX, SESSION, SPANS, shown, wrong
@@ -204,8 +204,8 @@ def _evicts_by(method: str) -> _Look:
     return lambda s: s.limits.decode_budget and s.limits.decode_policy == method
 
 
-def _has_adakv(settings: Any) -> object:
-    return settings.policy == AdaKV.name and settings.policy
+def _method(*names: str) -> _Look:
+    return lambda s: s.policy in names and s.policy
 
 
 def _shares(look: _Look) -> _Look:
@@ -213,16 +213,25 @@ def _shares(look: _Look) -> _Look:
 
 
 HELD = Option("settings", DECODE_BUDGET, lambda s: s.limits.decode_budget)
-UNEVEN = Option("settings", "policy", _has_adakv, "one whose heads keep the same number of tokens")
+UNEVEN = Option(
+    "settings",
+    "policy",
+    _method(AdaKV.name, AcrossLayers.name),
+    "one whose heads keep the same number of tokens",
+)
 
 ALWAYS = Case("settings", "where prompts are compressed", lambda s: True)
 WHERE_HELD = Case("settings", "where answers are held to a budget", HELD.found, "--decode-budget")
 HELD_BY_RKV = Case("settings", "where answers are held by r-kv", _evicts_by(RKV.name))
 HELD_BY_TOVA = Case("settings", "where answers are held by tova", _evicts_by(TOVA.name))
 BY_TOVA = Case("settings", "with tova", lambda s: s.policy == TOVA.name, "--policy tova")
-BY_ADAKV = Case("settings", "with adakv", _has_adakv, "--policy adakv")
+WHERE_UNEVEN = Case("settings", "where heads differ in length", UNEVEN.found, "--policy")
+ACROSS = Option("settings", "policy", _method(AcrossLayers.name), "one that every layer decides by")
+BY_ACROSS = Case("settings", "with across-layers", ACROSS.found, "--policy across-layers")
 SHARED = Case("settings", "where documents are shared", lambda s: s.sharing, "--share")
-SHARED_BY_ADAKV = Case("settings", "where documents are shared by adakv", _shares(_has_adakv))
+SHARED_BY_ADAKV = Case(
+    "settings", "where documents are shared by adakv", _shares(_method(AdaKV.name))
+)
 LIBRARY = Case(
     "settings",
     "with a library's documents",
@@ -313,11 +322,16 @@ _TABLE: dict[Case, tuple[tuple[Option, *tuple[str, ...]], ...]] = {
     HELD_BY_RKV: ((LATENT, "no latents can be compared as keys", "pass --decode-policy tova"),),
     HELD_BY_TOVA: ((TENSOR, _AVERAGES, "pass --decode-policy r-kv"),),
     BY_TOVA: ((TENSOR, _AVERAGES, _SNAPKV),),
-    BY_ADAKV: (
+    WHERE_UNEVEN: (
         (HELD, "its heads hold different numbers of tokens"),
         (LATENT, "all heads of a layer keep one set, so there is nothing to share out", _SNAPKV),
     ),
+    BY_ACROSS: tuple(
+        (several, "a process has a part of the heads that share a budget", "use --policy adakv")
+        for several in (TENSOR, PIPELINE)
+    ),
     SHARED: (
+        (ACROSS, "a document's heads are those of a layer", "use --policy adakv"),
         (HELD, "requests that name one stay whole"),
         (DRAFTS, _UNTESTED),
         (ADAPTERS, "a document would have to be read with each of them"),

@@ -1,6 +1,6 @@
 """Carries out the scheduler's orders on one worker's tensors."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
 from snapkv.policies.kvzip import most_attention
+from snapkv_vllm.across_layers import across_layers, kept_across
 from snapkv_vllm.agents.positions import HeldPositions
 from snapkv_vllm.documents.states import DocumentStates
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
@@ -133,8 +135,12 @@ class Compressor:
         for request, order in orders.items():
             if order.ends:
                 for move in order.moves:
-                    for run in self._runs_of(move, order.held_tokens, order.kept_tokens):
-                        self._move(run, request, order, move)
+                    runs = self._runs_of(move, order.held_tokens, order.kept_tokens)
+                    if across_layers(order.choice.policy):
+                        self._move_across(list(runs), request, order, move)
+                    else:
+                        for run in runs:
+                            self._move(run, request, order, move)
                 self.forget(request)
 
     def _runs_of(self, move: Move, prompt_tokens: int, kept_tokens: int) -> Iterator[LayerRun]:
@@ -153,20 +159,70 @@ class Compressor:
         whole = len(targets) * block_tokens
         laid_out = partial(padded, tokens=whole)
         if order.per_head_budget:
-            laid_out = partial(self._parted(run, request, order, keep).spread, slots=whole)
+            kept = self._noted(run, request, order, (keep >= 0).sum(dim=-1))
+            laid_out = partial(HeadPlaces(kept, run.first.cache.shape[2]).spread, slots=whole)
             keep = keep.clamp(min=0)
         values = run.layout.read_values(sources, keep)
         picked = run.layout.pick(keys, keep)
         places = slots(targets, whole, block_tokens)
         run.layout.write(places, laid_out(picked), laid_out(values))
 
-    def _parted(self, run: LayerRun, request: str, order: Order, keep: Tensor) -> HeadPlaces:
-        """Where the tokens go of heads that keep different numbers; each keeps its last indices."""
+    def _move_across(
+        self, runs: Sequence[LayerRun], request: str, order: Order, move: Move
+    ) -> None:
+        """The same of all layers at once, whose heads share one budget and the pages.
+
+        All that stays is read before any is written: it may go to a page of another layer.
+        """
+        block_tokens, first = self._block_tokens[move.group], runs[0]
+        sources = first.blocks_of(move.sources, block_tokens)
+        targets = torch.tensor(move.targets, device=self._device)
+        masks = self._kept_across(runs, request, order, sources)
+        kept = [
+            self._noted(run, request, order, mask.sum(dim=-1))
+            for run, mask in zip(runs, masks, strict=True)
+        ]
+        _, heads, page_tokens, _ = first.first.cache.shape
+        places = HeadPlaces(torch.cat(kept).flatten(), page_tokens)
+        whole = len(targets) * block_tokens
+        most = len(places.kept) * whole + 1
+        laid: tuple[Tensor, ...] = ()
+        for run, mask in zip(runs, masks, strict=True):
+            keep = ops.kept_indices(mask).clamp(min=0)
+            keys = run.layout.read_keys(sources, order.held_tokens)
+            states = run.layout.pick(keys, keep), run.layout.read_values(sources, keep)
+            laid = laid or tuple(one.new_zeros(most, one.shape[-1]) for one in states)
+            for one, found in zip(states, laid, strict=True):
+                places.put(one.flatten(0, 1), found, whole, (run.depth - first.depth) * heads)
+        of_layers = [found[:-1].view(-1, heads, whole, found.shape[-1]) for found in laid]
+        for run in runs:
+            rows = slice(run.depth - first.depth, run.depth - first.depth + len(run.layers))
+            of_run = (one[rows] for one in of_layers)
+            run.layout.write(slots(targets, whole, block_tokens), *of_run)
+
+    def _kept_across(
+        self, runs: Sequence[LayerRun], request: str, order: Order, sources: Tensor
+    ) -> list[Tensor]:
+        """What is kept of all layers together: (layers, H, T) bool of each run."""
+        voters = min(order.choice.query_tokens, order.seen_tokens)
+
+        def seen(run: LayerRun) -> PromptLayer:
+            keys = run.layout.read_keys(sources, order.held_tokens)
+            layer = self._layer_of(run, request, voters, run.keys_of(keys))
+            return replace(layer, protected=order.choice.protected(layer))
+
+        masks = kept_across(order.choice.policy, map(seen, runs), order.kept_tokens)
+        counts = torch.cat([mask.sum(dim=-1) for mask in masks])
+        if int(counts.sum()) != order.kept_tokens * counts.numel():
+            raise RuntimeError(f"{request}: {counts} tokens kept, {order.kept_tokens} expected")
+        return masks
+
+    def _noted(self, run: LayerRun, request: str, order: Order, kept: Tensor) -> Tensor:
+        """Note the (layers, H) numbers of tokens that heads keep, which are returned."""
         assert self._heads is not None  # a server of such a method has them
-        kept = (keep >= 0).sum(dim=-1)
         for name, of_layer in zip(run.layers, kept, strict=True):
             self._heads.note(request, name, of_layer, order.seen_tokens)
-        return HeadPlaces(kept, run.first.cache.shape[2])
+        return kept
 
     def _keep_indices(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
         """What is kept of a run of layers: (layers, H, K), as many as the scheduler counts."""

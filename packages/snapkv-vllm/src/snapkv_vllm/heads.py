@@ -3,7 +3,8 @@
 vLLM has one table of blocks for all heads of a layer. A block is as many pages as the layer has KV
 heads, and nothing but that table says which head a page belongs to. So the pages of a request's
 blocks are handed out again, every head of every request is shown to kernels as a sequence of its
-own with one KV head, and the scheduler counts blocks as ever.
+own with one KV head, and the scheduler counts blocks as ever. The heads among which pages are
+handed out are those of a layer; or those of all layers, whose pages then lie in one allocation.
 """
 
 import copy
@@ -16,12 +17,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from snapkv_vllm.refusals import require_shared_pages
+
 
 @dataclass(frozen=True)
 class HeadPlaces:
-    """The places of heads that kept different numbers of tokens."""
+    """The places of heads that kept different numbers of tokens, and share a request's pages."""
 
-    kept: Tensor  # (..., H) int64, tokens that every head of a layer kept at the prompt's end
+    kept: Tensor  # (..., H) int64, tokens that every head kept at the prompt's end
     page_tokens: int
     # (..., H or 1) bool, whether others read the full pages of these; pages that are not full lie
     # after them then, side by side, to be copied
@@ -46,19 +49,29 @@ class HeadPlaces:
 
         That is (..., H, slots, D), what lies in the place of every head, zero where nothing does.
         """
-        heads, longest, size = states.shape[-3:]
-        target = self._targets(longest, slots)
+        heads, _, size = states.shape[-3:]
         found = states.new_zeros(*states.shape[:-3], heads * slots + 1, size)
-        index = target.flatten(-2).unsqueeze(-1).expand(*target.shape[:-2], -1, size)
-        found.scatter_(-2, index, states.flatten(-3, -2))
+        self.put(states, found, slots)
         return found[..., :-1, :].reshape(*states.shape[:-3], heads, slots, size)
 
-    def _targets(self, longest: int, slots: int) -> Tensor:
-        """Where heads' (..., H, K) tokens lie among (H * slots); H * slots where there is none."""
-        heads = self.kept.shape[-1]
-        position = torch.arange(longest, device=self.kept.device)
-        position = position - (longest - self.kept.unsqueeze(-1))  # (..., H, K), below 0 is none
-        place = self.of_pages(position.clamp(min=0) // self.page_tokens)
+    def put(self, states: Tensor, found: Tensor, slots: int, first_head: int = 0) -> None:
+        """Put into `found` what some of the heads kept, (..., h, K, D), from the first of them on.
+
+        `found` is (..., H * slots + 1, D), as `spread` has it; its last row is anything.
+        """
+        heads, longest, size = states.shape[-3:]
+        target = self._targets(longest, slots, slice(first_head, first_head + heads))
+        index = target.flatten(-2).unsqueeze(-1).expand(*target.shape[:-2], -1, size)
+        found.scatter_(-2, index, states.flatten(-3, -2))
+
+    def _targets(self, longest: int, slots: int, some: slice) -> Tensor:
+        """Where some heads' (..., h, K) tokens lie among (H * slots); H * slots: nowhere."""
+        heads, device = self.kept.shape[-1], self.kept.device
+        position = torch.arange(longest, device=device)
+        position = position - (longest - self.kept[..., some].unsqueeze(-1))  # below 0 is none
+        pages = torch.arange(-(-longest // self.page_tokens), device=device)[None]
+        of_page = self.of_pages(pages)[..., some, :]
+        place = of_page.gather(-1, position.clamp(min=0) // self.page_tokens)
         slot = place // heads * self.page_tokens + position % self.page_tokens
         return (place % heads * slots + slot).where(position >= 0, heads * slots)
 
@@ -77,28 +90,37 @@ class HeadPlaces:
 
 @dataclass(frozen=True)
 class HeadPages:
-    """The cache of a layer, in which each block is as many pages as there are KV heads."""
+    """Caches of layers that share pages: each block is as many pages as these have KV heads."""
 
     # (pages, 1, block_tokens, 2 * D), a view; where the tokens of a block lie before its heads in
     # memory, pages overlap, and most numbers belong to no head of a block
     cache: Tensor
     of_block: int  # how far the number of a page moves from block to block
     of_head: int  # the same from head to head
-    heads: int  # KV heads of a block
+    of_layer: int  # the same from layer to layer
+    heads: int  # KV heads of a layer
+    layers: int
 
     @classmethod
-    def of(cls, cache: Tensor) -> Self:
-        """Of (blocks, Hkv, block_tokens, 2 * D), in whatever order it lies in memory."""
-        blocks, heads, tokens, size = cache.shape
-        block, head, token, number = cache.stride()
-        step = math.gcd(block, head) if heads > 1 else block
-        of_block, of_head = block // step, head // step if heads > 1 else 0
-        pages = (blocks - 1) * of_block + (heads - 1) * of_head + 1
-        view = cache.as_strided((pages, 1, tokens, size), (step, step, token, number))
-        return cls(view, of_block, of_head, heads)
+    def of(cls, *caches: Tensor) -> Self:
+        """Of layers' (blocks, Hkv, block_tokens, 2 * D), in whatever order they lie in memory.
+
+        Several must be alike and lie in one allocation, see `require_shared_pages`.
+        """
+        first, layers = caches[0], len(caches)
+        blocks, heads, tokens, size = first.shape
+        block, head, token, number = first.stride()
+        layer = caches[1].storage_offset() - first.storage_offset() if layers > 1 else 0
+        step = math.gcd(block, head if heads > 1 else 0, layer)
+        of_block, of_layer = block // step, layer // step
+        of_head = head // step if heads > 1 else 0
+        pages = (blocks - 1) * of_block + (heads - 1) * of_head + (layers - 1) * of_layer + 1
+        view = first.as_strided((pages, 1, tokens, size), (step, step, token, number))
+        return cls(view, of_block, of_head, of_layer, heads, layers)
 
     def numbers(self, blocks: Tensor, places: Tensor) -> Tensor:
-        return blocks * self.of_block + places % self.heads * self.of_head
+        head, layer = places % self.heads, places // self.heads % self.layers
+        return blocks * self.of_block + head * self.of_head + layer * self.of_layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +161,9 @@ def sequences(
     pages: HeadPages,
     most_tokens: int,
 ) -> Sequences:
-    """Lay out the heads of some requests as sequences, by (layers, requests, Hkv) places.
+    """Lay out the heads of some requests as sequences.
+
+    By the (N, requests, H) places of heads that share pages: of each layer's, or those of all.
 
     `generated` are (requests,) tokens after the prompt, with those of this step; `blocks` are
     (requests, most blocks), of which those after a request's own are not used.
@@ -153,12 +177,14 @@ def sequences(
     states = (token * heads + of_sequence % heads).to(device)
 
     width = -(-most_tokens // page_tokens)
-    place = places.of_pages(torch.arange(width, device=device)[None])  # (layers, requests, H, W)
-    block = (place // heads).clamp(max=blocks.shape[1] - 1)  # of pages that no head has yet
+    place = places.of_pages(torch.arange(width, device=device)[None])  # (N, requests, H, W)
+    block = place // places.kept.shape[-1]
+    block = block.clamp(max=blocks.shape[1] - 1)  # of pages that no head has yet
     requests = torch.arange(blocks.shape[0], device=device)[:, None, None]
-    tables = pages.numbers(blocks[requests, block].long(), place).flatten(1, 2)
+    numbers = pages.numbers(blocks[requests, block].long(), place)
+    tables = _by_layer(numbers, heads).flatten(1, 2)
 
-    lengths = (places.kept + generated[:, None]).flatten(1)
+    lengths = _by_layer(places.kept + generated[:, None], heads).flatten(1)
     of_sequence, within = of_sequence.to(device), within.to(device)
     behind = counts.to(device)[of_sequence] - within
     position = lengths[:, of_sequence] - behind  # (layers, N * H)
@@ -173,6 +199,22 @@ def sequences(
         tables=tables.int(),
         slots=page * page_tokens + position % page_tokens,
     )
+
+
+def _by_layer(of_heads: Tensor, heads: int) -> Tensor:
+    """Of (N, requests, H, ...), the heads of N times so many layers: (layers, requests, Hkv, ...).
+
+    `_together` is the way back.
+    """
+    layers, rows, _, *more = of_heads.shape
+    by_layer = of_heads.reshape(layers, rows, -1, heads, *more)
+    return by_layer.transpose(1, 2).flatten(0, 1)
+
+
+def _together(of_layers: Tensor, layers: int) -> Tensor:
+    """Of (layers, requests, Hkv) so many layers at a time, side by side: (N, requests, H)."""
+    by_pool = of_layers.reshape(-1, layers, *of_layers.shape[1:])
+    return by_pool.transpose(1, 2).flatten(2)
 
 
 def sequence_metadata(
@@ -259,9 +301,14 @@ class HeadsAttention:
     To the rest of the batch nothing changes: the kernels run over it as ever, see no more of our
     requests than the tokens of the step, and store none of these. What they answer for ours is
     then overwritten. Where all rows are ours they do not run.
+
+    Args:
+        across_layers: whether the heads of all layers share the pages of a request, in the order
+            in which the layers are attached; else those of a layer do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, across_layers: bool = False) -> None:
+        self._across_layers = across_layers
         self._kept: dict[str, _KeptHeads] = {}
         self._documents: dict[int, _KeptHeads] = {}
         self._batch = UnevenRows()
@@ -353,8 +400,14 @@ class HeadsAttention:
         Its layers are attached, and have their caches.
         """
         build: Callable[..., Any] = builder.build
-        layers = [self._layers[name] for name in builder.layer_names]
-        pages = [HeadPages.of(layer.kv_cache) for layer in layers]
+        names = [name for name in self._layers if name in builder.layer_names]
+        layers = [self._layers[name] for name in names]
+        caches = [layer.kv_cache for layer in layers]
+        if self._across_layers:
+            require_shared_pages(caches, len(self._layers))
+            pages = [HeadPages.of(*caches)] * len(caches)
+        else:
+            pages = list(map(HeadPages.of, caches))
         group_size = layers[0].impl.num_heads // pages[0].heads
 
         # vLLM's names: 0.31 passes these by keyword, later releases by position.
@@ -363,10 +416,10 @@ class HeadsAttention:
         ) -> Any:
             if not self._batch.rows:
                 return build(common_prefix_len, common_attn_metadata, *args, **kwargs)
-            found = self._sequences(builder.layer_names, common_attn_metadata, pages[0])
+            found = self._sequences(names, common_attn_metadata, pages[0])
             ours_left_out = self._without_ours(common_attn_metadata)
             plain = build(common_prefix_len, ours_left_out, *args, **kwargs)
-            for layer, name in enumerate(builder.layer_names):
+            for layer, name in enumerate(names):
                 told = sequence_metadata(
                     plain, found, layer, builder=builder, group_size=group_size
                 )
@@ -404,7 +457,8 @@ class HeadsAttention:
         if places is None or requests != self._batch.requests:
             layers = [torch.stack([one.of_layers[name] for one in kept]) for name in names]
             reused = torch.tensor([[one.are_reused] for one in kept], device=layers[0].device)
-            places = HeadPlaces(torch.stack(layers), pages.cache.shape[2], reused)
+            together = _together(torch.stack(layers), pages.layers)
+            places = HeadPlaces(together, pages.cache.shape[2], reused)
             self._places[names[0]] = self._batch.requests, places
         return places
 

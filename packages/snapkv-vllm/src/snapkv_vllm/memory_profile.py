@@ -2,7 +2,8 @@
 
 vLLM gives the KV cache what its own largest step leaves free. A step may also put queries aside in
 every layer, and when it is done copies keys and values of a layer at a time, or of a few that take
-no more than `layers.MOST_BYTES`; both are tried out here at the sizes that the server allows.
+no more than `layers.MOST_BYTES`; both are tried out here at the sizes that the server allows. Where
+all layers share one budget, their scores are held together, and then all that stays of them.
 On a GPU that compiles the kernels too. Not counted: what an eviction from an answer computes, which
 no prompt's length enlarges.
 """
@@ -10,6 +11,7 @@ no prompt's length enlarges.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ import torch
 from snapkv import ops
 from snapkv.policies import Policy, PromptLayer
 from snapkv.policies.kvzip import most_attention
+from snapkv_vllm.across_layers import across_layers, best_across, scores_across
 from snapkv_vllm.documents.plans import STEP_TOKENS
 from snapkv_vllm.layers import voting_layer
+from snapkv_vllm.methods import kept_tokens
 from snapkv_vllm.settings import ServingSettings
 
 
@@ -70,7 +74,8 @@ def profiled(
     if layers:
         widest = max(layers, key=lambda layer: layer.num_heads * layer.head_size)
         for policy in largest.policies:
-            _vote(widest, policy, largest, kind)
+            vote = _vote if across_layers(policy) is None else partial(_vote_across, len(layers))
+            vote(widest, policy, largest, kind)
         if largest.reads_again:
             _read_again(widest, largest, kind)
     del waiting
@@ -105,3 +110,19 @@ def _vote(layer: Any, policy: Policy, largest: Largest, kind: dict[str, Any]) ->
     if selection is not None:
         keep = selection.keep_indices.clamp(min=0)  # -1 where a head keeps fewer than others
         kept += [ops.gather_tokens(prompt.keys, keep) for _ in range(2)]
+
+
+@torch.inference_mode()
+def _vote_across(
+    layers: int, layer: Any, policy: Policy, largest: Largest, kind: dict[str, Any]
+) -> None:
+    """In so many layers like this one, of which the first may keep all of the prompt."""
+    prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
+    others = prompt.keys.new_zeros(layers - 1, *prompt.keys.shape[1:3], dtype=torch.float32)
+    ranked = [others, scores_across(policy, prompt)]
+    masks = best_across(ranked, kept_tokens(policy, largest.prompt_tokens))
+    del ranked, others
+    shape = layer.num_kv_heads, prompt.keys.shape[2], layer.head_size
+    held = [torch.empty(2, layers, *shape, **kind)]
+    keep = ops.kept_indices(masks[0]).clamp(min=0)
+    held += [ops.gather_tokens(prompt.keys, keep) for _ in range(2)]

@@ -11,6 +11,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.policies import (
     POLICIES,
     TOVA,
+    AcrossLayers,
     AdaKV,
     Policy,
     PromptLayer,
@@ -18,7 +19,7 @@ from snapkv.policies import (
     SnapKV,
     StreamingLLM,
 )
-from snapkv.policies.default import default_parameters
+from snapkv.policies.default import default_parameters, default_policy
 from snapkv.policies.spans import Spans
 from snapkv.validation import DEFAULT, MOST
 from snapkv_vllm.names import PROTECT_FIRST
@@ -39,15 +40,16 @@ METHODS: dict[str, Callable[..., Policy]] = {
     StreamingLLM.name: StreamingLLM,
     TOVA.name: TOVA,
     AdaKV.name: _adakv,
+    AcrossLayers.name: default_policy,
 }
-"""Methods of which is known in advance how many tokens a layer keeps, all layers as many."""
+"""Methods of which is known in advance how many tokens a layer keeps, all as many or on average."""
 
 _UNSERVABLE = {"budget", "keep_ratio", "recent", "policy"}
 
 
 def parameters_of(method: str) -> list[str]:
     """The names of a method's parameters beside the budget, with those of its scores."""
-    around = {DEFAULT: (SnapKV,), AdaKV.name: (SnapKV, AdaKV)}
+    around = {DEFAULT: (SnapKV,), AdaKV.name: (SnapKV, AdaKV), AcrossLayers.name: (SnapKV,)}
     kinds = around.get(method) or (POLICIES[method],)
     names = [one.name for kind in kinds for one in fields(kind) if one.init]
     return [name for name in names if name not in _UNSERVABLE]
@@ -108,20 +110,33 @@ class WithSpans(Policy):
 
     def select(self, layer: PromptLayer) -> Selection:
         """Of a prompt of which nothing was dropped before."""
-        slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
-        return self.select_at(layer, slots.expand(layer.keys.shape[0], 1, -1))
+        return self.select_at(layer, _slots(layer))
 
     def select_at(self, layer: PromptLayer, positions: Tensor) -> Selection:
         """Where (rows, 1 or H, S) positions say which tokens the slots of a head hold."""
+        named, lost = self.named_in(layer, positions)
+        kept = torch.ones_like(lost) if self.policy is None else _kept(self.policy, named)
+        return Selection.of_mask(kept & ~lost, per_head_budget=self.per_head_budget)
+
+    def named_in(
+        self, layer: PromptLayer, positions: Tensor | None = None
+    ) -> tuple[PromptLayer, Tensor]:
+        """A layer in which all that the spans name is protected, and (rows, 1 or H, S) what goes.
+
+        Positions are those of `select_at`, by default those of a prompt that is whole.
+        """
+        positions = _slots(layer) if positions is None else positions
         lost = self.spans.drop.cover(positions)
         for (span, _), policy in zip(self.spans.compress, self.of_spans, strict=True):
             outside = ~Spans((span,)).cover(positions)
             lost = lost | ~_kept(policy, replace(layer, protected=outside))
-        kept = torch.ones_like(lost)
-        if self.policy is not None:
-            named = self.spans.named.cover(positions)
-            kept = _kept(self.policy, replace(layer, protected=named))
-        return Selection.of_mask(kept & ~lost, per_head_budget=self.per_head_budget)
+        return replace(layer, protected=self.spans.named.cover(positions)), lost
+
+
+def _slots(layer: PromptLayer) -> Tensor:
+    """The slots of a layer, which every head has: (rows, 1, S) int64."""
+    slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
+    return slots.expand(layer.keys.shape[0], 1, -1)
 
 
 def _kept(policy: Policy, layer: PromptLayer) -> Tensor:
@@ -150,7 +165,7 @@ def last_tokens(policy: Policy) -> int:
 
 def scoring(policy: Policy) -> Policy:
     """The method that scores, inside those around it."""
-    return policy.policy if isinstance(policy, AdaKV) else policy
+    return policy.policy if isinstance(policy, AdaKV | AcrossLayers) else policy
 
 
 def kept_tokens(policy: Policy, prompt_tokens: int) -> int:

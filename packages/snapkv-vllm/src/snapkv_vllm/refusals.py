@@ -1,7 +1,10 @@
 """Which layers of a model can be compressed; others are refused by name, before any request."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from torch import Tensor
 
 from snapkv.errors import UnsupportedModelError
 from snapkv_vllm.compatibility import MOVABLE, STOCK
@@ -58,9 +61,28 @@ def require_heads_apart(name: str, layer: Any) -> None:
     """Raise UnsupportedModelError unless a layer's heads can hold different numbers of tokens."""
     if getattr(layer.impl, "sinks", None) is not None:
         raise UnsupportedModelError(
-            f"snapkv: cannot compress prompts with adakv: {name} has a sink for every query head, "
+            f"snapkv: cannot let heads differ in length: {name} has a sink for every query head, "
             "which the kernels look up by the head, while every head is a sequence of its own; use "
             "--policy snapkv"
+        )
+
+
+def require_shared_pages(caches: Sequence[Tensor], layers: int) -> None:
+    """Raise UnsupportedModelError unless a page of one layer can hold tokens of another.
+
+    `caches` are those of layers that are prepared together, of so many layers in all.
+    """
+    starts = [cache.storage_offset() for cache in caches]
+    steps = {end - start for start, end in itertools.pairwise(starts)}
+    kinds = {
+        (cache.untyped_storage().data_ptr(), cache.shape, cache.stride(), cache.dtype)
+        for cache in caches
+    }
+    if len(caches) != layers or len(kinds) > 1 or len(steps) > 1 or min(steps, default=1) <= 0:
+        raise UnsupportedModelError(
+            "snapkv: cannot compress prompts with across-layers: expected full attention in layers "
+            "that are alike, whose caches are one tensor, layer by layer, got others; "
+            "use --policy adakv"
         )
 
 

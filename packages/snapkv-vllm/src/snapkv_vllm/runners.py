@@ -1,11 +1,13 @@
 """vLLM's model runners, for which a request may hold fewer tokens than it has seen."""
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 
+from snapkv.policies import AcrossLayers
 from snapkv_vllm.blocks import compressed, is_compressed
 from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.compressor import Compressor, QueryRecorder
@@ -50,8 +52,9 @@ class CompressingRunner:
         runner._orders, runner._dropped, runner._compressed = {}, {}, {}
         runner._recorder = QueryRecorder()
         runner._held = KeptLengths(runner.max_num_reqs, runner.device)
-        runner._heads, runner._parts_heads = HeadsAttention(), False
-        runner._serves_heads_apart = settings.safeguard is not None
+        across = settings.policy == AcrossLayers.name
+        runner._heads, runner._parts_heads = HeadsAttention(across_layers=across), False
+        runner._serves_heads_apart = settings.per_head_budget
         runner._stopwatch = compression_stopwatch(config, runner.device)
         adapted: Self = runner
         return adapted
@@ -110,9 +113,9 @@ class CompressingRunner:
             for number, group in groups.items()
         }
         if self._serves_heads_apart:
-            for name in {name for of in of_group.values() for name in of}:
-                require_heads_apart(name, layers[name])
-                self._heads.attach(name, layers[name])
+            for name, layer in itertools.chain(*(of.items() for of in of_group.values())):
+                require_heads_apart(name, layer)
+                self._heads.attach(name, layer)
         return Compressor(of_group, self._recorder, device=self.device, heads=self._heads)
 
     @torch.inference_mode()

@@ -55,8 +55,8 @@ def engine_args(
         budget: tokens kept per KV head and layer; 0 compresses only requests with
             ``extra_args={"snapkv_budget": ...}``.
         policy: "default", the largest votes as in `snapkv.default_policy`, though every layer keeps
-            as many tokens; "snapkv", "adakv", "streaming-llm" or "tova". All of them compress the
-            prompt at its end.
+            as many tokens; "across-layers", as there; "snapkv", "adakv", "streaming-llm" or "tova".
+            All of them compress the prompt at its end.
         parameters: of the method, such as ``{"kernel_size": 13}``.
         protect_first: first tokens of every prompt that are kept.
         max_window_size: the largest window size, and the most voters, that a request may set.

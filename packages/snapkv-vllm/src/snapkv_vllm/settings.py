@@ -254,7 +254,12 @@ class ServingSettings:
         given = own_settings(extra_args)
         own = {name: given[name] for name in parameters_of(self.policy) if name in given}
         made = self._made(None, self._parameters(own))
-        return getattr(asked_by(made, question_tokens), "voters", None)
+        return getattr(scoring(asked_by(made, question_tokens)), "voters", None)
+
+    @property
+    def per_head_budget(self) -> bool:
+        """Whether heads keep different numbers of tokens."""
+        return self._made(None, self.parameters).per_head_budget
 
     @property
     def safeguard(self) -> float | None:

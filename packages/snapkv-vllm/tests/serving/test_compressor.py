@@ -1,17 +1,19 @@
 """Voting and moving on tensors, against the cache of the library; no vLLM is needed."""
 
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from snapkv import TOVA, CompressedCache, SnapKV, StreamingLLM
+from snapkv import TOVA, CompressedCache, SnapKV, StreamingLLM, default_policy
 from snapkv.errors import UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv_vllm import layers as rooms
 from snapkv_vllm.compressor import Compressor, QueryRecorder
+from snapkv_vllm.heads import HeadPages, HeadPlaces, HeadsAttention
 from snapkv_vllm.layouts import PlainLayout, layout_of, slots
 from snapkv_vllm.plans import Move, PromptPlan
 from tests.families import random_ids, tiny_model
@@ -157,6 +159,51 @@ def test_what_lies_behind_the_kept_tokens_in_their_last_block_is_no_rubbish(prom
     for layer in run(states, SnapKV(40, window_size=16), [150], tuple(range(10)), targets):
         assert not layer.kv_cache[list(targets)].isnan().any()
         assert layer.kv_cache[16].isnan().all()
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["layer by layer", "all in one run"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_pages_of_a_prompts_blocks_hold_what_the_librarys_cache_keeps(
+    prompt, monkeypatch, seed, together
+):
+    """Bit for bit, though what one layer keeps may go where another's keys were."""
+    monkeypatch.setattr(rooms.LayerRun, "_half_on_cpu", property(lambda _: together))
+    model, ids, states = prompt
+    draw = random.Random(seed)
+    heads, kv_heads, size = states[0][0].shape[0], states[0][1].shape[0], states[0][0].shape[-1]
+    memory = torch.full((len(states), 32, kv_heads, BLOCK, 2 * size), float("nan"))
+    layers = {str(depth): engine_layer(heads, kv_heads, size) for depth in range(len(states))}
+    for layer, cache in zip(layers.values(), memory, strict=True):
+        layer.kv_cache = cache
+    blocks, budget, tokens = draw.sample(range(32), 10), draw.choice([20, 48, 149]), 150
+    recorder, apart = QueryRecorder(), HeadsAttention(across_layers=True)
+    compressor = Compressor({0: layers}, recorder, device=torch.device("cpu"), heads=apart)
+    compressor.bind_caches({0: BLOCK})
+    for layer, (_, keys, values) in zip(layers.values(), states, strict=True):
+        fill(layer, blocks, keys, values)
+    policy = default_policy(budget)
+    order = PromptPlan(prompt_tokens=tokens, policy=policy).order(0, 0, tokens)
+    targets = draw.sample(blocks, -(-order.room_tokens(BLOCK) // BLOCK))
+    recorder.wanted = {"a": slice(tokens - order.query_tokens, tokens)}
+    for layer, (queries, _, _) in zip(layers.values(), states, strict=True):
+        layer.impl.forward(layer, queries.transpose(0, 1))
+    compressor.compress({"a": replace(order, moves=move(blocks, targets))})
+
+    cache = CompressedCache(model, policy)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    kept = torch.stack(list(apart.kept_of("a").values()))
+    pages = HeadPages.of(*memory)
+    places = HeadPlaces(kept.flatten(), BLOCK).of_pages(torch.arange(len(blocks))[None])
+    for depth, (_, keys, values) in enumerate(states):
+        for head, positions in enumerate(cache.kept_positions(depth)[0].tolist()):
+            mine = [place for place in positions if place >= 0]
+            assert len(mine) == int(kept[depth, head])
+            own = places[depth * kv_heads + head, : -(-len(mine) // BLOCK)]
+            of_blocks = torch.tensor(targets)[own // kept.numel()]
+            found = pages.cache[pages.numbers(of_blocks, own), 0].flatten(0, 1)[: len(mine)]
+            assert torch.equal(found, torch.cat([keys[head, mine], values[head, mine]], dim=-1))
+    assert not memory[:, targets].isnan().any()
 
 
 def test_other_blocks_than_the_scheduler_counts_are_refused():

@@ -10,6 +10,7 @@ from snapkv_vllm.names import OF_A_REQUEST, PREFIX
 from snapkv_vllm.settings import ServingSettings
 from tests.ops.states import random_layer
 from tests.serving.fuzzing import random_settings
+from tests.serving.selections import kept_of
 
 SERVERS = (
     ServingSettings(budget=96, policy="snapkv"),
@@ -18,6 +19,7 @@ SERVERS = (
     ServingSettings(policy="streaming-llm", budget=64, protect_first=5),
     ServingSettings(policy="tova", budget=64),
     ServingSettings(policy="adakv", budget=80, max_kernel_size=31, protect_first=3),
+    ServingSettings(policy="across-layers", budget=70, protect_first=4),
 )
 CASES = 2_000  # for each
 PROMPT = 150
@@ -70,7 +72,7 @@ def require_working(policy):
     if policy is None or kept_tokens(policy, PROMPT) == PROMPT:
         return
     layer = random_layer(0, prompt_tokens=PROMPT, query_tokens=policy.query_tokens)
-    keep = policy.select(layer).keep_indices
+    keep = kept_of(policy, layer)
     counts = (keep >= 0).sum(dim=-1).float()
     assert counts.mean() == kept_tokens(policy, PROMPT)
     assert policy.per_head_budget or counts.min() == counts.max()

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from snapkv import ops
 from snapkv.policies.kvzip import most_attention
+from snapkv_vllm.across_layers import across_layers, kept_across
 from snapkv_vllm.documents.plans import STEP_TOKENS
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.memory_profile import Largest, profiled
@@ -82,6 +83,7 @@ def test_the_largest_step_worked_out_by_hand():
         {"policy": "snapkv"},
         {"policy": "snapkv", "parameters": {"voters": 40}},
         {"policy": "adakv"},
+        {"policy": "across-layers"},
         {"policy": "tova"},
         {"policy": "streaming-llm"},
     ],
@@ -133,6 +135,8 @@ def bytes_of_a_step(policy):
     """At most, while one layer of the longest prompt is compressed."""
     shape = {"query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": WIDTH}
     layer = random_layer(0, prompt_tokens=PROMPT, query_tokens=policy.query_tokens, **shape)
+    if across_layers(policy):
+        return bytes_of_all_layers(policy, layer)
     with Peak() as peak:
         keys = layer.keys.clone()
         keep = policy.select(replace(layer, keys=keys)).keep_indices
@@ -141,8 +145,24 @@ def bytes_of_a_step(policy):
     return peak.most
 
 
-def test_a_prompt_shorter_than_the_largest_window_is_profiled_too():
-    settings = ServingSettings(budget=64, max_window_size=100, sharing=Sharing())
+def bytes_of_all_layers(policy, layer):
+    """As `Compressor` has them: scores of all, then what stays of all, with one layer whole."""
+    budget = policy.policy.budget
+    laid_tokens = LAYERS * KV_HEADS * (budget + 31) // 32 * 32
+    with Peak() as peak:
+        seen = (replace(layer, keys=layer.keys.clone(), num_layers=LAYERS) for _ in range(LAYERS))
+        masks = kept_across(policy, seen, budget)
+        laid = [torch.empty(laid_tokens, WIDTH) for _ in range(2)]
+        for mask in masks:
+            keys, keep = layer.keys.clone(), ops.kept_indices(mask).clamp(min=0)
+            kept = [ops.gather_tokens(keys, keep) for _ in range(2)]
+    assert len(kept) == len(laid)
+    return peak.most
+
+
+@pytest.mark.parametrize("given", [{"sharing": Sharing()}, {"policy": "across-layers"}])
+def test_a_prompt_shorter_than_the_largest_window_is_profiled_too(given):
+    settings = ServingSettings(budget=64, max_window_size=100, **given)
     small = config(settings)
     small.model_config.max_model_len = 60
     with held_during(Largest.of(small)):

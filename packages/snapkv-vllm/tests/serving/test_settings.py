@@ -37,6 +37,8 @@ def test_a_questions_tokens_vote_where_they_do_in_the_library(tokens, own):
     expected = asked_by(by_layer(default_policy(**own)), tokens)
     server = ServingSettings(parameters=own)
     assert server.voters_of({"snapkv_budget": 300}, tokens) == expected.voters
+    shared = ServingSettings(policy="across-layers", parameters=own)
+    assert shared.voters_of({"snapkv_budget": 300}, tokens) == expected.voters
     given = {f"snapkv_{name}": value for name, value in own.items()}
     assert ServingSettings(budget=0).voters_of(given, tokens) == expected.voters
     assert ServingSettings(max_window_size=60).voters_of({}, 64) is None

@@ -18,6 +18,7 @@ from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.spans import NAME, RequestSpans, entries_of
 from tests.ops.states import random_layer
 from tests.serving.fuzzing import any_value
+from tests.serving.selections import kept_of
 
 SETTINGS = ServingSettings(budget=64, parameters={"window_size": 8})
 SPAN = st.tuples(st.integers(0, 30), st.integers(1, 12)).map(lambda one: (one[0], sum(one)))
@@ -29,7 +30,7 @@ def said(*spans, **more):
 
 def chosen(policy, tokens):
     layer = random_layer(0, prompt_tokens=tokens, query_tokens=policy.query_tokens)
-    return policy.select(layer).keep_indices
+    return kept_of(policy, layer)
 
 
 @given(st.lists(SPAN, max_size=4), st.lists(SPAN, max_size=4))

@@ -110,6 +110,23 @@ def test_what_is_spread_is_found_again_in_every_layer(page_tokens):
     assert int((laid != 0).any(dim=-1).sum()) == int(kept.sum())
 
 
+@pytest.mark.parametrize("page_tokens", [1, 4, 16])
+def test_heads_may_be_put_a_few_at_a_time(page_tokens):
+    """As those of all layers are, which share pages; no place is used twice."""
+    torch.manual_seed(0)
+    kept = torch.tensor([5, 40, 1, 18, 0, 16, 3, 61])
+    laid = HeadPlaces(kept, page_tokens)
+    slots = -(-held_tokens(18, 90, page_tokens) // page_tokens) * page_tokens
+    states = torch.randn(8, 61, 2)
+    found = torch.zeros(8 * slots + 1, 2)
+    for first in (4, 0, 6, 2):
+        longest = int(kept[first : first + 2].max())
+        laid.put(states[first : first + 2, 61 - longest :], found, slots, first)
+    whole = found[:-1].view(8, slots, 2)
+    assert torch.equal(whole, laid.spread(states, slots))
+    assert int((whole != 0).any(dim=-1).sum()) == int(kept.sum())
+
+
 # Documents, whose full pages others read.
 
 

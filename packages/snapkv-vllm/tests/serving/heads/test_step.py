@@ -1,11 +1,14 @@
 """Pages and sequences on tensors, against what a reader of single tokens finds; no vLLM needed."""
 
+import itertools
 import random
 
 import pytest
 import torch
 
+from snapkv.errors import UnsupportedModelError
 from snapkv_vllm.heads import HeadPages, HeadPlaces, UnevenRows, sequences
+from snapkv_vllm.refusals import require_shared_pages
 from tests.serving.heads import held_tokens, shared_out
 
 BLOCKS, HEADS, TOKENS, SIZE, LAYERS = 40, 3, 4, 2, 2
@@ -41,16 +44,40 @@ def test_a_page_is_what_a_head_has_in_a_block(order, heads):
                 assert torch.equal(pages.cache[number, 0], cache[block, head])
 
 
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_pages_of_all_layers_are_numbered_together(order, heads):
+    """A block is a page for every head of every layer, layer by layer."""
+    layers = caches(order, heads)
+    pages = HeadPages.of(*layers)
+    require_shared_pages(layers, LAYERS)
+    for block, layer, head in itertools.product(range(BLOCKS), range(LAYERS), range(heads)):
+        place = torch.tensor(17 * heads * LAYERS + layer * heads + head)
+        number = pages.numbers(torch.tensor(block), place)
+        assert torch.equal(pages.cache[number, 0], layers[layer][block, head])
+
+
+def test_layers_that_cannot_hold_each_others_tokens_are_refused():
+    one, other = (caches(ORDERS["heads first"]) for _ in range(2))
+    for wrong in ([one[0], other[1]], one[:1], [one[1], one[0]], [one[0], one[1][:, :2]]):
+        with pytest.raises(UnsupportedModelError, match=r"one tensor, .*; use --policy adakv"):
+            require_shared_pages(wrong, LAYERS)
+
+
 def test_a_cache_in_one_piece_has_no_page_that_is_none():
     pages = HeadPages.of(torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE))
     assert pages.cache.shape == (BLOCKS * HEADS, 1, TOKENS, 2 * SIZE)
     assert pages.cache.is_contiguous()
 
 
+@pytest.mark.parametrize("across_layers", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_every_head_finds_its_own_tokens(order, seed):
-    """Requests among others in a batch, with several tokens a step; written and read by page."""
+def test_every_head_finds_its_own_tokens(order, seed, across_layers):
+    """Requests among others in a batch, with several tokens a step; written and read by page.
+
+    The heads of a layer share its pages of a request, or those of all layers the pages of all.
+    """
     draw = random.Random(seed)
     layers = caches(order)
     for cache in layers:
@@ -58,9 +85,12 @@ def test_every_head_finds_its_own_tokens(order, seed):
     free = draw.sample(range(BLOCKS), BLOCKS)
     budget, prompt = draw.randint(2, 9), 30
     requests = draw.randint(1, 3)
-    kept = torch.tensor(
-        [[shared_out(draw, budget, HEADS, prompt) for _ in range(requests)] for _ in range(LAYERS)]
+    pools, heads = (1, LAYERS * HEADS) if across_layers else (LAYERS, HEADS)
+    kept = torch.tensor(  # of the heads that share pages
+        [[shared_out(draw, budget, heads, prompt) for _ in range(requests)] for _ in range(pools)]
     )
+    of_layers = torch.stack([kept[:, row].reshape(LAYERS, HEADS) for row in range(requests)], 1)
+    shared = [layers] * LAYERS if across_layers else [[cache] for cache in layers]
     blocks = torch.zeros(requests, 8, dtype=torch.int32)
     held = [[[[] for _ in range(HEADS)] for _ in range(requests)] for _ in range(LAYERS)]
     given = [0] * requests
@@ -78,12 +108,14 @@ def test_every_head_finds_its_own_tokens(order, seed):
         states = torch.zeros(LAYERS, HEADS, int(kept.max()), 2 * SIZE)
         for layer in range(LAYERS):
             for head in range(HEADS):
-                count = int(kept[layer, request, head])
+                count = int(of_layers[layer, request, head])
                 for token in range(count):
                     number += 1
                     held[layer][request][head].append(number)
                     states[layer, head, token - count] = number
-        laid = HeadPlaces(kept[:, request], TOKENS).spread(states, given[request] * TOKENS)
+        apart = states.reshape(pools, heads, *states.shape[2:])
+        laid = HeadPlaces(kept[:, request], TOKENS).spread(apart, given[request] * TOKENS)
+        laid = laid.reshape(LAYERS, HEADS, *laid.shape[2:])
         for cache, of_layer in zip(layers, laid, strict=True):
             mine = blocks[request, : given[request]].long()
             cache[mine] = of_layer.unflatten(1, (-1, TOKENS)).transpose(0, 1)
@@ -96,22 +128,22 @@ def test_every_head_finds_its_own_tokens(order, seed):
         for request in range(requests):
             grown[request] += counts[request]
             give_blocks(request, grown[request])
-        pages = HeadPages.of(layers[0])
+        pages = HeadPages.of(*shared[0])
         batch, most = UnevenRows(starts=starts, counts=counts), int(kept.max()) + max(grown)
         found = sequences(batch, places, torch.tensor(grown), blocks, pages, most)
         tokens = others + sum(counts)
-        for layer, cache in enumerate(layers):
+        for layer, together in enumerate(shared):
             new = number + 1 + torch.arange(tokens * HEADS)
             number += tokens * HEADS
             for request in range(requests):
                 for token in range(starts[request], starts[request] + counts[request]):
                     for head in range(HEADS):
                         held[layer][request][head].append(int(new[token * HEADS + head]))
-            view = HeadPages.of(cache).cache
+            view = HeadPages.of(*together).cache
             slots = found.slots[layer]
             view[slots // TOKENS, 0, slots % TOKENS] = new[found.states].float()[:, None]
-        for layer, cache in enumerate(layers):
-            view = HeadPages.of(cache).cache
+        for layer, together in enumerate(shared):
+            view = HeadPages.of(*together).cache
             for sequence, length in enumerate(found.lengths[layer].tolist()):
                 table = found.tables[layer, sequence].long()
                 read = view[table, 0].flatten(0, 1)[:length, 0]

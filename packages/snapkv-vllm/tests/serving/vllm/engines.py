@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from snapkv.ops import kept_indices
+
 OWN = ("budget", "policy", "parameters", "limits", "max_window_size", "sharing", "sessions")
 """Options of `engine_args` that are not vLLM's."""
 
@@ -163,11 +165,18 @@ class Engine:
         """Note what every prompt keeps, and how many blocks it holds right afterwards."""
         seen, compressor = Watched(), self.runner._compressor
         keep, compress = compressor._keep_indices, self.scheduler._blocks.compress
+        across = compressor._kept_across
 
         def keep_and_note(run, request, order, keys):
             indices = keep(run, request, order, keys)
             seen.kept.setdefault(order.seen_tokens, []).extend(indices.split(1))
             return indices
+
+        def keep_across_and_note(runs, request, order, sources):
+            masks = across(runs, request, order, sources)
+            layers = [layer for mask in masks for layer in mask.split(1)]
+            seen.kept.setdefault(order.seen_tokens, []).extend(map(kept_indices, layers))
+            return masks
 
         def compress_and_note(request_id, order):
             moves = compress(request_id, order)
@@ -175,8 +184,10 @@ class Engine:
             return moves
 
         compressor._keep_indices = keep_and_note
+        compressor._kept_across = keep_across_and_note
         self.scheduler._blocks.compress = compress_and_note
         try:
             yield seen
         finally:
-            del compressor._keep_indices, self.scheduler._blocks.compress
+            del compressor._keep_indices, compressor._kept_across
+            del self.scheduler._blocks.compress

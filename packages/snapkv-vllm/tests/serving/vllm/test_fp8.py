@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from snapkv import AdaKV, SnapKV
+from snapkv import AdaKV, SnapKV, default_policy
 from snapkv.errors import UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
@@ -99,11 +99,15 @@ def record(impl, seen):
 @pytest.mark.parametrize("tokens", [97, 181, 302])
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [("fp8_e4m3", SnapKV(BUDGET)), ("fp8_e5m2", AdaKV(SnapKV(BUDGET)))],
+    [
+        ("fp8_e4m3", SnapKV(BUDGET)),
+        ("fp8_e5m2", AdaKV(SnapKV(BUDGET))),
+        ("fp8_e5m2", default_policy(BUDGET)),
+    ],
     ids=lambda one: getattr(one, "name", one),
 )
 def test_kept_sets_are_those_of_the_library_on_the_keys_as_attention_sees_them(
-    recorded, policy, name, tokens
+    recorded, small, policy, name, tokens
 ):
     """Of prompts in one chunk, and with windows that lie across two."""
     engine, layers = recorded(name, policy.name)
@@ -113,17 +117,22 @@ def test_kept_sets_are_those_of_the_library_on_the_keys_as_attention_sees_them(
             states.clear()
     with engine.watching() as kept:
         engine.answers([prompt], greedy(1))
-    for seen, keep in zip(layers, kept.of(prompt), strict=True):
-        keys = seen.keys_of(CODED[name])[None]
-        layer = PromptLayer(
+    attended = [
+        PromptLayer(
             queries=torch.cat(seen.queries).transpose(0, 1)[None, :, -policy.query_tokens :],
             keys=keys,
             values=keys,
             score_options=ScoreOptions(scaling=keys.shape[-1] ** -0.5),
-            layer_idx=0,
+            layer_idx=depth,
+            depth=depth,
+            num_layers=len(layers),
         )
-        expected = policy.select(layer).keep_indices.expand(-1, keys.shape[1], -1)
-        assert of_prompt(keep, prompt) == of_prompt(expected, prompt)
+        for depth, seen in enumerate(layers)
+        for keys in [seen.keys_of(CODED[name])[None]]
+    ]
+    for expected, keep in zip(policy.select_all(attended), kept.of(prompt), strict=True):
+        indices = expected.keep_indices.expand(-1, small.kv_heads, -1)
+        assert of_prompt(keep, prompt) == of_prompt(indices, prompt)
 
 
 @pytest.fixture(scope="module")

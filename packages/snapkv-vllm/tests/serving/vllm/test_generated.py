@@ -14,6 +14,7 @@ from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 
 PAGE = 32
+SINKS = (DEFAULT, "across-layers")
 BLOCKS = 15  # 14 to give away: the 12 of one longest request, and two more
 REQUESTS = 24
 ROUNDS = 1 if SECOND_RUNNER else 2
@@ -36,7 +37,7 @@ class Asked:
     @classmethod
     def random(cls, draw, seed, method):
         """Where heads keep different numbers, a share of 1 parts nothing; the default has sinks."""
-        window, least = draw.choice([1, 5, 16, 32]), 4 if method == DEFAULT else 1
+        window, least = draw.choice([1, 5, 16, 32]), 4 if method in SINKS else 1
         return cls(
             method=method,
             voters=draw.choice([None, None, 3, 16, 64]),
@@ -58,6 +59,8 @@ class Asked:
         given = {"budget": self.budget or 512, "window_size": self.window, "voters": self.voters}
         if self.method == DEFAULT:
             return by_layer(default_policy(**given))
+        if self.method == "across-layers":
+            return default_policy(**given)
         policy = SnapKV(**given)
         return AdaKV(policy, safeguard=self.safeguard) if self.method == "adakv" else policy
 
@@ -71,7 +74,14 @@ class Asked:
 
 @pytest.fixture(
     scope="module",
-    params=[("snapkv", True), (DEFAULT, True), ("adakv", False), ("adakv", True)],
+    params=[
+        ("snapkv", True),
+        (DEFAULT, True),
+        ("adakv", False),
+        ("adakv", True),
+        ("across-layers", False),
+        ("across-layers", True),
+    ],
     ids=str,
 )
 def engine(small, request):

@@ -74,22 +74,25 @@ class Attending:
 
     def __init__(self, implementation, builder, tokens_first):
         self.builder, self.heads = builder, None
-        self.layers = {name: self._layer(implementation, tokens_first) for name in NAMES}
-
-    def _layer(self, implementation, tokens_first):
-        impl = implementation(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS, None, None, "auto")
-        cache = torch.zeros(BLOCKS, HEADS, PAGE, 2 * SIZE)
+        caches = torch.zeros(len(NAMES), BLOCKS, HEADS, PAGE, 2 * SIZE)
         if tokens_first:
-            cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+            caches = caches.transpose(2, 3).contiguous().transpose(2, 3)
+        named = zip(NAMES, caches, strict=True)
+        self.layers = {name: self._layer(implementation, cache) for name, cache in named}
+
+    def _layer(self, implementation, cache):
+        impl = implementation(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS, None, None, "auto")
         one = torch.ones(1)
         scales = {"_k_scale_float": 1.0, "_v_scale_float": 1.0, "_k_scale": one, "_v_scale": one}
         return SimpleNamespace(impl=impl, isa="vec", kv_cache=cache, **scales)
 
-    def with_heads(self):
+    def with_heads(self, *, across_layers=False):
         """From now on, some requests' heads may hold their own numbers of tokens."""
         from snapkv_vllm.heads import HeadsAttention
 
-        self.heads = HeadsAttention()
+        self.heads, self.pools = HeadsAttention(across_layers=across_layers), len(NAMES)
+        if across_layers:
+            self.pools = 1  # of heads that share pages
         for name, layer in self.layers.items():
             self.heads.attach(name, layer)
         self.heads.tell(self.builder)
@@ -167,8 +170,10 @@ def put(engine, row, states):
 
 def put_apart(engine, row, states, kept):
     """The same, of every head the last `kept`, where a request has them that holds them apart."""
-    blocks = -(-held_tokens(int(kept.float().mean(1).max()), PROMPT, PAGE) // PAGE)
-    laid = HeadPlaces(kept, PAGE).spread(states, blocks * PAGE)
+    pools = kept.reshape(engine.pools, -1)
+    blocks = -(-held_tokens(int(pools.float().mean(1).max()), PROMPT, PAGE) // PAGE)
+    laid = HeadPlaces(pools, PAGE).spread(states.reshape(*pools.shape, -1, 2 * SIZE), blocks * PAGE)
+    laid = laid.reshape(*kept.shape, *laid.shape[2:])
     for number, name in enumerate(NAMES):
         write(engine, name, row.table, laid[number], blocks * PAGE)
         engine.heads.note(row.name, name, kept[number], PROMPT)
@@ -228,10 +233,15 @@ def test_equal_heads_are_bit_for_bit_those_of_a_plain_batch(parts, ours, counts)
         torch.set_num_threads(threads)
 
 
-def test_heads_of_different_length_see_their_own_tokens(parts):
+@pytest.mark.parametrize(
+    ("kept", "across_layers"),
+    [([[3, 130, 56], [63, 64, 62]], False), ([[3, 130, 20], [63, 100, 62]], True)],
+    ids=["of a layer", "of all layers"],
+)
+def test_heads_of_different_length_see_their_own_tokens(parts, kept, across_layers):
+    """Of which those of a layer share its pages, or those of all layers."""
     torch.manual_seed(0)
-    engine = parts().with_heads()
-    kept = torch.tensor([[3, 130, 56], [63, 64, 62]])
+    engine, kept = parts().with_heads(across_layers=across_layers), torch.tensor(kept)
     row, other = Row("ours", (7, 40, 3, 12, 33), PROMPT), Row("other", (1, 2), 40)
     states = torch.randn(len(NAMES), HEADS, 130, 2 * SIZE)
     put_apart(engine, row, states, kept)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from snapkv import AdaKV, SnapKV
+from snapkv import AdaKV, SnapKV, default_policy
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 from tests.serving.vllm.test_graphs import steps_of
@@ -21,13 +21,17 @@ NGRAMS = {
 PROMPTS = [(ids_of(length // 3, seed=length) * 3)[:length] for length in (111, 90, 96, 42, 60)]
 
 
-POLICIES = {"snapkv": SnapKV, "adakv": lambda budget: AdaKV(SnapKV(budget))}
+POLICIES = {
+    "snapkv": SnapKV,
+    "adakv": lambda budget: AdaKV(SnapKV(budget)),
+    "across-layers": default_policy,
+}
 
 
 @pytest.fixture(
     scope="module",
-    params=[("snapkv", True), ("adakv", False)],
-    ids=["prefix-caching", "heads-of-different-length"],
+    params=[("snapkv", True), ("adakv", False), ("across-layers", True)],
+    ids=["prefix-caching", "heads-of-different-length", "one-budget-for-all-layers"],
 )
 def engine(request, small):
     """Of few blocks and short chunks, so that requests with drafts are preempted."""

@@ -43,7 +43,7 @@ class ServeOptions:
     policy: Annotated[
         str,
         typer.Option(
-            help="Method: snapkv, adakv, streaming-llm or tova",
+            help="Method: snapkv, adakv, across-layers, streaming-llm or tova",
             show_default="snapkv's largest votes",
         ),
     ] = DEFAULT

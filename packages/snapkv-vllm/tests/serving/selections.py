@@ -1,0 +1,16 @@
+"""What a method keeps, whether it looks at one layer or at all of them."""
+
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.policies import Policy, PromptLayer
+from snapkv_vllm.across_layers import across_layers, kept_across
+from snapkv_vllm.methods import kept_tokens
+
+
+def kept_of(policy: Policy, layer: PromptLayer) -> Tensor:
+    """(rows, H or 1, K) indices, of layers that are rows of a batch, after a leading run of -1."""
+    if across_layers(policy) is None:
+        return policy.select(layer).keep_indices
+    (mask,) = kept_across(policy, [layer], kept_tokens(policy, layer.keys.shape[2]))
+    return ops.kept_indices(mask)

@@ -1,0 +1,71 @@
+"""One budget for the heads of all layers, by numbers alone: what the library keeps."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from snapkv import default_policy
+from snapkv_vllm.across_layers import kept_across
+from snapkv_vllm.settings import ServingSettings
+from tests.ops.states import random_layer
+
+LAYERS, TOKENS = 5, 150
+
+
+def layers_of(policy, seed=0, equal=False):
+    """Those of a prompt, each a batch of one row; with equal votes everywhere if said so."""
+    found = []
+    for depth in range(LAYERS):
+        layer = random_layer(
+            seed + depth,
+            prompt_tokens=TOKENS,
+            query_tokens=policy.query_tokens,
+            sharpness=1 + depth,
+        )
+        keys = torch.zeros_like(layer.keys) if equal else layer.keys
+        found.append(replace(layer, keys=keys, layer_idx=depth, depth=depth, num_layers=LAYERS))
+    return found
+
+
+def runs_of(layers, sizes):
+    """The same, some at a time as rows of a batch."""
+    ends = list(itertools.accumulate(sizes))
+    for first, end in zip([0, *ends], ends, strict=False):
+        some = layers[first:end]
+        states = {
+            name: torch.cat([getattr(one, name) for one in some])
+            for name in ("queries", "keys", "values")
+        }
+        yield replace(some[0], **states, received=None)
+
+
+def as_mask(selection):
+    keep = selection.keep_indices
+    mask = torch.zeros(*keep.shape[:2], TOKENS + 1, dtype=torch.bool)
+    return mask.scatter(2, keep.where(keep >= 0, TOKENS), True)[..., :TOKENS]
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("sizes", [[1] * LAYERS, [LAYERS], [2, 1, 2]], ids=str)
+@pytest.mark.parametrize("policy", [default_policy(40), default_policy(20), default_policy(149)])
+def test_what_stays_is_what_the_library_keeps_of_all_layers(policy, sizes, equal):
+    layers = layers_of(policy, equal=equal)
+    expected = torch.cat([as_mask(one) for one in policy.select_all(layers)])
+    budget = policy.policy.budget
+    found = torch.cat(kept_across(policy, runs_of(layers, sizes), budget))
+    assert torch.equal(found, expected)
+    assert int(found.sum()) == budget * LAYERS * 2
+    if budget == 40 and not equal:
+        assert len(set(found.sum(dim=(1, 2)).tolist())) > 1, "layers differ"
+
+
+def test_spans_stay_or_go_in_every_head_and_the_rest_is_shared():
+    said = [{"start": 50, "end": 90, "do": "drop"}, {"start": 100, "end": 104, "do": "protect"}]
+    settings = ServingSettings(policy="across-layers", budget=40, protect_first=3)
+    policy = settings.plan_for({"snapkv_spans": said}, TOKENS).policy
+    (found,) = kept_across(policy, runs_of(layers_of(policy), [LAYERS]), 40)
+    assert int(found.sum()) == 40 * LAYERS * 2
+    assert found[..., [0, 1, 2, *range(100, 104), *range(TOKENS - 16, TOKENS)]].all()
+    assert not found[..., 50:90].any()
