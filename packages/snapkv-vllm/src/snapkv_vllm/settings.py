@@ -63,8 +63,7 @@ _CAPS = {"max_window_size": MAX_WINDOW_SIZE, "max_kernel_size": MAX_KERNEL_SIZE}
 _DEFAULTS: dict[str, dict[str, Any]] = {StreamingLLM.name: {"positions": "original"}}
 
 _NOT_SERVED = {
-    "pyramidkv": ", whose layers keep different numbers of tokens, while one table of blocks "
-    "serves all layers",
+    "pyramidkv": ", whose layers keep numbers that no votes decide; see across-layers",
     "h2o": ", which needs the queries of the whole prompt",
     "full": ", which is a budget of 0",
 }

@@ -106,7 +106,7 @@ def test_other_methods_keep_positions_and_have_their_own_parameters():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"policy": "pyramidkv"}, "one table of blocks"),
+        ({"policy": "pyramidkv"}, "see across-layers"),
         ({"policy": "adakv", "parameters": {"safeguard": 0}}, "safeguard"),
         ({"policy": "adakv", "parameters": {"policy": "snapkv"}}, "expected a parameter of adakv"),
         ({"policy": "adakv", "budget": 16}, "window_size=32"),
