@@ -277,11 +277,6 @@ class CompressedLayer(DynamicLayer):
     def _sink_bytes(self) -> int:
         return 0 if self.state.sink_keys is None else self.state.sink_keys.nbytes
 
-    @property
-    def reads_over_kept(self) -> bool:
-        """Whether the next tokens attend to what heads chose for themselves, as they come."""
-        return self.slots.is_compressed and not self.recall_due
-
     def stored_positions(self) -> Tensor:
         """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
         if not self.store.is_filled:
@@ -308,11 +303,6 @@ class CompressedLayer(DynamicLayer):
         """Hold the last ones of a chunk, and as many more as the turn has of which it is."""
         self._note(last_queries=self.with_remembered(queries, ahead_tokens).clone())
 
-    def forget_queries(self) -> None:
-        """A turn has ended, in which no later one begins."""
-        if not self.history_tokens and self.state.last_queries is not None:
-            self._note(last_queries=None)
-
     def look_back(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
         """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
 
@@ -322,7 +312,8 @@ class CompressedLayer(DynamicLayer):
         history = self.history_tokens
         if not history:
             queries = self._behind_remembered(queries)
-            self.forget_queries()
+            if self.state.last_queries is not None:  # the turn has ended, and no later one begins
+                self._note(last_queries=None)
             return queries
         if (held := self.state.last_queries) is not None:  # no more of it than stays
             self._note(last_queries=last_tokens(held, history + ahead_tokens - queries.shape[-2]))
@@ -588,26 +579,19 @@ class CompressedLayer(DynamicLayer):
             self.offloaded.only(left & (positions[:, 0] >= 0))
         if (held := self.state.last_queries) is not None:
             self._note(last_queries=_queries_left(held, left, positions[:, 0]))
-        self.slots = slots.without(spans, store, stays)
-        self._hold_only(stays)
+        slots = slots.without(spans, store, stays)
+        self.store = self.store.only(stays)
+        self.store.finalize_step()
+        if slots.kept is not None:  # ragged heads hold no padding
+            is_ragged = self.store.ragged is not None
+            padding_slots = None if is_ragged else self.store.slots - stays[:, 0].sum(dim=-1)
+            slots = slots.chosen(slots.kept, slots.start, padding_slots=padding_slots)
+        self.slots = slots
 
     def slots_without(self, spans: Sequence[Spans]) -> Tensor:
         """(B, H, S) bool: the slots that hold a token of none of its row's spans."""
         positions = self.stored_positions()
         return (positions >= 0) & ~_cover(spans, positions)
-
-    def _hold_only(self, stays: Tensor) -> None:
-        """Store only these slots; their columns are known already."""
-        self.store = self.store.only(stays)
-        self.store.finalize_step()
-        if self.slots.kept is None:
-            return
-        padding_slots = None  # of which ragged heads hold none
-        if self.store.ragged is None:
-            padding_slots = self.store.slots - stays[:, 0].sum(dim=-1)
-        self.slots = self.slots.chosen(
-            self.slots.kept, self.slots.start, padding_slots=padding_slots
-        )
 
     def _offload_tail(self) -> None:
         """Put all that was seen off the device, for less to take its place."""

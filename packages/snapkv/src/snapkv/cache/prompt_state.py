@@ -2,8 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +80,7 @@ class Narrowing:
             layer.note_columns(chosen.keep_indices.to(on), self.prompt_tokens, pads, padding_slots)
 
 
+@dataclass(eq=False)
 class PaddingTracker:
     """Looks at the masks of a cache's forward passes as they are made.
 
@@ -88,14 +89,9 @@ class PaddingTracker:
     The last mask was made for a pass by whose end `masked_to` tokens have been seen.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[CompressedLayer],
-        masked_to: int | None = None,
-        *,
-        has_states: bool = False,
-    ) -> None:
-        self.layers, self.masked_to, self.has_states = layers, masked_to, has_states
+    layers: Sequence[CompressedLayer]
+    masked_to: int | None = None
+    has_states: bool = False
 
     def expect(self, visible: Tensor | None, new_tokens: int) -> Tensor | None:
         """(B, tokens seen + new) bool, which are no pads, to make masks of; None for all.
@@ -137,9 +133,6 @@ class PaddingTracker:
                 "layers carry a state, which hides none of a single one, got one; read the "
                 "prompt in larger pieces"
             )
-
-    def of(self, layers: Sequence[CompressedLayer]) -> "PaddingTracker":
-        return PaddingTracker(layers, self.masked_to, has_states=self.has_states)
 
 
 def _whole(visible: Tensor, total: int) -> Tensor:
@@ -221,15 +214,9 @@ class PromptState:
         """Whether what is read next may be a prompt: its end has yet to be read."""
         return self.prompt_end is None or self.is_announced
 
-    def of(self, layers: Sequence[CompressedLayer]) -> Self:
-        return replace(self, layers=layers)
-
     def forget(self) -> None:
         """Begin anew: nothing has been read, nothing is announced."""
-        self.prompt_end = self.coming_ids = self.narrowing = self.shared = None
-        self.turn_start, self.verifies_drafts, self.is_broken = 0, False, False
-        self.read_ids, self.ids_start = ReadIds(), 0
-        self.lost_votes = LostVotesOfLayers()
+        vars(self).update(vars(PromptState(layers=self.layers)))
 
     def crop(self, count: int) -> None:
         """Take the last tokens back from all layers; where one refuses, none has changed."""

@@ -92,7 +92,7 @@ def _make_mask(
 
 def _require_causal(watch: PaddingTracker, mask: Any, new_tokens: int) -> None:
     """Refuse tokens, such as an image's, that see later ones behind a compressed prompt."""
-    is_over_kept = any(layer.reads_over_kept for layer in watch.layers)
+    is_over_kept = any(one.slots.is_compressed and not one.recall_due for one in watch.layers)
     if is_over_kept and sees_ahead(mask, new_tokens):
         raise UnsupportedModelError(
             "attention_mask: expected a causal mask after a compressed prompt, got tokens that "

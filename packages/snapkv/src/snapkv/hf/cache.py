@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -566,8 +567,8 @@ class CompressedCache(Cache):
         copied.__dict__.update(self.__dict__)
         copied.layers = [_branch(layer) for layer in self.layers]
         compressed = [layer for layer in copied.layers if isinstance(layer, CompressedLayer)]
-        copied.prompt_state = self.prompt_state.of(compressed)
-        copied._padding, copied._check = self._padding.of(compressed), VoteCheck()
+        copied.prompt_state = replace(self.prompt_state, layers=compressed)
+        copied._padding, copied._check = replace(self._padding, layers=compressed), VoteCheck()
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
