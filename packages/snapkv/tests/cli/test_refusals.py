@@ -129,7 +129,7 @@ REFUSED = {
         ("--share --share-bytes 0GiB", "share_bytes: expected at least 1"),
         ("--share --decode-budget 2048", "decode_budget: expected none where documents"),
         ("--decode-policy tova", "decode_policy: expected it with a decode_budget"),
-        ("--policy snapk", "adakv, got 'snapk'; did you mean snapkv?"),
+        ("--policy snapk", "across-layers, got 'snapk'; did you mean snapkv?"),
     ],
     "bench decode": [
         ("--output one.svg --plot one.svg", "expected another file than that of output")
