@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,6 +128,15 @@ class Engine:
 
     def step(self) -> list[Any]:
         return self.llm.llm_engine.step()
+
+    def blocks_in_turn(self, prompt: list[int], sampling: Any) -> list[int]:
+        """How many blocks a request holds from step to step, each number as long as it stays."""
+        self.start([prompt], sampling)
+        held = []
+        while self.scheduler.requests:
+            self.step()
+            held.append(self.all_blocks - self.free_blocks)
+        return [blocks for blocks, _ in itertools.groupby(held)]
 
     def abort_all(self) -> None:
         self.llm.llm_engine.abort_request(list(self.scheduler.requests), internal=True)
