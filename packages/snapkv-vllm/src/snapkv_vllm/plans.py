@@ -54,9 +54,10 @@ class Choice:
 
     def protected(self, layer: LayerStates) -> Tensor | None:
         """Slots of the first tokens that stay, which are a layer's first: (layers, 1, S) bool."""
+        if not self.protect_first:
+            return None
         slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
-        first = (slots < self.protect_first).expand(layer.keys.shape[0], 1, -1)
-        return first if self.protect_first else None
+        return (slots < self.protect_first).expand(layer.keys.shape[0], 1, -1)
 
 
 class EndOfPrompt(Choice):
