@@ -1,12 +1,11 @@
 """Whoever is killed while adding leaves whole documents only, and those that were there before."""
 
-import contextlib
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,24 +23,45 @@ import os, sys, torch
 torch.set_num_threads(1)
 from snapkv import Library
 from snapkv.app.models import load
-from tests.library.test_killed import texts
+from tests.library.test_killed import killed_at, texts
 loaded = load(sys.argv[1], device="cpu")
 print("ready", flush=True)
 for line in sys.stdin:
-    number, folder = line.split(maxsplit=1)
+    number, change, folder = line.split(maxsplit=2)
+    said, say = os.pipe()
     if (child := os.fork()) == 0:
+        changes = killed_at(int(change))
         Library(folder.strip()).add(loaded.model, loaded.tokenizer, texts(int(number)))
+        os.write(say, str(next(changes) - 1).encode())
         os._exit(0)
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
+    os.close(say)
+    status = os.waitpid(child, 0)[1]
+    print(status, os.read(said, 20).decode() or 0, flush=True)
+    os.close(said)
 """
-"""For every line on standard input, a round and a folder, a process that adds the round's texts."""
+"""For every line on standard input (a round, a change and a folder) a process that adds the round's
+texts and is killed at that change to the folder (0: never). Printed: how it ended, and how often it
+changed the folder."""
 
 
 def texts(number):
     """Every round a third of the documents has another text."""
     last = {place: number - (number - place) % 3 for place in range(DOCUMENTS)}
     return [(f"d{place}", f"Text {place} of round {last[place]}.") for place in range(DOCUMENTS)]
+
+
+def killed_at(change):
+    """From here on this process is killed at its change-th change to a folder; counts them."""
+    counted = itertools.count(1)
+
+    def seen(event, args):
+        changes = event in {"os.rename", "os.remove", "os.mkdir"}
+        changes |= event == "open" and bool(args[2] & (os.O_WRONLY | os.O_RDWR))
+        if changes and next(counted) == change:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(seen)
+    return counted
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +89,14 @@ def forker(loaded):
 
 @pytest.fixture
 def adders(tmp_path, forker):
-    """What starts a process that adds, and gives its id; and what waits for its end."""
+    """What starts a process that adds; and what waits for its end, and says how it ended and how
+    often it changed the folder."""
 
-    def start(number):
-        forker.stdin.write(f"{number} {tmp_path / 'library'}\n")
+    def start(number, killed_at=0):
+        forker.stdin.write(f"{number} {killed_at} {tmp_path / 'library'}\n")
         forker.stdin.flush()
-        return int(forker.stdout.readline())
 
-    return start, lambda: int(forker.stdout.readline())
+    return start, lambda: tuple(map(int, forker.stdout.readline().split()))
 
 
 def named(library):
@@ -106,28 +126,23 @@ def require_clean(library, number):
 def test_a_killed_adder_loses_nothing_and_the_next_one_goes_on(tmp_path, loaded, adders, kills):
     start, ended = adders
     start(0)
-    began = time.perf_counter()
-    assert ended() == 0
-    whole_seconds = time.perf_counter() - began
+    status, changes = ended()
+    assert (status, changes > DOCUMENTS) == (0, True)
     library = Library(tmp_path / "library", on_notice=pytest.fail)
-    now, draw, cut = named(library), random.Random(kills), 0
+    now, draw = named(library), random.Random(kills)
     for number in range(1, kills + 1):
-        child = start(number)
-        time.sleep(draw.random() * whole_seconds / 3)
-        with contextlib.suppress(ProcessLookupError):  # it was faster
-            os.kill(child, signal.SIGKILL)
-        cut += ended() == signal.SIGKILL
+        start(number, killed_at=draw.randint(1, changes // 3))
+        assert ended()[0] == signal.SIGKILL
         now = require_whole(library, number, now)
-    assert cut > kills / 4
     start(kills + 1)
-    assert ended() == 0
+    assert ended()[0] == 0
     require_clean(library, kills + 1)
 
 
 def test_others_ask_while_one_adds(tmp_path, loaded, adders):
     start, ended = adders
     start(0)
-    assert ended() == 0
+    assert ended()[0] == 0
     library = Library(tmp_path / "library", on_notice=pytest.fail)
     for number in range(1, 4):
         start(number)
@@ -138,7 +153,7 @@ def test_others_ask_while_one_adds(tmp_path, loaded, adders):
             )
             assert inputs["input_ids"].shape[1] > inputs["past_key_values"].get_seq_length()
             assert loaded.tokenizer.decode(inputs["input_ids"][0]).count("of round") == 3
-        assert ended() == 0
+        assert ended()[0] == 0
     require_clean(library, 3)
 
 
