@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from snapkv import CacheMismatchError, CompressedCache, SnapKV
+from snapkv.cache import layer_group
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf import fidelity
 from snapkv.hf.fidelity import doubt_scores, require_faithful
@@ -157,34 +158,38 @@ def test_large_scores_do_not_excuse_a_wrong_scaling_in_bfloat16(scaling):
     require_faithful_scores(with_scores(layer, scaling=128**-0.5), output, module())
 
 
+@pytest.mark.parametrize("most_bytes", [0, 5000])
 @pytest.mark.parametrize("wrong", [0, 3])
-def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(wrong, monkeypatch):
-    """As on a GPU: the first layer at once, the others together; the error names the right one."""
+def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(
+    wrong, most_bytes, monkeypatch
+):
+    """As on a GPU: the first layers at once, the others together; the error names the right one."""
     model, judged = tiny_model("llama"), []
 
     def doubtful(prompt, *arguments, **options):
-        doubt = doubt_scores(prompt, *arguments, **options)
-        return replace(
-            doubt, norms=doubt.norms + torch.eye(2)[0] * (prompt.layer_idx == wrong) * 99
-        )
+        doubt, layers = doubt_scores(prompt, *arguments, **options), range(prompt.stacked)
+        far = torch.tensor([[99.0 * (prompt.layer_idx + at == wrong), 0, 0] for at in layers])
+        return replace(doubt, found=doubt.found + far)
 
     def watched(doubts):
-        judged.append([doubt.layer_idx for doubt in doubts])
+        judged.append([layer for doubt in doubts for layer in doubt.layers])
         require_faithful(doubts)
 
+    monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": most_bytes})
     monkeypatch.setattr(fidelity, "doubt_scores", doubtful)
     monkeypatch.setattr(fidelity, "require_faithful", watched)
     cache = CompressedCache(model, SnapKV(budget=8, window_size=4))
     ids = random_ids(1, 32)
     with pytest.raises(UnsupportedModelError, match=f"in layer {wrong};"):
         model(ids, past_key_values=cache)
-    assert judged == ([[0]] if wrong == 0 else [[0], [1, 2, 3]])
+    first, others = ([0, 1], [2, 3]) if most_bytes else ([0], [1, 2, 3])
+    assert judged == ([first] if wrong == 0 else [first, others])
     with pytest.raises(CacheMismatchError, match="reset"):  # what was kept is not to be used
         model(ids[:, :1], past_key_values=cache)
     cache.reset()
     wrong = None
     model(ids, past_key_values=cache)
-    assert judged[-2:] == [[0], [1, 2, 3]]
+    assert judged[-2:] == [first, others]
     assert not cache._check.doubts
 
 

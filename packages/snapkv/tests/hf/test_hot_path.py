@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from snapkv import AdaKV, CompressedCache, SnapKV, default_policy
+from snapkv.cache import layer_group
 from tests.families import call, peaked_model, random_ids, tiny_config
 
 LAYERS, PROMPT = 32, 400  # what is done once a prompt weighs as in a large model
@@ -61,6 +62,12 @@ def calls(read):
     return found[True]
 
 
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """Layers wait for each other, as many as are little to hold: here all of them."""
+    monkeypatch.setattr(layer_group, "MOST_BYTES", {})
+
+
 @pytest.fixture(scope="module")
 def model():
     config = tiny_config("llama")
@@ -79,10 +86,10 @@ def per_layer(count, model, cache):
 RELEASES = torch.__version__[:4], transformers.__version__[:4]
 # At the prompt's end, in a step: operations above transformers' own, calls.
 LIMITS = {
-    "snapkv": (35, 0, 105, 19),
-    "adakv": (45, 7, 129, 28),
-    "int4": (79, 26, 157, 45),
-    "default": (108, 7, 144, 29),
+    "snapkv": (1, 1, 1, 1),
+    "adakv": (1, 1, 1, 1),
+    "int4": (1, 1, 1, 1),
+    "default": (1, 1, 1, 1),
 }
 
 

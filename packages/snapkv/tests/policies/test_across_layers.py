@@ -45,8 +45,13 @@ def ended(policy, prompts, storage=None):
         layer.update(prompt.keys, prompt.values)
         at, cost = layer.identity.depth, functools.partial(layer.token_cost, prompt.keys.shape[1])
         shown = replace(prompt, depth=at, num_layers=count, token_cost=cost)
-        prompt_state.end_prompt(layer, shown)
+        if not prompt_state.group.goes_with(shown):
+            prompt_state.choose()
+        prompt_state.group.add(layer, shown)
+        if prompt_state.group.is_full:
+            prompt_state.choose()
     assert prompt_state.shared is None
+    assert not prompt_state.group
     return layers
 
 

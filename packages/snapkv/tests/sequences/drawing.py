@@ -24,7 +24,8 @@ def drawn(seed: int, number: int) -> do.Sequence:
     model = draw.choice(list(KINDS))
     policy = _policy(draw, model)
     operations, options = _operations(draw, policy), _options(draw, policy, model)
-    return do.Sequence(model, policy, operations, options, recorded=draw.random() < 0.5)
+    recorded, waiting = draw.random() < 0.5, draw.choice([0, 20_000, 1 << 30])
+    return do.Sequence(model, policy, operations, options, recorded, waiting)
 
 
 # Policies.

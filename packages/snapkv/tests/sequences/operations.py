@@ -111,6 +111,7 @@ class Sequence:
 
     Attributes:
         recorded: whether the steps of `generate` are recorded, in room that runs out soon.
+        waiting_bytes: how much layers may hold that wait to choose together.
     """
 
     model: str
@@ -118,3 +119,4 @@ class Sequence:
     operations: tuple[Operation, ...]
     options: dict[str, Any] = field(default_factory=dict)
     recorded: bool = False
+    waiting_bytes: int = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria
 
 from snapkv import CompressedCache, SnapKVError
+from snapkv.cache import layer_group
 from snapkv.hf import room
 from snapkv.policies.spans import Spans
 from tests.hf.tape import recording_on_a_cpu
@@ -59,7 +60,11 @@ def play(sequence: do.Sequence) -> Verdict:
     refused: list[str] = []
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # files that vanish
     try:
-        with tempfile.TemporaryDirectory(dir=memory) as folder:
+        with (
+            tempfile.TemporaryDirectory(dir=memory) as folder,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(layer_group, "MOST_BYTES", {"cpu": sequence.waiting_bytes})
             try:
                 game = Game(sequence, Path(folder))
             except SnapKVError as error:

@@ -408,23 +408,23 @@ class CompressedLayer(DynamicLayer):
         heads = query_heads if self.policy.per_query_head else self.keys.shape[1]
         return self.storage.token_cost(self.store, heads)
 
-    def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
+    def end_prompt(self, selection: Selection | None, prompt: PromptLayer, **lost: Tensor) -> None:
         """Note that the prompt has been read, and keep of it what was chosen.
 
         Where turns follow, the prompt is all that was seen so far or, without recall, all that is
-        stored.
+        stored. What of the votes is `lost` is noted, see `LayerState`.
         """
-        self.note_end(prompt)
+        self.note_end(prompt, **lost)
         if selection is not None:
             self.keep(selection)
         self.encode_kept(prompt.keys.shape[2])
 
-    def note_end(self, prompt: PromptLayer) -> None:
-        """Note that the prompt has been read."""
+    def note_end(self, prompt: PromptLayer, **lost: Tensor) -> None:
+        """Note that the prompt has been read; `lost` as in `end_prompt`."""
         slots, queries = self.slots, None
         if history := self.history_tokens:
             queries = prompt.queries[:, :, -history:].clone()
-        self._note(last_queries=queries, lost_mass=None, lost_peak=None)
+        self._note(**{"lost_mass": None, "lost_peak": None, **lost, "last_queries": queries})
         pads = prompt.pad_tokens if slots.is_whole else slots.pads
         chosen_at = slots.seen(prompt.keys.shape[2])
         self.slots = replace(slots, pads=pads, is_partial=False, chosen_at=chosen_at)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.lost_votes import LostVotesOfLayers
+from snapkv.cache.layer_group import LayerGroup
 from snapkv.cache.read_ids import ReadIds
 from snapkv.cache.shared_budget import SharedBudget
 from snapkv.errors import (
@@ -169,7 +169,7 @@ class PromptState:
         narrowing: which tokens of the prompt do not reach all layers; None where all do.
         is_broken: whether a layer's attention has begun and not come to its end.
         shared: the budget that the layers of the prompt share whose end is being read, if any.
-        lost_votes: those of its layers that are still to be measured.
+        group: layers that have read the prompt's end and wait for others to choose with.
         looks_at_tokens: whether the policy is told the ids of all tokens.
     """
 
@@ -184,7 +184,7 @@ class PromptState:
     narrowing: Narrowing | None = None
     is_broken: bool = False
     shared: SharedBudget | None = None
-    lost_votes: LostVotesOfLayers = field(default_factory=LostVotesOfLayers, init=False)
+    group: LayerGroup = field(default_factory=LayerGroup, init=False)
 
     def __post_init__(self) -> None:
         self.looks_at_tokens = "token_ids" in self.policy.needs
@@ -245,34 +245,30 @@ class PromptState:
     ) -> None:
         """Let the policy choose of a prompt that a layer has read, and the layer keep that.
 
-        Of a budget that all layers share, it keeps what may be among the best until the last one.
         What is chosen `once` is not chosen from again with what follows, even if nothing was
         dropped.
         """
-        policy = layer.policy
-        if not (isinstance(policy, AcrossLayers) and policy.shares):
-            with torch.no_grad():
-                selection = policy.select(prompt)
-            if selection is None and once:
-                selection = Selection.whole(prompt)
-            self.end_layer(layer, selection, prompt)
-            return
-        if self.shared is None or not prompt.depth:
-            self.shared = SharedBudget(policy, prompt, once=once)
-        self.shared.take(layer, prompt)
-        if prompt.depth == prompt.num_layers - 1:
-            self.shared = None
+        self.group.add(layer, prompt)
+        self.choose(once=once)
 
-    def end_layer(
-        self, layer: CompressedLayer, selection: Selection | None, prompt: PromptLayer
-    ) -> None:
-        """A layer keeps of a prompt what it has chosen; None for all of it."""
-        was_whole = layer.slots.is_whole
-        layer.end_prompt(selection, prompt)
-        if selection is not None and was_whole:
-            self.lost_votes.note(layer, selection, prompt)
-        if prompt.depth == prompt.num_layers - 1:
-            self.lost_votes.measure()
+    def choose(self, *, once: bool = False) -> None:
+        """Let the policy choose for the layers that wait, and these keep that; as `end_prompt`.
+
+        Of a budget that all layers share, they keep what may be among the best until the last one.
+        """
+        (group, self.group), policy = (self.group, LayerGroup()), self.policy
+        if isinstance(policy, AcrossLayers) and policy.shares:
+            if self.shared is None or not group.stack.depth:
+                self.shared = SharedBudget(policy, group.stack, once=once)
+            self.shared.take(group)
+            if group.reaches_last:
+                self.shared = None
+            return
+        with torch.no_grad():
+            selection = policy.select(group.stack)
+            if selection is None and once:
+                selection = Selection.whole(group.stack)
+        group.keep(selection)
 
     # Where the prompt ends.
 

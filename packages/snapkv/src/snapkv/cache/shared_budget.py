@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.layer_group import LayerGroup
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import AcrossLayers, PromptLayer, Selection
 from snapkv.policies.across_layers import best_entries
@@ -33,44 +34,51 @@ class SharedBudget:
 
     def __init__(self, policy: AcrossLayers, first: PromptLayer, *, once: bool) -> None:
         self._policy, self._once = policy, once
-        self._even = [policy.even_counts(first.at(depth)) for depth in range(first.num_layers)]
-        self._seen = [0 for _ in first.keys]  # what a row keeps in the layers that were read
+        rows = len(first.keys) // first.stacked
+        depths = range(first.num_layers)
+        self._even = [policy.even_counts(first.at(depth))[:rows] for depth in depths]
+        self._seen = [0] * rows  # what a row keeps in the layers that were read
         self._to_come = [
             _sums_from(row, policy.policy.most_tokens or 0) for row in zip(*self._even, strict=True)
         ]
-        self._rows = [_Row(first.keys.device) for _ in first.keys]
+        self._rows = [_Row(first.keys.device) for _ in range(rows)]
         self._device = first.keys.device
         self._parts: list[_Part] = []
-        self._scores: list[Tensor] = []  # (B, H, T) of layers that are not listed
+        self._scores: list[Tensor] = []  # (B, heads of some, T) of layers that are not listed
         self._votes: list[VotesAtStake] = []  # of the same
         self._tokens = 0  # of all rows and heads
         self._held = 0  # slots of a row, at most
         self._listed = 0  # of how many layers the entries are listed
 
     @torch.no_grad()
-    def take(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
-        """A layer has read the prompt; after the last one all hold what they keep."""
-        if self._parts:
-            self._even[prompt.depth] = self._policy.even_counts(prompt)
-        scores = self._policy.ranked(prompt, self._even)
-        assert layer.slots.is_whole
-        part = _Part(layer, heads=scores.shape[1])
-        self._parts.append(part)
-        self._scores.append(scores)
-        if (votes := self._policy.votes_at_stake(prompt)) is not None:
-            self._votes.append(votes)
-        entries = self._entries()
-        layer.note_end(prompt)
-        self._tokens += part.heads * sum(prompt.row_lengths)
-        is_last = prompt.depth == prompt.num_layers - 1
-        self._held += scores[0].numel()
-        if is_last or self._held > 2 * max(entries):
-            self._prune(entries, is_last=is_last)
-        if is_last:
-            self._end(prompt.keys.shape[2])
+    def take(self, group: LayerGroup) -> None:
+        """Layers have read the prompt; after the last one all hold what they keep."""
+        stack, rows, seen = group.stack, len(self._rows), len(self._parts)
+        if seen:
+            counts = self._policy.even_counts(stack)
+            read = [counts[at : at + rows] for at in range(0, len(counts), rows)]
+            self._even[seen : seen + len(group)] = read
+        scores = self._policy.ranked(stack, self._even)
+        heads = scores.shape[1]
+        self._scores.append(_side_by_side(scores, rows))
+        if (votes := self._policy.votes_at_stake(stack)) is not None:
+            pads = None if votes.pad_tokens is None else votes.pad_tokens[:rows]
+            beside = _side_by_side(votes.votes, rows)
+            self._votes.append(replace(votes, votes=beside, pad_tokens=pads))
+        for layer, prompt in zip(group.layers, group.prompts, strict=True):
+            assert layer.slots.is_whole
+            self._parts.append(_Part(layer, heads=heads))
+            layer.note_end(prompt)
+        entries = self._entries(seen)
+        self._tokens += heads * sum(stack.row_lengths)
+        self._held += self._scores[-1][0].numel()
+        if group.reaches_last or self._held > 2 * max(entries):
+            self._prune(entries, is_last=group.reaches_last)
+        if group.reaches_last:
+            self._end(stack.keys.shape[2])
 
-    def _entries(self) -> list[int]:
-        """B numbers: N, what a row keeps in all layers, of which another one has been read.
+    def _entries(self, before: int) -> list[int]:
+        """B numbers: N, what a row keeps in all layers, of which some more have been read.
 
         Layers to come have as many heads as the first one, or fewer, and may hold more tokens.
         """
@@ -80,8 +88,10 @@ class SharedBudget:
                 "model: expected no more heads in a layer than in the first where layers share a "
                 f"budget, got {first} and {heads}; use SnapKV or AdaKV"
             )
-        counts = zip(self._seen, self._even[seen - 1], strict=True)
-        self._seen = [total + heads * count for total, count in counts]
+        counts = map(sum, zip(*self._even[before:seen], strict=True))
+        self._seen = [
+            total + heads * count for total, count in zip(self._seen, counts, strict=True)
+        ]
         totals = zip(self._seen, self._to_come, strict=True)
         return [total + first * later[seen] for total, later in totals]
 
@@ -123,7 +133,7 @@ class SharedBudget:
         """(2, B, N) float32: votes of layers of so many tokens, and what they are lifted to."""
         if not self._votes:
             return None
-        votes = VotesAtStake.joined(self._votes, 1)
+        votes = VotesAtStake.joined(self._votes)
         both = torch.stack([votes.votes, votes.lifted()])
         return F.pad(both, (0, tokens - both.shape[-1])).flatten(2).to(self._device)
 
@@ -178,6 +188,12 @@ class SharedBudget:
             part.layer.state = replace(
                 state, lost_mass=own.to(device), lost_peak=highest.to(device)
             )
+
+
+def _side_by_side(scores: Tensor, rows: int) -> Tensor:
+    """(B, layers * H, T) of (layers * B, H, T), see `PromptLayer.stack`."""
+    of_layers = scores.view(-1, rows, *scores.shape[1:])
+    return of_layers.transpose(0, 1).flatten(1, 2)
 
 
 @dataclass

@@ -171,15 +171,26 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     prompt = _prompt_layer(call, layer, pads, context.check.unasked)
-    if context.prompt_state.narrowing is not None:
-        context.prompt_state.narrowing.on_prompt(replace(prompt, queries=call.query))
+    state = context.prompt_state
+    if state.narrowing is not None:
+        state.narrowing.on_prompt(replace(prompt, queries=call.query))
     attended = _attend_prompt(call, layer)
-    if layer.policy.query_tokens:  # it scores by attention, which must be the model's
-        eager, last_output = call.implementation == "eager", attended[0][:, -1]
-        context.check.judge(prompt, last_output, call.module, rounds_scores=eager)
-    context.prompt_state.end_prompt(layer, prompt)
-    _close(context)
+    if not state.group.goes_with(prompt):
+        _choose(call, context)
+    state.group.add(layer, prompt, attended[0][:, -1])
+    if state.group.is_full or state.is_piecewise or layer.slots.is_partial:
+        _choose(call, context)
     return attended
+
+
+def _choose(call: AttentionCall, context: ForwardContext) -> None:
+    """Let the layers that wait choose, where the votes are what the model's attention computes."""
+    group = context.prompt_state.group
+    if context.layer.policy.query_tokens:  # it scores by attention, which must be the model's
+        eager = call.implementation == "eager"
+        context.check.judge(group, call.module, rounds_scores=eager)
+    context.prompt_state.choose()
+    _close(context)
 
 
 def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
@@ -207,7 +218,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
         selection = layer.policy.select(prompt)
     _close(context)
     if selection is not None:
-        context.prompt_state.end_layer(layer, selection, prompt)
+        layer.end_prompt(selection, prompt)
         return attended
     layer.look_back(call.query)
     layer.encode(prompt.keys.shape[2])
@@ -219,7 +230,6 @@ def _close(context: ForwardContext) -> None:
     identity = context.layer.identity
     if identity.depth == identity.num_layers - 1:
         context.check.close()
-        context.prompt_state.lost_votes.measure()
 
 
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:

@@ -228,7 +228,8 @@ class CompressedCache(Cache):
         prompt_state.require_choice(new_tokens)
         if prompt_state.prompt_end is None:
             prompt_state.require_queries(prompt_state.seen_tokens + new_tokens)
-        if self._check.doubts or prompt_state.is_broken or not self._use.is_in_place:
+        left_open = self._check.doubts or len(prompt_state.group)
+        if left_open or prompt_state.is_broken or not self._use.is_in_place:
             raise _interrupted()
         begins_anew = self.setup.states is States.BEGIN_ANEW
         if begins_anew and prompt_state.seen_tokens and not prompt_state.is_piecewise:

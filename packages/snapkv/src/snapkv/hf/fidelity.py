@@ -8,12 +8,13 @@ a GPU to ask is to wait.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from snapkv.cache.layer_group import LayerGroup
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
 from snapkv.policies.prefix import require_numbers
@@ -30,16 +31,16 @@ class Doubt:
     """How far a layer's attention is from what the votes take it for.
 
     Attributes:
-        norms: (2,) float32, of the difference between both outputs, and of the expected one.
-        largest: () float32, the largest score of the query.
+        found: (layers, 3) float32: the norms of the difference between both outputs and of the
+            expected one, and the largest score of the query.
+        layers: their indices in the model.
     """
 
-    norms: Tensor
-    largest: Tensor
+    found: Tensor
     tolerance: float  # what the dtype explains of the relative difference
     epsilon: float  # how far scores are rounded, relative to their size
     attention: str
-    layer_idx: int
+    layers: Sequence[int]
 
 
 class VoteCheck:
@@ -55,18 +56,17 @@ class VoteCheck:
         require_numbers(self.unasked)
         self.unasked.clear()
 
-    def judge(
-        self, layer: PromptLayer, output: Tensor, module: Any, *, rounds_scores: bool
-    ) -> None:
-        """Compare a layer's attention with its votes; arguments as in `doubt_scores`.
+    def judge(self, group: LayerGroup, module: Any, *, rounds_scores: bool) -> None:
+        """Compare the attention of layers that are to choose with their votes; see `doubt_scores`.
 
-        It is asked at the first layer, which tells on nearly every family, and at the last: on a
+        It is asked at the first layers, which tell on nearly every family, and at the last: on a
         GPU to ask is to wait.
         """
-        found = doubt_scores(layer, output.detach(), module, rounds_scores=rounds_scores)
+        found = doubt_scores(group.stack, group.outputs, module, rounds_scores=rounds_scores)
         if found is not None:
-            self.doubts.append(found)
-        if not layer.depth:
+            layers = [prompt.layer_idx for prompt in group.prompts]
+            self.doubts.append(replace(found, layers=layers))
+        if not group.stack.depth:
             self._require_faithful()
 
     def _require_faithful(self) -> None:
@@ -82,7 +82,8 @@ def doubt_scores(
 
     Args:
         layer: the states of the layer at the end of the prompt.
-        output: (B, Hq, Dv), the model's attention output of the prompt's last query.
+        output: (B, Hq, Dv), the model's attention output of the prompt's last query; all rows of
+            layers that are stacked.
         module: the attention module, to name it in the error.
         rounds_scores: whether the model's attention rounds its scores to the dtype of `output`, as
             eager attention does; fused attention holds them in float32.
@@ -95,14 +96,15 @@ def doubt_scores(
     seen = scores = _last_query_scores(layer)
     if (pads := layer.pads) is not None:
         seen, scores = (scores.masked_fill(pads[:, :, None], each) for each in (0.0, -math.inf))
-    expected = _attend(layer, scores)
+    expected, layers = _attend(layer, scores), layer.stacked
+    norms = torch.stack([expected - output, expected], dim=-1).view(layers, -1, 2).norm(dim=1)
+    largest = torch.linalg.vector_norm(seen.view(layers, -1), math.inf, dim=-1, keepdim=True)
     return Doubt(
-        norms=torch.stack([expected - output, expected]).flatten(1).norm(dim=-1),
-        largest=torch.linalg.vector_norm(seen, math.inf),
+        found=torch.cat([norms, largest], dim=-1),
         tolerance=_TOLERANCE.get(output.dtype, _LOW_PRECISION_TOLERANCE),
         epsilon=_epsilon(output, rounds_scores),
         attention=type(module).__name__,
-        layer_idx=layer.layer_idx,
+        layers=[layer.layer_idx],
     )
 
 
@@ -113,16 +115,15 @@ def require_faithful(doubts: Sequence[Doubt]) -> None:
     """
     if not doubts:
         return
-    device = doubts[-1].largest.device
-    norms = torch.stack([doubt.norms.to(device) for doubt in doubts])
-    largest = torch.stack([doubt.largest.to(device) for doubt in doubts])
-    found = torch.cat([norms, largest[:, None]], dim=-1).tolist()
-    for doubt, (difference, size, largest) in zip(doubts, found, strict=True):
+    device = doubts[-1].found.device
+    found = torch.cat([doubt.found.to(device) for doubt in doubts]).tolist()
+    of_layers = [(doubt, layer_idx) for doubt in doubts for layer_idx in doubt.layers]
+    for (doubt, layer_idx), (difference, size, largest) in zip(of_layers, found, strict=True):
         difference /= max(size, _SMALLEST)
         if not math.isfinite(difference):
             raise UnsupportedModelError(
                 f"model: expected attention that gives numbers, got NaN or infinity from "
-                f"{doubt.attention} in layer {doubt.layer_idx}; load the model in bfloat16 or "
+                f"{doubt.attention} in layer {layer_idx}; load the model in bfloat16 or "
                 "float32 if float16 overflows, else mend its weights"
             )
         explained = doubt.tolerance + math.expm1(min(doubt.epsilon * largest, _MOST_ROUNDING))
@@ -130,7 +131,7 @@ def require_faithful(doubts: Sequence[Doubt]) -> None:
             raise UnsupportedModelError(
                 f"model: expected attention that scaling, soft-cap and sinks describe, got "
                 f"{doubt.attention}, whose output differs by {difference:.1%} in layer "
-                f"{doubt.layer_idx}; its votes would be wrong, so it cannot be compressed"
+                f"{layer_idx}; its votes would be wrong, so it cannot be compressed"
             )
 
 

@@ -1,5 +1,6 @@
 """One budget for all layers and heads, as KVzip (Kim et al., NeurIPS 2025) shares it out."""
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -70,6 +71,10 @@ class AcrossLayers(AroundScores):
         """Whether what a layer keeps depends on the others, and not on its votes alone."""
         return not isinstance(self.policy.allocation, AutoBudget)
 
+    @functools.cached_property
+    def chooses_of_stacks(self) -> bool:
+        return self.shares and self.policy.scores_any_layer
+
     def even_counts(self, layer: PromptLayer) -> list[int]:
         """B numbers: what a head of the layer keeps on average, its window included.
 
@@ -81,8 +86,9 @@ class AcrossLayers(AroundScores):
     def ranked(self, layer: PromptLayer, even: Sequence[Sequence[int]]) -> Tensor:
         """(B, H, T) float32: scores, infinite for what must stay, minus infinity for pads.
 
-        `even` are `even_counts` of all layers. Where one leaves no room beside the sinks, every
-        head of the row keeps as many, and the rest is minus infinity, too.
+        `even` are `even_counts` of all layers, of which some may be stacked here. Where one leaves
+        no room beside the sinks, every head of the row keeps as many, and the rest is minus
+        infinity, too.
         """
         policy, prefix = self.policy, self._prefix(layer)
         scores = policy.scored(prefix)
@@ -94,12 +100,13 @@ class AcrossLayers(AroundScores):
         if (pads := layer.pads) is not None:
             ranked = ranked.masked_fill(pads, -math.inf)
         cost = self._cost_of_blocks(layer)
-        for row, counts in enumerate(zip(*even, strict=True)):
-            tokens = layer.row_lengths[row]
-            if min(counts) - min(tokens, policy.window_size) <= policy.sink_tokens:
-                best = ops.best_of(ranked[row : row + 1], [counts[layer.depth]])[0]
+        fewest = list(map(min, zip(*even, strict=True)))
+        for row, (depth, tokens) in enumerate(zip(layer.depths, layer.row_lengths, strict=True)):
+            least = fewest[row % len(fewest)]
+            if least - min(tokens, policy.window_size) <= policy.sink_tokens:
+                best = ops.best_of(ranked[row : row + 1], [even[depth][row % len(fewest)]])[0]
                 ranked[row] = ranked[row].masked_fill(~best, -math.inf)
-            elif cost is not None and min(counts) < tokens:
+            elif cost is not None and least < tokens:
                 ranked[row] = in_blocks(ranked[row], cost.block_tokens)
         return ranked
 

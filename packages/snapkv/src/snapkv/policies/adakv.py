@@ -1,5 +1,6 @@
 """Ada-KV (Feng et al., 2024): heads with dispersed attention keep more, focused ones less."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
@@ -68,6 +69,10 @@ class AdaKV(AroundScores):
         if scores.shape[1] == 1:
             return self.policy.select(layer)  # no heads to share among
         return prefix.select_by_head(scores, self._head_budgets(prefix, scores, means))
+
+    @functools.cached_property
+    def chooses_of_stacks(self) -> bool:
+        return self.policy.chooses_of_stacks
 
     @property
     def chooses_from_a_part(self) -> bool:

@@ -99,6 +99,11 @@ class Policy(ABC):
         return list(map(self.select, layers))
 
     @property
+    def chooses_of_stacks(self) -> bool:
+        """Whether it does of several layers at once, stacked as rows: see `PromptLayer.stack`."""
+        return False
+
+    @property
     def chooses_from_a_part(self) -> bool:
         """Whether it can where tokens between those of the prompt have been dropped before."""
         return False

@@ -233,10 +233,10 @@ class ByteBudget(Budget):
                 f"{self!r}; pass a number"
             )
         cost = replace(cost, uneven=cost.uneven or prefix.per_head_budget)
-        least, at = window + prefix.sink_tokens, layer.depth
+        least = window + prefix.sink_tokens
         fit = (
-            self.tokens(cost, own, min(least, own), at, layer.num_layers)
-            for own in layer.row_lengths
+            self.tokens(cost, own, min(least, own), depth, layer.num_layers)
+            for own, depth in zip(layer.row_lengths, layer.depths, strict=True)
         )
         return [
             max(0, min(own, tokens - window))

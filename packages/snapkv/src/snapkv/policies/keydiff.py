@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapkv.policies.prefix_policy import PrefixPolicy
+from snapkv.policies.prefix_policy import PrefixPolicy, of_any_layer
 from snapkv.policies.states import PromptLayer
 
 
@@ -30,6 +30,7 @@ class KeyDiff(PrefixPolicy):
     _: KW_ONLY
     sink_tokens: int = 0
 
+    @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
         """Minus the cosine to the mean key: (B, Hkv, P) float32."""
         directions = F.normalize(layer.keys.float(), dim=-1)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from snapkv.policies.prefix_policy import PrefixPolicy
+from snapkv.policies.prefix_policy import PrefixPolicy, of_any_layer
 from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_int
 
@@ -48,6 +48,7 @@ class LagKV(PrefixPolicy):
         super().__post_init__()
         require_int("lag_size", self.lag_size, minimum=2)
 
+    @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
         """Rank or rating within [0, 1], above 1 where there is no lag: (B, Hkv, P) float32."""
         B, T = layer.keys.shape[0], layer.keys.shape[2]

@@ -2,8 +2,9 @@
 
 import functools
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,14 @@ from snapkv.policies.prefix import Prefix
 from snapkv.policies.spans import Spans, require_room
 from snapkv.policies.states import PromptLayer, Selection
 from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_one_limit
+
+_Score = TypeVar("_Score", bound=Callable[..., Any])
+
+
+def of_any_layer(score: _Score) -> _Score:
+    """Mark a `score` that goes by a row's states alone: layers may be shown to it as rows."""
+    vars(score)["of_any_layer"] = True
+    return score
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,17 @@ class PrefixPolicy(Policy):
         prefix = self.prefix(layer)
         kept = self.counts(prefix)
         return None if prefix.fits(kept) else prefix.select(self.scored(prefix), kept)
+
+    @property
+    def scores_any_layer(self) -> bool:
+        """Whether `score` goes by a row's states alone; one that a subclass brings says so."""
+        return getattr(type(self).score, "of_any_layer", False)
+
+    @functools.cached_property
+    def chooses_of_stacks(self) -> bool:
+        """Where its score does, and every layer keeps as many."""
+        is_even = isinstance(self.allocation, TokenBudget)
+        return is_even and self.scores_any_layer and self.keeps_the_best
 
     @property
     def keeps_the_best(self) -> bool:

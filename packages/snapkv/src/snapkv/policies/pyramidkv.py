@@ -78,9 +78,10 @@ class LayerBudget(Budget):
         layer = prefix.layer
         last = layer.at(layer.num_layers - 1)  # where bytes are rounded down
         means = self.mean.counts(replace(prefix, layer=last, per_head_budget=True), votes)
+        rows = zip(means, prefix.lengths, prefix.sinks, layer.depths, strict=True)
         return [
-            min(own, self._of_layers(mean, own, prefix, sinks)[layer.depth])
-            for mean, own, sinks in zip(means, prefix.lengths, prefix.sinks, strict=True)
+            min(own, self._of_layers(mean, own, prefix, sinks)[depth])
+            for mean, own, sinks, depth in rows
         ]
 
     def _of_layers(self, mean: int, own: int, prefix: Prefix, sinks: int) -> Sequence[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.policies.prefix import Prefix
-from snapkv.policies.prefix_policy import PrefixPolicy
+from snapkv.policies.prefix_policy import PrefixPolicy, of_any_layer
 from snapkv.policies.states import PromptLayer, VotesAtStake
 from snapkv.validation import (
     DEFAULT_DECAY,
@@ -114,6 +114,7 @@ class SnapKV(PrefixPolicy):
         assert self.kernel_size is not None
         return ops.Pooling(self.kernel_size, self.pooling)
 
+    @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
         """Votes of the window, pooled: (B, Hkv, P) float32, Hq instead of Hkv for "none"."""
         lifted, _ = layer.once(self._voting, self._vote)

@@ -83,6 +83,7 @@ class PromptLayer(LayerStates):
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
         unasked: takes the highest score, NaN where one is, and whose it is, to be asked behind the
             last layer, since a GPU is waited for then; None to ask at once.
+        stacked: how many layers it stands for, see `stack`.
     """
 
     values: Tensor
@@ -93,6 +94,35 @@ class PromptLayer(LayerStates):
     token_cost: Callable[[], TokenCost] | None = None
     votes_impl: Implementation = "auto"
     unasked: list[tuple[Tensor, str]] | None = None
+    stacked: int = 1
+
+    @classmethod
+    def stack(cls, layers: "Sequence[PromptLayer]") -> "PromptLayer":
+        """Layers of one `kind`, neighbours, as rows of a batch: those of the first layer first."""
+        if len(layers) == 1:
+            return layers[0]
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(layer, name) for layer in layers])
+            for name in ("queries", "keys", "values", "pad_tokens", "protected")
+            if getattr(layers[0], name) is not None
+        }
+        return replace(layers[0], stacked=len(layers), **joined)
+
+    @functools.cached_property
+    def kind(self) -> tuple[Any, ...] | None:
+        """What layers have in common that can be stacked; None where it stands by itself."""
+        if self.score_options.sink_logits is not None:  # which are the layer's own
+            return None
+        keys, protected = self.keys, None if self.protected is None else self.protected.shape
+        shapes = self.queries.shape, keys.shape, self.values.shape, protected
+        options = self.score_options, self.stored_heads, self.pad_tokens is None
+        return (*shapes, keys.dtype, keys.device, *options)
+
+    @property
+    def depths(self) -> list[int]:
+        """B numbers: how many compressed layers come before that of each row."""
+        rows = len(self.keys) // self.stacked
+        return [self.depth + row // rows for row in range(len(self.keys))]
 
     def once(self, key: Hashable, compute: Callable[[Self], _Found]) -> _Found:
         """What `compute` gives of it, computed the first time somebody asks for it by that key."""
@@ -102,8 +132,8 @@ class PromptLayer(LayerStates):
         return found
 
     def at(self, depth: int) -> "PromptLayer":
-        """The same at another depth; what was computed once stays so."""
-        other = replace(self, depth=depth)
+        """The same at another depth, in all rows; what was computed once stays so."""
+        other = replace(self, depth=depth, stacked=1)
         other.__dict__.update(_found=self._found, row_lengths=self.row_lengths)
         return other
 
@@ -196,6 +226,24 @@ class Selection:
             noted["padding_slots"] = keep_indices.shape[-1] - own
         return cls(keep_indices=keep_indices, **noted)
 
+    def of_layers(self, layers: int) -> "list[Selection]":
+        """Its parts, of so many layers whose rows it has, see `PromptLayer.stack`."""
+        if layers == 1:
+            return [self]
+        parts: dict[str, Any] = {
+            name: value.chunk(layers)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        if (counts := parts.get("head_tokens")) is not None:  # none that all heads lack
+            kept = parts["keep_indices"]
+            empty = [
+                each.shape[-1] - int(own.max()) for each, own in zip(kept, counts, strict=True)
+            ]
+            parts["keep_indices"] = [each[..., n:] for each, n in zip(kept, empty, strict=True)]
+        rows = zip(*parts.values(), strict=True)
+        return [replace(self, **dict(zip(parts, own, strict=True))) for own in rows]
+
 
 @dataclass(frozen=True, kw_only=True)
 class VotesAtStake:
@@ -211,13 +259,11 @@ class VotesAtStake:
     pad_tokens: Tensor | None = None
 
     @classmethod
-    def joined(cls, several: "Sequence[VotesAtStake]", axis: int) -> Self:
-        """Those of layers, which differ in votes alone, side by side as rows or as heads."""
-        device, pads = several[0].votes.device, several[0].pad_tokens
-        votes = torch.cat([each.votes.to(device) for each in several], axis)
-        if pads is not None and not axis:
-            pads = torch.cat([each.pad_tokens for each in several])  # type: ignore[misc] # all have
-        return cls(votes=votes, weights=several[0].weights, pad_tokens=pads)
+    def joined(cls, several: "Sequence[VotesAtStake]") -> Self:
+        """Those of layers, which differ in votes alone, side by side as heads."""
+        device = several[0].votes.device
+        votes = torch.cat([each.votes.to(device) for each in several], dim=1)
+        return cls(votes=votes, weights=several[0].weights, pad_tokens=several[0].pad_tokens)
 
     def lifted(self) -> Tensor:
         """As shares of the window's attention, lifted by those before them: (B, H, P) float32."""

@@ -1,0 +1,156 @@
+"""Layers that choose together keep what each would by itself, and know what they have lost."""
+
+import pytest
+import torch
+
+from snapkv import AcrossLayers, CacheMismatchError, CompressedCache, SnapKV
+from snapkv.cache import layer_group
+from snapkv.policies.states import LostVotes
+from tests.families import call, peaked_model, random_ids, tiny_config, tiny_model
+from tests.methods import BOTH, CACHES, METHODS
+from tests.ops.states import pad_left, random_layer
+from tests.policies.test_across_layers import ended
+
+VOTING = ("snapkv", "snapkv by query head", "snapkv by itself", "pyramidkv", "adakv")
+POLICIES = {name: METHODS[name] for name in VOTING} | {
+    "across-layers": AcrossLayers(SnapKV(**BOTH, sink_tokens=2)),
+    "across-layers by the largest": AcrossLayers(SnapKV(**BOTH, window_reduce="max")),
+}
+
+
+@pytest.fixture
+def prompts():
+    """Of seven layers, two rows each, one with pads."""
+    return [
+        pad_left(
+            [
+                random_layer(9 * depth + row, prompt_tokens=tokens, query_tokens=8)
+                for row, tokens in enumerate((120, 95))
+            ],
+            query_tokens=8,
+        )
+        for depth in range(7)
+    ]
+
+
+@pytest.fixture
+def wait(monkeypatch):
+    """Has layers wait as on a GPU, as long as they hold no more than so many bytes."""
+
+    def up_to(most_bytes):
+        monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": most_bytes})
+
+    return up_to
+
+
+@pytest.mark.parametrize("most_bytes", [0, 50_000, 1 << 30])
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_layer_has_lost_what_it_holds_no_more(name, most_bytes, prompts, wait):
+    wait(most_bytes)
+    policy, found = POLICIES[name], []
+    for layer, prompt in zip(ended(policy, prompts), prompts, strict=True):
+        if layer.slots.kept is None:
+            assert layer.state.lost_mass is None
+            continue
+        votes = policy.votes_at_stake(prompt)
+        kept = layer.slots.kept.long()
+        empty = layer.slots.padding_slots
+        if empty is not None:
+            kept = kept.masked_fill(torch.arange(kept.shape[2]) < empty[:, None, None], -1)
+        lost = LostVotes.of(votes.votes, votes.lifted(), kept, prompt.keys.shape[2])
+        torch.testing.assert_close(layer.state.lost_mass, lost.mass)
+        torch.testing.assert_close(layer.state.lost_peak, lost.peak, rtol=0, atol=0)
+        found.append(float(lost.mass.max()))
+    assert max(found) > 0
+
+
+@pytest.mark.parametrize("name", CACHES)
+@torch.no_grad()
+def test_together_they_keep_what_each_keeps_by_itself(name, wait):
+    policy, options = CACHES[name]
+    model, ids, mask = tiny_model("llama"), random_ids(2, 90), torch.ones(2, 90).long()
+    mask[0, :17] = 0
+    found = []
+    for most_bytes in (0, 70_000, 1 << 30):
+        wait(most_bytes)
+        cache = CompressedCache(model, policy, **options)
+        for turn in (ids, ids[:, :30]):
+            cache.expect_tokens(turn)
+            logits = call(model, cache, turn, attention_mask=mask)
+            mask = torch.cat([mask, torch.ones(2, turn.shape[1]).long()], dim=1)
+        mask = mask[:, :90]
+        kept = [cache.kept_positions(layer) for layer in cache.compressed_layers]
+        found.append((kept, logits, cache.report()["lost_votes"]))
+    for kept, logits, lost in found[1:]:
+        assert all(map(torch.equal, kept, found[0][0]))
+        torch.testing.assert_close(logits, found[0][1])
+        assert lost == pytest.approx(found[0][2])
+
+
+def stacks(model, cache, ids, monkeypatch):
+    """How many layers chose at once, in order."""
+    found, own = [], type(cache.prompt_state).choose
+
+    def choose(state, **options):
+        found.append(len(state.group))
+        own(state, **options)
+
+    monkeypatch.setattr(type(cache.prompt_state), "choose", choose)
+    call(model, cache, ids)
+    return found
+
+
+class Curious(SnapKV):
+    """Whose score may look at anything of a layer."""
+
+    def score(self, layer):
+        return super().score(layer) + layer.depth
+
+
+ALONE = {"snapkv by itself", "pyramidkv", "kvzap", "h2o", "full"}
+TOGETHER = {"snapkv", "snapkv by query head", "adakv", "across-layers", "keydiff", "lagkv"}
+
+
+@pytest.mark.parametrize("name", sorted(ALONE | TOGETHER))
+def test_what_goes_by_a_row_alone_chooses_of_all_layers_at_once(name, wait, monkeypatch):
+    wait(1 << 30)
+    model, policy = tiny_model("llama"), METHODS[name]
+    expected = [4] if name in TOGETHER else [1] * 4
+    assert stacks(model, CompressedCache(model, policy), random_ids(1, 90), monkeypatch) == expected
+
+
+def test_a_method_of_ones_own_is_asked_layer_by_layer(wait, monkeypatch):
+    wait(1 << 30)
+    cache = CompressedCache(model := tiny_model("llama"), Curious(**BOTH))
+    assert stacks(model, cache, random_ids(1, 90), monkeypatch) == [1] * 4
+
+
+def test_layers_wait_only_for_those_that_are_alike_and_while_they_hold_little(wait, monkeypatch):
+    model, ids = tiny_model("llama"), random_ids(1, 90)
+    layer_bytes = 2 * 2 * 90 * 8 * 4  # keys and values of two heads
+    for most_bytes, expected in ((2 * layer_bytes, [2, 2]), (2 * layer_bytes + 1, [3, 1])):
+        wait(most_bytes)
+        cache = CompressedCache(model, SnapKV(**BOTH))
+        with monkeypatch.context() as patch:
+            assert stacks(model, cache, ids, patch) == expected
+    wait(1 << 30)
+    config = tiny_config("gpt_oss")  # whose layers have sinks of their own
+    other = peaked_model(config, "eager")
+    cache = CompressedCache(other, SnapKV(budget=20, window_size=4))
+    assert set(stacks(other, cache, ids, monkeypatch)) == {1}
+
+
+def test_a_pass_that_ends_while_layers_wait_is_noticed(wait, monkeypatch):
+    wait(1 << 30)
+    model, ids = tiny_model("llama"), random_ids(1, 90)
+    cache = CompressedCache(model, SnapKV(**BOTH))
+    mlp = model.model.layers[2].mlp
+    with monkeypatch.context() as patch:
+        patch.delattr(type(mlp), "forward")
+        with pytest.raises(NotImplementedError):
+            call(model, cache, ids)
+    with pytest.raises(CacheMismatchError, match="reset"):
+        call(model, cache, ids[:, :1])
+    cache.reset()
+    call(model, cache, ids)
+    assert cache.report()["kept_tokens"] == 40
