@@ -64,12 +64,13 @@ def test_every_layer_has_lost_what_it_holds_no_more(name, most_bytes, prompts, w
     assert max(found) > 0
 
 
+@pytest.mark.parametrize("tokens", [90, 7])
 @pytest.mark.parametrize("name", CACHES)
 @torch.no_grad()
-def test_together_they_keep_what_each_keeps_by_itself(name, wait):
+def test_together_they_keep_what_each_keeps_by_itself(name, tokens, wait):
     policy, options = CACHES[name]
-    model, ids, mask = tiny_model("llama"), random_ids(2, 90), torch.ones(2, 90).long()
-    mask[0, :17] = 0
+    model, ids, mask = tiny_model("llama"), random_ids(2, tokens), torch.ones(2, tokens).long()
+    mask[0, : tokens // 5] = 0
     found = []
     for most_bytes in (0, 70_000, 1 << 30):
         wait(most_bytes)
@@ -78,7 +79,7 @@ def test_together_they_keep_what_each_keeps_by_itself(name, wait):
             cache.expect_tokens(turn)
             logits = call(model, cache, turn, attention_mask=mask)
             mask = torch.cat([mask, torch.ones(2, turn.shape[1]).long()], dim=1)
-        mask = mask[:, :90]
+        mask = mask[:, :tokens]
         kept = [cache.kept_positions(layer) for layer in cache.compressed_layers]
         found.append((kept, logits, cache.report()["lost_votes"]))
     for kept, logits, lost in found[1:]:

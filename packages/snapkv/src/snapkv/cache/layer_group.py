@@ -16,9 +16,9 @@ from snapkv.policies import PromptLayer, Selection
 from snapkv.policies.states import LostVotes
 
 MOST_BYTES = {"cpu": 0}
-"""Of keys and values that wait, by the type of device; more is chosen from at once."""
+"""Of keys and values that wait, by the type of device; those of one layer may be more."""
 
-_MOST_BYTES = 64 << 20
+_MOST_BYTES = 128 << 20
 """On any other device; as much again for their copies, side by side."""
 
 

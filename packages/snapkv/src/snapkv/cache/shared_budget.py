@@ -2,8 +2,8 @@
 
 Of a prompt a row keeps its N best entries, N being what the heads of all layers keep together. What
 is not among the N best of the layers read so far cannot be among those of all, so it goes: at most
-2 N entries and one layer are held, and the work is linear in what was read. It is exact: of equal
-scores the earlier layer, head and position wins, whenever entries go.
+2 N entries and one layer, or those of a `LayerGroup`, are held, and the work is linear in what was
+read. It is exact: of equal scores the earlier layer, head and position wins, whenever entries go.
 
 The entries of a row are listed layer by layer, one head after the other. So all layers are compared
 in a few operations; on a GPU those of each layer would take longer than the work that they are.
@@ -192,7 +192,7 @@ class SharedBudget:
 
 def _side_by_side(scores: Tensor, rows: int) -> Tensor:
     """(B, layers * H, T) of (layers * B, H, T), see `PromptLayer.stack`."""
-    of_layers = scores.view(-1, rows, *scores.shape[1:])
+    of_layers = scores.view(len(scores) // rows, rows, *scores.shape[1:])
     return of_layers.transpose(0, 1).flatten(1, 2)
 
 
