@@ -195,3 +195,22 @@ def test_ragged_heads_batches_and_what_lies_off_the_device_go_into_few_bits(reca
     wanted, got = (call(model, each, later) for each in (cache, loaded))
     assert not torch.equal(got, wanted)
     assert (got - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("largest", [1.0, 1e6])
+def test_several_layers_become_the_codes_that_each_becomes_by_itself(largest):
+    """Also where the numbers of one are beyond float16, whose scales take more bytes."""
+    draw, how = torch.Generator().manual_seed(0), KVCodes(keys=8, values=4)
+    several = []
+    for counts in (((40, 33), (7, 70)), ((32, 0), (64, 1)), ((5, 5), (90, 9))):
+        tokens = sum(map(sum, counts))
+        keys, values = torch.randn(2, tokens, 16, generator=draw)
+        several.append(RaggedStates(keys=keys, values=values, head_tokens=counts))
+    several[1].keys[3, 2] = largest
+    for together, alone in zip(CodedStates.of_each(several, how), several, strict=True):
+        expected = CodedStates.of(alone, how)
+        assert together.sections == expected.sections
+        assert together.nbytes == expected.nbytes
+        for got, wanted in zip(together.codes, expected.codes, strict=True):
+            for part in ("packed", "scale", "least"):
+                assert torch.equal(getattr(got, part), getattr(wanted, part))

@@ -417,7 +417,6 @@ class CompressedLayer(DynamicLayer):
         self.note_end(prompt, **lost)
         if selection is not None:
             self.keep(selection)
-        self.encode_kept(prompt.keys.shape[2])
 
     def note_end(self, prompt: PromptLayer, **lost: Tensor) -> None:
         """Note that the prompt has been read; `lost` as in `end_prompt`."""
@@ -429,23 +428,24 @@ class CompressedLayer(DynamicLayer):
         chosen_at = slots.seen(prompt.keys.shape[2])
         self.slots = replace(slots, pads=pads, is_partial=False, chosen_at=chosen_at)
 
-    def encode_kept(self, prompt_tokens: int) -> None:
-        """Behind a prompt, hold what was kept of so many slots as codes, if any are asked for."""
-        if self.storage.codes is not None:
-            self.encode(prompt_tokens if self.slots.kept is None else self.slots.chosen_slots)
+    def kept_slots(self, prompt_tokens: int) -> int:
+        """Behind a prompt of so many tokens: the slots of what was kept of it."""
+        return prompt_tokens if self.slots.kept is None else self.slots.chosen_slots
 
-    def encode(self, tokens: int) -> None:
-        """Hold the first slots as codes, if any are asked for; what these change is offloaded.
-
-        Where tokens were dropped, all of them have been.
-        """
-        store = whole = self.store
-        if self.storage.codes is None or not tokens:
-            return
+    def in_heads(self, tokens: int) -> RaggedStore:
+        """Its store, of which so many first slots are what heads keep."""
+        store = self.store
         if isinstance(store, DenseStore):
             store = store.ragged_from(self.slots.empty, tokens)
         assert isinstance(store, RaggedStore)
-        self.store = CodedStore.of(store, self.storage.codes)
+        return store
+
+    def hold_codes(self, store: CodedStore, tokens: int) -> None:
+        """Hold so many first slots as these codes; what they change is offloaded.
+
+        Where tokens were dropped, all of them have been.
+        """
+        whole, self.store = self.store, store
         self.slots = self.slots.without_padding()
         if self.slots.kept is None:
             self._offload(whole, tokens)

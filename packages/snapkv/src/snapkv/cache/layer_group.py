@@ -5,6 +5,8 @@ neighbours that are alike wait for each other, as many as are little to hold. On
 """
 
 import functools
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch import Tensor
 from snapkv.cache.layer import CompressedLayer
 from snapkv.policies import PromptLayer, Selection
 from snapkv.policies.states import LostVotes
+from snapkv.storage.bits import KVCodes
+from snapkv.storage.coded import CodedStore
 
 MOST_BYTES = {"cpu": 0}
 """Of keys and values that wait, by the type of device; those of one layer may be more."""
@@ -56,7 +60,7 @@ class LayerGroup:
         self._bytes += prompt.keys.nbytes + prompt.values.nbytes
         self._kind = prompt.kind
         self.reaches_last = prompt.depth == prompt.num_layers - 1
-        is_much = self._bytes >= MOST_BYTES.get(prompt.keys.device.type, _MOST_BYTES)
+        is_much = self._bytes >= most_bytes(prompt.keys.device)
         stays_alone = prompt.kind is None or not layer.policy.chooses_of_stacks
         self.is_full = is_much or stays_alone or self.reaches_last
         if not self.is_full:  # a view would hold those of all tokens
@@ -85,6 +89,9 @@ class LayerGroup:
         lost = self._lost_by(selection)
         for layer, part, prompt, own in zip(self.layers, parts, self.prompts, lost, strict=True):
             layer.end_prompt(part, prompt, **own)
+        prompt_tokens = self.prompts[0].keys.shape[2]
+        kept = ((layer, layer.kept_slots(prompt_tokens)) for layer in self.layers)
+        encode(kept, self.layers[0].storage.codes)
 
     @torch.no_grad()
     def _lost_by(self, selection: Selection | None) -> list[dict[str, Tensor]]:
@@ -98,3 +105,33 @@ class LayerGroup:
         lost = LostVotes.of(votes.votes, votes.lifted(), kept, tokens)
         shares = zip(lost.mass.chunk(len(self)), lost.peak.chunk(len(self)), strict=True)
         return [{"lost_mass": mass, "lost_peak": peak} for mass, peak in shares]
+
+
+def most_bytes(device: torch.device) -> int:
+    """What may be held by layers that do something together."""
+    return MOST_BYTES.get(device.type, _MOST_BYTES)
+
+
+def encode(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes | None) -> None:
+    """Have layers hold so many first slots each as codes, if any are asked for.
+
+    Of neighbours that are alike as many at once as are little to hold: a GPU is waited for once.
+    """
+    if codes is None:
+        return
+    filled = [(layer, tokens) for layer, tokens in kept if tokens]
+    for _, alike in itertools.groupby(filled, lambda each: _kind_of_states(each[0])):
+        layers = list(alike)
+        largest = max(layer.held_bytes for layer, _ in layers)
+        at_once = max(1, most_bytes(layers[0][0].keys.device) // largest)
+        for start in range(0, len(layers), at_once):
+            some = layers[start : start + at_once]
+            stores = [layer.in_heads(tokens) for layer, tokens in some]
+            coded = CodedStore.of_each(stores, codes)
+            for (layer, tokens), store in zip(some, coded, strict=True):
+                layer.hold_codes(store, tokens)
+
+
+def _kind_of_states(layer: CompressedLayer) -> tuple[Any, ...]:
+    keys, values = layer.keys, layer.values
+    return keys.device, keys.dtype, keys.shape[-1], values.shape[-1]

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.layer_group import LayerGroup
+from snapkv.cache.layer_group import LayerGroup, encode
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import AcrossLayers, PromptLayer, Selection
 from snapkv.policies.across_layers import best_entries
@@ -175,8 +175,9 @@ class SharedBudget:
 
     def _end(self, prompt_tokens: int) -> None:
         """Store as it is done behind a prompt of so many tokens, and note what was lost."""
-        for part in self._parts:
-            part.layer.encode_kept(prompt_tokens)
+        layers = [part.layer for part in self._parts]
+        kept = ((layer, layer.kept_slots(prompt_tokens)) for layer in layers)
+        encode(kept, layers[0].storage.codes)
         if not len(self._rows[0].lost):  # or there are no votes
             return
         mass = torch.stack([row.lost / row.votes_sum.clamp(min=LEAST_VOTES) for row in self._rows])

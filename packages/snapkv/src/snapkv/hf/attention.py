@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.layer_group import encode
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
@@ -217,11 +218,13 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     with torch.no_grad():
         selection = layer.policy.select(prompt)
     _close(context)
-    if selection is not None:
+    stored = prompt.keys.shape[2]
+    if selection is None:
+        layer.look_back(call.query)
+    else:
         layer.end_prompt(selection, prompt)
-        return attended
-    layer.look_back(call.query)
-    layer.encode(prompt.keys.shape[2])
+        stored = layer.kept_slots(stored)
+    encode([(layer, stored)], layer.storage.codes)
     return attended
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -43,15 +43,28 @@ class CodedStates(HeadStates):
     @classmethod
     def of(cls, states: RaggedStates, how: KVCodes) -> "CodedStates":
         """Encode what heads have kept."""
-        begins = list(itertools.accumulate(itertools.chain(*states.head_tokens), initial=0))
-        layout = BlockLayout((states.head_tokens,), how.group_size, states.keys.device)
-        rows = layout.rows(begins)
-        return cls(
-            codes=encoded((states.keys[rows], states.values[rows]), how),
-            sections=layout.sections,
-            how=how,
-            least_slots=states.longest_tokens,
-        )
+        return cls.of_each([states], how)[0]
+
+    @classmethod
+    def of_each(cls, several: Sequence[RaggedStates], how: KVCodes) -> "list[CodedStates]":
+        """Encode what heads of each have kept, all of one device at once: it is waited for once."""
+        whole, G = RaggedStates.stack(several), how.group_size
+        begins = list(itertools.accumulate(itertools.chain(*whole.head_tokens), initial=0))
+        rows = BlockLayout((whole.head_tokens,), G, whole.keys.device).rows(begins)
+        codes = encoded((whole.keys[rows], whole.values[rows]), how)
+        if len(several) > 1 and any(part.scale.dtype is torch.float32 for part in codes):
+            return [cls.of(states, how) for states in several]  # not all have such numbers
+        sizes = [sum(-(-n // G) for n in itertools.chain(*one.head_tokens)) for one in several]
+        own = zip(*(part.split(sizes) for part in codes), strict=True)
+        return [
+            cls(
+                codes=pair,
+                sections=(states.head_tokens,),
+                how=how,
+                least_slots=states.longest_tokens,
+            )
+            for states, pair in zip(several, own, strict=True)
+        ]
 
     @functools.cached_property
     def layout(self) -> BlockLayout:
@@ -190,16 +203,19 @@ class CodedStore(RaggedStore):
     is_exact = False
 
     @classmethod
-    def of(cls, store: RaggedStore, how: KVCodes) -> "CodedStore":
+    def of_each(cls, stores: Sequence[RaggedStore], how: KVCodes) -> "list[CodedStore]":
         """Encode what heads keep; what comes after it may be drafts, and waits for a step."""
-        assert isinstance(store.ragged, RaggedStates)
-        return cls(
-            states=CodedStates.of(store.ragged, how),
-            keys=store.keys.clone(),  # alone in memory
-            values=store.values.clone(),
-            num_kv_heads=store.num_kv_heads,
-            how=how,
-        )
+        exact = [store.ragged.decoded() for store in stores]
+        return [
+            cls(
+                states=states,
+                keys=store.keys.clone(),  # alone in memory
+                values=store.values.clone(),
+                num_kv_heads=store.num_kv_heads,
+                how=how,
+            )
+            for store, states in zip(stores, CodedStates.of_each(exact, how), strict=True)
+        ]
 
     def __init__(self, *, how: KVCodes, **held: Any) -> None:
         super().__init__(**held)

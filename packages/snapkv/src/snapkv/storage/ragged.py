@@ -6,7 +6,7 @@ has as many slots as the longest one, and its tokens are the last of them.
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,17 @@ class RaggedStates(HeadStates):
             keys=keys.index_select(0, rows),
             values=values.index_select(0, rows),
             head_tokens=counts,
+        )
+
+    @classmethod
+    def stack(cls, several: Sequence["RaggedStates"]) -> "RaggedStates":
+        """Those of several layers as rows."""
+        if len(several) == 1:
+            return several[0]
+        return cls(
+            keys=torch.cat([states.keys for states in several]),
+            values=torch.cat([states.values for states in several]),
+            head_tokens=tuple(itertools.chain(*(states.head_tokens for states in several))),
         )
 
     @classmethod

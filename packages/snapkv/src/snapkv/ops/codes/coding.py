@@ -72,6 +72,12 @@ class Codes:
         parts = self.packed[chosen], self.scale[chosen], self.least[chosen]
         return replace(self, packed=parts[0], scale=parts[1], least=parts[2])
 
+    def split(self, sizes: list[int]) -> "list[Codes]":
+        """Parts of so many blocks each, which share their memory."""
+        tensors = (torch.split(part, sizes) for part in (self.packed, self.scale, self.least))
+        parts = zip(*tensors, strict=True)
+        return [replace(self, packed=one, scale=two, least=three) for one, two, three in parts]
+
     def joined(self, other: "Codes") -> "Codes":
         """These blocks and those of another, which is alike in all else."""
         wide = torch.promote_types(self.scale.dtype, other.scale.dtype)
