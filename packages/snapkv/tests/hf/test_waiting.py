@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snapkv import H2O, RKV, AdaKV, CompressedCache, SnapKV
+from snapkv import H2O, RKV, AdaKV, CompressedCache, SnapKV, default_policy
+from snapkv.cache import layer_group
 from tests.families import random_ids, tiny_model
 
 ASKING = {"item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"}
@@ -72,6 +73,26 @@ def test_the_layers_between_the_first_and_the_last_are_not_waited_for(policy, pr
     assert asked(model, ids, past_key_values=cache) == prompt
     for _ in range(2):
         assert asked(model, ids[:, :1], past_key_values=cache) == token
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "waits"),
+    [
+        (SNAPKV, {}, 2),
+        (AdaKV(SNAPKV), {}, 3 + 2 * 4),  # two a layer ask for counts, which are on the host
+        (default_policy(16, window_size=4), {}, 3),
+        (default_policy(16, window_size=4), {"quantize": "int4"}, 4),
+    ],
+    ids=["snapkv", "adakv", "default", "default int4"],
+)
+def test_layers_that_choose_together_are_waited_for_once(
+    policy, options, waits, asked, monkeypatch
+):
+    """Where the last of them reads the prompt's end, as on a GPU; all four wait for each other."""
+    monkeypatch.setattr(layer_group, "MOST_BYTES", {})
+    model = tiny_model("llama")
+    cache = CompressedCache(model, policy, **options)
+    assert asked(model, random_ids(2, 64), past_key_values=cache) == [0, 0, 0, waits]
 
 
 def test_tokens_behind_a_padded_batch_are_not_waited_for_in_every_layer(asked):
