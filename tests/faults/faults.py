@@ -40,6 +40,20 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "matrix/test_matrix.py",
         ),
     ],
+    "snapkv/cache/layer_group.py": [
+        (
+            "layers that are unlike choose together",
+            "== prompt.depth and self._kind == prompt.kind",
+            "== prompt.depth",
+            "cache/test_layer_group.py",
+        ),
+        (
+            "of layers that wait all queries are held",
+            "prompt = replace(prompt, queries=prompt.queries.clone())",
+            "pass",
+            "cache/test_layer_group.py",
+        ),
+    ],
     "snapkv/cache/layer.py": [
         (
             "replayed queries do not vote with the next turn",
@@ -663,9 +677,9 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "layers are pruned to half of what they share",
-            "if is_last or self._held > 2 * max(entries):",
+            "if group.reaches_last or self._held > 2 * max(entries):",
             "if self._held > max(entries) // 2:\n"
-            "            entries = entries if is_last else [n // 2 for n in entries]",
+            "            entries = entries if group.reaches_last else [n // 2 for n in entries]",
             "policies/test_across_layers.py",
         ),
     ],

@@ -1,11 +1,15 @@
 """Layers that choose together keep what each would by itself, and know what they have lost."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from snapkv import AcrossLayers, CacheMismatchError, CompressedCache, SnapKV
 from snapkv.cache import layer_group
+from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.policies.states import LostVotes
+from snapkv.storage.storage import Storage
 from tests.families import call, peaked_model, random_ids, tiny_config, tiny_model
 from tests.methods import BOTH, CACHES, METHODS
 from tests.ops.states import pad_left, random_layer
@@ -86,6 +90,31 @@ def test_together_they_keep_what_each_keeps_by_itself(name, tokens, wait):
         assert all(map(torch.equal, kept, found[0][0]))
         torch.testing.assert_close(logits, found[0][1])
         assert lost == pytest.approx(found[0][2])
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv"])
+def test_layers_with_other_heads_choose_apart(name, wait):
+    heads = (2, 2, 1, 1, 4)
+    shapes = [{"query_heads": 4, "kv_heads": each} for each in heads]
+    prompts = [
+        random_layer(depth, prompt_tokens=90, query_tokens=8, **shape)
+        for depth, shape in enumerate(shapes)
+    ]
+    found = []
+    for most_bytes in (0, 1 << 30):
+        wait(most_bytes)
+        found.append([layer.stored_positions() for layer in ended(METHODS[name], prompts)])
+    assert all(map(torch.equal, *found))
+
+
+def test_of_layers_that_wait_no_more_queries_are_held_than_vote(wait):
+    wait(1 << 30)
+    group, prompt = layer_group.LayerGroup(), random_layer(0, prompt_tokens=90, query_tokens=90)
+    voting = replace(prompt, queries=prompt.queries[:, :, -8:], num_layers=2)
+    storage, identity = Storage(), LayerIdentity(layer_idx=0, num_layers=2)
+    group.add(CompressedLayer(METHODS["snapkv"], identity, storage), voting)
+    held = group.prompts[0].queries
+    assert held.untyped_storage().nbytes() == held.nbytes
 
 
 def stacks(model, cache, ids, monkeypatch):
