@@ -119,10 +119,11 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is not None and self.offloaded.is_due:
             self.recall()
         elif chooses and coming is not None and isinstance(store, CodedStore):
-            self._hold_dense(store, in_place=False)
+            self._hold_dense(store)
         if not self.store.has_room:
             self._seen_tokens += key_states.shape[-2]
-        return self.store.append(key_states, value_states, coming or 0)
+        evicts = isinstance(self.policy, EvictingPolicy)
+        return self.store.append(key_states, value_states, coming or 0, in_place=not evicts)
 
     def get_seq_length(self) -> int:
         """Tokens seen, not slots stored: positions are counted from it."""
@@ -521,8 +522,8 @@ class CompressedLayer(DynamicLayer):
         keys, moved = self.store.move_sinks(sink_tokens, gap, self.identity.rotation, before)
         self._note(sink_keys=keys, sinks_moved=moved)
 
-    def _hold_dense(self, store: RaggedStore, *, in_place: bool) -> None:
-        self.store, empty = DenseStore.of(store, in_place=in_place)
+    def _hold_dense(self, store: RaggedStore) -> None:
+        self.store, empty = DenseStore.of(store)
         if self.slots.kept is not None and bool(empty.any()):
             self.slots = replace(self.slots, padding_slots=empty)
 
@@ -546,10 +547,10 @@ class CompressedLayer(DynamicLayer):
         store, tail = self.store, self.store.tail
         if not isinstance(tail, LentTail):
             return
-        store.leave_room(in_place=self.storage.in_place)
+        store.leave_room()
         if tail.stood_for_all:
             assert isinstance(store, RaggedStore)
-            self._hold_dense(store, in_place=self.storage.in_place)
+            self._hold_dense(store)
         self._seen_tokens = self._counted_tokens
         self._hold_own_queries()
         self.store.finalize_step()

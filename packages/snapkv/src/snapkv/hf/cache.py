@@ -30,7 +30,7 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.hf import forward_context, saved, step_graph
-from snapkv.hf.build import layers_for, other_kinds, plain_layers, storage_for
+from snapkv.hf.build import layers_for, other_kinds, plain_layers
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.forward_context import ForwardContext, phase_of
 from snapkv.hf.identity import unwrapped
@@ -133,7 +133,7 @@ class CompressedCache(Cache):
         setup.require("made")
         if setup.protect is not None:
             policy.require_protection(setup.protect)
-        super().__init__(layers=layers_for(model, policy, storage_for(setup)))
+        super().__init__(layers=layers_for(model, policy, setup.codes))
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         pool = setup.pool
         for layer in compressed:

@@ -144,19 +144,22 @@ class TokenStore(ABC):
         """Give every ragged head its part of the tail, which is empty then."""
         return
 
-    def append(self, keys: Tensor, values: Tensor, coming: int = 0) -> tuple[Tensor, Tensor]:
+    def append(
+        self, keys: Tensor, values: Tensor, coming: int = 0, *, in_place: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Store new tokens, (B, num_kv_heads, N, D); returns `keys` and `values`, they are last.
 
         Those that attention computes with are views: the first ones are copied, to where there is
-        room for as many more as are `coming`.
+        room for as many more as are `coming`. Not `in_place` where all of it is moved at every step
+        anyway.
         """
         if self.tail.keys is None:
             self.num_kv_heads = keys.shape[1]
-            return self.tail.begin(keys, values, coming)
+            return self.tail.begin(keys, values, coming if in_place else 0)
         repeats = self.tail.keys.shape[1] // keys.shape[1]  # heads that keep a set of their own
         if repeats > 1:
             keys, values = (new.repeat_interleave(repeats, dim=1) for new in (keys, values))
-        return self.tail.append(keys, values)
+        return self.tail.append(keys, values, in_place=in_place)
 
     @abstractmethod
     def keep(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> "TokenStore":
@@ -236,9 +239,9 @@ class TokenStore(ABC):
         self.tail = LentTail(*self.tail.written, tokens, stood_for_all=stood_for_all)
         self.has_room = True
 
-    def leave_room(self, *, in_place: bool) -> None:
+    def leave_room(self) -> None:
         """Grow from now on, with a tail of what is written."""
-        self.tail = Tail(*(part.clone() for part in self.tail.written), in_place=in_place)
+        self.tail = Tail(*(part.clone() for part in self.tail.written))
         self.has_room = False
 
     def last(self, tokens: int) -> Pair:

@@ -187,15 +187,9 @@ class RaggedStore(TokenStore):
     ragged: HeadStates
 
     def __init__(
-        self,
-        *,
-        states: HeadStates,
-        keys: Tensor,
-        values: Tensor,
-        num_kv_heads: int,
-        in_place: bool = True,
+        self, *, states: HeadStates, keys: Tensor, values: Tensor, num_kv_heads: int
     ) -> None:
-        super().__init__(num_kv_heads, Tail(keys, values, in_place=in_place))
+        super().__init__(num_kv_heads, Tail(keys, values))
         self.ragged = states
 
     @classmethod
@@ -232,7 +226,6 @@ class RaggedStore(TokenStore):
             keys=tail.keys[..., tokens:, :].repeat_interleave(repeats, dim=1),
             values=tail.values[..., tokens:, :].repeat_interleave(repeats, dim=1),
             num_kv_heads=store.num_kv_heads,
-            in_place=tail.in_place,
         )
 
     @property

@@ -16,16 +16,14 @@ class Storage:
     """How a layer stores: dense, by heads of different length, or in codes; grows with every token.
 
     Attributes:
-        in_place: as in `DenseStore`.
         codes: how what is kept of a prompt is held in few bits; None for unquantized.
     """
 
-    in_place: bool = True
     codes: KVCodes | None = None
 
     def empty(self) -> DenseStore:
         """A store without tokens."""
-        return DenseStore(in_place=self.in_place)
+        return DenseStore()
 
     def token_cost(self, store: TokenStore, heads: int) -> TokenCost:
         """What tokens of a store cost that so many heads keep."""
@@ -43,7 +41,7 @@ class Storage:
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
         """The store of that kind whose `state` this is."""
         if kind == RaggedStore.kind:
-            return RaggedStore(**state, in_place=self.in_place)
+            return RaggedStore(**state)
         if kind == CodedStore.kind:
             return CodedStore(**state)
         if kind != DenseStore.kind:
