@@ -474,7 +474,10 @@ class CompressedLayer(DynamicLayer):
         tokens, device = self.store.slots, self.store.keys.device
         at = self.slots.columns_by(tokens)
         self._offload(self.store, tokens)
-        self.store = self.store.keep_rows(rows.to(device), counts)
+        if isinstance(self.store, DenseStore):
+            self.store = self.store.ragged_from(None, tokens)
+        assert isinstance(self.store, RaggedStore)
+        self.store.keep_rows(rows.to(device), counts)
         self.slots = self.slots.chosen(columns.to(device), at, padding_slots=None)
         ids = self.state.token_ids
         self._note(head_notes=None, token_ids=None if ids is None else ids[:, tokens:])

@@ -174,14 +174,6 @@ class TokenStore(ABC):
         """
 
     @abstractmethod
-    def keep_rows(self, rows: Tensor, counts: Counts) -> "TokenStore":
-        """Keep (N,) rows of what heads hold, one head after the other, so many of each.
-
-        Of a prompt, which no token comes after. Where more heads are counted than are stored, rows
-        are those of as many copies of each.
-        """
-
-    @abstractmethod
     def only(self, stays: Tensor) -> "TokenStore":
         """Hold only some slots, (B, H, S) bool, bit for bit: of each head its last ones.
 

@@ -45,9 +45,6 @@ class DenseStore(TokenStore):
         self.tail.hold(*ops.gather_pair(keys, values, indices))
         return self
 
-    def keep_rows(self, rows: Tensor, counts: Counts) -> TokenStore:
-        return RaggedStore.of_rows(self, rows, counts)
-
     def only(self, stays: Tensor) -> TokenStore:
         """Hold some slots; ragged where heads of a row differ in how many.
 

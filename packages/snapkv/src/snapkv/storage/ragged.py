@@ -43,25 +43,18 @@ class RaggedStates(HeadStates):
 
         `counts` are the tokens of each head; without them a GPU is waited for.
         """
-        counts = counts or tokens_of(index)
         rows = ops.flat_rows(keys, index)
-        return cls._of_rows(keys.flatten(0, 2), values.flatten(0, 2), rows, counts)
+        return cls.whole(keys, values)._at_last(rows, counts or tokens_of(index))
 
-    @classmethod
-    def _of_rows(cls, keys: Tensor, values: Tensor, rows: Tensor, counts: Counts) -> "RaggedStates":
-        """Copy of flat states those at (B, H, K) rows that are tokens, the last ones of a head."""
+    def _at_last(self, rows: Tensor, counts: Counts) -> "RaggedStates":
+        """Copy those at (B, H, K) flat rows that are tokens, the last ones of a head."""
         heads = zip(rows.flatten(0, 1), itertools.chain(*counts), strict=True)
-        where = torch.cat([head[len(head) - count :] for head, count in heads])
-        return cls.at_rows(keys, values, where, counts)
+        return self.at_rows(torch.cat([head[len(head) - n :] for head, n in heads]), counts)
 
-    @classmethod
-    def at_rows(cls, keys: Tensor, values: Tensor, rows: Tensor, counts: Counts) -> "RaggedStates":
-        """Copy (N,) rows of flat states, so many of each head."""
-        return cls(
-            keys=keys.index_select(0, rows),
-            values=values.index_select(0, rows),
-            head_tokens=counts,
-        )
+    def at_rows(self, rows: Tensor, counts: Counts) -> "RaggedStates":
+        """Copy (N,) flat rows, so many of each head."""
+        keys, values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+        return RaggedStates(keys=keys, values=values, head_tokens=counts)
 
     @classmethod
     def whole(cls, keys: Tensor, values: Tensor) -> "RaggedStates":
@@ -78,8 +71,7 @@ class RaggedStates(HeadStates):
         """
         rows, is_token = self._rows(keep_indices)
         counts = counts or tokens_of(keep_indices.where(is_token, -1))
-        kept = self._of_rows(self.keys, self.values, rows, counts)
-        return replace(kept, least_slots=keep_indices.shape[-1])
+        return replace(self._at_last(rows, counts), least_slots=keep_indices.shape[-1])
 
     def slots(self) -> Tensor:
         """(B, H, S) int64: the slots of the padded layout; -1, ahead of them, for no token."""
@@ -204,23 +196,8 @@ class RaggedStore(TokenStore):
             tokens: how many slots `indices` points into.
             counts: as in `RaggedStates.gather`.
         """
-        states = RaggedStates.gather(*store.tail.written, indices, counts)
-        return cls._with_tail_of(store, states, tokens)
-
-    @classmethod
-    def of_rows(cls, store: TokenStore, rows: Tensor, counts: Counts) -> "RaggedStore":
-        """As `TokenStore.keep_rows`, of a store whose heads hold as many tokens each."""
-        keys, values = store.tail.written
-        tokens, repeats = keys.shape[2], len(counts[0]) // keys.shape[1]
-        if repeats > 1:
-            rows = rows // (tokens * repeats) * tokens + rows % tokens
-        states = RaggedStates.at_rows(keys.flatten(0, 2), values.flatten(0, 2), rows, counts)
-        return cls._with_tail_of(store, states, tokens)
-
-    @classmethod
-    def _with_tail_of(cls, store: TokenStore, states: RaggedStates, tokens: int) -> "RaggedStore":
-        """What heads hold, and after it what stands behind so many tokens of a store."""
-        tail, repeats = store.tail, len(states.head_tokens[0]) // store.tail.keys.shape[1]
+        tail, states = store.tail, RaggedStates.gather(*store.tail.written, indices, counts)
+        repeats = len(states.head_tokens[0]) // tail.keys.shape[1]
         return cls(  # of copies, no views
             states=states,
             keys=tail.keys[..., tokens:, :].repeat_interleave(repeats, dim=1),
@@ -259,10 +236,18 @@ class RaggedStore(TokenStore):
         self.ragged = self.heads().keep(indices, counts)
         return self
 
-    def keep_rows(self, rows: Tensor, counts: Counts) -> TokenStore:
-        heads = self.heads()
-        self.ragged = RaggedStates.at_rows(heads.keys, heads.values, rows, counts)
-        return self
+    def keep_rows(self, rows: Tensor, counts: Counts) -> None:
+        """Keep (N,) rows of what heads hold, one head after the other, so many of each.
+
+        Of a prompt, which no token comes after. Where more heads are counted than are stored, rows
+        are those of as many copies of each.
+        """
+        heads, tokens = self.heads(), self.unmasked_slots
+        repeats = len(counts[0]) // len(heads.head_tokens[0])
+        if repeats > 1:  # all of which hold as many
+            rows = rows // (tokens * repeats) * tokens + rows % tokens
+        self.ragged = heads.at_rows(rows, counts)
+        self._hold(lambda states: states.repeat_interleave(repeats, dim=1))  # copies, no views
 
     def only(self, stays: Tensor) -> TokenStore:
         """Hold some slots; the tail keeps as many tokens of all heads, the others go to theirs."""
