@@ -16,12 +16,12 @@ from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selec
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import padding_left
-from snapkv.storage.base import Counts, TokenStore
-from snapkv.storage.coded import CodedStore
+from snapkv.storage.base import TokenStore
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.offload import OffloadedTokens
-from snapkv.storage.ragged import RaggedStore, tokens_of
+from snapkv.storage.ragged import Counts, tokens_of
+from snapkv.storage.ragged_store import CodedStore, RaggedStore
 from snapkv.storage.storage import Storage
 
 Turns = Literal["append", "compress", "recall"]

@@ -6,7 +6,7 @@
 
 A slot's column is its token's place in all that was seen, and its position that without the row's
 pads; `snapkv.cache.slots` knows them. Dense stores have a tail alone. Attention is handed the tail,
-and reads beside it what heads kept, flat or in codes (`HeadStates`).
+and reads beside it what heads kept, flat or in codes.
 """
 
 import copy
@@ -17,64 +17,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from snapkv import ops
+from snapkv.storage.coded import CodedStates
 from snapkv.storage.lent_tail import LentTail
+from snapkv.storage.ragged import Counts, RaggedStates
 from snapkv.storage.tail import Pair, Tail
-
-Counts = tuple[tuple[int, ...], ...]
-"""Tokens of each head, row by row: B lists of H numbers."""
-
-
-class HeadStates(ABC):
-    """What heads kept, different numbers of tokens, exact or in codes.
-
-    In the padded layout every head has as many slots as the longest one; its tokens are the last.
-
-    Attributes:
-        head_tokens: tokens of each head.
-    """
-
-    head_tokens: Counts
-
-    @property
-    @abstractmethod
-    def longest_tokens(self) -> int:
-        """Slots of the padded layout."""
-
-    @property
-    def mean_tokens(self) -> float:
-        """Tokens per row and head, on average."""
-        counts = [count for row in self.head_tokens for count in row]
-        return sum(counts) / len(counts)
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Of keys and values."""
-
-    @property
-    @abstractmethod
-    def index_bytes(self) -> int:
-        """Of what attention needs to know of the layout."""
-
-    @abstractmethod
-    def decoded(self) -> Any:
-        """The `RaggedStates` that they are, or that their codes stand for."""
-
-    @abstractmethod
-    def select_rows(self, rows: Tensor) -> "HeadStates":
-        """The rows in that order, each as often as it is named."""
-
-    @abstractmethod
-    def attend(
-        self,
-        queries: Tensor,
-        tail: Pair,
-        score_options: ops.ScoreOptions,
-        own_visible: Tensor | None = None,
-        tail_tokens: Tensor | None = None,
-    ) -> Tensor:
-        """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.ragged_attention`."""
 
 
 class TokenStore(ABC):
@@ -97,7 +43,7 @@ class TokenStore(ABC):
     kind: str
     has_room: bool = False
     is_exact: ClassVar[bool] = True
-    ragged: "HeadStates | None" = None
+    ragged: RaggedStates | CodedStates | None = None
 
     def __init__(self, num_kv_heads: int, tail: Tail) -> None:
         self.num_kv_heads, self.tail = num_kv_heads, tail

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.storage.base import Counts, TokenStore
-from snapkv.storage.ragged import RaggedStates, RaggedStore
+from snapkv.storage.base import TokenStore
+from snapkv.storage.ragged import Counts, RaggedStates
+from snapkv.storage.ragged_store import RaggedStore
 from snapkv.storage.tail import Tail
 
 

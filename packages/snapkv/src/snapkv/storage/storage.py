@@ -6,9 +6,9 @@ from typing import Any
 from snapkv.ops import TokenCost
 from snapkv.storage.base import TokenStore
 from snapkv.storage.bits import KVCodes
-from snapkv.storage.coded import CodedStore, block_bytes
+from snapkv.storage.coded import block_bytes
 from snapkv.storage.dense import DenseStore
-from snapkv.storage.ragged import RaggedStore
+from snapkv.storage.ragged_store import CodedStore, RaggedStore
 
 
 @dataclass(frozen=True, kw_only=True)
