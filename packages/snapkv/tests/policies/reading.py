@@ -5,14 +5,13 @@ from dataclasses import replace
 
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.cache.prompt_state import PromptState
-from snapkv.storage.storage import Storage
 
 
-def ended(policy, prompts, storage=None):
+def ended(policy, prompts, codes=None):
     """Layers that have read these prompts in order, and hold what they keep."""
-    count, storage = len(prompts), storage or Storage()
+    count = len(prompts)
     layers = [
-        CompressedLayer(policy, LayerIdentity(layer_idx=at, depth=at, num_layers=count), storage)
+        CompressedLayer(policy, LayerIdentity(layer_idx=at, depth=at, num_layers=count), codes)
         for at in range(count)
     ]
     prompt_state = PromptState(layers=layers)

@@ -22,7 +22,6 @@ from snapkv import (
 from snapkv.hf.forward_context import Hook, hooked
 from snapkv.ops import TokenCost
 from snapkv.policies.across_layers import in_blocks
-from snapkv.storage.storage import Storage
 from tests.families import call, peaked_model, random_ids, tiny_config, tiny_model
 from tests.ops.states import layer_with_scores, pad_left, random_layer, rated_layer
 from tests.policies.reading import ended
@@ -163,7 +162,7 @@ def test_of_bytes_in_few_bits_heads_win_whole_blocks(lengths, heads, depth, shar
         finite = {name: getattr(prompt, name).nan_to_num() for name in ("keys", "values")}
         prompts.append(replace(prompt, **finite))
         full_bytes += sum(lengths) * heads * 2 * 32 * 4
-    layers = ended(policy, prompts, Storage(codes=KVCodes(8, 4)))
+    layers = ended(policy, prompts, KVCodes(8, 4))
     for row, kept in enumerate(kept_of(policy, prompts, layers)):
         first, best_left, worst_kept = max(lengths) - lengths[row], -math.inf, math.inf
         for prompt, of_layer in zip(prompts, kept, strict=True):

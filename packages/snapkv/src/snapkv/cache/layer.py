@@ -17,12 +17,13 @@ from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import padding_left
 from snapkv.storage.base import TokenStore
+from snapkv.storage.bits import KVCodes
 from snapkv.storage.dense import DenseStore
+from snapkv.storage.kinds import restored
 from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import Counts, tokens_of
 from snapkv.storage.ragged_store import CodedStore, RaggedStore
-from snapkv.storage.storage import Storage
 
 Turns = Literal["append", "compress", "recall"]
 """What becomes of a later prompt: stored whole after what was kept; its end votes on what was
@@ -57,7 +58,7 @@ class CompressedLayer(DynamicLayer):
     business, when to ask it is `snapkv.hf.attention`'s.
 
     Attributes:
-        storage: what `store` is made by, and what it becomes behind a prompt.
+        codes: what is kept of a prompt is held in these; None for as it came.
         store: keys and values of the stored tokens.
         slots: which token stands in which slot of the store.
         state: what else is known of the tokens.
@@ -68,10 +69,10 @@ class CompressedLayer(DynamicLayer):
 
     supports_early_init = False
 
-    def __init__(self, policy: Policy, identity: LayerIdentity, storage: Storage) -> None:
+    def __init__(self, policy: Policy, identity: LayerIdentity, codes: KVCodes | None) -> None:
         # Not transformers' own, which would assign keys and values.
-        self.policy, self.identity, self.storage = policy, identity, storage
-        self.store: TokenStore = storage.empty()
+        self.policy, self.identity, self.codes = policy, identity, codes
+        self.store: TokenStore = DenseStore()
         self.slots, self.state, self._seen_tokens = SlotMap(), LayerState(), 0
         self.offloaded: OffloadedTokens | None = None
         self.turns: Turns = "append"
@@ -140,7 +141,7 @@ class CompressedLayer(DynamicLayer):
         )
 
     def reset(self) -> None:
-        self.store, self.slots, self.state = self.storage.empty(), SlotMap(), type(self.state)()
+        self.store, self.slots, self.state = DenseStore(), SlotMap(), type(self.state)()
         self._seen_tokens = 0
         if self.offloaded is not None:
             self.offloaded.clear()
@@ -365,7 +366,7 @@ class CompressedLayer(DynamicLayer):
         self, kind: str, stored: dict[str, Any], slots: SlotMap, state: LayerState | None = None
     ) -> None:
         """Hold what a file or a document holds: a store of that kind, by its `state()`."""
-        self.store = self.storage.restored(kind, stored)
+        self.store = restored(kind, stored)
         self.slots = slots if self.store.ragged is None else slots.without_padding()
         self.state = self.state if state is None else state
         self._seen_tokens = self._counted_tokens
@@ -407,7 +408,7 @@ class CompressedLayer(DynamicLayer):
     def token_cost(self, query_heads: int) -> ops.TokenCost:
         """What tokens cost that the heads keep, or so many query heads with sets of their own."""
         heads = query_heads if self.policy.per_query_head else self.keys.shape[1]
-        return self.storage.token_cost(self.store, heads)
+        return self.store.token_cost(heads, self.codes)
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and keep of it what was chosen.
@@ -432,7 +433,7 @@ class CompressedLayer(DynamicLayer):
 
     def encode_kept(self, prompt_tokens: int) -> None:
         """Behind a prompt, hold what was kept of so many slots as codes, if any are asked for."""
-        if self.storage.codes is not None:
+        if self.codes is not None:
             self.encode(prompt_tokens if self.slots.kept is None else self.slots.chosen_slots)
 
     def encode(self, tokens: int) -> None:
@@ -441,12 +442,12 @@ class CompressedLayer(DynamicLayer):
         Where tokens were dropped, all of them have been.
         """
         store = whole = self.store
-        if self.storage.codes is None or not tokens:
+        if self.codes is None or not tokens:
             return
         if isinstance(store, DenseStore):
             store = store.ragged_from(self.slots.empty, tokens)
         assert isinstance(store, RaggedStore)
-        self.store = CodedStore.of(store, self.storage.codes)
+        self.store = CodedStore.of(store, self.codes)
         self.slots = self.slots.without_padding()
         if self.slots.kept is None:
             self._offload(whole, tokens)
@@ -502,12 +503,12 @@ class CompressedLayer(DynamicLayer):
 
     def absorb_tail(self) -> None:
         """Give every head of different length its part of the tokens behind the prompt."""
-        tail = self.store.tail_tokens
-        if self.store.ragged is None or not tail:
+        store, tail = self.store, self.store.tail.tokens
+        if not isinstance(store, RaggedStore) or not tail:
             return
         columns, end = self.slots.columns(self.store), self.columns
         self._note(slot_scores=self.state.scores_with(tail))
-        self.store.absorb_tail()
+        store.absorb_tail()
         self.slots = self.slots.chosen(columns, end)
 
     def _move_sinks(self, sink_tokens: int) -> None:
@@ -651,7 +652,7 @@ class CompressedLayer(DynamicLayer):
             return
         tail = self.store.last(self.columns - self.offloaded.tokens)
         keys, values = self.offloaded.with_tail(*tail)
-        self.store = self.storage.empty().fill(keys, values, self.store.num_kv_heads)
+        self.store = DenseStore().fill(keys, values, self.store.num_kv_heads)
         self.slots = self.slots.whole()
         self._seen_tokens = self._counted_tokens
 

@@ -436,7 +436,7 @@ def _rearranges(call: AttentionCall, context: ForwardContext) -> bool:
     layer, stored = context.layer, (context.keys, context.values)
     if all(map(_is_same, (call.key, call.value), stored)):
         return False
-    by_head = layer.policy.per_query_head or layer.storage.codes is not None
+    by_head = layer.policy.per_query_head or layer.codes is not None
     return by_head or context.keys.shape[1] > 1
 
 

@@ -18,7 +18,6 @@ from snapkv.hf.model_parts import output_projections, rotations_of
 from snapkv.hf.placement import layer_devices
 from snapkv.policies import Policy
 from snapkv.storage.bits import KVCodes
-from snapkv.storage.storage import Storage
 from snapkv.storage.uncompressed import CrossAttentionLayer
 
 _COMPRESSED = {"DynamicLayer", "LinearAttentionAndFullAttentionLayer"}
@@ -63,7 +62,7 @@ def layers_for(
 ) -> list[CacheLayerMixin]:
     """transformers' own choice of layers for the model, the full-attention ones compressed.
 
-    What they keep is held in `codes`, see `Storage`.
+    What they keep is held in `codes`, if any.
     """
     layers = plain_layers(model)
     full = [index for index, layer in enumerate(layers) if grows(layer)]
@@ -72,17 +71,17 @@ def layers_for(
     _require_together(model, readers)
     for identity in _identities(model, policy, readers):
         index = identity.layer_idx
-        layers[index] = _compressed(layers[index], policy, identity, Storage(codes=codes))
+        layers[index] = _compressed(layers[index], policy, identity, codes)
     return layers
 
 
 def _compressed(
-    made: CacheLayerMixin, policy: Policy, identity: LayerIdentity, storage: Storage
+    made: CacheLayerMixin, policy: Policy, identity: LayerIdentity, codes: KVCodes | None
 ) -> CompressedLayer:
     """The compressed layer in the place of one of transformers'."""
     if type(made) is DynamicLayer:
-        return CompressedLayer(policy, identity, storage)
-    return HybridLayer(policy, identity, storage, made)
+        return CompressedLayer(policy, identity, codes)
+    return HybridLayer(policy, identity, codes, made)
 
 
 def _identities(

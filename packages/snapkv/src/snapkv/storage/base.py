@@ -12,12 +12,15 @@ and reads beside it what heads kept, flat or in codes.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from snapkv.storage.coded import CodedStates
+from snapkv.ops import TokenCost
+from snapkv.storage.bits import KVCodes
+from snapkv.storage.coded import CodedStates, block_bytes
 from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.ragged import Counts, RaggedStates
 from snapkv.storage.tail import Pair, Tail
@@ -73,11 +76,6 @@ class TokenStore(ABC):
         return 0
 
     @property
-    def tail_tokens(self) -> int:
-        """Tokens after ragged heads, as many of each; all where none are ragged."""
-        return self.tail.tokens
-
-    @property
     def mean_tokens(self) -> float:
         """Tokens per row and head, on average where they differ."""
         return self.slots
@@ -85,10 +83,6 @@ class TokenStore(ABC):
     def mask_columns(self, new_tokens: int) -> int:
         """Columns of the mask of a forward pass that appends that many tokens."""
         return self.tail.columns(new_tokens)
-
-    def absorb_tail(self) -> None:
-        """Give every ragged head its part of the tail, which is empty then."""
-        return
 
     def append(
         self, keys: Tensor, values: Tensor, coming: int = 0, *, in_place: bool = True
@@ -199,6 +193,15 @@ class TokenStore(ABC):
     def held_bytes(self) -> int:
         """Bytes of the keys and values, measured on the tensors."""
         return int(self.keys.nbytes + self.values.nbytes) if self.is_filled else 0
+
+    def token_cost(self, heads: int, codes: KVCodes | None) -> TokenCost:
+        """What tokens cost that so many heads keep, in these codes or as they are."""
+        per_head = self.keys.element_size() * (self.keys.shape[-1] + self.values.shape[-1])
+        one = TokenCost(full_bytes=self.num_kv_heads * per_head, block_bytes=heads * per_head)
+        if codes is None:
+            return one
+        blocks = heads * block_bytes(self.padded(), codes)
+        return replace(one, block_bytes=blocks, block_tokens=codes.group_size)
 
     @property
     def bits(self) -> str:

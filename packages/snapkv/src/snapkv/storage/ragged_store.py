@@ -108,7 +108,7 @@ class RaggedStore(TokenStore):
 
     def crop(self, tokens: int) -> TokenStore:
         """Forget the last tokens, of every head as many: those of the tail, then its own."""
-        last = min(tokens, self.tail_tokens)
+        last = min(tokens, self.tail.tokens)
         if last:
             super().crop(last)
         if own := tokens - last:
@@ -118,14 +118,14 @@ class RaggedStore(TokenStore):
 
     def last(self, tokens: int) -> Pair:
         """As of every store; what is with the heads by what that stands for."""
-        if tokens <= self.tail_tokens:
+        if tokens <= self.tail.tokens:
             return super().last(tokens)
         return self._of_kv_heads(*self.padded(), tokens)
 
     def padded(self) -> Pair:
         heads, (keys, values) = self.heads(), self.tail.written
         padded = heads.padded_keys(), heads.padded_values()
-        if not self.tail_tokens:
+        if not self.tail.tokens:
             return padded
         return torch.cat([padded[0], keys], dim=2), torch.cat([padded[1], values], dim=2)
 
@@ -177,7 +177,7 @@ class CodedStore(RaggedStore):
         if isinstance(self.ragged, RaggedStates):
             self.ragged = CodedStates.of(self.ragged, self.how)
         G = self.how.group_size
-        old = max(0, self.tail_tokens - drafts) // G * G
+        old = max(0, self.tail.tokens - drafts) // G * G
         if old:
             assert isinstance(self.ragged, CodedStates)
             keys, values = self.tail.written
