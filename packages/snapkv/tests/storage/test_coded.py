@@ -14,11 +14,11 @@ from snapkv import (
     KeyDiff,
     SnapKV,
 )
-from snapkv.ops import encode
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.coded import CodedStates
 from snapkv.storage.ragged import RaggedStates
 from tests.families import ONCE, call, random_ids, tiny_model
+from tests.ops.coded_cases import encode
 
 PROMPT, BUDGET = 90, 60
 POLICY = SnapKV(BUDGET, window_size=8)
