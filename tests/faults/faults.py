@@ -870,12 +870,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv/storage/ragged.py": [
         (
-            "heads hold a token that was taken back",
-            "[..., : heads.longest_tokens - own])",
-            "[..., : heads.longest_tokens - own + 1])",
-            "storage/test_coded.py",
-        ),
-        (
             "the first token of a ragged head is taken for none",
             "slots >= both[..., 1]",
             "slots > both[..., 1]",
@@ -886,6 +880,14 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "tuple(self.head_tokens[row] for row in rows.tolist())",
             "tuple(self.head_tokens[row] for row in sorted(rows.tolist()))",
             "sequences/test_sequences.py",
+        ),
+    ],
+    "snapkv/storage/ragged_store.py": [
+        (
+            "heads hold a token that was taken back",
+            "[..., : heads.longest_tokens - own])",
+            "[..., : heads.longest_tokens - own + 1])",
+            "storage/test_coded.py",
         ),
     ],
     "snapkv/storage/tail.py": [

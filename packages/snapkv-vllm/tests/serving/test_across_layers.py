@@ -10,6 +10,7 @@ from snapkv import default_policy
 from snapkv_vllm.across_layers import kept_across
 from snapkv_vllm.settings import ServingSettings
 from tests.ops.states import random_layer
+from tests.policies.reading import columns_kept
 
 LAYERS, TOKENS = 5, 150
 
@@ -41,8 +42,7 @@ def runs_of(layers, sizes):
         yield replace(some[0], **states, received=None)
 
 
-def as_mask(selection):
-    keep = selection.keep_indices
+def as_mask(keep):
     mask = torch.zeros(*keep.shape[:2], TOKENS + 1, dtype=torch.bool)
     return mask.scatter(2, keep.where(keep >= 0, TOKENS), True)[..., :TOKENS]
 
@@ -52,7 +52,7 @@ def as_mask(selection):
 @pytest.mark.parametrize("policy", [default_policy(40), default_policy(20), default_policy(149)])
 def test_what_stays_is_what_the_library_keeps_of_all_layers(policy, sizes, equal):
     layers = layers_of(policy, equal=equal)
-    expected = torch.cat([as_mask(one) for one in policy.select_all(layers)])
+    expected = torch.cat([as_mask(one) for one in columns_kept(policy, layers)])
     budget = policy.policy.budget
     found = torch.cat(kept_across(policy, runs_of(layers, sizes), budget))
     assert torch.equal(found, expected)

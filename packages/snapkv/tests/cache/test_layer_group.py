@@ -9,11 +9,10 @@ from snapkv import AcrossLayers, CacheMismatchError, CompressedCache, SnapKV
 from snapkv.cache import layer_group
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.policies.states import LostVotes
-from snapkv.storage.storage import Storage
 from tests.families import call, peaked_model, random_ids, tiny_config, tiny_model
 from tests.methods import BOTH, CACHES, METHODS
 from tests.ops.states import pad_left, random_layer
-from tests.policies.test_across_layers import ended
+from tests.policies.reading import ended
 
 VOTING = ("snapkv", "snapkv by query head", "snapkv by itself", "pyramidkv", "adakv")
 POLICIES = {name: METHODS[name] for name in VOTING} | {
@@ -111,8 +110,8 @@ def test_of_layers_that_wait_no_more_queries_are_held_than_vote(wait):
     wait(1 << 30)
     group, prompt = layer_group.LayerGroup(), random_layer(0, prompt_tokens=90, query_tokens=90)
     voting = replace(prompt, queries=prompt.queries[:, :, -8:], num_layers=2)
-    storage, identity = Storage(), LayerIdentity(layer_idx=0, num_layers=2)
-    group.add(CompressedLayer(METHODS["snapkv"], identity, storage), voting)
+    identity = LayerIdentity(layer_idx=0, num_layers=2)
+    group.add(CompressedLayer(METHODS["snapkv"], identity, None), voting)
     held = group.prompts[0].queries
     assert held.untyped_storage().nbytes() == held.nbytes
 

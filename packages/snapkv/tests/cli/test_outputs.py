@@ -104,7 +104,7 @@ def test_what_is_read_is_never_written(refused, document, here, link):
 def test_what_a_command_goes_on_with_is_left_to_it(snapkv, document, tmp_path, command, option):
     given, _ = target_of(option, tmp_path)
     match option.mark(Output):
-        case RunFolder(record=record, key=key):
+        case RunFolder(files=(record, *_), key=key):
             given.mkdir()
             (given / record).write_text(f'{{"{key}": 1}}')
         case RowsFile(key=key):
@@ -122,7 +122,7 @@ def test_a_folder_of_somebody_else_is_no_place_for_a_run(
 ):
     given, _ = target_of(option, tmp_path)
     given.mkdir()
-    left = given / f".{option.mark(Output).record}.{'a' * 32}.partial"
+    left = given / f".{option.mark(Output).files[0]}.{'a' * 32}.partial"
     left.touch()  # by a run that was killed, which is gone on with
     call = command.call(option.flag, given, document=document)
     assert "the command has begun" in snapkv(*call).err

@@ -91,8 +91,8 @@ RELEASES = torch.__version__[:4], transformers.__version__[:4]
 LIMITS = {
     "snapkv": (10, 0, 60, 19),
     "adakv": (15, 7, 72, 28),
-    "int4": (14, 26, 100, 45),
-    "default": (12, 7, 75, 29),
+    "int4": (14, 26, 100, 44),
+    "default": (12, 7, 84, 29),
 }
 
 

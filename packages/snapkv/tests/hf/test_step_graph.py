@@ -270,7 +270,7 @@ def test_codes_hold_no_more_of_an_answer_in_full_than_there_is_room_for(monkeypa
     monkeypatch.setattr(room, "FIRST_TOKENS", 32)
     model, ids, exact = tiny_model("llama"), random_ids(1, 90), []
     cache = CompressedCache(model, POLICY, quantize="int4")
-    criteria = [lambda *_: exact.append(cache.layers[0].store.tail_tokens) or torch.zeros(1) > 0]
+    criteria = [lambda *_: exact.append(cache.layers[0].store.tail.tokens) or torch.zeros(1) > 0]
     generated(model, cache, ids, max_new_tokens=120, stopping_criteria=criteria)
     assert cache.report()["steps"] == "one graph"
     assert max(exact) <= 32 + 32

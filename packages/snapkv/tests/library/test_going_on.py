@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from snapkv import AdaKV, CompressedCache, FullCache, KeyDiff, SnapKV, default_policy
 from snapkv.library import blend, joined_ids
-from snapkv.storage.ragged import RaggedStore
+from snapkv.storage.ragged_store import RaggedStore
 from tests.families import call, random_ids, tiny_model
 from tests.library import reference
 from tests.library.test_blending import documents, few, uneven

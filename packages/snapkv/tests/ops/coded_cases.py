@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.ops import BlockLayout, coded_attention, encode
+from snapkv.ops import BlockLayout, coded_attention, encode_all
 from tests.ops.ragged_cases import LENGTHS, OPTIONS, states, with_options, with_room
 
 BITS = ((4, 4), (8, 4), (4, 8))
@@ -17,6 +17,12 @@ CASES = LENGTHS | {
 }
 MORE = ((32, 32), (32, 32))
 """A section that every head has grown by."""
+
+
+def encode(states, bits, *, along):
+    """`encode_all` of one."""
+    (codes,) = encode_all([(states, bits, along)])
+    return codes
 
 
 def coded_states(lengths, queries, bits, *, block_tokens=32, grown=False, dtype=torch.float32):

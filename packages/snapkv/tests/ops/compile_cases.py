@@ -102,7 +102,7 @@ def run_ragged(queries, kv_heads, options):
 
 
 def run_coded(queries, kv_heads, options):
-    from snapkv.ops import BlockLayout, encode
+    from snapkv.ops import BlockLayout, encode_all
     from snapkv.ops.codes import triton, triton_coding
 
     B, D = queries.shape[0], queries.shape[-1]
@@ -110,7 +110,7 @@ def run_coded(queries, kv_heads, options):
         return  # refused
     layout = BlockLayout((((96,) * kv_heads,) * B,), 32, queries.device)
     blocks = torch.zeros(len(layout.heads), 32, D, dtype=queries.dtype)
-    keys, values = encode(blocks, 4, along="tokens"), encode(blocks, 4, along="channels")
+    keys, values = encode_all([(blocks, 4, "tokens"), (blocks, 4, "channels")])
     for bits, along in itertools.product((4, 8), ("tokens", "channels")):
         triton_coding.encode(blocks[..., : D // 32 * 32], bits, along)
     tail = queries.new_empty(B, kv_heads, 64, D)

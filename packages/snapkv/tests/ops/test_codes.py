@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import InvalidArgumentError
-from snapkv.ops import BlockLayout, ScoreOptions, coded_attention, encode
+from snapkv.ops import BlockLayout, ScoreOptions, coded_attention
 from snapkv.ops.codes import blocked
 from snapkv.ops.codes.reference import flat_states
-from tests.ops.coded_cases import blocks_of, coded_states, require_reference
+from tests.ops.coded_cases import blocks_of, coded_states, encode, require_reference
 from tests.ops.ragged_cases import LENGTHS
 
 

@@ -1,6 +1,5 @@
 """One budget for all layers: the best scores of all of them are kept, and their number is exact."""
 
-import functools
 import math
 from dataclasses import replace
 
@@ -20,43 +19,19 @@ from snapkv import (
     PyramidKV,
     SnapKV,
 )
-from snapkv.cache.layer import CompressedLayer, LayerIdentity
-from snapkv.cache.prompt_state import PromptState
 from snapkv.hf.forward_context import Hook, hooked
 from snapkv.ops import TokenCost
 from snapkv.policies.across_layers import in_blocks
-from snapkv.storage.storage import Storage
 from tests.families import call, peaked_model, random_ids, tiny_config, tiny_model
 from tests.ops.states import layer_with_scores, pad_left, random_layer, rated_layer
+from tests.policies.reading import ended
 
 TOKENS = 70
 POLICY = AcrossLayers(SnapKV(24, window_size=4))
 
 
-def ended(policy, prompts, storage=None):
-    """Layers that have read these prompts in order, and hold what they keep."""
-    count, storage = len(prompts), storage or Storage()
-    layers = [
-        CompressedLayer(policy, LayerIdentity(layer_idx=at, depth=at, num_layers=count), storage)
-        for at in range(count)
-    ]
-    prompt_state = PromptState(layers=layers)
-    for layer, prompt in zip(layers, prompts, strict=True):
-        layer.update(prompt.keys, prompt.values)
-        at, cost = layer.identity.depth, functools.partial(layer.token_cost, prompt.keys.shape[1])
-        shown = replace(prompt, depth=at, num_layers=count, token_cost=cost)
-        if not prompt_state.group.goes_with(shown):
-            prompt_state.choose()
-        prompt_state.group.add(layer, shown)
-        if prompt_state.group.is_full:
-            prompt_state.choose()
-    assert prompt_state.shared is None
-    assert not prompt_state.group
-    return layers
-
-
 def kept_of(policy, prompts, layers=None):
-    """For every row, layer and head the positions that such layers keep."""
+    """For every row, layer and head the positions that layers keep which have read prompts."""
     layers = ended(policy, prompts) if layers is None else layers
     pads = prompts[0].pad_tokens
     firsts = [0] * len(prompts[0].keys) if pads is None else pads.tolist()
@@ -88,10 +63,13 @@ def best_of_all(policy, layers, row):
             if protected is not None and protected[row, 0, position]:
                 score = float("inf")
             found.append((-score, at, head, position))
-    if min(means) <= scorer.sink_tokens:  # no more than the first of the sinks
-        kept = [(at, head, place) for at, head in heads for place in prefix[: means[at]]]
+    found.sort()
+    if min(means) <= scorer.sink_tokens:  # every head of a layer keeps as many
+        of_heads = {where: [entry for entry in found if entry[1:3] == where] for where in heads}
+        found = [entry for (at, _), own in of_heads.items() for entry in own[: means[at]]]
     else:
-        kept = [entry[1:] for entry in sorted(found)[:total]]
+        found = found[:total]
+    kept = [entry[1:] for entry in found]
     last = set(range(max(T - window, pads[0]), T))
     return [
         [
@@ -151,12 +129,7 @@ def test_what_is_kept_is_the_best_of_all(lengths, heads, limit, window, sinks, p
         kept = kept_of(policy, layers)
     except InvalidArgumentError:  # no room for what must stay
         assume(False)
-    plainly = policy.select_all(layers)
-    for row in range(len(lengths)):
-        best = best_of_all(policy, layers, row)
-        heads = [selection.keep_indices[row] for selection in plainly]
-        same = [[set(head[head >= 0].tolist()) for head in own] for own in heads]
-        assert kept[row] == same == best
+    assert kept == [best_of_all(policy, layers, row) for row in range(len(lengths))]
 
 
 def test_heads_win_blocks_of_codes_by_hand():
@@ -189,7 +162,7 @@ def test_of_bytes_in_few_bits_heads_win_whole_blocks(lengths, heads, depth, shar
         finite = {name: getattr(prompt, name).nan_to_num() for name in ("keys", "values")}
         prompts.append(replace(prompt, **finite))
         full_bytes += sum(lengths) * heads * 2 * 32 * 4
-    layers = ended(policy, prompts, Storage(codes=KVCodes(8, 4)))
+    layers = ended(policy, prompts, KVCodes(8, 4))
     for row, kept in enumerate(kept_of(policy, prompts, layers)):
         first, best_left, worst_kept = max(lengths) - lengths[row], -math.inf, math.inf
         for prompt, of_layer in zip(prompts, kept, strict=True):

@@ -19,7 +19,7 @@ from snapkv.kvzip import read_twice
 from snapkv.ops import TokenCost
 from snapkv.policies.prefix import Prefix
 from snapkv.storage.bits import KVCodes
-from snapkv.storage.storage import Storage
+from snapkv.storage.dense import DenseStore
 from tests.families import random_ids, read, tiny_model
 from tests.ops.states import worked_layer
 
@@ -65,18 +65,18 @@ def test_a_share_is_of_each_rows_own_prompt_and_bytes_are_not():
 def test_what_tokens_cost_on_paper():
     """Two heads of 32 numbers, float32: 512 bytes a token. Scales and least numbers take two."""
     states = torch.ones(1, 2, 50, 32)
-    store = Storage().empty().fill(states, states, 2)
-    assert Storage().token_cost(store, 2) == TokenCost(full_bytes=512, block_bytes=512)
+    store = DenseStore().fill(states, states, 2)
+    assert store.token_cost(2, None) == TokenCost(full_bytes=512, block_bytes=512)
     keys, values = 32 * 32 + 32 * 4, 32 * 16 + 32 * 4
-    found = Storage(codes=KVCodes(8, 4)).token_cost(store, 4)  # each query head its own
+    found = store.token_cost(4, KVCodes(8, 4))  # each query head its own
     block_bytes = 4 * (keys + values)
     assert found == TokenCost(full_bytes=512, block_bytes=block_bytes, block_tokens=32)
 
 
 def test_numbers_beyond_float16_cost_wider_scales():
     states = torch.full((1, 2, 50, 32), 1e5)
-    store = Storage().empty().fill(states, states, 2)
-    assert Storage(codes=KVCodes(8, 8)).token_cost(store, 2).block_bytes == 4 * (1024 + 256)
+    store = DenseStore().fill(states, states, 2)
+    assert store.token_cost(2, KVCodes(8, 8)).block_bytes == 4 * (1024 + 256)
 
 
 WINDOW = {"window_size": 8}

@@ -14,11 +14,11 @@ from snapkv import (
     KeyDiff,
     SnapKV,
 )
-from snapkv.ops import encode
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.coded import CodedStates
 from snapkv.storage.ragged import RaggedStates
 from tests.families import ONCE, call, random_ids, tiny_model
+from tests.ops.coded_cases import encode
 
 PROMPT, BUDGET = 90, 60
 POLICY = SnapKV(BUDGET, window_size=8)
@@ -108,7 +108,7 @@ def test_drafts_behind_a_prompt_do_not_see_each_other_as_codes():
     call(model, caches[1], ids)
     got = call(model, caches[1], drafts)[:, :30]
     assert (got - wanted).abs().max() <= 1e-3 * wanted.abs().max()
-    assert caches[1].layers[0].store.tail_tokens == 40
+    assert caches[1].layers[0].store.tail.tokens == 40
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class TrainOptions(ModelOptions):
     to: Annotated[
         str,
         typer.Option(help="Folder of the heads; a stopped run continues there"),
-        RunFolder(files=_FILES, record="run.json", key="training"),
+        RunFolder(files=_FILES, key="training"),
     ] = "medusa-heads"
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False
 

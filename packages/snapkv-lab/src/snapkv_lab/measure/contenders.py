@@ -204,7 +204,7 @@ def _end_prompt(
         num_layers=layer.identity.num_layers,
         rotation=layer.identity.rotation,
         output_weight=None if output is None else output_weight(output, layer.keys.dtype),
-        token_cost=partial(layer.storage.token_cost, layer.store, layer.keys.shape[1]),
+        token_cost=partial(layer.token_cost, layer.keys.shape[1]),
     )
     cache.prompt_state.end_prompt(layer, prompt)
 

@@ -20,6 +20,7 @@ from snapkv_vllm.layouts import CpuLayout, NumberFormat
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.names import PREFIX, SESSION
 from snapkv_vllm.spans import NAME
+from tests.policies.reading import columns_kept
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 from tests.serving.vllm.test_heads import of_prompt
@@ -130,9 +131,8 @@ def test_kept_sets_are_those_of_the_library_on_the_keys_as_attention_sees_them(
         for depth, seen in enumerate(layers)
         for keys in [seen.keys_of(CODED[name])[None]]
     ]
-    for expected, keep in zip(policy.select_all(attended), kept.of(prompt), strict=True):
-        indices = expected.keep_indices.expand(-1, small.kv_heads, -1)
-        assert of_prompt(keep, prompt) == of_prompt(indices, prompt)
+    for expected, keep in zip(columns_kept(policy, attended), kept.of(prompt), strict=True):
+        assert of_prompt(keep, prompt) == of_prompt(expected, prompt)
 
 
 @pytest.fixture(scope="module")

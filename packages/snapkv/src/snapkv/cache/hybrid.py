@@ -9,7 +9,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, Linea
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.policies import Policy
 from snapkv.storage import uncompressed
-from snapkv.storage.storage import Storage
+from snapkv.storage.bits import KVCodes
 
 
 class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
@@ -19,9 +19,9 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
     """
 
     def __init__(
-        self, policy: Policy, identity: LayerIdentity, storage: Storage, made: Any
+        self, policy: Policy, identity: LayerIdentity, codes: KVCodes | None, made: Any
     ) -> None:
-        super().__init__(policy, identity, storage)
+        super().__init__(policy, identity, codes)
         own = {name: value for name, value in vars(made).items() if name not in _OF_TOKENS}
         self.__dict__.update(own)
         self._names = tuple(own)

@@ -16,13 +16,14 @@ from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selec
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import padding_left
-from snapkv.storage.base import Counts, TokenStore
-from snapkv.storage.coded import CodedStore
+from snapkv.storage.base import TokenStore
+from snapkv.storage.bits import KVCodes
 from snapkv.storage.dense import DenseStore
+from snapkv.storage.kinds import restored
 from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.offload import OffloadedTokens
-from snapkv.storage.ragged import RaggedStore, tokens_of
-from snapkv.storage.storage import Storage
+from snapkv.storage.ragged import Counts, tokens_of
+from snapkv.storage.ragged_store import CodedStore, RaggedStore
 
 Turns = Literal["append", "compress", "recall"]
 """What becomes of a later prompt: stored whole after what was kept; its end votes on what was
@@ -57,7 +58,7 @@ class CompressedLayer(DynamicLayer):
     business, when to ask it is `snapkv.hf.attention`'s.
 
     Attributes:
-        storage: what `store` is made by, and what it becomes behind a prompt.
+        codes: what is kept of a prompt is held in these; None for as it came.
         store: keys and values of the stored tokens.
         slots: which token stands in which slot of the store.
         state: what else is known of the tokens.
@@ -68,10 +69,10 @@ class CompressedLayer(DynamicLayer):
 
     supports_early_init = False
 
-    def __init__(self, policy: Policy, identity: LayerIdentity, storage: Storage) -> None:
+    def __init__(self, policy: Policy, identity: LayerIdentity, codes: KVCodes | None) -> None:
         # Not transformers' own, which would assign keys and values.
-        self.policy, self.identity, self.storage = policy, identity, storage
-        self.store: TokenStore = storage.empty()
+        self.policy, self.identity, self.codes = policy, identity, codes
+        self.store: TokenStore = DenseStore()
         self.slots, self.state, self._seen_tokens = SlotMap(), LayerState(), 0
         self.offloaded: OffloadedTokens | None = None
         self.turns: Turns = "append"
@@ -119,10 +120,11 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is not None and self.offloaded.is_due:
             self.recall()
         elif chooses and coming is not None and isinstance(store, CodedStore):
-            self._hold_dense(store, in_place=False)
+            self._hold_dense(store)
         if not self.store.has_room:
             self._seen_tokens += key_states.shape[-2]
-        return self.store.append(key_states, value_states, coming or 0)
+        evicts = isinstance(self.policy, EvictingPolicy)
+        return self.store.append(key_states, value_states, coming or 0, in_place=not evicts)
 
     def get_seq_length(self) -> int:
         """Tokens seen, not slots stored: positions are counted from it."""
@@ -139,7 +141,7 @@ class CompressedLayer(DynamicLayer):
         )
 
     def reset(self) -> None:
-        self.store, self.slots, self.state = self.storage.empty(), SlotMap(), type(self.state)()
+        self.store, self.slots, self.state = DenseStore(), SlotMap(), type(self.state)()
         self._seen_tokens = 0
         if self.offloaded is not None:
             self.offloaded.clear()
@@ -364,7 +366,7 @@ class CompressedLayer(DynamicLayer):
         self, kind: str, stored: dict[str, Any], slots: SlotMap, state: LayerState | None = None
     ) -> None:
         """Hold what a file or a document holds: a store of that kind, by its `state()`."""
-        self.store = self.storage.restored(kind, stored)
+        self.store = restored(kind, stored)
         self.slots = slots if self.store.ragged is None else slots.without_padding()
         self.state = self.state if state is None else state
         self._seen_tokens = self._counted_tokens
@@ -406,7 +408,7 @@ class CompressedLayer(DynamicLayer):
     def token_cost(self, query_heads: int) -> ops.TokenCost:
         """What tokens cost that the heads keep, or so many query heads with sets of their own."""
         heads = query_heads if self.policy.per_query_head else self.keys.shape[1]
-        return self.storage.token_cost(self.store, heads)
+        return self.store.token_cost(heads, self.codes)
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer, **lost: Tensor) -> None:
         """Note that the prompt has been read, and keep of it what was chosen.
@@ -473,7 +475,10 @@ class CompressedLayer(DynamicLayer):
         tokens, device = self.store.slots, self.store.keys.device
         at = self.slots.columns_by(tokens)
         self._offload(self.store, tokens)
-        self.store = self.store.keep_rows(rows.to(device), counts)
+        if isinstance(self.store, DenseStore):
+            self.store = self.store.ragged_from(None, tokens)
+        assert isinstance(self.store, RaggedStore)
+        self.store.keep_rows(rows.to(device), counts)
         self.slots = self.slots.chosen(columns.to(device), at, padding_slots=None)
         ids = self.state.token_ids
         self._note(head_notes=None, token_ids=None if ids is None else ids[:, tokens:])
@@ -498,12 +503,12 @@ class CompressedLayer(DynamicLayer):
 
     def absorb_tail(self) -> None:
         """Give every head of different length its part of the tokens behind the prompt."""
-        tail = self.store.tail_tokens
-        if self.store.ragged is None or not tail:
+        store, tail = self.store, self.store.tail.tokens
+        if not isinstance(store, RaggedStore) or not tail:
             return
         columns, end = self.slots.columns(self.store), self.columns
         self._note(slot_scores=self.state.scores_with(tail))
-        self.store.absorb_tail()
+        store.absorb_tail()
         self.slots = self.slots.chosen(columns, end)
 
     def _move_sinks(self, sink_tokens: int) -> None:
@@ -521,8 +526,8 @@ class CompressedLayer(DynamicLayer):
         keys, moved = self.store.move_sinks(sink_tokens, gap, self.identity.rotation, before)
         self._note(sink_keys=keys, sinks_moved=moved)
 
-    def _hold_dense(self, store: RaggedStore, *, in_place: bool) -> None:
-        self.store, empty = DenseStore.of(store, in_place=in_place)
+    def _hold_dense(self, store: RaggedStore) -> None:
+        self.store, empty = DenseStore.of(store)
         if self.slots.kept is not None and bool(empty.any()):
             self.slots = replace(self.slots, padding_slots=empty)
 
@@ -546,10 +551,10 @@ class CompressedLayer(DynamicLayer):
         store, tail = self.store, self.store.tail
         if not isinstance(tail, LentTail):
             return
-        store.leave_room(in_place=self.storage.in_place)
+        store.leave_room()
         if tail.stood_for_all:
             assert isinstance(store, RaggedStore)
-            self._hold_dense(store, in_place=self.storage.in_place)
+            self._hold_dense(store)
         self._seen_tokens = self._counted_tokens
         self._hold_own_queries()
         self.store.finalize_step()
@@ -647,7 +652,7 @@ class CompressedLayer(DynamicLayer):
             return
         tail = self.store.last(self.columns - self.offloaded.tokens)
         keys, values = self.offloaded.with_tail(*tail)
-        self.store = self.storage.empty().fill(keys, values, self.store.num_kv_heads)
+        self.store = DenseStore().fill(keys, values, self.store.num_kv_heads)
         self.slots = self.slots.whole()
         self._seen_tokens = self._counted_tokens
 

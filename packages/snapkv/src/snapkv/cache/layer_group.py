@@ -17,7 +17,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.policies import PromptLayer, Selection
 from snapkv.policies.states import LostVotes
 from snapkv.storage.bits import KVCodes
-from snapkv.storage.coded import CodedStore
+from snapkv.storage.ragged_store import CodedStore
 
 MOST_BYTES = {"cpu": 0}
 """Of keys and values that wait, by the type of device; those of one layer may be more."""
@@ -91,7 +91,7 @@ class LayerGroup:
             layer.end_prompt(part, prompt, **own)
         prompt_tokens = self.prompts[0].keys.shape[2]
         kept = ((layer, layer.kept_slots(prompt_tokens)) for layer in self.layers)
-        encode(kept, self.layers[0].storage.codes)
+        encode(kept, self.layers[0].codes)
 
     @torch.no_grad()
     def _lost_by(self, selection: Selection | None) -> list[dict[str, Tensor]]:

@@ -56,7 +56,7 @@ class CacheReport(dict[str, Any]):
         compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
         mean = sum(layer.store.mean_tokens for layer in compressed) / len(compressed)
         full_bytes = sum(row["full_bytes"] for row in rows)
-        grown, held = (sum(map(each, compressed)) for each in (_full_bytes, _held_bytes))
+        grown, held = sum(map(_full_bytes, compressed)), sum(each.held_bytes for each in compressed)
         return cls(
             policy=policy,
             seen_tokens=compressed[0].seen_tokens,
@@ -212,10 +212,6 @@ def _full_bytes(layer: CompressedLayer) -> int:
         return 0
     per_token = keys.element_size() * (keys.shape[-1] + values.shape[-1])
     return int(keys.shape[0] * layer.store.num_kv_heads * layer.seen_tokens * per_token)
-
-
-def _held_bytes(layer: CompressedLayer) -> int:
-    return layer.held_bytes
 
 
 def _whole_number(tokens: float) -> float:

@@ -177,7 +177,7 @@ class SharedBudget:
         """Store as it is done behind a prompt of so many tokens, and note what was lost."""
         layers = [part.layer for part in self._parts]
         kept = ((layer, layer.kept_slots(prompt_tokens)) for layer in layers)
-        encode(kept, layers[0].storage.codes)
+        encode(kept, layers[0].codes)
         if not len(self._rows[0].lost):  # or there are no votes
             return
         mass = torch.stack([row.lost / row.votes_sum.clamp(min=LEAST_VOTES) for row in self._rows])

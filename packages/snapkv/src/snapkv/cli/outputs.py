@@ -60,17 +60,15 @@ class RunFolder(Output):
     """Marks an option that names the folder of a run; the same run is continued there.
 
     Attributes:
-        record: the file that identifies the run.
-        key: a key of that file.
+        key: of the first of its files, which identifies the run.
     """
 
     is_added_to: ClassVar[bool] = True
 
-    record: str
     key: str
 
     def _is_own(self, path: Path) -> bool:
-        return self.key in json.loads((path / self.record).read_bytes())
+        return self.key in json.loads((path / self.files[0]).read_bytes())
 
     def strangers(self, path: Path) -> list[str]:
         """Existing files that do not belong to a run."""
@@ -93,9 +91,7 @@ class RowsFile(Output):
         return not first or self.key in json.loads(first)
 
 
-RESULTS = RunFolder(
-    files=("run.json", "samples.jsonl", "summary.jsonl"), record="run.json", key="snapkv"
-)
+RESULTS = RunFolder(files=("run.json", "samples.jsonl", "summary.jsonl"), key="snapkv")
 """The folder of an evaluation or a study."""
 
 

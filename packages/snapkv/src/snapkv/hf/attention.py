@@ -224,7 +224,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     else:
         layer.end_prompt(selection, prompt)
         stored = layer.kept_slots(stored)
-    encode([(layer, stored)], layer.storage.codes)
+    encode([(layer, stored)], layer.codes)
     return attended
 
 
@@ -449,7 +449,7 @@ def _rearranges(call: AttentionCall, context: ForwardContext) -> bool:
     layer, stored = context.layer, (context.keys, context.values)
     if all(map(_is_same, (call.key, call.value), stored)):
         return False
-    by_head = layer.policy.per_query_head or layer.storage.codes is not None
+    by_head = layer.policy.per_query_head or layer.codes is not None
     return by_head or context.keys.shape[1] > 1
 
 

@@ -1,7 +1,6 @@
 """Which layers of a model are compressed, and which model is refused."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -17,9 +16,8 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.hf.identity import require_model
 from snapkv.hf.model_parts import output_projections, rotations_of
 from snapkv.hf.placement import layer_devices
-from snapkv.hf.support import Setup
 from snapkv.policies import Policy
-from snapkv.storage.storage import Storage
+from snapkv.storage.bits import KVCodes
 from snapkv.storage.uncompressed import CrossAttentionLayer
 
 _COMPRESSED = {"DynamicLayer", "LinearAttentionAndFullAttentionLayer"}
@@ -35,10 +33,6 @@ _KEPT_AS_THEY_ARE = {
 def grows(layer: Any) -> bool:
     """Whether one of transformers' own layers holds every token, so that it is compressed."""
     return type(layer).__name__ in _COMPRESSED
-
-
-StorageMaker = Callable[[], Storage]
-"""Makes the storage of one layer."""
 
 
 def plain_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:
@@ -64,9 +58,12 @@ def other_kinds(layers: Sequence[Any]) -> tuple[str, ...]:
 
 
 def layers_for(
-    model: PreTrainedModel, policy: Policy, storage: StorageMaker = Storage
+    model: PreTrainedModel, policy: Policy, codes: KVCodes | None = None
 ) -> list[CacheLayerMixin]:
-    """transformers' own choice of layers for the model, the full-attention ones compressed."""
+    """transformers' own choice of layers for the model, the full-attention ones compressed.
+
+    What they keep is held in `codes`, if any.
+    """
     layers = plain_layers(model)
     full = [index for index, layer in enumerate(layers) if grows(layer)]
     shared = _readers(model.config.get_text_config(decoder=True))
@@ -74,17 +71,17 @@ def layers_for(
     _require_together(model, readers)
     for identity in _identities(model, policy, readers):
         index = identity.layer_idx
-        layers[index] = _compressed(layers[index], policy, identity, storage())
+        layers[index] = _compressed(layers[index], policy, identity, codes)
     return layers
 
 
 def _compressed(
-    made: CacheLayerMixin, policy: Policy, identity: LayerIdentity, storage: Storage
+    made: CacheLayerMixin, policy: Policy, identity: LayerIdentity, codes: KVCodes | None
 ) -> CompressedLayer:
     """The compressed layer in the place of one of transformers'."""
     if type(made) is DynamicLayer:
-        return CompressedLayer(policy, identity, storage)
-    return HybridLayer(policy, identity, storage, made)
+        return CompressedLayer(policy, identity, codes)
+    return HybridLayer(policy, identity, codes, made)
 
 
 def _identities(
@@ -131,12 +128,6 @@ def _require_together(model: PreTrainedModel, readers: dict[int, list[int]]) -> 
                 f"{', '.join(sorted(places))}; put layers {index} to {max(others)} on one with "
                 "device_map"
             )
-
-
-def storage_for(setup: Setup) -> StorageMaker:
-    """How the storage of each layer is made."""
-    # Evicting moves all of it at every step.
-    return functools.partial(Storage, in_place=not setup.evicts, codes=setup.codes)
 
 
 def _require_decoder(model: PreTrainedModel, config: Any) -> None:

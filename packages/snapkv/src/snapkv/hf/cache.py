@@ -30,7 +30,7 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.hf import forward_context, saved, step_graph
-from snapkv.hf.build import layers_for, other_kinds, plain_layers, storage_for
+from snapkv.hf.build import layers_for, other_kinds, plain_layers
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.forward_context import ForwardContext, phase_of
 from snapkv.hf.identity import unwrapped
@@ -133,7 +133,7 @@ class CompressedCache(Cache):
         setup.require("made")
         if setup.protect is not None:
             policy.require_protection(setup.protect)
-        super().__init__(layers=layers_for(model, policy, storage_for(setup)))
+        super().__init__(layers=layers_for(model, policy, setup.codes))
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         pool = setup.pool
         for layer in compressed:
@@ -276,26 +276,14 @@ class CompressedCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows of all layers in the order of `beam_idx`; what is no row changes none."""
-        self._take_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of all layers `repeats` times, an integer of at least 1."""
-        require_int("repeats", repeats, minimum=1)
-        self._take_rows(torch.arange(self.prompt_state.rows).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows in `indices` in all layers; errors as in `reorder_cache`."""
-        self._take_rows(indices)
-
-    def _take_rows(self, rows: Tensor) -> None:
         if not self.prompt_state.rows:
             return
         try:
-            chosen = torch.arange(self.prompt_state.rows, device=rows.device)[rows]
+            chosen = torch.arange(self.prompt_state.rows, device=beam_idx.device)[beam_idx]
         except (AttributeError, IndexError):  # no tensor; a row that is not there, or no integers
             chosen = torch.empty(0)
         if chosen.ndim != 1 or not len(chosen):
-            got = rows.tolist() if isinstance(rows, Tensor) else repr(rows)
+            got = beam_idx.tolist() if isinstance(beam_idx, Tensor) else repr(beam_idx)
             raise InvalidArgumentError(
                 f"rows: expected some of the {self.prompt_state.rows} rows of the batch, got "
                 f"{got}; pass a 1-D tensor of integers, 0 for the first one"
@@ -304,6 +292,15 @@ class CompressedCache(Cache):
         for layer in self.layers:
             layer.reorder_cache(chosen)
         self.prompt_state.read_ids = self.prompt_state.read_ids.select_rows(chosen)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of all layers `repeats` times, an integer of at least 1."""
+        require_int("repeats", repeats, minimum=1)
+        self.reorder_cache(torch.arange(self.prompt_state.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows in `indices` in all layers; errors as in `reorder_cache`."""
+        self.reorder_cache(indices)
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""

@@ -52,7 +52,7 @@ def _with_gate(model: PreTrainedModel, policy: KVzap) -> KVzap:
             f"gate: expected one that was fitted to this model, got one of another; run snapkv "
             f"study fit-gate --model {named}"
         )
-    return policy.with_gate(gate)
+    return replace(policy, gate=gate)
 
 
 def known_gate(model: PreTrainedModel) -> Gate | None:

@@ -29,7 +29,6 @@ from snapkv.hf.identity import identity_of, require_identity
 from snapkv.hf.model_parts import length_dependent_rope
 from snapkv.hf.saved import fitting_together, policy_of, tensors_beside
 from snapkv.policies import EvictingPolicy, FullCache
-from snapkv.storage.storage import Storage
 from snapkv.validation import first_line, format_bytes
 
 
@@ -204,7 +203,7 @@ def _layers(
         raise _refusal(path, own) from error
     layers = []
     for index, saved in enumerate(notes["layers"]):
-        layer = CompressedLayer(policy, LayerIdentity(layer_idx=index), Storage())
+        layer = CompressedLayer(policy, LayerIdentity(layer_idx=index), None)
         decode_layer(layer, saved, dict(tensors), torch.device("cpu"))
         _refuse(path, _faults_of_layer(layer))
         if not layer.store.slots <= layer.seen_tokens == notes["seen_tokens"]:

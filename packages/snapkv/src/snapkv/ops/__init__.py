@@ -1,7 +1,7 @@
 """Votes, redundancy, pooling, group reduce, top-k, gather, pages; attention to ragged heads."""
 
 from snapkv.ops.codes.api import coded_attention
-from snapkv.ops.codes.coding import Codes, encode, encode_all
+from snapkv.ops.codes.coding import Codes, encode_all
 from snapkv.ops.codes.layout import BlockLayout
 from snapkv.ops.numbers import on_device
 from snapkv.ops.ragged.api import ragged_attention
@@ -45,7 +45,6 @@ __all__ = [
     "attention_weights",
     "best_of",
     "coded_attention",
-    "encode",
     "encode_all",
     "fade_votes",
     "fill_first",

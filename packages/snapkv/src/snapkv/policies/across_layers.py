@@ -115,17 +115,6 @@ class AcrossLayers(AroundScores):
         cost = layer.cost if isinstance(self.policy.allocation, ByteBudget) else None
         return None if cost is None or cost.block_tokens == 1 else cost
 
-    def select_all(self, layers: Sequence[PromptLayer]) -> list[Selection | None]:
-        """As chosen while they are read, plainly: all scores of a row are ranked in one list."""
-        if not self.shares:
-            return super().select_all(layers)
-        even = [self.even_counts(layers[0].at(depth)) for depth in range(len(layers))]
-        ranked = [self.ranked(layer, even) for layer in layers]
-        heads = [scores.shape[1] for scores in ranked]
-        totals = [sum(map(operator.mul, heads, counts)) for counts in zip(*even, strict=True)]
-        masks = best_of_layers(ranked, totals)
-        return [Selection.of_mask(mask, per_head_budget=mask.shape[1] > 1) for mask in masks]
-
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep in every head what a budget by votes asks for, and the window."""
         budget, prefix = self.policy.allocation, self._prefix(layer)
@@ -162,14 +151,6 @@ def in_blocks(ranked: Tensor, block_tokens: int) -> Tensor:
     found[:, :whole] = means.expand_as(blocks).flatten(1)
     found = torch.empty_like(found).scatter_(-1, places, found)
     return torch.where(ranked.isinf(), ranked, found)  # what must stay, and pads
-
-
-def best_of_layers(ranked: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
-    """Which of the (B, H, K) scores of each layer are among the best so many of their row."""
-    device, sizes = ranked[0].device, [scores[0].numel() for scores in ranked]
-    scores = torch.cat([each.flatten(1).to(device) for each in ranked], dim=1)
-    parts = torch.split(best_entries(scores, totals), sizes, dim=1)
-    return [part.view_as(of).to(of.device) for part, of in zip(parts, ranked, strict=True)]
 
 
 def best_entries(scores: Tensor, totals: Sequence[int]) -> Tensor:

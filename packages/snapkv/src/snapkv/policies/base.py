@@ -2,7 +2,6 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
@@ -93,10 +92,6 @@ class Policy(ABC):
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection | None:
         """Choose the positions to keep; None keeps everything, untouched."""
-
-    def select_all(self, layers: Sequence[PromptLayer]) -> list[Selection | None]:
-        """`select` of all layers of a prompt, in order, where all have been read."""
-        return list(map(self.select, layers))
 
     @property
     def chooses_of_stacks(self) -> bool:

@@ -1,8 +1,8 @@
 """KVzap (Jeblick and Jegou, 2026, arXiv 2601.07891): KVzip foretold while reading once."""
 
 import os
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import ClassVar, Self
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -51,10 +51,6 @@ class KVzap(PrefixPolicy):
         super().__post_init__()
         if self.gate is not None:
             object.__setattr__(self, "gate", read_gate(self.gate))
-
-    def with_gate(self, gate: Gate) -> Self:
-        """The same method with this gate."""
-        return replace(self, gate=gate)
 
     def score(self, layer: PromptLayer) -> Tensor:
         """The logarithm of what KVzip+ should give: (B, Hkv, P) float32."""

@@ -6,75 +6,24 @@
 
 A slot's column is its token's place in all that was seen, and its position that without the row's
 pads; `snapkv.cache.slots` knows them. Dense stores have a tail alone. Attention is handed the tail,
-and reads beside it what heads kept, flat or in codes (`HeadStates`).
+and reads beside it what heads kept, flat or in codes.
 """
 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from snapkv import ops
+from snapkv.ops import TokenCost
+from snapkv.storage.bits import KVCodes
+from snapkv.storage.coded import CodedStates, block_bytes
 from snapkv.storage.lent_tail import LentTail
+from snapkv.storage.ragged import Counts, RaggedStates
 from snapkv.storage.tail import Pair, Tail
-
-Counts = tuple[tuple[int, ...], ...]
-"""Tokens of each head, row by row: B lists of H numbers."""
-
-
-class HeadStates(ABC):
-    """What heads kept, different numbers of tokens, exact or in codes.
-
-    In the padded layout every head has as many slots as the longest one; its tokens are the last.
-
-    Attributes:
-        head_tokens: tokens of each head.
-    """
-
-    head_tokens: Counts
-
-    @property
-    @abstractmethod
-    def longest_tokens(self) -> int:
-        """Slots of the padded layout."""
-
-    @property
-    def mean_tokens(self) -> float:
-        """Tokens per row and head, on average."""
-        counts = [count for row in self.head_tokens for count in row]
-        return sum(counts) / len(counts)
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Of keys and values."""
-
-    @property
-    @abstractmethod
-    def index_bytes(self) -> int:
-        """Of what attention needs to know of the layout."""
-
-    @abstractmethod
-    def decoded(self) -> Any:
-        """The `RaggedStates` that they are, or that their codes stand for."""
-
-    @abstractmethod
-    def select_rows(self, rows: Tensor) -> "HeadStates":
-        """The rows in that order, each as often as it is named."""
-
-    @abstractmethod
-    def attend(
-        self,
-        queries: Tensor,
-        tail: Pair,
-        score_options: ops.ScoreOptions,
-        own_visible: Tensor | None = None,
-        tail_tokens: Tensor | None = None,
-    ) -> Tensor:
-        """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.ragged_attention`."""
 
 
 class TokenStore(ABC):
@@ -97,7 +46,7 @@ class TokenStore(ABC):
     kind: str
     has_room: bool = False
     is_exact: ClassVar[bool] = True
-    ragged: "HeadStates | None" = None
+    ragged: RaggedStates | CodedStates | None = None
 
     def __init__(self, num_kv_heads: int, tail: Tail) -> None:
         self.num_kv_heads, self.tail = num_kv_heads, tail
@@ -127,11 +76,6 @@ class TokenStore(ABC):
         return 0
 
     @property
-    def tail_tokens(self) -> int:
-        """Tokens after ragged heads, as many of each; all where none are ragged."""
-        return self.tail.tokens
-
-    @property
     def mean_tokens(self) -> float:
         """Tokens per row and head, on average where they differ."""
         return self.slots
@@ -140,23 +84,22 @@ class TokenStore(ABC):
         """Columns of the mask of a forward pass that appends that many tokens."""
         return self.tail.columns(new_tokens)
 
-    def absorb_tail(self) -> None:
-        """Give every ragged head its part of the tail, which is empty then."""
-        return
-
-    def append(self, keys: Tensor, values: Tensor, coming: int = 0) -> tuple[Tensor, Tensor]:
+    def append(
+        self, keys: Tensor, values: Tensor, coming: int = 0, *, in_place: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Store new tokens, (B, num_kv_heads, N, D); returns `keys` and `values`, they are last.
 
         Those that attention computes with are views: the first ones are copied, to where there is
-        room for as many more as are `coming`.
+        room for as many more as are `coming`. Not `in_place` where all of it is moved at every step
+        anyway.
         """
         if self.tail.keys is None:
             self.num_kv_heads = keys.shape[1]
-            return self.tail.begin(keys, values, coming)
+            return self.tail.begin(keys, values, coming if in_place else 0)
         repeats = self.tail.keys.shape[1] // keys.shape[1]  # heads that keep a set of their own
         if repeats > 1:
             keys, values = (new.repeat_interleave(repeats, dim=1) for new in (keys, values))
-        return self.tail.append(keys, values)
+        return self.tail.append(keys, values, in_place=in_place)
 
     @abstractmethod
     def keep(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> "TokenStore":
@@ -168,14 +111,6 @@ class TokenStore(ABC):
             tokens: how many slots `indices` points into.
             counts: how many of them each head keeps, where it is not as many in all: its last
                 ones, after a run of -1, for none.
-        """
-
-    @abstractmethod
-    def keep_rows(self, rows: Tensor, counts: Counts) -> "TokenStore":
-        """Keep (N,) rows of what heads hold, one head after the other, so many of each.
-
-        Of a prompt, which no token comes after. Where more heads are counted than are stored, rows
-        are those of as many copies of each.
         """
 
     @abstractmethod
@@ -236,9 +171,9 @@ class TokenStore(ABC):
         self.tail = LentTail(*self.tail.written, tokens, stood_for_all=stood_for_all)
         self.has_room = True
 
-    def leave_room(self, *, in_place: bool) -> None:
+    def leave_room(self) -> None:
         """Grow from now on, with a tail of what is written."""
-        self.tail = Tail(*(part.clone() for part in self.tail.written), in_place=in_place)
+        self.tail = Tail(*(part.clone() for part in self.tail.written))
         self.has_room = False
 
     def last(self, tokens: int) -> Pair:
@@ -258,6 +193,15 @@ class TokenStore(ABC):
     def held_bytes(self) -> int:
         """Bytes of the keys and values, measured on the tensors."""
         return int(self.keys.nbytes + self.values.nbytes) if self.is_filled else 0
+
+    def token_cost(self, heads: int, codes: KVCodes | None) -> TokenCost:
+        """What tokens cost that so many heads keep, in these codes or as they are."""
+        per_head = self.keys.element_size() * (self.keys.shape[-1] + self.values.shape[-1])
+        one = TokenCost(full_bytes=self.num_kv_heads * per_head, block_bytes=heads * per_head)
+        if codes is None:
+            return one
+        blocks = heads * block_bytes(self.padded(), codes)
+        return replace(one, block_bytes=blocks, block_tokens=codes.group_size)
 
     @property
     def bits(self) -> str:

@@ -16,16 +16,15 @@ from snapkv.ops import (
     coded_attention,
     encode_all,
 )
-from snapkv.storage.base import Counts, HeadStates
 from snapkv.storage.bits import KVCodes
-from snapkv.storage.ragged import RaggedStates, RaggedStore
+from snapkv.storage.ragged import Counts, RaggedStates
 from snapkv.storage.tail import Pair
 
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodedStates(HeadStates):
+class CodedStates:
     """What every head of every row has kept, in blocks of codes; does what `RaggedStates` does.
 
     Attributes:
@@ -72,7 +71,7 @@ class CodedStates(HeadStates):
         return BlockLayout(self.sections, self.how.group_size, self.codes[0].packed.device)
 
     @functools.cached_property
-    def head_tokens(self) -> Counts:  # type: ignore[override] # never assigned
+    def head_tokens(self) -> Counts:
         return self.layout.head_tokens
 
     @functools.cached_property
@@ -191,53 +190,3 @@ def encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
         [(blocks[0], how.keys, "tokens"), (blocks[1], how.values, "channels")]
     )
     return keys, values
-
-
-class CodedStore(RaggedStore):
-    """Heads in few bits; the tail, what came after the prompt, is encoded a block at a time.
-
-    What changes the heads decodes them; the end of the next step encodes them again.
-    """
-
-    kind = "coded"
-    is_exact = False
-
-    @classmethod
-    def of_each(cls, stores: Sequence[RaggedStore], how: KVCodes) -> "list[CodedStore]":
-        """Encode what heads keep; what comes after it may be drafts, and waits for a step."""
-        exact = [store.ragged.decoded() for store in stores]
-        return [
-            cls(
-                states=states,
-                keys=store.keys.clone(),  # alone in memory
-                values=store.values.clone(),
-                num_kv_heads=store.num_kv_heads,
-                how=how,
-            )
-            for store, states in zip(stores, CodedStates.of_each(exact, how), strict=True)
-        ]
-
-    def __init__(self, *, how: KVCodes, **held: Any) -> None:
-        super().__init__(**held)
-        self.how = how
-
-    def finalize_step(self, drafts: int = 0) -> None:
-        """Encode whole blocks of the tail but for drafts."""
-        if isinstance(self.ragged, RaggedStates):
-            self.ragged = CodedStates.of(self.ragged, self.how)
-        G = self.how.group_size
-        old = max(0, self.tail_tokens - drafts) // G * G
-        if old:
-            assert isinstance(self.ragged, CodedStates)
-            keys, values = self.tail.written
-            self.ragged = self.ragged.grown(keys[:, :, :old], values[:, :, :old])
-            self._hold(lambda part: part[:, :, old:].clone())
-
-    @property
-    def bits(self) -> str:
-        """Those of the codes."""
-        return self.how.label
-
-    def state(self) -> dict[str, Any]:
-        """The heads' codes and the tail."""
-        return {"how": self.how, **super().state()}

@@ -6,32 +6,28 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.storage.base import Counts, TokenStore
-from snapkv.storage.ragged import RaggedStates, RaggedStore
+from snapkv.storage.base import TokenStore
+from snapkv.storage.ragged import Counts, RaggedStates
+from snapkv.storage.ragged_store import RaggedStore
 from snapkv.storage.tail import Tail
 
 
 class DenseStore(TokenStore):
-    """As many slots of every head and row.
-
-    Args:
-        in_place: append after what is stored without copying it every time. Not where all of it is
-            moved at every step anyway.
-    """
+    """As many slots of every head and row."""
 
     kind = "dense"
 
-    def __init__(self, *, in_place: bool = True) -> None:
-        super().__init__(0, Tail(in_place=in_place))
+    def __init__(self) -> None:
+        super().__init__(0, Tail())
 
     @classmethod
-    def of(cls, store: RaggedStore, *, in_place: bool) -> "tuple[DenseStore, Tensor]":
+    def of(cls, store: RaggedStore) -> "tuple[DenseStore, Tensor]":
         """What a store stands for, and (B,) leading slots of each row that hold no token.
 
         The heads of each row hold as many tokens.
         """
         heads = store.heads()
-        made = cls(in_place=in_place).fill(*store.padded(), store.num_kv_heads)
+        made = cls().fill(*store.padded(), store.num_kv_heads)
         counts = ops.on_device([row[0] for row in heads.head_tokens], store.keys.device)
         return made, heads.longest_tokens - counts
 
@@ -49,9 +45,6 @@ class DenseStore(TokenStore):
         assert tokens == keys.shape[2]
         self.tail.hold(*ops.gather_pair(keys, values, indices))
         return self
-
-    def keep_rows(self, rows: Tensor, counts: Counts) -> TokenStore:
-        return RaggedStore.of_rows(self, rows, counts)
 
     def only(self, stays: Tensor) -> TokenStore:
         """Hold some slots; ragged where heads of a row differ in how many.

@@ -36,7 +36,8 @@ class LentTail(Tail):
         tokens = self.tokens
         return self.keys[:, :, :tokens], self.values[:, :, :tokens]
 
-    def append(self, keys: Tensor, values: Tensor) -> Pair:
+    def append(self, keys: Tensor, values: Tensor, *, in_place: bool = True) -> Pair:
+        del in_place  # they always do
         new_tokens = keys.shape[2]
         places = torch.arange(new_tokens, device=keys.device) + self.count
         self.count.add_(new_tokens)

@@ -8,19 +8,20 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from snapkv import ops
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
-from snapkv.storage.base import Counts, HeadStates, TokenStore
-from snapkv.storage.tail import Pair, Tail
+from snapkv.storage.tail import Pair
+
+Counts = tuple[tuple[int, ...], ...]
+"""Tokens of each head, row by row: B lists of H numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RaggedStates(HeadStates):
+class RaggedStates:
     """What every head of every row has kept, without a gap.
 
     Attributes:
@@ -43,25 +44,18 @@ class RaggedStates(HeadStates):
 
         `counts` are the tokens of each head; without them a GPU is waited for.
         """
-        counts = counts or tokens_of(index)
         rows = ops.flat_rows(keys, index)
-        return cls._of_rows(keys.flatten(0, 2), values.flatten(0, 2), rows, counts)
+        return cls.whole(keys, values)._at_last(rows, counts or tokens_of(index))
 
-    @classmethod
-    def _of_rows(cls, keys: Tensor, values: Tensor, rows: Tensor, counts: Counts) -> "RaggedStates":
-        """Copy of flat states those at (B, H, K) rows that are tokens, the last ones of a head."""
+    def _at_last(self, rows: Tensor, counts: Counts) -> "RaggedStates":
+        """Copy those at (B, H, K) flat rows that are tokens, the last ones of a head."""
         heads = zip(rows.flatten(0, 1), itertools.chain(*counts), strict=True)
-        where = torch.cat([head[len(head) - count :] for head, count in heads])
-        return cls.at_rows(keys, values, where, counts)
+        return self.at_rows(torch.cat([head[len(head) - n :] for head, n in heads]), counts)
 
-    @classmethod
-    def at_rows(cls, keys: Tensor, values: Tensor, rows: Tensor, counts: Counts) -> "RaggedStates":
-        """Copy (N,) rows of flat states, so many of each head."""
-        return cls(
-            keys=keys.index_select(0, rows),
-            values=values.index_select(0, rows),
-            head_tokens=counts,
-        )
+    def at_rows(self, rows: Tensor, counts: Counts) -> "RaggedStates":
+        """Copy (N,) flat rows, so many of each head."""
+        keys, values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+        return RaggedStates(keys=keys, values=values, head_tokens=counts)
 
     @classmethod
     def stack(cls, several: Sequence["RaggedStates"]) -> "RaggedStates":
@@ -89,8 +83,7 @@ class RaggedStates(HeadStates):
         """
         rows, is_token = self._rows(keep_indices)
         counts = counts or tokens_of(keep_indices.where(is_token, -1))
-        kept = self._of_rows(self.keys, self.values, rows, counts)
-        return replace(kept, least_slots=keep_indices.shape[-1])
+        return replace(self._at_last(rows, counts), least_slots=keep_indices.shape[-1])
 
     def slots(self) -> Tensor:
         """(B, H, S) int64: the slots of the padded layout; -1, ahead of them, for no token."""
@@ -102,6 +95,7 @@ class RaggedStates(HeadStates):
         return self
 
     def select_rows(self, rows: Tensor) -> "RaggedStates":
+        """The rows in that order, each as often as it is named."""
         segments = self._segments()
         counts = tuple(self.head_tokens[row] for row in rows.tolist())
         chosen = _concatenated((pair for row in rows.tolist() for pair in segments[row]), counts)
@@ -156,6 +150,7 @@ class RaggedStates(HeadStates):
 
     @functools.cached_property
     def longest_tokens(self) -> int:
+        """Slots of the padded layout."""
         return max(self.least_slots, *map(max, self.head_tokens))
 
     @property
@@ -164,6 +159,7 @@ class RaggedStates(HeadStates):
 
     @property
     def index_bytes(self) -> int:
+        """Of what attention needs to know of the layout."""
         return self.layout.held_bytes
 
     def attend(
@@ -174,6 +170,7 @@ class RaggedStates(HeadStates):
         own_visible: Tensor | None = None,
         tail_tokens: Tensor | None = None,
     ) -> Tensor:
+        """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.ragged_attention`."""
         states = queries, self.keys, self.values, self.layout, *tail, score_options
         return ragged_attention(*states, own_visible=own_visible, tail_tokens=tail_tokens)
 
@@ -186,150 +183,3 @@ def tokens_of(index: Tensor) -> Counts:
 def _concatenated(pairs: Iterable[Pair], counts: Counts) -> RaggedStates:
     keys, values = map(torch.cat, zip(*pairs, strict=True))
     return RaggedStates(keys=keys, values=values, head_tokens=counts)
-
-
-class RaggedStore(TokenStore):
-    """What the heads keep of a prompt, and apart from it the tokens after it, the tail.
-
-    `keys` and `values` are the tail, (B, H, N, D), as many tokens for every head.
-    """
-
-    kind = "ragged"
-    ragged: HeadStates
-
-    def __init__(
-        self,
-        *,
-        states: HeadStates,
-        keys: Tensor,
-        values: Tensor,
-        num_kv_heads: int,
-        in_place: bool = True,
-    ) -> None:
-        super().__init__(num_kv_heads, Tail(keys, values, in_place=in_place))
-        self.ragged = states
-
-    @classmethod
-    def gather(
-        cls, store: TokenStore, indices: Tensor, tokens: int, counts: Counts | None = None
-    ) -> "RaggedStore":
-        """Keep some of the first tokens of a store; what comes after them is the tail.
-
-        Args:
-            store: one whose heads hold as many tokens each.
-            indices: (B, H, K) int64, slots, ascending after a leading run of -1.
-            tokens: how many slots `indices` points into.
-            counts: as in `RaggedStates.gather`.
-        """
-        states = RaggedStates.gather(*store.tail.written, indices, counts)
-        return cls._with_tail_of(store, states, tokens)
-
-    @classmethod
-    def of_rows(cls, store: TokenStore, rows: Tensor, counts: Counts) -> "RaggedStore":
-        """As `TokenStore.keep_rows`, of a store whose heads hold as many tokens each."""
-        keys, values = store.tail.written
-        tokens, repeats = keys.shape[2], len(counts[0]) // keys.shape[1]
-        if repeats > 1:
-            rows = rows // (tokens * repeats) * tokens + rows % tokens
-        states = RaggedStates.at_rows(keys.flatten(0, 2), values.flatten(0, 2), rows, counts)
-        return cls._with_tail_of(store, states, tokens)
-
-    @classmethod
-    def _with_tail_of(cls, store: TokenStore, states: RaggedStates, tokens: int) -> "RaggedStore":
-        """What heads hold, and after it what stands behind so many tokens of a store."""
-        tail, repeats = store.tail, len(states.head_tokens[0]) // store.tail.keys.shape[1]
-        return cls(  # of copies, no views
-            states=states,
-            keys=tail.keys[..., tokens:, :].repeat_interleave(repeats, dim=1),
-            values=tail.values[..., tokens:, :].repeat_interleave(repeats, dim=1),
-            num_kv_heads=store.num_kv_heads,
-            in_place=tail.in_place,
-        )
-
-    @property
-    def slots(self) -> int:
-        """Slots of the padded layout, and after them those of the tail."""
-        return self.ragged.longest_tokens + self.tail.tokens
-
-    @property
-    def unmasked_slots(self) -> int:
-        return self.ragged.longest_tokens
-
-    @property
-    def mean_tokens(self) -> float:
-        return self.ragged.mean_tokens + self.tail.tokens
-
-    def heads(self) -> RaggedStates:
-        """What the heads hold, or what their codes stand for."""
-        heads: RaggedStates = self.ragged.decoded()
-        return heads
-
-    def absorb_tail(self) -> None:
-        """Give every head its part of the tail, which is empty then."""
-        slots, heads = self.slots, self.heads()
-        tail = RaggedStates.whole(*self.tail.written)
-        self.ragged = replace(heads.joined(tail), least_slots=slots)
-        self._hold(lambda states: states[..., :0, :].clone())
-
-    def keep(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> TokenStore:
-        """Keep some of what the heads keep; the tail comes after those slots, or is absorbed."""
-        assert tokens == self.unmasked_slots
-        self.ragged = self.heads().keep(indices, counts)
-        return self
-
-    def keep_rows(self, rows: Tensor, counts: Counts) -> TokenStore:
-        heads = self.heads()
-        self.ragged = RaggedStates.at_rows(heads.keys, heads.values, rows, counts)
-        return self
-
-    def only(self, stays: Tensor) -> TokenStore:
-        """Hold some slots; the tail keeps as many tokens of all heads, the others go to theirs."""
-        longest, heads = self.unmasked_slots, self.heads()
-        tail = ops.kept_indices(stays[..., longest:])
-        last = int(stays[..., longest:].sum(dim=-1).min())
-        self.ragged = heads.keep(ops.kept_indices(stays[..., :longest]))
-        if more := tail.shape[-1] - last:
-            older = RaggedStates.gather(self.keys, self.values, tail[..., :more])
-            self.ragged = self.ragged.joined(older)
-        self._hold(lambda states: ops.gather_tokens(states, tail[..., more:]))
-        return self
-
-    def crop(self, tokens: int) -> TokenStore:
-        """Forget the last tokens, of every head as many: those of the tail, then its own."""
-        last = min(tokens, self.tail_tokens)
-        if last:
-            super().crop(last)
-        if own := tokens - last:
-            heads = self.heads()
-            self.ragged = heads.keep(heads.slots()[..., : heads.longest_tokens - own])
-        return self
-
-    def last(self, tokens: int) -> Pair:
-        """As of every store; what is with the heads by what that stands for."""
-        if tokens <= self.tail_tokens:
-            return super().last(tokens)
-        return self._of_kv_heads(*self.padded(), tokens)
-
-    def padded(self) -> Pair:
-        heads, (keys, values) = self.heads(), self.tail.written
-        padded = heads.padded_keys(), heads.padded_values()
-        if not self.tail_tokens:
-            return padded
-        return torch.cat([padded[0], keys], dim=2), torch.cat([padded[1], values], dim=2)
-
-    def select_rows(self, rows: Tensor) -> TokenStore:
-        """Put the rows in another order; the longest head may be gone with its row."""
-        super().select_rows(rows)
-        self.ragged = self.ragged.select_rows(rows)
-        return self
-
-    @property
-    def held_bytes(self) -> int:
-        return self.ragged.nbytes + super().held_bytes
-
-    @property
-    def index_bytes(self) -> int:
-        return self.ragged.index_bytes
-
-    def state(self) -> dict[str, Any]:
-        return {**super().state(), "states": self.ragged}

@@ -28,8 +28,6 @@ class Tail:
     Args:
         keys: (B, H, S, D), None while empty.
         values: (B, H, S, Dv).
-        in_place: whether appended tokens find room. Not where all of it is moved at every step
-            anyway.
 
     Attributes:
         keys: what attention is handed, likewise `values`.
@@ -39,12 +37,10 @@ class Tail:
 
     count: Tensor | None = None
 
-    def __init__(
-        self, keys: Tensor | None = None, values: Tensor | None = None, *, in_place: bool = True
-    ) -> None:
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
         self.keys: Any = keys
         self.values: Any = values
-        self.in_place, self._room = in_place, 0
+        self._room = 0
 
     @property
     def tokens(self) -> int:
@@ -62,7 +58,7 @@ class Tail:
 
     def begin(self, keys: Tensor, values: Tensor, coming: int) -> Pair:
         """Hold a copy of the first tokens, with room for those that are known to come."""
-        self._room = coming if self.in_place and not torch.is_grad_enabled() else 0
+        self._room = 0 if torch.is_grad_enabled() else coming
         if self._room:
             self.keys, self.values = self._with_room(keys), self._with_room(values)
         else:
@@ -70,10 +66,10 @@ class Tail:
             self.values = values.clone(memory_format=torch.contiguous_format)
         return self.keys, self.values
 
-    def append(self, keys: Tensor, values: Tensor) -> Pair:
+    def append(self, keys: Tensor, values: Tensor, *, in_place: bool = True) -> Pair:
         """Store (B, H, N, D) new tokens; returns what attention is handed, they are last."""
         tokens = keys.shape[2]
-        if not self._takes_in_place(keys, values):
+        if not in_place or not self._takes_in_place(keys, values):
             whole = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
             self.hold(*whole)
             return whole
@@ -103,9 +99,7 @@ class Tail:
 
         A query may need what it saw.
         """
-        if not self.in_place or keys.shape[2] > max(ROOM_TOKENS, self._room):
-            return False
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or keys.shape[2] > max(ROOM_TOKENS, self._room):
             return False
         if self.keys.is_inference() and not torch.is_inference_mode_enabled():
             return False
@@ -124,4 +118,4 @@ class Tail:
 
     def __copy__(self) -> "Tail":
         """One that goes on by itself: only one may write after what both hold."""
-        return Tail(self.keys, self.values, in_place=self.in_place)
+        return Tail(self.keys, self.values)

@@ -110,17 +110,14 @@ class Codes:
         return states.transpose(1, 2).flatten(2)[..., : self.channels].to(dtype)
 
 
-def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
-    """(M, G, D) blocks of states in few bits, in groups of G tokens, or of G channels.
+def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
+    """(M, G, D) blocks of several states in few bits, in groups of G tokens, or of G channels.
+
+    Their steps are computed together; a GPU is waited for once.
 
     Raises:
         InvalidArgumentError: a number that is not finite, or beyond half of float32's range.
     """
-    return encode_all([(states, bits, along)])[0]
-
-
-def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
-    """`encode` of several states, whose steps are computed together; a GPU is waited for once."""
     encode_them = implementation(
         "encode_all",
         "auto",

@@ -1,0 +1,18 @@
+"""The kinds of stores, by the names that files have."""
+
+from typing import Any
+
+from snapkv.storage.base import TokenStore
+from snapkv.storage.dense import DenseStore
+from snapkv.storage.ragged_store import CodedStore, RaggedStore
+
+
+def restored(kind: str, state: dict[str, Any]) -> TokenStore:
+    """The store of that kind whose `state` this is."""
+    if kind == RaggedStore.kind:
+        return RaggedStore(**state)
+    if kind == CodedStore.kind:
+        return CodedStore(**state)
+    if kind != DenseStore.kind:
+        raise ValueError(f"a {kind} store")
+    return DenseStore().fill(**state)
