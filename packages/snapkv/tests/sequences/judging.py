@@ -110,6 +110,7 @@ class State:
         short_by: queries that crops took of the last ones, which vote at the end of a short turn.
         resumed_at: tokens seen after the last of those crops.
         dropped: (R, columns) bool, which of the first columns were dropped by span.
+        rows_differ: whether a token has had other neighbours in the batch than alone.
         fewer_votes: whether a crop has taken queries that have voted alone; then only the numbers
             of kept tokens are alike.
     """
@@ -127,6 +128,7 @@ class State:
     resumed_at: int = 0
     dropped: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.bool))
     scored: dict[int, Tensor] = field(default_factory=dict)
+    rows_differ: bool = False
     fewer_votes: bool = False
 
     @property
@@ -138,10 +140,9 @@ class State:
     def seen(self) -> int:
         return self.ids.shape[1]
 
-    @property
-    def rows_differ(self) -> bool:
-        """Whether a token has other neighbours in the batch than alone."""
-        return bool(self.pads.any()) or (self.rows > 1 and bool(self.dropped.any()))
+    def note_rows(self) -> None:
+        """Note whether a token has other neighbours in the batch than alone: codes stay so."""
+        self.rows_differ |= bool(self.pads.any()) or (self.rows > 1 and bool(self.dropped.any()))
 
     @property
     def rows(self) -> int:
@@ -211,6 +212,7 @@ class Judge:
 
     def judge(self, state: State, *, keeps: bool = True) -> None:
         """Every row is as it is alone."""
+        state.note_rows()
         for row in range(state.rows):
             cache, logits = self._alone(state, row)
             if not state.fewer_votes:
