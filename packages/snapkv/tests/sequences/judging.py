@@ -110,7 +110,7 @@ class State:
         short_by: queries that crops took of the last ones, which vote at the end of a short turn.
         resumed_at: tokens seen after the last of those crops.
         dropped: (R, columns) bool, which of the first columns were dropped by span.
-        rows_differ: whether a token has had other neighbours in the batch than alone.
+        other_groups: whether codes share a scale that do not in a row that is read alone.
         fewer_votes: whether a crop has taken queries that have voted alone; then only the numbers
             of kept tokens are alike.
     """
@@ -128,7 +128,7 @@ class State:
     resumed_at: int = 0
     dropped: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.bool))
     scored: dict[int, Tensor] = field(default_factory=dict)
-    rows_differ: bool = False
+    other_groups: bool = False
     fewer_votes: bool = False
 
     @property
@@ -141,8 +141,8 @@ class State:
         return self.ids.shape[1]
 
     def note_rows(self) -> None:
-        """Note whether a token has other neighbours in the batch than alone: codes stay so."""
-        self.rows_differ |= bool(self.pads.any()) or (self.rows > 1 and bool(self.dropped.any()))
+        """Note whether a token has other neighbours in the batch than alone: its code stays so."""
+        self.other_groups |= bool(self.pads.any()) or (self.rows > 1 and bool(self.dropped.any()))
 
     @property
     def rows(self) -> int:
@@ -227,7 +227,7 @@ class Judge:
         apart = float((found - expected).abs().max() / expected.abs().max())
         close = CLOSE
         if (bits := self._bits) is not None:
-            other_groups = state.rows_differ or judge == "oracle"
+            other_groups = state.other_groups or judge == "oracle"
             close = (CLOSE_IN_BITS if other_groups else CLOSE_IN_GROUPS)[bits]
         if not apart <= close:
             raise WrongError(f"{judge}: logits are off by {apart:.2g} of the highest")
@@ -235,7 +235,7 @@ class Judge:
     def _compare_kept(self, state: State, row: int, alone: CompressedCache) -> None:
         if state.fewer_votes and any(part.kind == "spans" for part in state.done):
             return  # spans hold more or less of what was kept
-        if self.options.get("quantize") and state.rows_differ and len(state.done) > 1:
+        if self.options.get("quantize") and state.other_groups and len(state.done) > 1:
             return  # other neighbours share a scale, so votes differ by rounding
         for layer in alone.compressed_layers:
             found = _sets(state.cache.kept_positions(layer)[row])
@@ -301,8 +301,8 @@ class Judge:
         wanted = self.policy.query_tokens
         if not (state.short_by and wanted):
             return False
-        if wanted != ALL_QUERIES:
-            wanted = state.short_by  # as many stand before the crop
+        if wanted != ALL_QUERIES and not any(part.kind == "spans" for part in state.done):
+            wanted = state.short_by  # as many stand before the crop, but for those that are dropped
         return state.seen - state.resumed_at < wanted
 
     # The oracle.

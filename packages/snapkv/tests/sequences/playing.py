@@ -301,6 +301,7 @@ class Game:
             except RuntimeError:
                 state.full = None  # transformers' own layers refuse what ours did not
         into_turn = state.prompt_end is None or left < state.prompt_end
+        state.other_groups |= into_turn  # what is left was encoded with what is gone
         if state.prompt_end is not None and left < state.prompt_end <= state.seen:
             state.prompt_end = None  # what was to come and is not there yet stays announced
         open_turn = state.turn
