@@ -84,11 +84,14 @@ def test_together_they_keep_what_each_keeps_by_itself(name, tokens, wait):
             mask = torch.cat([mask, torch.ones(2, turn.shape[1]).long()], dim=1)
         mask = mask[:, :tokens]
         kept = [cache.kept_positions(layer) for layer in cache.compressed_layers]
-        found.append((kept, logits, cache.report()["lost_votes"]))
-    for kept, logits, lost in found[1:]:
+        whole = [layer.slots.kept is None for layer in cache.prompt_state.layers]
+        held = [(layer.store.kind, layer.held_bytes) for layer in cache.prompt_state.layers]
+        found.append((kept, logits, cache.report()["lost_votes"], whole, held))
+    for kept, logits, lost, *others in found[1:]:
         assert all(map(torch.equal, kept, found[0][0]))
         torch.testing.assert_close(logits, found[0][1])
         assert lost == pytest.approx(found[0][2])
+        assert others == list(found[0][3:])
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv"])
@@ -136,8 +139,11 @@ class Curious(SnapKV):
         return super().score(layer) + layer.depth
 
 
-ALONE = {"snapkv by itself", "pyramidkv", "kvzap", "h2o", "full"}
-TOGETHER = {"snapkv", "snapkv by query head", "adakv", "across-layers", "keydiff", "lagkv"}
+ALONE = {"kvzap", "criticalkv", "expected-attention", "random", "h2o", "full"}
+TOGETHER = {
+    "snapkv", "snapkv by query head", "snapkv by itself", "pyramidkv", "adakv", "keydiff", "lagkv",
+    "across-layers", "across-layers by itself",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(ALONE | TOGETHER))

@@ -24,6 +24,7 @@ WAYS = {
     "adakv": (AdaKV(POLICY), {}),
     "int4": (POLICY, {"quantize": "int4"}),
     "default": (default_policy(128), {}),
+    "default by votes": (default_policy("auto"), {}),
 }
 VIEWS = {
     "_unsafe_view", "alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select",
@@ -90,9 +91,10 @@ RELEASES = torch.__version__[:4], transformers.__version__[:4]
 # At the prompt's end, in a step: operations above transformers' own, calls.
 LIMITS = {
     "snapkv": (10, 0, 60, 19),
-    "adakv": (15, 7, 72, 28),
+    "adakv": (13, 7, 75, 28),
     "int4": (14, 26, 100, 44),
     "default": (12, 7, 84, 29),
+    "default by votes": (14, 7, 70, 28),
 }
 
 

@@ -85,7 +85,8 @@ class LayerGroup:
 
     def keep(self, selection: Selection | None) -> None:
         """Each keeps what was chosen of the stack, None for all, and notes what its votes lost."""
-        parts = [None] * len(self) if selection is None else selection.of_layers(len(self))
+        nothing: list[Selection | None] = [None] * len(self)
+        parts = nothing if selection is None else selection.of_layers(self.prompts)
         lost = self._lost_by(selection)
         for layer, part, prompt, own in zip(self.layers, parts, self.prompts, lost, strict=True):
             layer.end_prompt(part, prompt, **own)

@@ -73,7 +73,7 @@ class AcrossLayers(AroundScores):
 
     @functools.cached_property
     def chooses_of_stacks(self) -> bool:
-        return self.shares and self.policy.scores_any_layer
+        return self.policy.scores_any_layer
 
     def even_counts(self, layer: PromptLayer) -> list[int]:
         """B numbers: what a head of the layer keeps on average, its window included.

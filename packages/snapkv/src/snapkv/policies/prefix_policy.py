@@ -141,9 +141,8 @@ class PrefixPolicy(Policy):
 
     @functools.cached_property
     def chooses_of_stacks(self) -> bool:
-        """Where its score does, and every layer keeps as many."""
-        is_even = isinstance(self.allocation, TokenBudget)
-        return is_even and self.scores_any_layer and self.keeps_the_best
+        """Where its score does."""
+        return self.scores_any_layer and self.keeps_the_best
 
     @property
     def keeps_the_best(self) -> bool:

@@ -226,23 +226,36 @@ class Selection:
             noted["padding_slots"] = keep_indices.shape[-1] - own
         return cls(keep_indices=keep_indices, **noted)
 
-    def of_layers(self, layers: int) -> "list[Selection]":
-        """Its parts, of so many layers whose rows it has, see `PromptLayer.stack`."""
-        if layers == 1:
+    def of_layers(self, layers: Sequence[PromptLayer]) -> "list[Selection | None]":
+        """Its parts, where it was made of the `PromptLayer.stack` of these; None for all of one.
+
+        A GPU is waited for where rows of different length, or that keep different numbers, are
+        padded.
+        """
+        if len(layers) == 1:
             return [self]
-        parts: dict[str, Any] = {
-            name: value.chunk(layers)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        if (counts := parts.get("head_tokens")) is not None:  # none that all heads lack
-            kept = parts["keep_indices"]
-            empty = [
-                each.shape[-1] - int(own.max()) for each, own in zip(kept, counts, strict=True)
-            ]
-            parts["keep_indices"] = [each[..., n:] for each, n in zip(kept, empty, strict=True)]
-        rows = zip(*parts.values(), strict=True)
-        return [replace(self, **dict(zip(parts, own, strict=True))) for own in rows]
+        tensors = {name: one for name, one in vars(self).items() if isinstance(one, Tensor)}
+        rows = zip(*(one.chunk(len(layers)) for one in tensors.values()), strict=True)
+        parts = [replace(self, **dict(zip(tensors, own, strict=True))) for own in rows]
+        if self.head_tokens is None and self.padding_slots is None:
+            return [*parts]
+        return [part._of_layer(layer) for part, layer in zip(parts, layers, strict=True)]
+
+    def _of_layer(self, layer: PromptLayer) -> "Selection | None":
+        """Without the first entries, where all heads keep fewer; None where they keep all."""
+        kept, empty = self.keep_indices, self.padding_slots
+        if self.head_tokens is not None:
+            counts = self.head_tokens.tolist()
+        else:
+            assert empty is not None
+            counts = [[kept.shape[-1] - count] for count in empty.tolist()]
+        most = max(map(max, counts))
+        whole = zip(counts, layer.row_lengths, strict=True)
+        if most == self.prompt_tokens and all({length} == set(row) for row, length in whole):
+            return None
+        unused = kept.shape[-1] - most
+        padding_slots = None if empty is None else empty - unused
+        return replace(self, keep_indices=kept[..., unused:], padding_slots=padding_slots)
 
 
 @dataclass(frozen=True, kw_only=True)
