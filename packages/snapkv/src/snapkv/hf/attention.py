@@ -181,6 +181,7 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     state.group.add(layer, prompt, attended[0][:, -1])
     if state.group.is_full or state.is_piecewise or layer.slots.is_partial:
         _choose(call, context)
+        _close(call, context)
     return attended
 
 
@@ -191,7 +192,6 @@ def _choose(call: AttentionCall, context: ForwardContext) -> None:
         eager = call.implementation == "eager"
         context.check.judge(group, call.module, rounds_scores=eager)
     context.prompt_state.choose()
-    _close(context)
 
 
 def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
@@ -206,7 +206,7 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     if layer.turns != "append":
         layer.look_back(call.query)
     layer.store.finalize_step()
-    _close(context)
+    _close(call, context)
     return attended
 
 
@@ -217,7 +217,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     prompt = _prompt_layer(call, layer, layer.slots.padding_slots, context.check.unasked)
     with torch.no_grad():
         selection = layer.policy.select(prompt)
-    _close(context)
+    _close(call, context)
     stored = prompt.keys.shape[2]
     if selection is None:
         layer.look_back(call.query)
@@ -228,10 +228,12 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     return attended
 
 
-def _close(context: ForwardContext) -> None:
-    """In the last layer, ask for what is open of layers that dropped nothing so far: they chose."""
+def _close(call: AttentionCall, context: ForwardContext) -> None:
+    """In the last layer, settle what is open of layers that dropped nothing so far: they choose."""
     identity = context.layer.identity
     if identity.depth == identity.num_layers - 1:
+        if context.prompt_state.group:
+            _choose(call, context)
         context.check.close()
 
 

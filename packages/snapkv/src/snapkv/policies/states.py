@@ -253,8 +253,9 @@ class Selection:
         whole = zip(counts, layer.row_lengths, strict=True)
         if most == self.prompt_tokens and all({length} == set(row) for row, length in whole):
             return None
-        unused = kept.shape[-1] - most
-        padding_slots = None if empty is None else empty - unused
+        unused, is_even = kept.shape[-1] - most, most == min(map(min, counts))
+        has_padding = empty is not None and not (is_even and layer.pad_tokens is None)
+        padding_slots = empty - unused if has_padding else None
         return replace(self, keep_indices=kept[..., unused:], padding_slots=padding_slots)
 
 
