@@ -13,6 +13,7 @@ from snapkv import (
     PyramidKV,
     SnapKV,
 )
+from snapkv.cache import layer_group
 from tests.cache.rows import Rows
 from tests.families import CLOSE, call, peaked_model, random_ids, tiny_config, tiny_model
 from tests.methods import METHODS
@@ -87,11 +88,15 @@ def test_a_turn_behind_a_row_that_has_kept_everything_is_refused(name):
         assert torch.equal(rows.cache.kept_positions(layer)[..., :-1], before)
 
 
-def test_a_turn_after_layers_that_kept_everything_and_others_that_did_not():
+@pytest.mark.parametrize("waiting_bytes", [0, 1 << 30])
+def test_a_turn_after_layers_that_kept_everything_and_others_that_did_not(
+    waiting_bytes, monkeypatch
+):
     """It is the end of the whole conversation in the former, and read over the rest in the latter.
 
     What they leave open for the last layer is settled, too: it is no sign of an interrupted pass.
     """
+    monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": waiting_bytes})
     model, ids = peaked_model(tiny_config("llama", num_hidden_layers=8), "sdpa"), random_ids(1, 70)
     cache = CompressedCache(model, PyramidKV(59, window_size=WINDOW))
     call(model, cache, ids[:, :60])

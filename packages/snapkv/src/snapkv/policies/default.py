@@ -10,7 +10,7 @@ from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.snapkv import SnapKV
 from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW
 
-MOST_VOTERS = 64
+MOST_VOTERS = 128
 """Tokens of a question; a longer one holds a text of its own, which asks for nothing."""
 
 _BEFORE_A_QUESTION = {"voters": 64, "pooling": "max", "decay": None, "sink_tokens": None}
