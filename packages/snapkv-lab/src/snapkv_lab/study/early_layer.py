@@ -144,7 +144,7 @@ class EarlyLayer(DocumentStudy):
         if not number:  # warms up, or refuses a model that cannot be read selectively
             self.answered(loaded, copy, self.selective(1))
         look = partial(self.share_that_goes_on, copy)
-        seen = observed(loaded, torch.tensor([copy.prompt]), SMALL_WINDOW, look).seen
+        seen = observed(loaded, torch.tensor([copy.prompt]), SMALL_WINDOW, look)
         return {"goes_on": [(layer + 1, share) for layer, share in seen.items()]}
 
     def _read(
