@@ -255,15 +255,15 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "tokens that a row was told to drop were never seen",
-            "own = own + (lengths - self.removed_tokens).cpu()",
-            "own = own - self.removed_tokens",
+            "(each.tokens - self.removed_tokens for each in",
+            "(-self.removed_tokens for each in",
             "cache/test_spans.py",
             "sequences/test_sequences.py",
         ),
         (
             "a crop forgets too little of what was dropped",
-            "[:, None, None] - tokens",
-            "[:, None, None] - count",
+            "Spans(((max(0, seen - tokens), seen),))",
+            "Spans(((max(0, seen - count), seen),))",
             "cache/test_spans.py",
         ),
         (

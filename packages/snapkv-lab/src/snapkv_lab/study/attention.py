@@ -128,7 +128,7 @@ class ReadingStudy(DocumentStudy):
 
         (reading,) = readings
         measured = partial(self.measured, prompt_tokens=reading.prompt_tokens)
-        seen = observed(loaded, reading.ids, self.query_tokens, measured).seen
+        seen = observed(loaded, reading.ids, self.query_tokens, measured)
         return [
             dict(zip(self.parted, key, strict=True)) | {"layer": layer} | numbers
             for layer, rows in seen.items()
@@ -573,7 +573,7 @@ class Instructions(ReadingStudy):
         document = common_tokens([reading.ids[0].tolist() for reading in readings])
         measured = partial(self._votes, document=document)
         votes = [
-            observed(loaded, reading.ids, reading.tokens - document, measured).seen
+            observed(loaded, reading.ids, reading.tokens - document, measured)
             for reading in readings
         ]
         pairs = list(itertools.combinations_with_replacement(range(len(readings)), 2))

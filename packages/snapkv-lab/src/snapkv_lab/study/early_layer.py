@@ -144,7 +144,7 @@ class EarlyLayer(DocumentStudy):
         if not number:  # warms up, or refuses a model that cannot be read selectively
             self.answered(loaded, copy, self.selective(1))
         look = partial(self.share_that_goes_on, copy)
-        seen = observed(loaded, torch.tensor([copy.prompt]), SMALL_WINDOW, look).seen
+        seen = observed(loaded, torch.tensor([copy.prompt]), SMALL_WINDOW, look)
         return {"goes_on": [(layer + 1, share) for layer, share in seen.items()]}
 
     def _read(
@@ -170,17 +170,17 @@ class EarlyLayer(DocumentStudy):
         """What reading the prompt that way, and the number after it, gives and takes."""
         import torch
 
-        from snapkv.app.likelihood import log_likelihood
+        from snapkv.app.likelihood import log_likelihoods
         from snapkv.policies import default_policy
         from snapkv_lab.measure.timing import spent_on
 
         device = loaded.model.device
         prompt, answer = (torch.tensor([ids], device=device) for ids in (copy.prompt, copy.answer))
         policy = default_policy(self.budget).policy  # layers hold other tokens than each other
-        found: list[tuple[float, bool]] = []
+        got: list[tuple[float, bool]] = []
         with way.installed(loaded.model):
-            spent = spent_on(lambda: found.append(log_likelihood(loaded, prompt, answer, policy)))
-        ((chance, right),) = found
+            spent = spent_on(lambda: got.extend(log_likelihoods(loaded, prompt, [answer], policy)))
+        ((chance, right),) = got
         return {"loss": -chance / len(copy.answer), "right": right, "ms": spent.wall_ms}
 
     def selective(self, layer: int) -> Selective:

@@ -35,7 +35,7 @@ def test_what_is_observed_is_the_models_own_attention(family):
         ids,
         20,
         lambda layer: ops.attention_weights(layer.queries, layer.keys, layer.score_options),
-    ).seen
+    )
     with torch.inference_mode():
         attentions = model(ids, output_attentions=True).attentions
     assert seen

@@ -29,14 +29,6 @@ _PIECE_TOKENS = 256
 """Tokens of a continuation per forward pass; the logits of all of them are stored."""
 
 
-def log_likelihood(
-    loaded: LoadedModel, context: Tensor, continuation: Tensor, policy: Policy
-) -> tuple[float, bool]:
-    """The result for one continuation, see `log_likelihoods`."""
-    (found,) = log_likelihoods(loaded, context, [continuation], policy)
-    return found
-
-
 def log_likelihoods(
     loaded: LoadedModel,
     context: Tensor,

@@ -9,7 +9,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,24 +67,16 @@ class _Observer(RecordingPolicy):
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Observed(Generic[Seen]):
-    """Tokens that were read in one pass while every layer was looked at."""
-
-    seen: dict[int, Seen]  # by the layer's index in the model
-    cache: CompressedCache  # the full cache of all tokens
-    last_logits: Tensor  # (V,), after the last of them
-
-
 def observed(
     loaded: LoadedModel,
     ids: Tensor,
     query_tokens: int,
     look: Callable[[PromptLayer], Seen],
-) -> Observed[Seen]:
+) -> dict[int, Seen]:
     """Read (1, S) tokens in one pass and look at one layer at a time, as attention saw it.
 
-    `query_tokens` says how many of the last queries `look` needs.
+    `query_tokens` says how many of the last queries `look` needs. What it saw is returned by the
+    layer's index in the model.
     """
     seen: dict[int, Seen] = {}
 
@@ -92,8 +84,8 @@ def observed(
         seen[layer.layer_idx] = look(layer)
 
     observer = _Observer(look=note, recorded_queries=query_tokens, recorded_parts=frozenset())
-    cache, logits = _read(loaded.model, ids.to(device_of(loaded.model)), observer)
-    return Observed(seen=seen, cache=cache, last_logits=logits[0, -1])
+    _read(loaded.model, ids.to(device_of(loaded.model)), observer)
+    return seen
 
 
 @torch.inference_mode()

@@ -28,10 +28,6 @@ def per_row(
     return field(default=None, metadata={"per_row": axes})
 
 
-_PLAIN = {"measured": False}
-"""What is declared by a field that follows no rows."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowRecord:
     """An immutable record; fields made by `per_row` follow the rows, the others stay."""
@@ -78,21 +74,16 @@ class RowRecord:
             raise ValueError(f"without {', '.join(sorted(missing))}")
         return cls(**state)
 
-    @classmethod
-    def _declared(cls) -> list[tuple[str, dict[str, Any]]]:
-        return [(part.name, part.metadata.get("per_row", _PLAIN)) for part in fields(cls)]
-
     def _each(self, change: Callable[[Tensor, dict[str, Any]], Tensor]) -> Self:
         changed = {name: change(value, axes) for name, (value, axes) in self._found().items()}
         return replace(self, **changed) if changed else self
 
     def _found(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
         """The fields that follow the rows and are not None, with what they declare."""
-        found = ((name, getattr(self, name), axes) for name, axes in self._declared())
         return {
-            name: (value, axes)
-            for name, value, axes in found
-            if axes is not _PLAIN and value is not None
+            part.name: (value, part.metadata["per_row"])
+            for part in fields(self)
+            if "per_row" in part.metadata and (value := getattr(self, part.name)) is not None
         }
 
 

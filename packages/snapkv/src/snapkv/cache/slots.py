@@ -222,13 +222,10 @@ class SlotMap(RowRecord):
 
     def row_tokens(self, store: TokenStore) -> list[int]:
         """B numbers: tokens of each row that were seen, dropped ones included."""
-        own = torch.full((store.keys.shape[0],), self.seen(store.slots))
-        if self.pads is not None:
-            own = own - self.pads.cpu()
-        if self.removed_spans is not None:
-            lengths = (self.removed_spans[..., 1] - self.removed_spans[..., 0]).sum(dim=-1)
-            own = own + (lengths - self.removed_tokens).cpu()
-        return [int(tokens) for tokens in own]
+        B, seen = store.keys.shape[0], self.seen(store.slots)
+        pads = [0] * B if self.pads is None else self.pads.tolist()
+        removed = (each.tokens - self.removed_tokens for each in self.removed_spans_of(B))
+        return [seen - own_pads + more for own_pads, more in zip(pads, removed, strict=True)]
 
     @property
     def mean_removed(self) -> float:
@@ -289,15 +286,13 @@ class SlotMap(RowRecord):
         if self.removed_spans is None:
             return self
         own, count = self.row_tokens(store), self.removed_among_last(tokens, store)[0]
-        last = torch.tensor(own, device=self.removed_spans.device)[:, None, None] - tokens
-        removed_spans = self.removed_spans.minimum(last.clamp(min=0))
-        is_empty = removed_spans[..., 0] >= removed_spans[..., 1]
-        removed_spans = removed_spans.masked_fill(is_empty[..., None], 0)
-        order = removed_spans[..., 0].argsort(dim=-1, stable=True)  # empty ones are first again
-        removed_spans = removed_spans.gather(1, order[..., None].expand_as(removed_spans))
-        return replace(
-            self, removed_spans=removed_spans, removed_tokens=self.removed_tokens - count
-        )
+        left = _padded(
+            [
+                each.without(Spans(((max(0, seen - tokens), seen),)))
+                for seen, each in zip(own, self.removed_spans_of(len(own)), strict=True)
+            ]
+        ).to(self.removed_spans.device)
+        return replace(self, removed_spans=left, removed_tokens=self.removed_tokens - count)
 
 
 @dataclass(frozen=True, kw_only=True)

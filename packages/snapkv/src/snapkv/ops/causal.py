@@ -5,14 +5,9 @@ twice as fast, but knows only as many queries as keys. So the piece attends to w
 it, of which it sees everything, then to itself, and the two are put together.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
-
-Kernel = Callable[[Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor]]
-"""Attention, causal or not: output (B, Hq, Q, Dv), and its log-sum-exp, of B * Hq * Q numbers."""
 
 
 def is_faster_in_parts(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -26,14 +21,7 @@ def is_faster_in_parts(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     return can_use_cudnn_attention(SDPAParams(queries, *own, None, 0.0, True, True))
 
 
-def attend_in_parts(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scaling: float | None,
-    *,
-    kernel: Kernel | None = None,
-) -> Tensor:
+def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
     """What the last Q of S tokens attend to, each up to itself.
 
     Args:
@@ -41,15 +29,13 @@ def attend_in_parts(
         keys: (B, Hkv, S, D).
         values: (B, Hkv, S, Dv).
         scaling: of the scores; D**-0.5 where None.
-        kernel: cuDNN's.
 
     Returns:
         (B, Hq, Q, Dv), in the dtype of `queries`.
     """
-    kernel = kernel or _cudnn
     past = keys.shape[2] - queries.shape[2]
-    before, sum_before = kernel(queries, keys[:, :, :past], values[:, :, :past], False, scaling)
-    own, sum_own = kernel(queries, keys[:, :, past:], values[:, :, past:], True, scaling)
+    before, sum_before = _cudnn(queries, keys[:, :, :past], values[:, :, :past], False, scaling)
+    own, sum_own = _cudnn(queries, keys[:, :, past:], values[:, :, past:], True, scaling)
     share = (sum_before - sum_own).sigmoid().view(*own.shape[:3], 1)
     return torch.addcmul(own, share, before - own).to(queries.dtype)
 
@@ -57,6 +43,7 @@ def attend_in_parts(
 def _cudnn(
     queries: Tensor, keys: Tensor, values: Tensor, is_causal: bool, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
+    """Attention, causal or not: (B, Hq, Q, Dv), and its log-sum-exp, of B * Hq * Q numbers."""
     attended = torch.ops.aten._scaled_dot_product_cudnn_attention(
         queries, keys, values, None, True, 0.0, is_causal, scale=scaling
     )

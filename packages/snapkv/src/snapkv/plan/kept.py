@@ -44,11 +44,10 @@ class Keeping:
         layers = self.footprint.full_layers
         if not isinstance(self.budget, ByteBudget):
             return [self._alike(prompt_tokens)] * len(layers)
-        found = []
-        for depth, layer in enumerate(layers):
-            cost = self._cost_of(layer)
-            found.append(self._fit(cost, prompt_tokens, depth, at_least=at_least))
-        return found
+        return [
+            self._fit(self._cost_of(layer), prompt_tokens, depth, at_least=at_least)
+            for depth, layer in enumerate(layers)
+        ]
 
     def _fit(self, cost: TokenCost, prompt_tokens: int, depth: int, *, at_least: bool) -> int:
         """Tokens of one layer that fit in its bytes."""

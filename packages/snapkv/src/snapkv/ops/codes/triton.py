@@ -9,14 +9,13 @@ Importing this module imports triton; `snapkv.ops` does so only where the kernel
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from snapkv.ops.codes.coding import Codes
 from snapkv.ops.codes.layout import BlockLayout
-from snapkv.ops.ragged.triton import _put_together, _step, _weigh, in_rows, split_tokens, tiles
+from snapkv.ops.ragged.triton import _step, _weigh, in_splits, tiles
 from snapkv.ops.scores import ScoreOptions
 
 
@@ -33,49 +32,17 @@ def coded_attention(
     tail_tokens: Tensor | None = None,
 ) -> Tensor:
     """As `snapkv.ops.coded_attention`; no gradients."""
-    softcap, sinks = score_options.softcap, score_options.sink_logits
-    B, Hq, Q, D = queries.shape
-    H, S, Dv = tail_keys.shape[1], tail_keys.shape[2], values.channels
-    rows, G = Hq // H * Q, layout.block_tokens
-    tail_keys, tail_values, apart = in_rows(tail_keys, tail_values)
-    tile, key_tokens = tiles(queries, max(D, Dv), rows)
-    most = 32 if max(D, Dv) <= 128 else 16  # the registers also hold codes and scales
-    tile, key_tokens = min(tile, most), min(key_tokens, most)
-    begins, tokens = layout.table
-    split = split_tokens(len(keys) * G + B * H * S)
-    splits = triton.cdiv(max(layout.head_blocks) * G + S, split)
-    count = begins if tail_tokens is None else tail_tokens
-    is_counted = tail_tokens is not None
-    sums = queries.new_empty(B * H, splits, rows, Dv, dtype=torch.float32)
-    marks = queries.new_empty(B * H, splits, rows, 2, dtype=torch.float32)
-    output = tail_values.new_empty(B, Hq, Q, Dv)
-    widths: dict[str, Any] = {"DV": Dv, "DV_BLOCK": max(16, triton.next_power_of_2(Dv))}
-    with torch.cuda.device_of(queries):
-        _attend_codes[(B * H * triton.cdiv(rows, tile), splits)](
+    G, (begins, tokens) = layout.block_tokens, layout.table
+    blocks = tiles(queries, tail_keys, tail_values, most=32)  # registers also hold codes and scales
+
+    def attend(grid: tuple[int, int], *given: Any, **compiled: Any) -> None:
+        _attend_codes[grid](
             queries.contiguous(),
             *(keys.packed, keys.scale, keys.least),
             *(values.packed, values.scale, values.least),
             begins,
             tokens,
-            tail_keys,
-            tail_values,
-            sums,
-            marks,
-            count,
-            rows,
-            Q,
-            S,
-            split,
-            splits,
-            apart,
-            score_options.scaling,
-            0.0 if softcap is None else softcap,
-            CAPPED=softcap is not None,
-            COUNTED=is_counted,
-            D=D,
-            D_BLOCK=max(16, triton.next_power_of_2(D)),
-            TILE=tile,
-            KEYS=key_tokens,
+            *given,
             G=G,
             KEY_BITS=keys.bits,
             KEY_ROWS=keys.packed.shape[1],
@@ -83,27 +50,13 @@ def coded_attention(
             VALUE_ROWS=values.packed.shape[2],
             GROUPS=values.packed.shape[1],
             WIDTH=values.packed.shape[3],
-            num_stages=2 if max(D, Dv) <= 128 else 1,
-            **widths,
+            num_stages=2 if max(keys.channels, values.channels) <= 128 else 1,
+            **compiled,
         )
-        _put_together[(B * H, rows)](
-            sums,
-            marks,
-            begins * G,
-            sums if sinks is None else sinks.float().contiguous(),
-            output,
-            count,
-            rows,
-            Q,
-            S,
-            split,
-            splits,
-            H,
-            HAS_SINKS=sinks is not None,
-            COUNTED=is_counted,
-            **widths,
-        )
-    return output
+
+    sizes = begins * G, len(keys) * G, max(layout.head_blocks) * G
+    tail = tail_keys, tail_values, tail_tokens
+    return in_splits(attend, queries, sizes, tail, score_options, blocks)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ second kernel puts a head's splits together. All sums are float32.
 Importing this module imports triton; `snapkv.ops` does so only where the kernel is to run.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,38 +36,59 @@ def ragged_attention(
     tail_tokens: Tensor | None = None,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; no gradients."""
+    keys, values, starts = keys.contiguous(), values.contiguous(), layout.starts
+
+    def attend(grid: tuple[int, int], *given: Any, **compiled: Any) -> None:
+        _attend_split[grid](queries.contiguous(), keys, values, starts, *given, **compiled)
+
+    sizes = starts, len(keys), layout.longest_tokens
+    blocks = tiles(queries, tail_keys, tail_values) | {"num_stages": 2}
+    tail = tail_keys, tail_values, tail_tokens
+    return in_splits(attend, queries, sizes, tail, score_options, blocks)
+
+
+def in_splits(
+    attend: Callable[..., None],
+    queries: Tensor,
+    kept: tuple[Tensor, int, int],
+    tail: tuple[Tensor, Tensor, Tensor | None],
+    score_options: ScoreOptions,
+    blocks: dict[str, Any],
+) -> Tensor:
+    """(B, Hq, Q, Dv): attention by a kernel that is given splits, which are then put together.
+
+    Args:
+        attend: launches it on a grid, with what all of these kernels are given from the tail on.
+        queries: (B, Hq, Q, D).
+        kept: where what each head keeps begins, (B * H + 1,), how much all of them keep, and the
+            longest.
+        tail: keys, values and how many are written, as in `ragged_attention`.
+        score_options: as there.
+        blocks: what the kernel is compiled for, see `tiles`.
+    """
     softcap, sinks = score_options.softcap, score_options.sink_logits
-    B, Hq, Q, D = queries.shape
-    H, S, Dv = tail_keys.shape[1], tail_keys.shape[2], values.shape[1]
-    rows = Hq // H * Q
-    keys, values = keys.contiguous(), values.contiguous()
-    tail_keys, tail_values, apart = in_rows(tail_keys, tail_values)
-    tile, key_tokens = tiles(queries, max(D, Dv), rows)
-    split = split_tokens(len(keys) + B * H * S)
-    splits = triton.cdiv(layout.longest_tokens + S, split)
+    (B, Hq, Q, D), (_, H, S, Dv) = queries.shape, tail[1].shape
+    (starts, kept_tokens, longest), rows, tail_tokens = kept, Hq // H * Q, tail[2]
+    tail_keys, tail_values, apart = in_rows(*tail[:2])
+    split = split_tokens(kept_tokens + B * H * S)
+    splits = triton.cdiv(longest + S, split)
     sums = queries.new_empty(B * H, splits, rows, Dv, dtype=torch.float32)
     # Highest score and sum of exponentials, of each split.
     marks = queries.new_empty(B * H, splits, rows, 2, dtype=torch.float32)
-    output = values.new_empty(B, Hq, Q, Dv)
-    widths: dict[str, Any] = {"DV": Dv, "DV_BLOCK": max(16, triton.next_power_of_2(Dv))}
-    blocks: dict[str, Any] = {"D": D, "D_BLOCK": max(16, triton.next_power_of_2(D)), "TILE": tile}
-    stored = queries.contiguous(), keys, values, layout.starts, tail_keys, tail_values
-    count = layout.starts if tail_tokens is None else tail_tokens
-    sizes, scores = (count, rows, Q, S, split, splits), (score_options.scaling, softcap or 0.0)
-    is_counted = tail_tokens is not None
-    capped, logits = softcap is not None, sums if sinks is None else sinks.float().contiguous()
+    output = tail_values.new_empty(B, Hq, Q, Dv)
+    common: dict[str, Any] = {"DV": Dv, "DV_BLOCK": max(16, triton.next_power_of_2(Dv))}
+    common["COUNTED"] = tail_tokens is not None
+    sizes = (starts if tail_tokens is None else tail_tokens, rows, Q, S, split, splits)
+    logits = sums if sinks is None else sinks.float().contiguous()
     with torch.cuda.device_of(queries):
-        launch = _attend_split[(B * H * triton.cdiv(rows, tile), splits)]
-        launch(
-            *stored, sums, marks, *sizes, apart, *scores,
-            CAPPED=capped, COUNTED=is_counted, KEYS=key_tokens, num_stages=2, **blocks, **widths,
+        attend(
+            (B * H * triton.cdiv(rows, blocks["TILE"]), splits),
+            tail_keys, tail_values, sums, marks, *sizes, apart,
+            score_options.scaling, softcap or 0.0, CAPPED=softcap is not None,
+            D=D, D_BLOCK=max(16, triton.next_power_of_2(D)), **blocks, **common,
         )  # fmt: skip
         merge = _put_together[(B * H, rows)]
-        has_sinks = sinks is not None
-        merge(
-            sums, marks, layout.starts, logits, output, *sizes, H,
-            HAS_SINKS=has_sinks, COUNTED=is_counted, **widths,
-        )  # fmt: skip
+        merge(sums, marks, starts, logits, output, *sizes, H, HAS_SINKS=sinks is not None, **common)
     return output
 
 
@@ -83,12 +105,17 @@ def _lies_apart(states: Tensor, tokens: int) -> bool:
     return states.stride() == (H * tokens * D, tokens * D, D, 1)
 
 
-def tiles(queries: Tensor, width: int, rows: int) -> tuple[int, int]:
-    """Rows of queries of a program, and keys of one of its steps: what registers hold."""
-    most_rows, step = (64, 64) if width <= 128 else (32, 32)
+def tiles(queries: Tensor, keys: Tensor, values: Tensor, most: int = 64) -> dict[str, int]:
+    """Rows of queries of a program, and keys of one of its steps: what registers hold.
+
+    At most so many of heads of 128 channels; half as many of wider ones.
+    """
+    (_, Hq, Q, D), H = queries.shape, keys.shape[1]
+    if max(D, values.shape[3]) > 128:
+        most //= 2
     if queries.dtype == torch.float32:  # multiplied without tensor cores
-        most_rows = step = 16
-    return min(most_rows, max(16, triton.next_power_of_2(rows))), step
+        most = 16
+    return {"TILE": min(most, max(16, triton.next_power_of_2(Hq // H * Q))), "KEYS": most}
 
 
 def split_tokens(tokens: int) -> int:
