@@ -427,12 +427,12 @@ def test_sessions_are_listed_and_deleted_by_their_key(config, monkeypatch, key):
         site.client.told = [{"session": "a/b", "bytes": 9}]
         status, said, told = asked("GET")
         assert (status, json.loads(said)) == (200, 2 * site.client.told)
-        assert told == ("snapkv_sessions", owner.removesuffix("a/b"), 1)
+        assert told == ("snapkv_asked", "_sessions", "listed", [owner.removesuffix("a/b")], 1)
         for histories, requests, expected in ((2, 0, 204), (0, 0, 404), (2, 1, 409)):
             site.client.told = {"histories": histories, "requests": requests}
             status, said, told = asked("DELETE", "/a%2Fb")
             assert status == expected, said
-            assert told == ("snapkv_forget", owner, 1)
+            assert told == ("snapkv_asked", "_sessions", "deleted", [owner], 1)
             assert (expected == 204) == (said == "")
         assert client.get(SESSION_PATH).status_code == 401
 

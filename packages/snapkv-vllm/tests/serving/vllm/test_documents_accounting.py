@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
+from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, INSTRUCTION, REGISTER
 from snapkv_vllm.documents.sharing import Sharing
 from tests.serving.vllm.test_accounting import (
     PAGE,
@@ -73,7 +73,7 @@ class Server:
     def drop(self):
         document = self.draw.choice(sorted(self.texts))
         del self.texts[document]
-        self.send([1], 1, {DROP: document})
+        self.scheduler._documents.drop(document)
 
     def step(self):
         self.running.step()

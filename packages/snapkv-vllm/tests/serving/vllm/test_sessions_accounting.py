@@ -2,12 +2,11 @@
 
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 
 from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.names import FORGET, PREFIX, SESSION, SESSIONS
+from snapkv_vllm.names import PREFIX, SESSION
 from snapkv_vllm.spans import NAME
 from tests.serving.vllm.test_accounting import (
     PAGE,
@@ -199,13 +198,6 @@ def test_a_turn_that_is_tried_again_replaces_what_it_left(large):
     assert len(held._held) == 3
 
 
-def told(scheduler, method, name):
-    """What a front end is told of sessions, at once: no step runs meanwhile."""
-    from vllm.v1.engine.core import EngineCore
-
-    return getattr(EngineCore, method)(SimpleNamespace(scheduler=scheduler), name)
-
-
 def test_sessions_are_listed_and_deleted(large):
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     held, pool = running.scheduler._sessions, running.scheduler.kv_cache_manager.block_pool
@@ -213,18 +205,18 @@ def test_sessions_are_listed_and_deleted(large):
     turn(running, "r0", "a/one", text, budget=12)
     turn(running, "r1", "a/two", text)
     turn(running, "r2", "b/one", text)
-    one, two = told(running.scheduler, SESSIONS, "a/")
+    one, two = held.listed("a/")
     assert (one["session"], one["tokens"], one["kept_tokens"]) == ("one", 30, 12)
     assert (two["session"], two["tokens"], two["kept_tokens"]) == ("two", 28, 28)
     assert one["bytes"] == 3 * PAGE * TOKEN_BYTES
-    assert told(running.scheduler, FORGET, "a/three") == {"histories": 0, "requests": 0}
+    assert held.deleted("a/three") == {"histories": 0, "requests": 0}
     going_on = request("r3", [*range(1, 40)], 1, {PREFIX + SESSION: "a/one", "snapkv_budget": 12})
     running.scheduler.add_request(going_on)
-    assert told(running.scheduler, FORGET, "a/one") == {"histories": 1, "requests": 1}
+    assert held.deleted("a/one") == {"histories": 1, "requests": 1}
     while running.scheduler.requests:
         running.step()
     for name in ("a/one", "a/two", "b/one"):
-        assert told(running.scheduler, FORGET, name) == {"histories": 1, "requests": 0}
+        assert held.deleted(name) == {"histories": 1, "requests": 0}
     assert pool.get_num_free_blocks() == free
     assert not held._held
 
