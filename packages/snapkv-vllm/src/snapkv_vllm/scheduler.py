@@ -148,7 +148,7 @@ class _CompressingScheduler(Scheduler):
         """Count that a request waits, if it does for want of room for what is kept."""
         if self._lacks_room and request.request_id not in self._waiting_for_room:
             self._waiting_for_room.add(request.request_id)
-            self._metrics.waits()
+            self._metrics.count("waits")
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._metrics.request_ended(request.request_id)
@@ -218,7 +218,7 @@ class _CompressingScheduler(Scheduler):
         name, self._waits, before = self._waits, "", self._stands_still
         self._stands_still = bool(name) and not self.running
         if self._stands_still and not before:
-            self._metrics.stands_still()
+            self._metrics.count("standstills")
             logger.error(
                 "No request can go on: %s waits for blocks, %s of %s are free, and none is running",
                 name,

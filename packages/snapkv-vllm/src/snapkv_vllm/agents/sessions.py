@@ -23,7 +23,7 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.policies.spans import Spans
 from snapkv_vllm.blocks import CompressedManager
 from snapkv_vllm.documents.registry import block_bytes, room_of
-from snapkv_vllm.metrics import SessionMetrics
+from snapkv_vllm.metrics import Metrics, labels_of
 from snapkv_vllm.names import PREFIX, SESSION
 from snapkv_vllm.plans import Order, PrefixReuse, PromptPlan, RequestPlan, TurnPlan
 from snapkv_vllm.settings import ServingSettings
@@ -151,7 +151,7 @@ class HeldSessions:
         *,
         most_blocks: int,
         block_bytes: int,
-        metrics: SessionMetrics,
+        metrics: Metrics,
     ) -> None:
         self._managers, self._settings, self._metrics = managers, settings, metrics
         self._most_blocks, self._block_bytes = most_blocks, block_bytes
@@ -161,6 +161,9 @@ class HeldSessions:
         self._turns: dict[str, _Turn] = {}
         self._forgotten: list[int] = []
         self._waiting: set[str] = set()  # requests, for blocks while histories pin some
+        for name in ("waits", "requests", "tokens_not_read", "histories_dropped"):
+            metrics.count(f"session_{name}", 0)
+        self.count()
 
     # Of requests that come.
 
@@ -281,7 +284,7 @@ class HeldSessions:
         pinned = self._unread_blocks(one for one in self._held if one.requests - {request_id})
         if pinned and request_id not in self._waiting:
             self._waiting.add(request_id)
-            self._metrics.waits()
+            self._metrics.count("session_waits")
             self.count()
             said = "Request %s waits for blocks; histories of sessions in use pin %s"
             _logger.info(said, request_id, pinned)
@@ -330,7 +333,8 @@ class HeldSessions:
         if turn.history is not None:
             turn.history.requests.discard(request.request_id)
             if request.num_computed_tokens >= request.num_prompt_tokens:
-                self._metrics.went_on(turn.plan.prefix_tokens)
+                self._metrics.count("session_requests")
+                self._metrics.count("session_tokens_not_read", turn.plan.prefix_tokens)
         made = self._made(turn, request)
         replaced = [] if made is None else self._replaced(made, turn.history)
         if made is not None and self._make_room(made, replaced):
@@ -403,7 +407,7 @@ class HeldSessions:
 
     def _drop(self, history: History) -> None:
         self._forget(history)
-        self._metrics.dropped()
+        self._metrics.count("session_histories_dropped")
 
     def drop_idle(self) -> None:
         """Forget all histories that no request begins with."""
@@ -420,12 +424,11 @@ class HeldSessions:
     def count(self) -> None:
         """Tell what is held, once a request that has ended has given its blocks up."""
         blocks = sum(one.block_count(self._sizes) for one in self._held)
-        self._metrics.standing(
-            len(self._held),
-            blocks * self._block_bytes,
-            idle=self._unread_blocks(one for one in self._held if not one.requests),
-            pinned=self._unread_blocks(one for one in self._held if one.requests),
-        )
+        self._metrics.set("session_histories", len(self._held))
+        self._metrics.set("session_bytes", blocks * self._block_bytes)
+        for state in ("idle", "pinned"):
+            found = (one for one in self._held if bool(one.requests) == (state == "pinned"))
+            self._metrics.set("session_blocks", self._unread_blocks(found), state=state)
 
 
 def held_sessions(
@@ -456,7 +459,7 @@ def held_sessions(
         settings,
         most_blocks=room.most_bytes // (of_block := block_bytes(kv_cache_config)),
         block_bytes=of_block,
-        metrics=SessionMetrics(vllm_config),
+        metrics=Metrics(**labels_of(vllm_config)),
     )
 
 

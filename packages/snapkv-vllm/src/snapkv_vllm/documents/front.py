@@ -22,7 +22,7 @@ from snapkv_vllm.documents.library import ServedLibrary
 from snapkv_vllm.documents.prompts import Prompts, Render
 from snapkv_vllm.documents.protocol import DOCUMENT
 from snapkv_vllm.documents.shared import SharedDocuments
-from snapkv_vllm.metrics import DocumentMetrics
+from snapkv_vllm.metrics import Metrics
 from snapkv_vllm.names import XARGS, status_of
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.streams import Message, Send
@@ -48,7 +48,7 @@ class FrontEnd:
         sharing = settings.sharing
         assert sharing is not None
         self._prompts = Prompts(app.state)
-        self._counts = DocumentMetrics(app.state.openai_serving_models.model_name())
+        self._counts = Metrics(model_name=app.state.openai_serving_models.model_name())
         self._documents = SharedDocuments(
             ServerEngine(app.state.engine_client, settings),
             self._prompts,
@@ -72,7 +72,8 @@ class FrontEnd:
         async def send_and_count(message: Message) -> None:
             answers = message["type"] == "http.response.start" and message["status"] == 200
             if answers and visit.tokens_not_read:
-                self._counts.asked(visit.tokens_not_read)
+                self._counts.count("document_requests")
+                self._counts.count("document_tokens_not_read", visit.tokens_not_read)
             await send(message)
 
         async with AsyncExitStack() as until_answered:

@@ -149,7 +149,7 @@ class Registry:
         """What documents may hold next to those there are, or that were dropped in use."""
         held = {id(one): one for one in (*self._held.values(), *self._used_by.values())}
         size = self._room.block_tokens
-        taken = sum(cdiv(one.prefix.kept_tokens, size) for one in held.values())
+        taken: int = sum(cdiv(one.prefix.kept_tokens, size) for one in held.values())
         return (self._room.most_tokens // size - taken) * size
 
     # Of requests under way.

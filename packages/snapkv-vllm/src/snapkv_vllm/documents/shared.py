@@ -22,6 +22,7 @@ from snapkv_vllm.documents.engine import ServerEngine
 from snapkv_vllm.documents.library import ServedLibrary
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.prompts import Prompts
+from snapkv_vllm.metrics import Metrics
 from snapkv_vllm.names import BUSY, TAKEN, shown, wrong
 
 _FIELDS = ("name", "prompt", "messages", "budget", "model")
@@ -38,7 +39,7 @@ class SharedDocuments:
     Args:
         engine: holds the documents' blocks.
         prompts: makes their tokens.
-        counts: what happens, a `snapkv_vllm.metrics.DocumentMetrics`.
+        counts: what happens.
         library: whose documents everybody may name; None has none.
     """
 
@@ -46,7 +47,7 @@ class SharedDocuments:
         self,
         engine: ServerEngine,
         prompts: Prompts,
-        counts: Any,
+        counts: Metrics,
         library: ServedLibrary | None = None,
     ) -> None:
         self.catalogue = Catalogue()
@@ -87,7 +88,7 @@ class SharedDocuments:
     async def delete(self, tenant: str, name: str) -> None:
         """Forget a document by its name; the engine does once its requests have ended."""
         document = self.catalogue.find(tenant, name)
-        self._counts.dropped("deleted")
+        self._counts.count("documents_dropped", reason="deleted")
         await self._forget(document)
         _logger.info("Document %r of %s is deleted", name, shown_tenant(tenant))
 
@@ -215,7 +216,7 @@ class SharedDocuments:
         for one in self.catalogue.make_room(tenant, needed_bytes, most_bytes):
             whose, needs = shown_tenant(one.tenant), shown_tenant(tenant)
             _logger.info("Document %r of %s is dropped: %s needs room", one.name, whose, needs)
-            self._counts.dropped("least_used")
+            self._counts.count("documents_dropped", reason="least_used")
             await self._drop(one)
 
     async def _forget(self, document: SharedDocument) -> None:
@@ -229,7 +230,8 @@ class SharedDocuments:
         self._count()
 
     def _count(self) -> None:
-        self._counts.standing(len(self.catalogue), self.catalogue.bytes)
+        self._counts.set("documents", len(self.catalogue))
+        self._counts.set("document_bytes", self.catalogue.bytes)
 
 
 def _require_fields(body: Mapping[str, Any]) -> None:

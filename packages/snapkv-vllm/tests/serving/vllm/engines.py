@@ -106,7 +106,7 @@ class Engine:
     @property
     def waits(self) -> int:
         """How often requests have waited for want of room for what is kept."""
-        return int(self.scheduler._metrics._waits._value.get())
+        return int(self.scheduler._metrics.of("waits")._value.get())
 
     @property
     def block_tokens(self) -> int:

@@ -248,7 +248,7 @@ def strangers_soak(small: SmallModel, own: dict[str, Any], seed: int, requests: 
         with small_engine(small, **options) as engine:
             draw = random.Random(seed)
             found.append(steps_of(engine, draw, requests, with_sessions=with_sessions))
-            assert engine.scheduler._metrics._standstills._value.get() == 0
+            assert engine.scheduler._metrics.of("standstills")._value.get() == 0
             engine.llm.reset_prefix_cache()
             engine.require_empty()
     (took, steps), (alone, steps_alone) = found

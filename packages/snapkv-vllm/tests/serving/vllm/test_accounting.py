@@ -254,12 +254,15 @@ def test_blocks_that_others_may_read_are_never_written_for_want_of_a_room(config
     assert manager.req_to_blocks["a"] == mine[:2]
 
 
+def waits(scheduler):
+    return scheduler._metrics.of("waits")._value.get()
+
+
 @pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
 def test_a_request_waits_for_room_and_is_then_compressed(config, ahead):
     """The other one holds the blocks of nearly the whole prompt, and nearly the whole pool."""
     running = simulation(config, caching=True, ahead=ahead)
-    scheduler, waits = running.scheduler, []
-    scheduler._metrics.waits = lambda: waits.append(scheduler.current_step)
+    scheduler, before = running.scheduler, waits(running.scheduler)
     tokens = list(range(1, 81))
     scheduler.add_request(request("first", tokens, 8, {"snapkv_budget": 0}))
     for _ in range(5):
@@ -271,7 +274,7 @@ def test_a_request_waits_for_room_and_is_then_compressed(config, ahead):
     running.drain()
     assert running.worker.tokens == {name: answer(tokens, 8) for name in ("first", "second")}
     assert running.worker.compressed["prompt"] == 1
-    assert len(waits) == 1
+    assert waits(scheduler) - before == 1
 
 
 def beside(config, monkeypatch, *, step, first, second, after):
@@ -280,8 +283,8 @@ def beside(config, monkeypatch, *, step, first, second, after):
     The first is compressed, the second stays whole; returns how many were preempted, and waited.
     """
     monkeypatch.setattr(config.scheduler_config, "long_prefill_token_threshold", step)
-    running, waits = simulation(config, caching=True, ahead=0), []
-    running.scheduler._metrics.waits = lambda: waits.append("once")
+    running = simulation(config, caching=True, ahead=0)
+    before = waits(running.scheduler)
     tokens = {"first": list(range(1, first + 1)), "second": [2] * second}
     running.scheduler.add_request(request("first", tokens["first"], 4, {"snapkv_budget": 30}))
     for _ in range(after):
@@ -295,7 +298,7 @@ def beside(config, monkeypatch, *, step, first, second, after):
         name: answer(ids, generated[name]) for name, ids in tokens.items()
     }
     assert running.worker.compressed["prompt"] == 1
-    return running.preempted, len(waits)
+    return running.preempted, waits(running.scheduler) - before
 
 
 @pytest.mark.parametrize("second", [20, 23])

@@ -45,7 +45,7 @@ def own(name, **more):
 
 def reused(engine):
     """How many tokens of histories have not been read again."""
-    return int(engine.scheduler._sessions._metrics._series["not_read"]._value.get())
+    return int(engine.scheduler._sessions._metrics.of("session_tokens_not_read")._value.get())
 
 
 def forget(engine):
@@ -151,7 +151,7 @@ def test_results_that_stood_whole_are_dropped_later_without_reading_again(engine
 
 
 def went_on(engine):
-    return int(engine.scheduler._sessions._metrics._series["requests"]._value.get())
+    return int(engine.scheduler._sessions._metrics.of("session_requests")._value.get())
 
 
 def test_votes_choose_among_the_rest_while_results_stay_whole_and_go_whole(engine):

@@ -32,7 +32,7 @@ def held_blocks(held):
 
 
 def went_on(held):
-    return held._metrics._series["requests"]._value.get()
+    return held._metrics.of("session_requests")._value.get()
 
 
 @dataclass
@@ -159,7 +159,7 @@ def test_nobody_waits_longer_for_new_sessions_than_without_any(large, without, c
     held = running.scheduler._sessions
     assert len(ends) == len(asks)
     assert 0 < held_blocks(held) <= POOL // 4
-    assert running.scheduler._metrics._standstills._value.get() == 0
+    assert running.scheduler._metrics.of("standstills")._value.get() == 0
 
 
 def turn(running, name, session, ids=(1, 2, 3, 4, 5), budget=0):
@@ -228,8 +228,8 @@ def test_who_waits_because_histories_pin_blocks_is_counted_and_logged(large, cap
     held, pool, series = scheduler._sessions, scheduler.kv_cache_manager.block_pool, {}
     turn(running, "r0", "a/one", range(1, 41))
     for name in ("idle", "pinned"):
-        series[name] = getattr(held._metrics, f"_{name}")._value
-    waits = held._metrics._series["waits"]._value
+        series[name] = held._metrics.of("session_blocks", state=name)._value
+    waits = held._metrics.of("session_waits")._value
     assert (series["idle"].get(), series["pinned"].get()) == (10, 0)
     branch = [*range(1, 21), *range(60, 80)]
     scheduler.add_request(request("r1", branch, 4, {PREFIX + SESSION: "a/one", "snapkv_budget": 0}))
@@ -261,12 +261,12 @@ def test_a_queue_that_cannot_move_is_logged_and_counted_once(large, monkeypatch)
     running, said = simulation(large, caching=False, ahead=0, full_blocks=POOL), []
     monkeypatch.setattr(module.logger, "error", lambda text, *parts: said.append(text % parts))
     pool, count = running.scheduler.kv_cache_manager.block_pool, running.scheduler._metrics
-    before = count._standstills._value.get()
+    before = count.of("standstills")._value.get()
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
     running.scheduler.add_request(request("r", [1] * 9, 1, {}))
     for _ in range(3):
         running.step()
-    assert count._standstills._value.get() == before + 1
+    assert count.of("standstills")._value.get() == before + 1
     assert said == [
         "No request can go on: r waits for blocks, 1 of 120 are free, and none is running"
     ]
