@@ -14,7 +14,7 @@ from snapkv.validation import format_bytes
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import DOCUMENT, NO_ROOM, PREFIX, TAKEN, UNKNOWN, shown, wrong
 from snapkv_vllm.shares import going
-from snapkv_vllm.tenants import EVERYBODY
+from snapkv_vllm.visits import EVERYBODY
 
 PATH = "/v1/snapkv/documents"
 """Where documents are registered, listed and deleted."""
