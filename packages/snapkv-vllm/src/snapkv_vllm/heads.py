@@ -316,11 +316,6 @@ class HeadsAttention:
         self._steps: dict[str, _LayerStep] = {}
         self._places: dict[str, tuple[tuple[str, ...], HeadPlaces]] = {}
 
-    @property
-    def requests(self) -> Iterable[str]:
-        """Those that something is remembered of."""
-        return self._kept
-
     def holds_any(self, requests: Iterable[str]) -> bool:
         return any(request in self._kept for request in requests)
 

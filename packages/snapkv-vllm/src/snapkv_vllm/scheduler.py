@@ -15,11 +15,11 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
-from snapkv_vllm.agents.sessions import held_sessions
+from snapkv_vllm.agents.sessions import HeldSessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
 from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.protocol import document_request
-from snapkv_vllm.documents.registry import registry
+from snapkv_vllm.documents.registry import Registry
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.metrics import PromptMetrics
 from snapkv_vllm.names import ASKED
@@ -67,8 +67,10 @@ class _CompressingScheduler(Scheduler):
         self._lacks_room, self._waiting_for_room = False, set[str]()
         self._waits, self._stands_still = "", False  # for a block; a request, since when none can
         self._metrics = PromptMetrics(self.vllm_config)
-        self._documents = registry(self.vllm_config, self.kv_cache_config, compressed)
-        self._sessions = held_sessions(self.vllm_config, self.kv_cache_config, compressed)
+        given = compressed, self._settings, self.vllm_config, self.kv_cache_config
+        self._documents = None if self._settings.sharing is None else Registry(*given)
+        beside = 0 if self._documents is None else self._documents.limits.most_bytes
+        self._sessions = None if self._settings.sessions is None else HeldSessions(*given, beside)
 
     def add_request(self, request: Any) -> None:
         """Accept a request with the method it asks for; one with wrong settings ends at once."""

@@ -142,27 +142,39 @@ class _Turn:
 
 
 class HeldSessions:
-    """Histories within a number of blocks, of which every tenant has a share."""
+    """Histories within a number of blocks, of which every tenant has a share.
+
+    Next to so many bytes that documents may take.
+    """
 
     def __init__(
         self,
-        managers: Sequence[CompressedManager],
+        managers: Mapping[int, CompressedManager],
         settings: ServingSettings,
-        *,
-        most_blocks: int,
-        block_bytes: int,
-        metrics: Metrics,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        beside_bytes: int,
     ) -> None:
-        self._managers, self._settings, self._metrics = managers, settings, metrics
-        self._most_blocks, self._block_bytes = most_blocks, block_bytes
-        self._sizes = [manager.block_size for manager in managers]
+        assert settings.sessions is not None
+        if len(managers) < len(kv_cache_config.kv_cache_groups):
+            raise UnsupportedModelError(
+                "snapkv: cannot hold sessions: expected full attention in every layer, got layers "
+                "of another kind, whose states are not held; leave --sessions out"
+            )
+        self._managers, self._settings = list(managers.values()), settings
+        self._metrics = Metrics(**labels_of(vllm_config))
+        asked = settings.sessions.most_bytes, "--session-bytes"
+        most_bytes, _ = room_of(vllm_config, kv_cache_config, *asked, beside_bytes)
+        self._block_bytes = block_bytes(kv_cache_config)
+        self._most_blocks = most_bytes // self._block_bytes
+        self._sizes = [manager.block_size for manager in self._managers]
         self._block_tokens = max(self._sizes)
         self._held: list[History] = []  # least recently used first
         self._turns: dict[str, _Turn] = {}
         self._forgotten: list[int] = []
         self._waiting: set[str] = set()  # requests, for blocks while histories pin some
         for name in ("waits", "requests", "tokens_not_read", "histories_dropped"):
-            metrics.count(f"session_{name}", 0)
+            self._metrics.count(f"session_{name}", 0)
         self.count()
 
     # Of requests that come.
@@ -429,38 +441,6 @@ class HeldSessions:
         for state in ("idle", "pinned"):
             found = (one for one in self._held if bool(one.requests) == (state == "pinned"))
             self._metrics.set("session_blocks", self._unread_blocks(found), state=state)
-
-
-def held_sessions(
-    vllm_config: Any, kv_cache_config: Any, managers: Mapping[int, CompressedManager]
-) -> HeldSessions | None:
-    """The sessions of an engine with these blocks and groups; None if it holds none."""
-    settings = ServingSettings.from_config(vllm_config.additional_config)
-    if settings.sessions is None:
-        return None
-    if len(managers) < len(kv_cache_config.kv_cache_groups):
-        raise UnsupportedModelError(
-            "snapkv: cannot hold sessions: expected full attention in every layer, got layers of "
-            "another kind, whose states are not held; leave --sessions out"
-        )
-    of_documents = 0
-    if settings.sharing is not None:
-        asked = settings.sharing.most_bytes
-        of_documents = room_of(vllm_config, kv_cache_config, asked, "--share-bytes").most_bytes
-    room = room_of(
-        vllm_config,
-        kv_cache_config,
-        settings.sessions.most_bytes,
-        "--session-bytes",
-        beside_bytes=of_documents,
-    )
-    return HeldSessions(
-        list(managers.values()),
-        settings,
-        most_blocks=room.most_bytes // (of_block := block_bytes(kv_cache_config)),
-        block_bytes=of_block,
-        metrics=Metrics(**labels_of(vllm_config)),
-    )
 
 
 def _is_text(request: Any) -> bool:

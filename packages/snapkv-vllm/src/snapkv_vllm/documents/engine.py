@@ -8,6 +8,7 @@ from typing import Any
 
 from snapkv.library.stored import model_identity, read_document
 from snapkv.policies import AdaKV
+from snapkv.validation import first_line
 from snapkv_vllm.documents import protocol
 from snapkv_vllm.documents.plans import piece_tokens
 from snapkv_vllm.documents.prefix import CachedPrefix
@@ -127,9 +128,8 @@ class ServerEngine:
         except EngineDeadError:
             raise
         except Exception as error:  # of no narrower kind in vLLM
-            line = next(iter(str(error).splitlines()), type(error).__name__)
             load, log = "the engine to load it", "see the server's log"
-            raise wrong("document", load, line, log, status=500) from error
+            raise wrong("document", load, first_line(error), log, status=500) from error
         for refused in filter(None, answers):
             raise RefusedError(refused)
 

@@ -35,15 +35,28 @@ class Registry:
 
     def __init__(
         self,
-        managers: Sequence[CompressedManager],
-        *,
-        room: DocumentLimits,
-        chunk_tokens: int,
-        max_model_len: int,
-        safeguard: float | None,
+        managers: Mapping[int, CompressedManager],
+        settings: ServingSettings,
+        vllm_config: Any,
+        kv_cache_config: Any,
     ) -> None:
-        self._managers, self._room, self._safeguard = managers, room, safeguard
-        self._chunk_tokens, self._max_model_len = chunk_tokens, max_model_len
+        assert settings.sharing is not None
+        if len(managers) < len(kv_cache_config.kv_cache_groups):
+            raise UnsupportedModelError(
+                "snapkv: cannot share documents: expected full attention in every layer, got "
+                "layers of another kind, which cannot read a text again; leave --share out"
+            )
+        self._managers, self._safeguard = list(managers.values()), settings.safeguard
+        self._chunk_tokens = settings.sharing.chunk_tokens
+        self._max_model_len = vllm_config.model_config.max_model_len
+        asked = settings.sharing.most_bytes, "--share-bytes"
+        most_bytes, per_token = room_of(vllm_config, kv_cache_config, *asked)
+        self.limits = DocumentLimits(
+            block_tokens=max(manager.block_size for manager in self._managers),
+            bytes_per_token=per_token,
+            most_tokens=most_bytes // per_token,
+            budget=settings.budget or DEFAULT_BUDGET,
+        )
         self._held: dict[str, RegisteredDocument] = {}  # that requests may name
         self._used_by: dict[str, RegisteredDocument] = {}  # which request begins with which
         self._registering: dict[str, str] = {}
@@ -76,8 +89,8 @@ class Registry:
             got = "one while another is being read"
             raise wrong(REGISTER, "one document at a time", got, "register it when that is done")
         ids = tuple(request.prompt_token_ids[:-1])
-        size = self._room.block_tokens
-        whole, kept = len(ids) // size * size, self._room.kept_tokens(len(ids), asked.budget)
+        size = self.limits.block_tokens
+        whole, kept = len(ids) // size * size, self.limits.kept_tokens(len(ids), asked.budget)
         if kept > (free := self._free_tokens):
             most = f"at most {free:,} tokens kept, which other documents leave"
             remedy = "drop one, or start the server with more --share-bytes"
@@ -103,7 +116,7 @@ class Registry:
         scores = KVzip(kept, window_size=min(DEFAULT_WINDOW, kept // 2), chunk_tokens=chunk)
         policy: Policy = scores
         if self._safeguard is not None:
-            page_tokens = self._room.block_tokens
+            page_tokens = self.limits.block_tokens
             policy = AdaKV(scores, safeguard=self._safeguard, page_tokens=page_tokens)
         return ReadTwice(
             prefix=prefix,
@@ -115,8 +128,8 @@ class Registry:
     # What a front end asks, between two steps.
 
     def room(self) -> dict[str, int]:
-        """The `DocumentLimits` by their names."""
-        return vars(self._room)
+        """The limits by their names."""
+        return vars(self.limits)
 
     def adopt(self, document_id: str, prefix: Mapping[str, Any]) -> list[list[int]] | None:
         """Take blocks for a document that workers then fill; nobody may name it before.
@@ -148,9 +161,9 @@ class Registry:
     def _free_tokens(self) -> int:
         """What documents may hold next to those there are, or that were dropped in use."""
         held = {id(one): one for one in (*self._held.values(), *self._used_by.values())}
-        size = self._room.block_tokens
+        size = self.limits.block_tokens
         taken: int = sum(cdiv(one.prefix.kept_tokens, size) for one in held.values())
-        return (self._room.most_tokens // size - taken) * size
+        return (self.limits.most_tokens // size - taken) * size
 
     # Of requests under way.
 
@@ -207,48 +220,23 @@ class Registry:
             manager.give_up(blocks)
 
 
-def registry(
-    vllm_config: Any, kv_cache_config: Any, managers: Mapping[int, CompressedManager]
-) -> Registry | None:
-    """The documents of an engine with these blocks and groups; None if it shares none."""
-    settings = ServingSettings.from_config(vllm_config.additional_config)
-    if settings.sharing is None:
-        return None
-    if len(managers) < len(kv_cache_config.kv_cache_groups):
-        raise UnsupportedModelError(
-            "snapkv: cannot share documents: expected full attention in every layer, got layers of "
-            "another kind, which cannot read a text again; leave --share out"
-        )
-    return Registry(
-        list(managers.values()),
-        room=room_of(vllm_config, kv_cache_config, settings.sharing.most_bytes, "--share-bytes"),
-        chunk_tokens=settings.sharing.chunk_tokens,
-        max_model_len=vllm_config.model_config.max_model_len,
-        safeguard=settings.safeguard,
-    )
-
-
 def room_of(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    asked_bytes: int,
-    option: str,
-    *,
-    beside_bytes: int = 0,
-) -> DocumentLimits:
+    vllm_config: Any, kv_cache_config: Any, asked_bytes: int, option: str, beside_bytes: int = 0
+) -> tuple[int, int]:
     """What may be held besides the largest request, which must always have room.
 
     `asked_bytes` is what `option` says, 0 for a quarter; `beside_bytes` are held by others.
+
+    Returns:
+        Bytes, and how many of them a token takes in all layers.
     """
-    settings = ServingSettings.from_config(vllm_config.additional_config)
     groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
     sizes = [group.kv_cache_spec.block_size for group in groups]
     of_groups = zip(groups, sizes, strict=True)
     per_token = sum(_block_bytes(group) // size for group, size in of_groups)
     of_block = block_bytes(kv_cache_config)
     longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
-    free_bytes = (blocks - 1 - longest) * of_block  # one block is never used
-    free_bytes -= beside_bytes
+    free_bytes = (blocks - 1 - longest) * of_block - beside_bytes  # one block is never used
     most_bytes = asked_bytes or min(blocks * of_block // 4, free_bytes)
     if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
         raise UnsupportedModelError(
@@ -257,12 +245,7 @@ def room_of(
             f"got {format_bytes(max(0, free_bytes))}; lower {option} or --max-model-len, or raise "
             "--kv-cache-memory-bytes"
         )
-    return DocumentLimits(
-        block_tokens=max(sizes),
-        bytes_per_token=per_token,
-        most_tokens=most_bytes // per_token,
-        budget=settings.budget or DEFAULT_BUDGET,
-    )
+    return most_bytes, per_token
 
 
 def block_bytes(kv_cache_config: Any) -> int:

@@ -162,7 +162,7 @@ class Engine:
             self.scheduler._metrics._counted,
             self.scheduler._waiting_for_room,
             *(one for manager in managers for one in (manager.dropped_tokens, manager.rooms)),
-            runner._heads.requests,
+            runner._heads._kept,
             runner._dropped,
             runner._compressed,
             runner._recorder.recorded,
