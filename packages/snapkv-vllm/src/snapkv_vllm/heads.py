@@ -49,16 +49,21 @@ class HeadPlaces:
 
         That is (..., H, slots, D), what lies in the place of every head, zero where nothing does.
         """
-        heads, _, size = states.shape[-3:]
-        found = states.new_zeros(*states.shape[:-3], heads * slots + 1, size)
+        found = self.empty(states, slots)
         self.put(states, found, slots)
-        return found[..., :-1, :].reshape(*states.shape[:-3], heads, slots, size)
+        return found[..., :-1, :].reshape(*self.kept.shape, slots, states.shape[-1])
+
+    def empty(self, states: Tensor, slots: int) -> Tensor:
+        """What `put` fills: (..., H * slots + 1, D) zeros, and in the last row then anything."""
+        *others, heads = self.kept.shape
+        return states.new_zeros(*others, heads * slots + 1, states.shape[-1])
 
     def put(self, states: Tensor, found: Tensor, slots: int, first_head: int = 0) -> None:
         """Put into `found` what some of the heads kept, (..., h, K, D), from the first of them on.
 
-        `found` is (..., H * slots + 1, D), as `spread` has it; its last row is anything.
+        Heads of several layers may share pages: `states` are reshaped.
         """
+        states = states.reshape(*self.kept.shape[:-1], -1, *states.shape[-2:])
         heads, longest, size = states.shape[-3:]
         target = self._targets(longest, slots, slice(first_head, first_head + heads))
         index = target.flatten(-2).unsqueeze(-1).expand(*target.shape[:-2], -1, size)
