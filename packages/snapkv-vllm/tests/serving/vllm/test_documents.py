@@ -13,7 +13,7 @@ from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, INSTRUCTION, REGIST
 from snapkv_vllm.documents.sharing import Sharing
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
-from tests.serving.vllm.models import SmallModel, generated, ids_of
+from tests.serving.vllm.models import generated, ids_of
 from tests.serving.vllm.test_heads import of_prompt
 
 SIZES = {"max_model_len": 2048, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 100 << 20}
@@ -21,11 +21,6 @@ INSTRUCTION_IDS = (5, 9, 2)
 SHARING = Sharing(chunk_tokens=100)
 PAGE = 32
 KEPT = {"snapkv": 64, "adakv": 160}
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return SmallModel(tmp_path_factory.mktemp("documents"), max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module", params=[("snapkv", False), ("adakv", True)], ids=str)

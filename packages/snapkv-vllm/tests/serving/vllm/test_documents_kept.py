@@ -10,17 +10,12 @@ from snapkv.library.stored import model_identity
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.protocol import DOCUMENT
 from tests.serving.vllm.engines import greedy, small_engine
-from tests.serving.vllm.models import SmallModel, generated, ids_of
+from tests.serving.vllm.models import generated, ids_of
 from tests.serving.vllm.test_documents import SHARING, SIZES, ask
 from tests.serving.vllm.test_generated import take
 
 QUESTIONS = [ids_of(length, seed=length) for length in (1, 7, 32)]
 MOST_BYTES = 1 << 28
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return SmallModel(tmp_path_factory.mktemp("kept"), max_position_embeddings=4096)
 
 
 @pytest.fixture(autouse=True)

@@ -23,18 +23,13 @@ from snapkv.library.stored import read_document
 from snapkv_vllm.documents.prefix import CachedPrefix
 from tests.gates import drawn_gate
 from tests.serving.vllm.engines import small_engine
-from tests.serving.vllm.models import SmallModel, generated, ids_of
+from tests.serving.vllm.models import generated, ids_of
 from tests.serving.vllm.test_documents import SHARING, ask
 
 PAGE = 32
 TOKENS_ASKED = 40
 BITS = (None, None, "int8", "int4", "K8V4")
 SIZES = {"max_model_len": 2048, "max_num_batched_tokens": 96, "kv_cache_memory_bytes": 100 << 20}
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return SmallModel(tmp_path_factory.mktemp("records"), max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])

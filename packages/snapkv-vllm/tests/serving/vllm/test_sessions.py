@@ -26,13 +26,6 @@ def options(small, blocks=100, **more):
     return {**sizes, **own, "max_num_batched_tokens": 120, **more}
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    from tests.serving.vllm.models import SmallModel
-
-    return SmallModel(tmp_path_factory.mktemp("sessions"), max_position_embeddings=2048)
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
 def engine(small, request):
     with small_engine(small, **options(small), enable_prefix_caching=request.param) as running:
