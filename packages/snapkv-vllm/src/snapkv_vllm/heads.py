@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from snapkv_vllm.kept_lengths import with_lengths
 from snapkv_vllm.refusals import require_shared_pages
 
 
@@ -470,13 +471,11 @@ class HeadsAttention:
         spans = zip(batch.starts, batch.counts, strict=True)
         tokens = torch.cat([torch.arange(start, start + count) for start, count in spans])
         common.slot_mapping[tokens.to(device)] = -1  # in place: what layers store goes by it too
-        changed: dict[str, Any] = {"seq_lens": lengths, "_num_computed_tokens_cache": None}
         bound = common.seq_lens_cpu_upper_bound
         if bound is not None:
             bound = bound.clone()
             bound[list(batch.rows)] = counts.to(bound.dtype)
-            changed |= {"seq_lens_cpu_upper_bound": bound, "max_seq_len": int(bound.max())}
-        return common.replace(**changed)
+        return with_lengths(common, lengths, bound)
 
 
 def _of_one_head(impl: Any) -> Any:
