@@ -105,7 +105,7 @@ class SharedDocuments:
 
     async def _found(self, tenant: str, name: str) -> SharedDocument:
         """What a tenant calls so, or else the library, of which it is loaded where it is not."""
-        if self._library is None or (tenant, name) in self.catalogue:
+        if self._library is None or self.catalogue.get(tenant, name) is not None:
             return self.catalogue.find(tenant, name)
         source = await self._in_library(name)
         if (held := self.catalogue.get(LIBRARY, name)) is not None and held.source == source:
@@ -192,7 +192,11 @@ class SharedDocuments:
         """A document that the engine holds, under its name, from now on."""
         room = await self._engine.room()
         needed = room.bytes_of(prefix.kept_tokens)
-        await self._make_room(tenant, needed, room.most_bytes)
+        for one in self.catalogue.make_room(tenant, needed, room.most_bytes):
+            whose, needs = shown_tenant(one.tenant), shown_tenant(tenant)
+            _logger.info("Document %r of %s is dropped: %s needs room", one.name, whose, needs)
+            self._counts.count("documents_dropped", reason="least_used")
+            await self._drop(one)
         document_id = uuid.uuid4().hex
         await hold(document_id)
         document = SharedDocument(
@@ -211,13 +215,6 @@ class SharedDocuments:
         return document
 
     # How they go.
-
-    async def _make_room(self, tenant: str, needed_bytes: int, most_bytes: int) -> None:
-        for one in self.catalogue.make_room(tenant, needed_bytes, most_bytes):
-            whose, needs = shown_tenant(one.tenant), shown_tenant(tenant)
-            _logger.info("Document %r of %s is dropped: %s needs room", one.name, whose, needs)
-            self._counts.count("documents_dropped", reason="least_used")
-            await self._drop(one)
 
     async def _forget(self, document: SharedDocument) -> None:
         """Take its name away, and its blocks once its requests have ended."""
