@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -136,11 +135,9 @@ class Compressor:
             if order.ends:
                 for move in order.moves:
                     runs = self._runs_of(move, order.held_tokens, order.kept_tokens)
-                    if across_layers(order.choice.policy):
-                        self._move_across(list(runs), request, order, move)
-                    else:
-                        for run in runs:
-                            self._move(run, request, order, move)
+                    share = across_layers(order.choice.policy)
+                    for some in [list(runs)] if share else ([run] for run in runs):
+                        self._move(some, request, order, move)
                 self.forget(request)
 
     def _runs_of(self, move: Move, prompt_tokens: int, kept_tokens: int) -> Iterator[LayerRun]:
@@ -149,56 +146,42 @@ class Compressor:
             if whole.group == move.group:
                 yield from whole.within_bounds(prompt_tokens, kept_tokens)
 
-    def _move(self, run: LayerRun, request: str, order: Order, move: Move) -> None:
-        """Read what stays and write it where it goes, which no other request of the step reads."""
-        block_tokens = self._block_tokens[move.group]
-        sources = run.blocks_of(move.sources, block_tokens)
-        targets = torch.tensor(move.targets, device=self._device)
-        keys = run.layout.read_keys(sources, order.held_tokens)
-        keep = self._keep_indices(run, request, order, run.keys_of(keys))
-        whole = len(targets) * block_tokens
-        laid_out = partial(padded, tokens=whole)
-        if order.per_head_budget:
-            kept = self._noted(run, request, order, (keep >= 0).sum(dim=-1))
-            laid_out = partial(HeadPlaces(kept, run.first.cache.shape[2]).spread, slots=whole)
-            keep = keep.clamp(min=0)
-        values = run.layout.read_values(sources, keep)
-        picked = run.layout.pick(keys, keep)
-        places = slots(targets, whole, block_tokens)
-        run.layout.write(places, laid_out(picked), laid_out(values))
+    def _move(self, runs: Sequence[LayerRun], request: str, order: Order, move: Move) -> None:
+        """Read what stays, then write it where it goes, which no other request of the step reads.
 
-    def _move_across(
-        self, runs: Sequence[LayerRun], request: str, order: Order, move: Move
-    ) -> None:
-        """The same of all layers at once, whose heads share one budget and the pages.
-
-        All that stays is read before any is written: it may go to a page of another layer.
+        Of several runs all is read before any is written: they share pages, and what stays of one
+        layer may go to a page of another.
         """
         block_tokens, first = self._block_tokens[move.group], runs[0]
         sources = first.blocks_of(move.sources, block_tokens)
         targets = torch.tensor(move.targets, device=self._device)
-        masks = self._kept_across(runs, request, order, sources)
-        kept = [
-            self._noted(run, request, order, mask.sum(dim=-1))
-            for run, mask in zip(runs, masks, strict=True)
-        ]
-        _, heads, page_tokens, _ = first.first.cache.shape
-        places = HeadPlaces(torch.cat(kept).flatten(), page_tokens)
-        whole = len(targets) * block_tokens
-        most = len(places.kept) * whole + 1
-        laid: tuple[Tensor, ...] = ()
-        for run, mask in zip(runs, masks, strict=True):
-            keep = ops.kept_indices(mask).clamp(min=0)
+        whole, (_, heads, page_tokens, _) = len(targets) * block_tokens, first.first.cache.shape
+        masks, places, laid = list[Tensor](), None, list[Tensor]()
+        if across_layers(order.choice.policy):
+            masks = self._kept_across(runs, request, order, sources)
+            kept = torch.cat([mask.sum(dim=-1) for mask in masks])
+            places = HeadPlaces(kept.flatten(), page_tokens)
+        for number, run in enumerate(runs):
             keys = run.layout.read_keys(sources, order.held_tokens)
+            if masks:
+                keep = ops.kept_indices(masks[number])
+            else:
+                keep = self._keep_indices(run, request, order, run.keys_of(keys))
+            if order.per_head_budget:
+                kept = self._noted(run, request, order, (keep >= 0).sum(dim=-1))
+                places, keep = places or HeadPlaces(kept, page_tokens), keep.clamp(min=0)
             states = run.layout.pick(keys, keep), run.layout.read_values(sources, keep)
-            laid = laid or tuple(one.new_zeros(most, one.shape[-1]) for one in states)
-            for one, found in zip(states, laid, strict=True):
-                places.put(one.flatten(0, 1), found, whole, (run.depth - first.depth) * heads)
-        of_layers = [found[:-1].view(-1, heads, whole, found.shape[-1]) for found in laid]
+            if places is None:
+                laid = [padded(one, whole) for one in states]
+            else:
+                laid = laid or [places.empty(one, whole) for one in states]
+                for one, found in zip(states, laid, strict=True):
+                    places.put(one, found, whole, (run.depth - first.depth) * heads)
+        if places is not None:
+            laid = [one[..., :-1, :].reshape(-1, heads, whole, one.shape[-1]) for one in laid]
         for run in runs:
             rows = slice(run.depth - first.depth, run.depth - first.depth + len(run.layers))
-            of_run = (one[rows] for one in of_layers)
-            run.layout.write(slots(targets, whole, block_tokens), *of_run)
+            run.layout.write(slots(targets, whole, block_tokens), *(one[rows] for one in laid))
 
     def _kept_across(
         self, runs: Sequence[LayerRun], request: str, order: Order, sources: Tensor

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from snapkv_vllm.kept_lengths import with_lengths
 from snapkv_vllm.refusals import require_shared_pages
 
 
@@ -49,16 +50,21 @@ class HeadPlaces:
 
         That is (..., H, slots, D), what lies in the place of every head, zero where nothing does.
         """
-        heads, _, size = states.shape[-3:]
-        found = states.new_zeros(*states.shape[:-3], heads * slots + 1, size)
+        found = self.empty(states, slots)
         self.put(states, found, slots)
-        return found[..., :-1, :].reshape(*states.shape[:-3], heads, slots, size)
+        return found[..., :-1, :].reshape(*self.kept.shape, slots, states.shape[-1])
+
+    def empty(self, states: Tensor, slots: int) -> Tensor:
+        """What `put` fills: (..., H * slots + 1, D) zeros, and in the last row then anything."""
+        *others, heads = self.kept.shape
+        return states.new_zeros(*others, heads * slots + 1, states.shape[-1])
 
     def put(self, states: Tensor, found: Tensor, slots: int, first_head: int = 0) -> None:
         """Put into `found` what some of the heads kept, (..., h, K, D), from the first of them on.
 
-        `found` is (..., H * slots + 1, D), as `spread` has it; its last row is anything.
+        Heads of several layers may share pages: `states` are reshaped.
         """
+        states = states.reshape(*self.kept.shape[:-1], -1, *states.shape[-2:])
         heads, longest, size = states.shape[-3:]
         target = self._targets(longest, slots, slice(first_head, first_head + heads))
         index = target.flatten(-2).unsqueeze(-1).expand(*target.shape[:-2], -1, size)
@@ -316,11 +322,6 @@ class HeadsAttention:
         self._steps: dict[str, _LayerStep] = {}
         self._places: dict[str, tuple[tuple[str, ...], HeadPlaces]] = {}
 
-    @property
-    def requests(self) -> Iterable[str]:
-        """Those that something is remembered of."""
-        return self._kept
-
     def holds_any(self, requests: Iterable[str]) -> bool:
         return any(request in self._kept for request in requests)
 
@@ -470,13 +471,11 @@ class HeadsAttention:
         spans = zip(batch.starts, batch.counts, strict=True)
         tokens = torch.cat([torch.arange(start, start + count) for start, count in spans])
         common.slot_mapping[tokens.to(device)] = -1  # in place: what layers store goes by it too
-        changed: dict[str, Any] = {"seq_lens": lengths, "_num_computed_tokens_cache": None}
         bound = common.seq_lens_cpu_upper_bound
         if bound is not None:
             bound = bound.clone()
             bound[list(batch.rows)] = counts.to(bound.dtype)
-            changed |= {"seq_lens_cpu_upper_bound": bound, "max_seq_len": int(bound.max())}
-        return common.replace(**changed)
+        return with_lengths(common, lengths, bound)
 
 
 def _of_one_head(impl: Any) -> Any:

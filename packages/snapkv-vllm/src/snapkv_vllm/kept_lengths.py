@@ -69,9 +69,15 @@ class KeptLengths:
         rows = metadata.seq_lens.shape[0]
         held = self._seq_lens[:rows]
         torch.sub(metadata.seq_lens, self._dropped[:rows], out=held)
-        changed: dict[str, Any] = {"seq_lens": held, "_num_computed_tokens_cache": None}
         bound = metadata.seq_lens_cpu_upper_bound
         if self._any and bound is not None:
-            bound = bound - self._dropped_cpu[: bound.shape[0]]
-            changed |= {"seq_lens_cpu_upper_bound": bound, "max_seq_len": int(bound.max())}
-        return metadata.replace(**changed)
+            return with_lengths(metadata, held, bound - self._dropped_cpu[: bound.shape[0]])
+        return with_lengths(metadata, held)
+
+
+def with_lengths(metadata: Any, lengths: Tensor, bound: Tensor | None = None) -> Any:
+    """vLLM's `CommonAttentionMetadata` with other lengths, and a bound of each on the host."""
+    changed: dict[str, Any] = {"seq_lens": lengths, "_num_computed_tokens_cache": None}
+    if bound is not None:
+        changed |= {"seq_lens_cpu_upper_bound": bound, "max_seq_len": int(bound.max())}
+    return metadata.replace(**changed)

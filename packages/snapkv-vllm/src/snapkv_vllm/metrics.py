@@ -16,9 +16,38 @@ import torch
 
 from snapkv_vllm.plans import Order
 
-_LABELS = ("model_name", "engine")
 _RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+_COUNTERS = {
+    "prompt_tokens_seen": "Prompt tokens read.",
+    "prompt_tokens_kept": "Prompt tokens kept.",
+    "blocks_freed": "Blocks freed by compression.",
+    "compressions": "Compressions, by what was compressed: a prompt, a document or an answer.",
+    "requests": "Requests whose prompt has ended: compressed, or whole.",
+    "waits": "Requests preempted or not started because blocks for the kept tokens were missing.",
+    "standstills": "Times that a request lacked blocks and no running request would free some.",
+    "session_waits": "Requests that waited for blocks while histories pinned some.",
+    "session_requests": "Requests that reused the stored history of their session.",
+    "session_tokens_not_read": "Tokens of histories that requests did not recompute.",
+    "session_histories_dropped": "Histories evicted, least recently used first, to free blocks.",
+    "document_requests": "Requests answered from a shared document.",
+    "document_tokens_not_read": "Tokens of shared documents that requests did not recompute.",
+    "documents_dropped": "Shared documents removed: deleted, or least recently used when blocks "
+    "were needed.",
+}
+_GAUGES = {
+    "session_histories": "Stored histories of sessions.",
+    "session_bytes": "Bytes of the cache that they take.",
+    "session_blocks": "Blocks that histories hold: idle ones are given to requests that wait for "
+    "blocks, pinned ones stay for requests that have begun with them, or are to.",
+    "documents": "Shared documents.",
+    "document_bytes": "Bytes of the cache that they take.",
+}
+_HISTOGRAMS = {
+    "request_kept_ratio": ("Kept tokens of a request's prompt, as a fraction of it.", _RATIOS),
+    "compression_seconds": ("Time of all compressions of a step, on one worker.", _SECONDS),
+}
 
 
 class Stopwatch:
@@ -55,32 +84,40 @@ class Stopwatch:
 
 
 @functools.cache
-def _series() -> dict[str, Any]:
-    """The time series of this process; prometheus_client registers a name once."""
-    from prometheus_client import Counter, Histogram
+def _made(name: str, labels: tuple[str, ...]) -> Any:
+    """prometheus_client registers a name once."""
+    from prometheus_client import Counter, Gauge, Histogram
 
-    compressions = "Compressions, by what was compressed: a prompt, a document or an answer."
-    waits = "Requests preempted or not started because blocks for the kept tokens were missing."
-    standstills = "Times that a request lacked blocks and no running request would free some."
-    ratio = "Kept tokens of a request's prompt, as a fraction of it."
-    seconds = "Time of all compressions of a step, on one worker."
-    requests = "Requests whose prompt has ended: compressed, or whole."
-    return {
-        "seen": Counter("snapkv:prompt_tokens_seen", "Prompt tokens read.", _LABELS),
-        "kept": Counter("snapkv:prompt_tokens_kept", "Prompt tokens kept.", _LABELS),
-        "freed": Counter("snapkv:blocks_freed", "Blocks freed by compression.", _LABELS),
-        "compressions": Counter("snapkv:compressions", compressions, (*_LABELS, "stage")),
-        "requests": Counter("snapkv:requests", requests, (*_LABELS, "outcome")),
-        "waits": Counter("snapkv:waits", waits, _LABELS),
-        "standstills": Counter("snapkv:standstills", standstills, _LABELS),
-        "ratio": Histogram("snapkv:request_kept_ratio", ratio, _LABELS, buckets=_RATIOS),
-        "seconds": Histogram("snapkv:compression_seconds", seconds, _LABELS, buckets=_SECONDS),
-    }
+    full = f"snapkv:{name}"
+    if name in _COUNTERS:
+        return Counter(full, _COUNTERS[name], labels)
+    if name in _GAUGES:
+        return Gauge(full, _GAUGES[name], labels, multiprocess_mode="livesum")
+    said, buckets = _HISTOGRAMS[name]
+    return Histogram(full, said, labels, buckets=buckets)
 
 
-def _labels(vllm_config: Any) -> tuple[str, str]:
+def labels_of(vllm_config: Any) -> dict[str, str]:
+    """Of what an engine counts."""
     engine = vllm_config.parallel_config.data_parallel_index
-    return vllm_config.model_config.served_model_name, str(engine)
+    return {"model_name": vllm_config.model_config.served_model_name, "engine": str(engine)}
+
+
+class Metrics:
+    """Counts in this process, for one engine or one model; names are without ``snapkv:``."""
+
+    def __init__(self, **labels: str) -> None:
+        self._labels = labels
+
+    def of(self, name: str, **labels: str) -> Any:
+        labels = self._labels | labels
+        return _made(name, tuple(labels)).labels(**labels)
+
+    def count(self, name: str, by: int = 1, **labels: str) -> None:
+        self.of(name, **labels).inc(by)
+
+    def set(self, name: str, value: int, **labels: str) -> None:
+        self.of(name, **labels).set(value)
 
 
 def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
@@ -89,31 +126,23 @@ def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
 
     if not (get_tp_group().is_first_rank and get_pp_group().is_first_rank):
         return Stopwatch(device, lambda seconds: None)
-    return Stopwatch(device, _series()["seconds"].labels(*_labels(vllm_config)).observe)
+    seconds = Metrics(**labels_of(vllm_config)).of("compression_seconds")
+    return Stopwatch(device, seconds.observe)
 
 
-class PromptMetrics:
+class PromptMetrics(Metrics):
     """Counts prompts as they end."""
 
     def __init__(self, vllm_config: Any) -> None:
-        self._labels = _labels(vllm_config)
-        self._waits, self._standstills = self._of("waits"), self._of("standstills")  # 0 at first
+        super().__init__(**labels_of(vllm_config))
         self._counted: set[str] = set()
-
-    def _of(self, series: str, *more: str) -> Any:
-        return _series()[series].labels(*self._labels, *more)
+        for name in ("waits", "standstills"):
+            self.count(name, 0)
 
     def compressed(self, order: Order, blocks_freed: int) -> None:
         """Count one compression; what a preempted request frees again counts again."""
-        self._of("freed").inc(blocks_freed)
-        self._of("compressions", order.choice.stage).inc()
-
-    def waits(self) -> None:
-        """Count that a request waits for want of room for what is kept, of it or an older one."""
-        self._waits.inc()
-
-    def stands_still(self) -> None:
-        self._standstills.inc()
+        self.count("blocks_freed", blocks_freed)
+        self.count("compressions", stage=order.choice.stage)
 
     def prompt_ended(self, request: Any, *, kept_tokens: int) -> None:
         """Count one prompt; that of a preempted request counts once."""
@@ -121,99 +150,11 @@ class PromptMetrics:
             return
         self._counted.add(request.request_id)
         seen_tokens = request.num_prompt_tokens
-        self._of("seen").inc(seen_tokens)
-        self._of("kept").inc(kept_tokens)
-        self._of("requests", "compressed" if kept_tokens < seen_tokens else "whole").inc()
-        self._of("ratio").observe(kept_tokens / seen_tokens)
+        self.count("prompt_tokens_seen", seen_tokens)
+        self.count("prompt_tokens_kept", kept_tokens)
+        self.count("requests", outcome="compressed" if kept_tokens < seen_tokens else "whole")
+        self.of("request_kept_ratio").observe(kept_tokens / seen_tokens)
 
     def request_ended(self, request_id: str) -> None:
         """Forget a request; another one may come under its name."""
         self._counted.discard(request_id)
-
-
-@functools.cache
-def _session_series() -> dict[str, Any]:
-    from prometheus_client import Counter, Gauge
-
-    now = {"labelnames": _LABELS, "multiprocess_mode": "livesum"}
-    went_on = "Requests that reused the stored history of their session."
-    not_read = "Tokens of histories that requests did not recompute."
-    dropped = "Histories evicted, least recently used first, to free blocks."
-    blocks = "Blocks that histories hold: idle ones are given to requests that wait for blocks, "
-    blocks += "pinned ones stay for requests that have begun with them, or are to."
-    waits = "Requests that waited for blocks while histories pinned some."
-    return {
-        "histories": Gauge("snapkv:session_histories", "Stored histories of sessions.", **now),
-        "bytes": Gauge("snapkv:session_bytes", "Bytes of the cache that they take.", **now),
-        "blocks": Gauge(
-            "snapkv:session_blocks", blocks, (*_LABELS, "state"), multiprocess_mode="livesum"
-        ),
-        "waits": Counter("snapkv:session_waits", waits, _LABELS),
-        "requests": Counter("snapkv:session_requests", went_on, _LABELS),
-        "not_read": Counter("snapkv:session_tokens_not_read", not_read, _LABELS),
-        "dropped": Counter("snapkv:session_histories_dropped", dropped, _LABELS),
-    }
-
-
-class SessionMetrics:
-    """Counts histories of sessions, in the process of their engine."""
-
-    def __init__(self, vllm_config: Any) -> None:
-        labels, series = _labels(vllm_config), dict(_session_series())
-        blocks = series.pop("blocks")
-        self._series = {name: one.labels(*labels) for name, one in series.items()}
-        self._idle, self._pinned = (blocks.labels(*labels, one) for one in ("idle", "pinned"))
-
-    def standing(self, histories: int, held_bytes: int, *, idle: int, pinned: int) -> None:
-        """Set what there is: histories, their bytes, and their blocks by state."""
-        self._series["histories"].set(histories)
-        self._series["bytes"].set(held_bytes)
-        self._idle.set(idle)
-        self._pinned.set(pinned)
-
-    def waits(self) -> None:
-        self._series["waits"].inc()
-
-    def went_on(self, tokens_not_read: int) -> None:
-        self._series["requests"].inc()
-        self._series["not_read"].inc(tokens_not_read)
-
-    def dropped(self) -> None:
-        self._series["dropped"].inc()
-
-
-@functools.cache
-def _document_series() -> dict[str, Any]:
-    from prometheus_client import Counter, Gauge
-
-    labels = ("model_name",)
-    now = {"labelnames": labels, "multiprocess_mode": "livesum"}
-    requests = "Requests answered from a shared document."
-    not_read = "Tokens of shared documents that requests did not recompute."
-    dropped = "Shared documents removed: deleted, or least recently used when blocks were needed."
-    return {
-        "documents": Gauge("snapkv:documents", "Shared documents.", **now),
-        "bytes": Gauge("snapkv:document_bytes", "Bytes of the cache that they take.", **now),
-        "requests": Counter("snapkv:document_requests", requests, labels),
-        "not_read": Counter("snapkv:document_tokens_not_read", not_read, labels),
-        "dropped": Counter("snapkv:documents_dropped", dropped, (*labels, "reason")),
-    }
-
-
-class DocumentMetrics:
-    """Counts shared documents, in the process that answers requests."""
-
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self._series = _document_series()
-
-    def standing(self, documents: int, document_bytes: int) -> None:
-        self._series["documents"].labels(self._model_name).set(documents)
-        self._series["bytes"].labels(self._model_name).set(document_bytes)
-
-    def asked(self, tokens_not_read: int) -> None:
-        self._series["requests"].labels(self._model_name).inc()
-        self._series["not_read"].labels(self._model_name).inc(tokens_not_read)
-
-    def dropped(self, reason: str) -> None:
-        self._series["dropped"].labels(self._model_name, reason).inc()

@@ -14,11 +14,11 @@ from fastapi import HTTPException
 from snapkv.errors import SnapKVError
 from snapkv_vllm.admission import require_settings
 from snapkv_vllm.agents.front import (
+    Saying,
+    as_checked,
     moved_inside,
     note_body,
-    refuse_in_forms,
     resolve_requests,
-    saying_what_was_applied,
 )
 from snapkv_vllm.agents.routes import router
 from snapkv_vllm.documents.catalogue import PATH
@@ -26,7 +26,8 @@ from snapkv_vllm.documents.front import FrontEnd
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.streams import FirstEvent, Message, Send
-from snapkv_vllm.tenants import EVERYBODY, answering, has_keys, keep_prefixes_apart, tenant_of
+from snapkv_vllm.tenants import has_keys, kept_apart, tenant_of
+from snapkv_vllm.visits import EVERYBODY, Visit, answering, before_engine
 
 _Receive = Callable[[], Awaitable[Message]]
 _App = Callable[[Message, _Receive, Send], Awaitable[None]]
@@ -61,23 +62,17 @@ class SettingsCheck:
         """Answer one request, or the server's start, which is the first to come."""
         settings = self._settings_of(scope)
         has_owner = self._has_keys and "headers" in scope
-        with answering(tenant_of(scope["headers"]) if has_owner else EVERYBODY):
-            if scope["type"] == "http" and scope["method"] == "POST":
-                await self._checked(scope, settings, receive, send)
-            else:
+        visit = Visit(tenant_of(scope["headers"]) if has_owner else EVERYBODY)
+        if scope["type"] == "http" and scope["method"] == "POST":
+            visit.is_checked, path = False, scope["path"].removeprefix(scope.get("root_path", ""))
+            receive = receive if _is_form(scope) else _checking(receive, settings, path)
+            send = Saying(visit, send)
+            if self._documents is not None:
+                send = self._documents.counting(visit, send)
+            send = FirstEvent(send)
+        with answering(visit):
+            async with visit.until_answered:
                 await self._app(scope, receive, send)
-
-    async def _checked(
-        self, scope: Message, settings: ServingSettings, receive: _Receive, send: Send
-    ) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        checking = receive if _is_form(scope) else _checking(receive, settings, path)
-        with saying_what_was_applied(send) as send_and_say:
-            if self._documents is None:
-                await self._app(scope, checking, FirstEvent(send_and_say))
-                return
-            async with self._documents.visit(send_and_say) as send_and_count:
-                await self._app(scope, checking, FirstEvent(send_and_count))
 
     def _settings_of(self, scope: Message) -> ServingSettings:
         if self._settings is None:
@@ -86,10 +81,10 @@ class SettingsCheck:
             self._settings = ServingSettings.from_config(state.args.additional_config or {})
             self._has_keys = has_keys(state.args)
             resolve_requests(state, self._settings)
-            refuse_in_forms(state)
+            before_engine(state, as_checked)
             sharing = self._settings.sharing
             if sharing is None or not sharing.across_keys:
-                keep_prefixes_apart(state)
+                before_engine(state, kept_apart)
             if sharing is not None:
                 self._documents = FrontEnd(app, self._settings)
             if self._settings.sessions is not None:

@@ -29,8 +29,8 @@ SPANS, EDITS = "spans", "edits"
 SESSION = "session"
 """Names whose history a request goes on from, on servers that hold some."""
 
-SESSIONS, FORGET = PREFIX + "sessions", PREFIX + "forget"
-"""Methods of vLLM's engine that list the sessions whose names begin so, and delete one."""
+ASKED = PREFIX + "asked"
+"""The method of vLLM's engine that asks what its scheduler holds: documents, or sessions."""
 
 MESSAGES = "/v1/messages"
 """Anthropic's endpoint, of whose requests vLLM makes chats."""

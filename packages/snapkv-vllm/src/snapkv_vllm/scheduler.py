@@ -1,6 +1,6 @@
 """vLLM's schedulers, which also decide when a request is compressed."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +15,14 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
-from snapkv_vllm.agents.sessions import HeldSessions, held_sessions
+from snapkv_vllm.agents.sessions import HeldSessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
 from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.protocol import document_request
-from snapkv_vllm.documents.registry import registry
+from snapkv_vllm.documents.registry import Registry
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.metrics import PromptMetrics
-from snapkv_vllm.names import FORGET, SESSIONS
+from snapkv_vllm.names import ASKED
 from snapkv_vllm.plans import Order, PrefixReuse, PromptPlan, RequestPlan
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.refusals import compressed_managers
@@ -67,8 +67,10 @@ class _CompressingScheduler(Scheduler):
         self._lacks_room, self._waiting_for_room = False, set[str]()
         self._waits, self._stands_still = "", False  # for a block; a request, since when none can
         self._metrics = PromptMetrics(self.vllm_config)
-        self._documents = registry(self.vllm_config, self.kv_cache_config, compressed)
-        self._sessions = held_sessions(self.vllm_config, self.kv_cache_config, compressed)
+        given = compressed, self._settings, self.vllm_config, self.kv_cache_config
+        self._documents = None if self._settings.sharing is None else Registry(*given)
+        beside = 0 if self._documents is None else self._documents.limits.most_bytes
+        self._sessions = None if self._settings.sessions is None else HeldSessions(*given, beside)
 
     def add_request(self, request: Any) -> None:
         """Accept a request with the method it asks for; one with wrong settings ends at once."""
@@ -148,23 +150,22 @@ class _CompressingScheduler(Scheduler):
         """Count that a request waits, if it does for want of room for what is kept."""
         if self._lacks_room and request.request_id not in self._waiting_for_room:
             self._waiting_for_room.add(request.request_id)
-            self._metrics.waits()
+            self._metrics.count("waits")
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._metrics.request_ended(request.request_id)
         self._waiting_for_room.discard(request.request_id)
-        registered = None
         if self._documents is not None:
             read = request.num_computed_tokens >= request.num_prompt_tokens
             complete = read and request.status in _COMPLETE
-            registered = self._documents.request_ends(request.request_id, is_complete=complete)
+            self._documents.request_ends(request.request_id, is_complete=complete)
         if self._sessions is not None:
             self._sessions.request_ends(request)
-        _, of_encoder = super()._free_request(request, *args, **kwargs)
+        freed = super()._free_request(request, *args, **kwargs)
         if self._sessions is not None:
             self._sessions.count()
         self._plans.pop(request.request_id, None)
-        return registered, of_encoder
+        return freed
 
     def _get_local_prefix_cache_hit(
         self, request: Any, *args: Any, **kwargs: Any
@@ -219,7 +220,7 @@ class _CompressingScheduler(Scheduler):
         name, self._waits, before = self._waits, "", self._stands_still
         self._stands_still = bool(name) and not self.running
         if self._stands_still and not before:
-            self._metrics.stands_still()
+            self._metrics.count("standstills")
             logger.error(
                 "No request can go on: %s waits for blocks, %s of %s are free, and none is running",
                 name,
@@ -286,19 +287,19 @@ class _CompressingAsyncScheduler(_CompressingScheduler, AsyncScheduler):
     """The same over vLLM's asynchronous scheduler."""
 
 
-def _asked(method: Callable[[HeldSessions, str], Any]) -> Callable[[Any, str], Any]:
-    return lambda engine, whose: method(engine.scheduler._sessions, whose)
+def _asked(engine: EngineCore, part: str, method: str, given: Sequence[Any]) -> Any:
+    """What a part of an engine's scheduler, ``_documents`` or ``_sessions``, answers."""
+    return getattr(getattr(engine.scheduler, part), method)(*given)
 
 
 def scheduler(*args: Any, **kwargs: Any) -> Any:
     """The compressing counterpart of the scheduler that vLLM would have taken.
 
-    The engine that holds it answers what front ends ask about sessions between two steps, also
-    where all requests that there is room for are under way.
+    The engine that holds it answers what front ends ask about documents and sessions between two
+    steps, also where all requests that there is room for are under way.
     """
     end_with_parent()
-    for name, method in ((SESSIONS, HeldSessions.listed), (FORGET, HeldSessions.deleted)):
-        setattr(EngineCore, name, _asked(method))
+    setattr(EngineCore, ASKED, _asked)
     asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
     kind = _CompressingAsyncScheduler if asynchronous else _CompressingScheduler
     return kind(*args, **kwargs)

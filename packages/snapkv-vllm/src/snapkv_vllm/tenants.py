@@ -1,15 +1,10 @@
 """Whose a request is: its API key's on a server that has keys, everybody's on any other."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from typing import Any
 
-EVERYBODY = ""
-"""The one tenant of a server without API keys, or of what its keys share."""
-
-_current: ContextVar[str] = ContextVar("snapkv_tenant", default=EVERYBODY)
+from snapkv_vllm.visits import EVERYBODY, current
 
 
 def has_keys(args: Any) -> bool:
@@ -26,41 +21,14 @@ def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-@contextmanager
-def answering(tenant: str) -> Iterator[None]:
-    """Answer one HTTP request of a tenant."""
-    token = _current.set(tenant)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def current() -> str:
-    """The tenant whose request is being answered."""
-    return _current.get()
-
-
 def owned(name: str) -> str:
     """A name of the current tenant's inside the engine, which no other tenant can write."""
-    return f"{current()[:32]}/{name}"
+    return f"{current().tenant[:32]}/{name}"
 
 
-def keep_prefixes_apart(state: Any) -> None:
-    """Let no tenant's request begin with blocks that another's has cached.
-
-    `state` is that of vLLM's FastAPI application. Whatever endpoint a request comes by, its salt
-    reaches the engine with the tenant in it.
-    """
-    client = getattr(state, "engine_client", None)
-    if client is None:  # an application without an engine
-        return
-    generate = client.generate
-
-    def generate_apart(prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        if current() != EVERYBODY:
-            own = owned(prompt.get("cache_salt") or "")
-            prompt = {**prompt, "cache_salt": hashlib.sha256(own.encode()).hexdigest()}
-        return generate(prompt, *args, **kwargs)
-
-    client.generate = generate_apart
+def kept_apart(prompt: Any, sampling_params: Any) -> Any:
+    """A prompt that begins with no blocks that another tenant's has cached: with it in its salt."""
+    if current().tenant == EVERYBODY:
+        return prompt
+    own = owned(prompt.get("cache_salt") or "")
+    return {**prompt, "cache_salt": hashlib.sha256(own.encode()).hexdigest()}

@@ -8,7 +8,7 @@ require_supported_version()
 
 from vllm.platforms import current_platform
 
-from snapkv_vllm.documents.states import refusal_of
+from snapkv_vllm.documents.states import DocumentStates
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.requests import without_checks
 from snapkv_vllm.runners import compress_in
@@ -33,8 +33,8 @@ class CompressingWorker(PlatformWorker):
     def snapkv_fill_document(
         self, path: str, blocks: list[list[int]], model: dict[str, Any], seal: str, most_bytes: int
     ) -> str:
-        """See `DocumentStates.fill` and `refusal_of`; for `collective_rpc`, between two steps."""
-        states = self.model_runner._compressor.documents
+        """See `DocumentStates.fill`; for `collective_rpc`, between two steps."""
+        states: DocumentStates = self.model_runner._compressor.documents
         vocabulary = self.model_config.get_vocab_size()
         own = {"seal": seal, "most_bytes": most_bytes, "vocabulary": vocabulary}
-        return refusal_of(lambda: states.fill(path, blocks, model, **own))
+        return states.fill(path, blocks, model, **own)

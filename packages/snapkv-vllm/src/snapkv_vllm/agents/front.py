@@ -7,10 +7,7 @@ tells what was applied.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -49,6 +46,7 @@ from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.spans import DROP, NAME, PROTECT, SpanEdit, entries_of
 from snapkv_vllm.streams import Message, Send
 from snapkv_vllm.tenants import owned
+from snapkv_vllm.visits import Visit, current
 
 _EDITS, _SESSION = PREFIX + EDITS, PREFIX + SESSION
 
@@ -98,34 +96,20 @@ def note_body(body: object, path: str) -> None:
 
     vLLM has no place for those. Raises as `edits_of` does.
     """
-    visit, given = _visit.get(), body.get(CONTEXT) if isinstance(body, dict) else None
-    if visit is None:
-        return
-    visit.is_json = body is not None
+    visit, given = current(), body.get(CONTEXT) if isinstance(body, dict) else None
+    visit.is_checked = body is not None
     if path == COUNT and given is not None:
         edits_of(given)
         visit.counted_edits = json.dumps(given)
 
 
-def refuse_in_forms(state: Any) -> None:
-    """Let no request name a setting whose body is no JSON, and so was not checked.
-
-    `state` is that of vLLM's FastAPI application.
-    """
-    client = getattr(state, "engine_client", None)
-    if client is None:  # an application without an engine
-        return
-    generate = client.generate
-
-    def generate_checked(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        visit = _visit.get()
-        if visit is not None and not visit.is_json:
-            for name in getattr(sampling_params, "extra_args", None) or ():
-                if meant(name) is not None:
-                    raise wrong(shown(name), "none in a form", "it", "leave it out")
-        return generate(prompt, sampling_params, *args, **kwargs)
-
-    client.generate = generate_checked
+def as_checked(prompt: Any, sampling_params: Any) -> Any:
+    """The prompt of a request that names no setting in a body that is no JSON, as forms."""
+    if not current().is_checked:
+        for name in getattr(sampling_params, "extra_args", None) or ():
+            if meant(name) is not None:
+                raise wrong(shown(name), "none in a form", "it", "leave it out")
+    return prompt
 
 
 # Of requests.
@@ -158,10 +142,9 @@ class _Resolver:
 
     async def _resolved(self, render: Render, resolve: Render, request: Any, **options: Any) -> Any:
         given = getattr(request, XARGS, None) or {}
-        visit = _visit.get()
-        if visit is not None and visit.counted_edits is not None:
-            given = {**given, _EDITS: visit.counted_edits}
-        if _SESSION in given and visit is not None:
+        if (edits := current().counted_edits) is not None:
+            given = {**given, _EDITS: edits}
+        if _SESSION in given:
             given = {**given, _SESSION: owned(given[_SESSION])}
             setattr(request, XARGS, given)
         before = request.model_copy()  # rendering may change it
@@ -228,8 +211,8 @@ class _Resolver:
             entries += [SpanEdit(do=PROTECT, span=span) for span in whole.parts]
             budget = given.get(_BUDGET, self._settings.budget)
             given[_BUDGET] = budget + whole.tokens if budget else 0
-        if (visit := _visit.get()) is not None:
-            visit.said, visit.cleared_tokens = found.said, found.cleared.tokens
+        visit = current()
+        visit.said, visit.cleared_tokens = found.said, found.cleared.tokens
         return entries
 
     def _require_spans_fit(self, given: Mapping[str, Any], made: Any) -> None:
@@ -301,43 +284,10 @@ def _inputs_of(made: Any) -> Sequence[Mapping[str, Any]]:
 # Of responses.
 
 
-@dataclass
-class _Visit:
-    """One HTTP request, and what its response says of the edits that were applied."""
-
-    is_json: bool = field(default=False, init=False)  # its body, which then was checked
-    counted_edits: str | None = field(default=None, init=False)  # where tokens are counted
-    said: dict[str, Any] | None = field(default=None, init=False)
-    cleared_tokens: int = field(default=0, init=False)
-
-    def told(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON of a response, with what was applied, or without the tokens that it clears."""
-        if self.counted_edits is None:
-            return {**answer, CONTEXT: self.said}
-        tokens = answer["input_tokens"]
-        whole = {"original_input_tokens": tokens}
-        return {**answer, "input_tokens": tokens - self.cleared_tokens, CONTEXT: whole}
-
-
-_visit: ContextVar[_Visit | None] = ContextVar("snapkv_edits", default=None)
-"""The one that is being answered; vLLM's renderer is told nothing of it."""
-
-
-@contextmanager
-def saying_what_was_applied(send: Send) -> Iterator[Send]:
-    """Answer one HTTP request; yields what sends its response, with `context_management`."""
-    visit = _Visit()
-    token = _visit.set(visit)
-    try:
-        yield _Saying(visit, send)
-    finally:
-        _visit.reset(token)
-
-
-class _Saying:
+class Saying:
     """Puts what was applied into a response: into its JSON, or one of the events of a stream."""
 
-    def __init__(self, visit: _Visit, send: Send) -> None:
+    def __init__(self, visit: Visit, send: Send) -> None:
         self._visit, self._send = visit, send
         self._start: Message | None = None  # of a JSON response, which waits for its length
         self._body = b""
@@ -363,11 +313,20 @@ class _Saying:
         self._body += message.get("body", b"")
         if message.get("more_body") or self._start is None:
             return
-        body = json.dumps(self._visit.told(json.loads(self._body))).encode()
+        body = json.dumps(self._told(json.loads(self._body))).encode()
         others = [one for one in self._start["headers"] if one[0].lower() != b"content-length"]
         headers = [*others, (b"content-length", str(len(body)).encode())]
         await self._send({**self._start, "headers": headers})
         await self._send({**message, "body": body})
+
+    def _told(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON with what was applied, or without the tokens that it clears."""
+        if self._visit.counted_edits is None:
+            return {**answer, CONTEXT: self._visit.said}
+        tokens = answer["input_tokens"]
+        whole = {"original_input_tokens": tokens}
+        cleared = self._visit.cleared_tokens
+        return {**answer, "input_tokens": tokens - cleared, CONTEXT: whole}
 
     def _in_events(self, body: bytes) -> bytes:
         """The first event of a chat, or of Anthropic's the one that says how an answer ends."""

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from snapkv_vllm.documents.front import Route
-from snapkv_vllm.names import FORGET, SESSIONS, TAKEN, UNKNOWN, shown, wrong
+from snapkv_vllm.names import ASKED, TAKEN, UNKNOWN, shown, wrong
 from snapkv_vllm.tenants import owned
 
 PATH = "/v1/snapkv/sessions"
@@ -17,14 +17,14 @@ def router(client: Any) -> APIRouter:
     core = client.engine_core
 
     async def asked(method: str, whose: str) -> list[Any]:
-        call = core._call_utility_async
-        return await asyncio.gather(*(call(method, whose, engine=one) for one in core.core_engines))
+        call, given = core._call_utility_async, (ASKED, "_sessions", method, [whose])
+        return await asyncio.gather(*(call(*given, engine=one) for one in core.core_engines))
 
     async def every() -> list[dict[str, Any]]:
-        return [one for answer in await asked(SESSIONS, owned("")) for one in answer]
+        return [one for answer in await asked("listed", owned("")) for one in answer]
 
     async def delete(name: str) -> Response:
-        answers = await asked(FORGET, owned(name))
+        answers = await asked("deleted", owned(name))
         if any(one["requests"] for one in answers):
             remedy = "delete it when its requests have ended"
             raise wrong("session", "one without requests under way", "some", remedy, status=TAKEN)

@@ -23,7 +23,7 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.policies.spans import Spans
 from snapkv_vllm.blocks import CompressedManager
 from snapkv_vllm.documents.registry import block_bytes, room_of
-from snapkv_vllm.metrics import SessionMetrics
+from snapkv_vllm.metrics import Metrics, labels_of
 from snapkv_vllm.names import PREFIX, SESSION
 from snapkv_vllm.plans import Order, PrefixReuse, PromptPlan, RequestPlan, TurnPlan
 from snapkv_vllm.settings import ServingSettings
@@ -142,25 +142,40 @@ class _Turn:
 
 
 class HeldSessions:
-    """Histories within a number of blocks, of which every tenant has a share."""
+    """Histories within a number of blocks, of which every tenant has a share.
+
+    Next to so many bytes that documents may take.
+    """
 
     def __init__(
         self,
-        managers: Sequence[CompressedManager],
+        managers: Mapping[int, CompressedManager],
         settings: ServingSettings,
-        *,
-        most_blocks: int,
-        block_bytes: int,
-        metrics: SessionMetrics,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        beside_bytes: int,
     ) -> None:
-        self._managers, self._settings, self._metrics = managers, settings, metrics
-        self._most_blocks, self._block_bytes = most_blocks, block_bytes
-        self._sizes = [manager.block_size for manager in managers]
+        assert settings.sessions is not None
+        if len(managers) < len(kv_cache_config.kv_cache_groups):
+            raise UnsupportedModelError(
+                "snapkv: cannot hold sessions: expected full attention in every layer, got layers "
+                "of another kind, whose states are not held; leave --sessions out"
+            )
+        self._managers, self._settings = list(managers.values()), settings
+        self._metrics = Metrics(**labels_of(vllm_config))
+        asked = settings.sessions.most_bytes, "--session-bytes"
+        most_bytes, _ = room_of(vllm_config, kv_cache_config, *asked, beside_bytes)
+        self._block_bytes = block_bytes(kv_cache_config)
+        self._most_blocks = most_bytes // self._block_bytes
+        self._sizes = [manager.block_size for manager in self._managers]
         self._block_tokens = max(self._sizes)
         self._held: list[History] = []  # least recently used first
         self._turns: dict[str, _Turn] = {}
         self._forgotten: list[int] = []
         self._waiting: set[str] = set()  # requests, for blocks while histories pin some
+        for name in ("waits", "requests", "tokens_not_read", "histories_dropped"):
+            self._metrics.count(f"session_{name}", 0)
+        self.count()
 
     # Of requests that come.
 
@@ -281,7 +296,7 @@ class HeldSessions:
         pinned = self._unread_blocks(one for one in self._held if one.requests - {request_id})
         if pinned and request_id not in self._waiting:
             self._waiting.add(request_id)
-            self._metrics.waits()
+            self._metrics.count("session_waits")
             self.count()
             said = "Request %s waits for blocks; histories of sessions in use pin %s"
             _logger.info(said, request_id, pinned)
@@ -330,7 +345,8 @@ class HeldSessions:
         if turn.history is not None:
             turn.history.requests.discard(request.request_id)
             if request.num_computed_tokens >= request.num_prompt_tokens:
-                self._metrics.went_on(turn.plan.prefix_tokens)
+                self._metrics.count("session_requests")
+                self._metrics.count("session_tokens_not_read", turn.plan.prefix_tokens)
         made = self._made(turn, request)
         replaced = [] if made is None else self._replaced(made, turn.history)
         if made is not None and self._make_room(made, replaced):
@@ -403,7 +419,7 @@ class HeldSessions:
 
     def _drop(self, history: History) -> None:
         self._forget(history)
-        self._metrics.dropped()
+        self._metrics.count("session_histories_dropped")
 
     def drop_idle(self) -> None:
         """Forget all histories that no request begins with."""
@@ -420,44 +436,11 @@ class HeldSessions:
     def count(self) -> None:
         """Tell what is held, once a request that has ended has given its blocks up."""
         blocks = sum(one.block_count(self._sizes) for one in self._held)
-        self._metrics.standing(
-            len(self._held),
-            blocks * self._block_bytes,
-            idle=self._unread_blocks(one for one in self._held if not one.requests),
-            pinned=self._unread_blocks(one for one in self._held if one.requests),
-        )
-
-
-def held_sessions(
-    vllm_config: Any, kv_cache_config: Any, managers: Mapping[int, CompressedManager]
-) -> HeldSessions | None:
-    """The sessions of an engine with these blocks and groups; None if it holds none."""
-    settings = ServingSettings.from_config(vllm_config.additional_config)
-    if settings.sessions is None:
-        return None
-    if len(managers) < len(kv_cache_config.kv_cache_groups):
-        raise UnsupportedModelError(
-            "snapkv: cannot hold sessions: expected full attention in every layer, got layers of "
-            "another kind, whose states are not held; leave --sessions out"
-        )
-    of_documents = 0
-    if settings.sharing is not None:
-        asked = settings.sharing.most_bytes
-        of_documents = room_of(vllm_config, kv_cache_config, asked, "--share-bytes").most_bytes
-    room = room_of(
-        vllm_config,
-        kv_cache_config,
-        settings.sessions.most_bytes,
-        "--session-bytes",
-        beside_bytes=of_documents,
-    )
-    return HeldSessions(
-        list(managers.values()),
-        settings,
-        most_blocks=room.most_bytes // (of_block := block_bytes(kv_cache_config)),
-        block_bytes=of_block,
-        metrics=SessionMetrics(vllm_config),
-    )
+        self._metrics.set("session_histories", len(self._held))
+        self._metrics.set("session_bytes", blocks * self._block_bytes)
+        for state in ("idle", "pinned"):
+            found = (one for one in self._held if bool(one.requests) == (state == "pinned"))
+            self._metrics.set("session_blocks", self._unread_blocks(found), state=state)
 
 
 def _is_text(request: Any) -> bool:

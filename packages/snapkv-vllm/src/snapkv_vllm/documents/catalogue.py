@@ -14,7 +14,7 @@ from snapkv.validation import format_bytes
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import DOCUMENT, NO_ROOM, PREFIX, TAKEN, UNKNOWN, shown, wrong
 from snapkv_vllm.shares import going
-from snapkv_vllm.tenants import EVERYBODY
+from snapkv_vllm.visits import EVERYBODY
 
 PATH = "/v1/snapkv/documents"
 """Where documents are registered, listed and deleted."""
@@ -88,9 +88,6 @@ class Catalogue:
     def __len__(self) -> int:
         return len(self._standing)
 
-    def __contains__(self, whose: tuple[str, str]) -> bool:
-        return whose in self._standing
-
     def get(self, tenant: str, name: str) -> SharedDocument | None:
         """A tenant's document; None where there is none of that name."""
         return self._standing.get((tenant, name))
@@ -107,7 +104,7 @@ class Catalogue:
         raise wrong(PREFIX + DOCUMENT, "one of this key's documents", asked, remedy, status=UNKNOWN)
 
     def require_free(self, tenant: str, name: str) -> None:
-        if (tenant, name) in self:
+        if self.get(tenant, name) is not None:
             stands = f"'{shown(name)}', which is a document already"
             remedy = f"delete it first, with DELETE {PATH}/{shown(name)}"
             raise wrong("name", "one that is free", stands, remedy, status=TAKEN)
@@ -138,7 +135,7 @@ class Catalogue:
         return leaving
 
     def add(self, document: SharedDocument) -> None:
-        assert (document.tenant, document.name) not in self
+        assert self.get(document.tenant, document.name) is None
         self._standing[document.tenant, document.name] = document
 
     def begin(self, document: SharedDocument) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 from snapkv.library.stored import model_identity, read_document
 from snapkv.policies import AdaKV
+from snapkv.validation import first_line
 from snapkv_vllm.documents import protocol
 from snapkv_vllm.documents.plans import piece_tokens
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.protocol import DocumentLimits
-from snapkv_vllm.names import NO_ROOM, RefusedError, wrong
+from snapkv_vllm.names import ASKED, NO_ROOM, RefusedError, wrong
 from snapkv_vllm.settings import ServingSettings
 
 _TRIES = 3
@@ -23,10 +24,7 @@ _BEHIND = 2
 
 
 class ServerEngine:
-    """Reads documents and keeps their blocks, for requests that bring a document's id.
-
-    It sends vLLM's engine requests that do so, see `snapkv_vllm.documents.protocol`.
-    """
+    """Reads documents and keeps their blocks, for requests that bring a document's id."""
 
     def __init__(self, engine_client: Any, settings: ServingSettings) -> None:
         self._client, self._method = engine_client, settings.policy
@@ -37,11 +35,7 @@ class ServerEngine:
     async def room(self) -> DocumentLimits:
         """What documents may take; asked once."""
         if self._room is None:
-            said = await self._send([0], {protocol.ROOM: "all"})
-            if said is None:
-                expected = "an engine that says how much room there is"
-                raise wrong("document", expected, "none", "try again", status=NO_ROOM)
-            self._room = DocumentLimits(**said)
+            self._room = DocumentLimits(**await self._ask("room"))
         return self._room
 
     async def planned(
@@ -72,14 +66,15 @@ class ServerEngine:
             protocol.BUDGET: prefix.kept_tokens,
         }
         for _ in range(_TRIES):
-            if await self._send([*ids, ids[-1]], own):
+            await self._read([*ids, ids[-1]], own)
+            if await self._ask("holds", document_id):
                 return
         blocks = f"blocks for its {len(ids):,} tokens while it is read"
         got, remedy = "none that other requests left", "try again when there are fewer"
         raise wrong("document", blocks, got, remedy, status=NO_ROOM)
 
     async def drop(self, document_id: str) -> None:
-        await self._send([0], {protocol.DROP: document_id})
+        await self._ask("drop", document_id)
 
     async def look_at(self, path: Path, seal: str) -> CachedPrefix:
         """Read and check the file of a document; with the first, the model is asked who it is."""
@@ -102,12 +97,12 @@ class ServerEngine:
         """Hold the document of a file until it is dropped, without reading its text."""
         model, room = await self.identity(), await self.room()
         try:
-            said = await self._send([0], protocol.adoption(document_id, prefix))
-            if said is None:
+            taken = await self._ask("adopt", document_id, vars(prefix))
+            if taken is None:
                 blocks = f"free blocks for {prefix.kept_tokens:,} tokens"
                 remedy = "try again when there are fewer requests"
                 raise wrong("document", blocks, "fewer", remedy, status=NO_ROOM)
-            await self._fill((str(path), said["blocks"], model, seal, room.most_file_bytes))
+            await self._fill((str(path), taken, model, seal, room.most_file_bytes))
         except BaseException:
             await asyncio.shield(self.drop(document_id))
             raise
@@ -133,23 +128,22 @@ class ServerEngine:
         except EngineDeadError:
             raise
         except Exception as error:  # of no narrower kind in vLLM
-            line = next(iter(str(error).splitlines()), type(error).__name__)
             load, log = "the engine to load it", "see the server's log"
-            raise wrong("document", load, line, log, status=500) from error
+            raise wrong("document", load, first_line(error), log, status=500) from error
         for refused in filter(None, answers):
             raise RefusedError(refused)
 
-    async def _send(self, prompt: list[int], own: dict[str, Any]) -> dict[str, Any] | None:
-        """What the engine says when a request of one new token has ended.
+    async def _ask(self, method: str, *given: Any) -> Any:
+        """What the `Registry` of the engine answers, between two steps."""
+        return await self._client.engine_core.call_utility_async(ASKED, "_documents", method, given)
 
-        `own` are its `extra_args`, see `snapkv_vllm.documents.protocol`.
-        """
+    async def _read(self, prompt: list[int], own: dict[str, Any]) -> None:
+        """Send a request of one new token, with these `extra_args`, and wait until it has ended."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
             temperature=0.0, extra_args=own, max_tokens=1, ignore_eos=True, detokenize=False
         )
-        name, last = f"snapkv-document-{uuid.uuid4().hex}", None
-        async for output in self._client.generate({"prompt_token_ids": prompt}, sampling, name):
-            last = output
-        return None if last is None else last.kv_transfer_params
+        name = f"snapkv-document-{uuid.uuid4().hex}"
+        async for _ in self._client.generate({"prompt_token_ids": prompt}, sampling, name):
+            pass

@@ -4,10 +4,7 @@ The routes are put onto the server's application, after its check of API keys. R
 document where vLLM renders them.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -22,23 +19,11 @@ from snapkv_vllm.documents.library import ServedLibrary
 from snapkv_vllm.documents.prompts import Prompts, Render
 from snapkv_vllm.documents.protocol import DOCUMENT
 from snapkv_vllm.documents.shared import SharedDocuments
-from snapkv_vllm.metrics import DocumentMetrics
+from snapkv_vllm.metrics import Metrics
 from snapkv_vllm.names import XARGS, status_of
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.streams import Message, Send
-from snapkv_vllm.tenants import EVERYBODY, current
-
-
-@dataclass
-class _Visit:
-    """One HTTP request: the document it holds, and what it need not read of that."""
-
-    until_answered: AsyncExitStack
-    tokens_not_read: int = field(default=0, init=False)
-
-
-_visit: ContextVar[_Visit | None] = ContextVar("snapkv_visit", default=None)
-"""The one that is being answered; vLLM's renderer is told nothing of it."""
+from snapkv_vllm.visits import EVERYBODY, Visit, current
 
 
 class FrontEnd:
@@ -48,7 +33,7 @@ class FrontEnd:
         sharing = settings.sharing
         assert sharing is not None
         self._prompts = Prompts(app.state)
-        self._counts = DocumentMetrics(app.state.openai_serving_models.model_name())
+        self._counts = Metrics(model_name=app.state.openai_serving_models.model_name())
         self._documents = SharedDocuments(
             ServerEngine(app.state.engine_client, settings),
             self._prompts,
@@ -60,34 +45,27 @@ class FrontEnd:
         app.include_router(_router(self._documents, self._tenant))
 
     def _tenant(self) -> str:
-        return EVERYBODY if self._across_keys else current()
+        return EVERYBODY if self._across_keys else current().tenant
 
-    @asynccontextmanager
-    async def visit(self, send: Send) -> AsyncIterator[Send]:
-        """One HTTP request, whose document stays until its response has ended.
-
-        Yields what sends the response, and counts it where it answers from a document.
-        """
+    def counting(self, visit: Visit, send: Send) -> Send:
+        """What sends a response, and counts it where it answers from a document."""
 
         async def send_and_count(message: Message) -> None:
             answers = message["type"] == "http.response.start" and message["status"] == 200
             if answers and visit.tokens_not_read:
-                self._counts.asked(visit.tokens_not_read)
+                self._counts.count("document_requests")
+                self._counts.count("document_tokens_not_read", visit.tokens_not_read)
             await send(message)
 
-        async with AsyncExitStack() as until_answered:
-            visit = _Visit(until_answered)
-            token = _visit.set(visit)
-            until_answered.callback(_visit.reset, token)
-            yield send_and_count
+        return send_and_count
 
     def _join_in(self, renderer: Any) -> None:
         """Have vLLM's renderer put a document in front of the requests that name one."""
 
         def joining(kind: str, render: Render) -> Render:
             async def render_joined(request: Any, **options: Any) -> Any:
-                visit, named = _visit.get(), (getattr(request, XARGS) or {}).get(DOCUMENT)
-                if visit is None or named is None:
+                visit, named = current(), (getattr(request, XARGS) or {}).get(DOCUMENT)
+                if named is None:
                     return await render(request, **options)
                 standing = self._documents.named(self._tenant(), named)
                 try:

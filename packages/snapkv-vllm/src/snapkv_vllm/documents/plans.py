@@ -79,42 +79,29 @@ class ReadTwice(RequestPlan):
         return offered_tokens
 
     def order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
-        computed = seen_tokens + step_tokens
+        """See `RequestPlan`; at the end of the text, and of a piece, with the step back."""
+        computed, held = seen_tokens + step_tokens, held_tokens + step_tokens
+        rest, ahead = 0, None
         if held_tokens <= seen_tokens:
             if computed != self.tokens:
                 return None
             self._piece = 0
-            return self._order(computed, self.tokens)
-        piece, read = self.piece(self._piece), held_tokens - self.tokens
-        ahead = LookaheadTokens(
-            first_position=held_tokens, token_ids=piece[read : read + step_tokens]
-        )
-        held = held_tokens + step_tokens
-        if read + step_tokens < len(piece):
-            return self._order(computed, held, ahead, kept_tokens=held)
-        self._piece += 1
-        return self._order(computed, held, ahead)
-
-    def _order(
-        self,
-        computed: int,
-        held: int,
-        ahead: LookaheadTokens | None = None,
-        kept_tokens: int | None = None,
-    ) -> Order:
-        """With the step back to the next piece, unless all that is held stays for now."""
-        back, ends, kept = 0, False, kept_tokens
-        if kept is None:
-            back = len(self.piece(self._piece))
-            ends = not back
-            kept = self.prefix.kept_tokens if ends else self.tokens
+        else:
+            piece, read = self.piece(self._piece), held_tokens - self.tokens
+            ids = piece[read : read + step_tokens]
+            ahead = LookaheadTokens(first_position=held_tokens, token_ids=ids)
+            rest = len(piece) - read - step_tokens
+            self._piece += not rest
+        back = 0 if rest else len(self.piece(self._piece))
+        ends = not (rest or back)
+        kept = self.prefix.kept_tokens if ends else self.tokens
         return Order(
             choice=self.choice,
             query_tokens=0 if ahead is None else len(ahead.token_ids),
             seen_tokens=computed - back,
             held_tokens=held,
             ends=ends,
-            kept_tokens=kept,
+            kept_tokens=held if rest else kept,
             ahead=ahead,
             steps_back=back,
             noted_tokens=0 if ahead is None else self.tokens,

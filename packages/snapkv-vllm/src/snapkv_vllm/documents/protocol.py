@@ -1,4 +1,4 @@
-"""What the front end tells the scheduler in a request's `extra_args`, and is told in its answer.
+"""What the front end tells the scheduler in a request's `extra_args`, and how much room there is.
 
 Whoever calls a server over HTTP writes a document's name; the front end puts an identifier in its
 place that nobody else knows. Neither torch nor vLLM is needed here.
@@ -10,31 +10,17 @@ from typing import Any
 
 from snapkv.validation import require_int
 from snapkv_vllm import names
-from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import PREFIX, wrong
 
 # What a request does, each with a document's identifier.
 DOCUMENT = PREFIX + names.DOCUMENT  # its prompt begins with the document
 REGISTER = PREFIX + "register"  # all of its prompt but the last token becomes the document
-ADOPT = PREFIX + "adopt"  # blocks are taken for the document, which workers fill from a file
-DROP = PREFIX + "drop"  # no later request may name the document
-ROOM = PREFIX + "room"  # it is told how much room there is, see `DocumentLimits`
 
 # What it says besides.
 INSTRUCTION = PREFIX + "instruction"  # ids of the tokens before every piece that is read again
 BUDGET = PREFIX + "budget"  # tokens that are kept, rounded up to whole blocks
-TOKENS = PREFIX + "tokens"  # ids of all tokens of a document that is adopted
-KEPT = PREFIX + "kept"  # how many of them are counted as held
-REUSED = PREFIX + "reused"  # how many of those lie in blocks that requests only read
-PER_HEAD = PREFIX + "per_head_budget"  # whether its heads hold different numbers of tokens
 
-_BESIDE = {
-    DOCUMENT: (),
-    REGISTER: (BUDGET, INSTRUCTION),
-    ADOPT: (TOKENS, KEPT, REUSED, PER_HEAD),
-    DROP: (),
-    ROOM: (),
-}
+_BESIDE = {DOCUMENT: (), REGISTER: (BUDGET, INSTRUCTION)}
 VERBS = tuple(_BESIDE)
 
 _FILE_EXTRA_BYTES = 16 << 20
@@ -48,7 +34,6 @@ class DocumentRequest:
     document_id: str
     budget: int | None = None
     instruction_ids: tuple[int, ...] = ()
-    prefix: CachedPrefix | None = None  # what is adopted
 
 
 def document_request(extra_args: Mapping[str, Any] | None) -> DocumentRequest | None:
@@ -73,42 +58,15 @@ def document_request(extra_args: Mapping[str, Any] | None) -> DocumentRequest | 
         raise wrong(name, none, "one", "leave it out")
     if (budget := given.get(BUDGET)) is not None:
         require_int(BUDGET, budget, minimum=1)
+    instruction = tuple(given.get(INSTRUCTION, ()))
+    for token_id in instruction:
+        require_int(INSTRUCTION, token_id, minimum=0)
     return DocumentRequest(
         verb=verb,
         document_id=document_id,
         budget=budget,
-        instruction_ids=_ids(INSTRUCTION, given),
-        prefix=_prefix(given) if verb == ADOPT else None,
+        instruction_ids=instruction,
     )
-
-
-def _prefix(given: Mapping[str, Any]) -> CachedPrefix:
-    require_int(KEPT, given.get(KEPT), minimum=1)
-    require_int(REUSED, given.get(REUSED), minimum=0)
-    return CachedPrefix(
-        token_ids=_ids(TOKENS, given),
-        kept_tokens=given[KEPT],
-        reused_tokens=given[REUSED],
-        per_head_budget=bool(given.get(PER_HEAD)),
-    )
-
-
-def _ids(name: str, given: Mapping[str, Any]) -> tuple[int, ...]:
-    ids = tuple(given.get(name, ()))
-    for token_id in ids:
-        require_int(name, token_id, minimum=0)
-    return ids
-
-
-def adoption(document_id: str, prefix: CachedPrefix) -> dict[str, Any]:
-    """What a request says that has blocks taken for a document."""
-    return {
-        ADOPT: document_id,
-        TOKENS: list(prefix.token_ids),
-        KEPT: prefix.kept_tokens,
-        REUSED: prefix.reused_tokens,
-        PER_HEAD: prefix.per_head_budget,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,26 +1,18 @@
 """The documents of an engine: whose blocks they are, and who is using them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
 
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError
 from snapkv.policies import AdaKV, KVzip, Policy
 from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, format_bytes
 from snapkv_vllm.blocks import CompressedManager
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice, piece_tokens
 from snapkv_vllm.documents.prefix import CachedPrefix
-from snapkv_vllm.documents.protocol import (
-    ADOPT,
-    DOCUMENT,
-    DROP,
-    REGISTER,
-    ROOM,
-    DocumentLimits,
-    DocumentRequest,
-)
+from snapkv_vllm.documents.protocol import DOCUMENT, REGISTER, DocumentLimits, DocumentRequest
 from snapkv_vllm.names import wrong
 from snapkv_vllm.plans import PrefixReuse, ReconstructionPass, RequestPlan
 from snapkv_vllm.settings import ServingSettings
@@ -37,48 +29,49 @@ class RegisteredDocument:
     def prefix(self) -> CachedPrefix:
         return self.plan.prefix
 
-    @property
-    def described(self) -> dict[str, Any]:
-        """What whoever registers or adopts it is told, once it has blocks."""
-        blocks = [[block.block_id for block in of_group] for of_group in self.blocks]
-        tokens, kept = len(self.prefix.token_ids), self.prefix.kept_tokens
-        return {"tokens": tokens, "kept_tokens": kept, "blocks": blocks}
-
 
 class Registry:
     """Documents by identifier. They share the pool of blocks with requests, up to a number."""
 
     def __init__(
         self,
-        managers: Sequence[CompressedManager],
-        *,
-        room: DocumentLimits,
-        chunk_tokens: int,
-        max_model_len: int,
-        safeguard: float | None,
+        managers: Mapping[int, CompressedManager],
+        settings: ServingSettings,
+        vllm_config: Any,
+        kv_cache_config: Any,
     ) -> None:
-        self._managers, self._room, self._safeguard = managers, room, safeguard
-        self._chunk_tokens, self._max_model_len = chunk_tokens, max_model_len
+        assert settings.sharing is not None
+        if len(managers) < len(kv_cache_config.kv_cache_groups):
+            raise UnsupportedModelError(
+                "snapkv: cannot share documents: expected full attention in every layer, got "
+                "layers of another kind, which cannot read a text again; leave --share out"
+            )
+        self._managers, self._safeguard = list(managers.values()), settings.safeguard
+        self._chunk_tokens = settings.sharing.chunk_tokens
+        self._max_model_len = vllm_config.model_config.max_model_len
+        asked = settings.sharing.most_bytes, "--share-bytes"
+        most_bytes, per_token = room_of(vllm_config, kv_cache_config, *asked)
+        self.limits = DocumentLimits(
+            block_tokens=max(manager.block_size for manager in self._managers),
+            bytes_per_token=per_token,
+            most_tokens=most_bytes // per_token,
+            budget=settings.budget or DEFAULT_BUDGET,
+        )
         self._held: dict[str, RegisteredDocument] = {}  # that requests may name
         self._used_by: dict[str, RegisteredDocument] = {}  # which request begins with which
         self._registering: dict[str, str] = {}
-        self._answers: dict[str, dict[str, Any]] = {}
+
+    # What requests ask for.
 
     def plan_of_asked(self, asked: DocumentRequest, request: Any) -> RequestPlan:
-        handle: dict[str, Callable[[DocumentRequest, Any], RequestPlan]] = {
-            DOCUMENT: self._begin,
-            REGISTER: self._register,
-            ADOPT: self._adopt,
-            DROP: self._drop,
-            ROOM: self._say_room,
-        }
-        return handle[asked.verb](asked, request)
+        plan_of = self._begin if asked.verb == DOCUMENT else self._register
+        return plan_of(asked, request)
 
     def _begin(self, asked: DocumentRequest, request: Any) -> RequestPlan:
-        held = self._held.get(asked.document_id)
-        if held is None or not held.blocks:
+        if not self.holds(asked.document_id):
             got = "one that is not, or not any more"
             raise wrong(DOCUMENT, "a document that is registered", got, "register it again")
+        held = self._held[asked.document_id]
         tokens, length = len(held.prefix.token_ids), request.num_prompt_tokens
         if length <= tokens:
             expected = f"something asked after the document's {tokens:,} tokens"
@@ -90,14 +83,18 @@ class Registry:
         return held.plan
 
     def _register(self, asked: DocumentRequest, request: Any) -> RequestPlan:
-        self._require_new(asked)
+        if asked.document_id in self._held:
+            raise wrong(REGISTER, "a new identifier", "one in use", "pass another one")
         if self._registering:
             got = "one while another is being read"
             raise wrong(REGISTER, "one document at a time", got, "register it when that is done")
         ids = tuple(request.prompt_token_ids[:-1])
-        size = self._room.block_tokens
-        whole, kept = len(ids) // size * size, self._room.kept_tokens(len(ids), asked.budget)
-        self._require_free(kept)
+        size = self.limits.block_tokens
+        whole, kept = len(ids) // size * size, self.limits.kept_tokens(len(ids), asked.budget)
+        if kept > (free := self._free_tokens):
+            most = f"at most {free:,} tokens kept, which other documents leave"
+            remedy = "drop one, or start the server with more --share-bytes"
+            raise wrong("document", most, f"{kept:,}", remedy)
         is_whole = kept == whole  # what its last block lacks is read with every request
         prefix = CachedPrefix(
             token_ids=ids[:whole] if is_whole else ids,
@@ -119,7 +116,7 @@ class Registry:
         scores = KVzip(kept, window_size=min(DEFAULT_WINDOW, kept // 2), chunk_tokens=chunk)
         policy: Policy = scores
         if self._safeguard is not None:
-            page_tokens = self._room.block_tokens
+            page_tokens = self.limits.block_tokens
             policy = AdaKV(scores, safeguard=self._safeguard, page_tokens=page_tokens)
         return ReadTwice(
             prefix=prefix,
@@ -128,59 +125,47 @@ class Registry:
             choice=ReconstructionPass(policy, tokens),
         )
 
-    def _adopt(self, asked: DocumentRequest, request: Any) -> RequestPlan:
-        """Take blocks for a document that workers are given; nobody may name it before they are."""
-        self._require_new(asked)
-        assert asked.prefix is not None
-        tokens, kept = len(asked.prefix.token_ids), asked.prefix.kept_tokens
-        reused, size = asked.prefix.reused_tokens, self._room.block_tokens
-        if tokens >= self._max_model_len or reused % size or reused > kept:
-            expected = f"fewer than {self._max_model_len:,} tokens, reused in blocks of {size}"
-            got = f"{tokens:,}, of {kept:,} {reused:,} reused"
-            raise wrong(ADOPT, expected, got, "adopt another document")
-        if asked.prefix.per_head_budget and self._safeguard is None:
-            alike, remedy = "as many tokens in every layer and head", "serve with --policy adakv"
-            raise wrong(ADOPT, alike, "different numbers", remedy)
-        self._require_free(kept)
+    # What a front end asks, between two steps.
+
+    def room(self) -> dict[str, int]:
+        """The limits by their names."""
+        return vars(self.limits)
+
+    def adopt(self, document_id: str, prefix: Mapping[str, Any]) -> list[list[int]] | None:
+        """Take blocks for a document that workers then fill; nobody may name it before.
+
+        `prefix` are the attributes of its `CachedPrefix`. Returns the blocks of every group; None
+        where there are too few.
+        """
+        own = CachedPrefix(**{**prefix, "token_ids": tuple(prefix["token_ids"])})
+        needed = sum(cdiv(own.kept_tokens, manager.block_size) for manager in self._managers)
         free = self._managers[0].block_pool.get_num_free_blocks()
-        needed = sum(cdiv(kept, manager.block_size) for manager in self._managers)
-        if needed > free:
-            remedy = "adopt it when fewer requests are under way"
-            raise wrong(ADOPT, f"{needed} free blocks", free, remedy)
-        blocks = [manager.take_for_others(kept) for manager in self._managers]
-        plan = FromDocument(prefix=asked.prefix, is_adopted=True)
-        held = RegisteredDocument(plan=plan, blocks=blocks)
-        self._held[asked.document_id] = held
-        self._answers[request.request_id] = held.described
-        return RequestPlan()
+        if needed > free or own.kept_tokens > self._free_tokens:
+            return None
+        blocks = [manager.take_for_others(own.kept_tokens) for manager in self._managers]
+        plan = FromDocument(prefix=own, is_adopted=True)
+        self._held[document_id] = RegisteredDocument(plan=plan, blocks=blocks)
+        return [[block.block_id for block in of_group] for of_group in blocks]
 
-    def _require_new(self, asked: DocumentRequest) -> None:
-        if asked.document_id in self._held:
-            raise wrong(asked.verb, "a new identifier", "one in use", "pass another one")
+    def holds(self, document_id: str) -> bool:
+        """Whether requests may name a document: it has been read, and was not dropped."""
+        held = self._held.get(document_id)
+        return held is not None and bool(held.blocks)
 
-    def _require_free(self, kept_tokens: int) -> None:
-        """Refuse more than documents may hold, those that were dropped in use among them."""
+    def drop(self, document_id: str) -> None:
+        """Let no later request name a document; one that is being read stays."""
+        if self.holds(document_id):
+            self._release(self._held.pop(document_id))
+
+    @property
+    def _free_tokens(self) -> int:
+        """What documents may hold next to those there are, or that were dropped in use."""
         held = {id(one): one for one in (*self._held.values(), *self._used_by.values())}
-        size = self._room.block_tokens
-        taken = sum(cdiv(one.prefix.kept_tokens, size) * size for one in held.values())
-        kept_tokens = cdiv(kept_tokens, size) * size
-        if taken + kept_tokens > self._room.most_tokens:
-            raise InvalidArgumentError(
-                f"document: expected room for {kept_tokens:,} tokens next to {taken:,} of other "
-                f"documents, which may hold {self._room.most_tokens:,} together; drop one, or "
-                "start the server with more --share-bytes"
-            )
+        size = self.limits.block_tokens
+        taken: int = sum(cdiv(one.prefix.kept_tokens, size) for one in held.values())
+        return (self.limits.most_tokens // size - taken) * size
 
-    def _drop(self, asked: DocumentRequest, request: Any) -> RequestPlan:
-        held = self._held.get(asked.document_id)
-        if held is not None and held.blocks:
-            del self._held[asked.document_id]
-            self._release(held)
-        return RequestPlan()
-
-    def _say_room(self, asked: DocumentRequest, request: Any) -> RequestPlan:
-        self._answers[request.request_id] = asdict(self._room)
-        return RequestPlan()
+    # Of requests under way.
 
     def reused_blocks(self, request_id: str) -> tuple[FromDocument, tuple[list[Any], ...]] | None:
         """What a request begins with: the plan, and the blocks of every group."""
@@ -207,21 +192,16 @@ class Registry:
         copies = tuple(move for move in moves if move.sources)
         return PrefixReuse(held.prefix.dropped_tokens, first_block, copies)
 
-    def request_ends(self, request_id: str, *, is_complete: bool) -> dict[str, Any] | None:
+    def request_ends(self, request_id: str, *, is_complete: bool) -> None:
         """Take over what a request has registered, or give back what it reuses.
 
         To be called before its blocks are freed; `is_complete` says that it was not aborted.
-
-        Returns:
-            What whoever sent the request is told: of a document that is registered from now on how
-            many tokens it stands for, how many are held and in which blocks, or the room there is.
-            None of one that was to be registered and is not.
         """
         if (held := self._used_by.pop(request_id, None)) is not None:
             self._release(held)
         document_id = self._registering.pop(request_id, None)
         if document_id is None:
-            return self._answers.pop(request_id, None)
+            return
         held = self._held[document_id]
         kept, dropped = held.prefix.kept_tokens, held.prefix.dropped_tokens
         # One that was preempted may end with a token sampled before; it holds nothing then.
@@ -229,9 +209,8 @@ class Registry:
             manager.holds(request_id, kept, dropped) for manager in self._managers
         ):
             del self._held[document_id]
-            return None
-        held.blocks = [manager.keep_for_others(request_id, kept) for manager in self._managers]
-        return held.described
+        else:
+            held.blocks = [manager.keep_for_others(request_id, kept) for manager in self._managers]
 
     def _release(self, held: RegisteredDocument) -> None:
         """Free the blocks of a document that nobody can name and nobody uses."""
@@ -241,48 +220,23 @@ class Registry:
             manager.give_up(blocks)
 
 
-def registry(
-    vllm_config: Any, kv_cache_config: Any, managers: Mapping[int, CompressedManager]
-) -> Registry | None:
-    """The documents of an engine with these blocks and groups; None if it shares none."""
-    settings = ServingSettings.from_config(vllm_config.additional_config)
-    if settings.sharing is None:
-        return None
-    if len(managers) < len(kv_cache_config.kv_cache_groups):
-        raise UnsupportedModelError(
-            "snapkv: cannot share documents: expected full attention in every layer, got layers of "
-            "another kind, which cannot read a text again; leave --share out"
-        )
-    return Registry(
-        list(managers.values()),
-        room=room_of(vllm_config, kv_cache_config, settings.sharing.most_bytes, "--share-bytes"),
-        chunk_tokens=settings.sharing.chunk_tokens,
-        max_model_len=vllm_config.model_config.max_model_len,
-        safeguard=settings.safeguard,
-    )
-
-
 def room_of(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    asked_bytes: int,
-    option: str,
-    *,
-    beside_bytes: int = 0,
-) -> DocumentLimits:
+    vllm_config: Any, kv_cache_config: Any, asked_bytes: int, option: str, beside_bytes: int = 0
+) -> tuple[int, int]:
     """What may be held besides the largest request, which must always have room.
 
     `asked_bytes` is what `option` says, 0 for a quarter; `beside_bytes` are held by others.
+
+    Returns:
+        Bytes, and how many of them a token takes in all layers.
     """
-    settings = ServingSettings.from_config(vllm_config.additional_config)
     groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
     sizes = [group.kv_cache_spec.block_size for group in groups]
     of_groups = zip(groups, sizes, strict=True)
     per_token = sum(_block_bytes(group) // size for group, size in of_groups)
     of_block = block_bytes(kv_cache_config)
     longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
-    free_bytes = (blocks - 1 - longest) * of_block  # one block is never used
-    free_bytes -= beside_bytes
+    free_bytes = (blocks - 1 - longest) * of_block - beside_bytes  # one block is never used
     most_bytes = asked_bytes or min(blocks * of_block // 4, free_bytes)
     if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
         raise UnsupportedModelError(
@@ -291,12 +245,7 @@ def room_of(
             f"got {format_bytes(max(0, free_bytes))}; lower {option} or --max-model-len, or raise "
             "--kv-cache-memory-bytes"
         )
-    return DocumentLimits(
-        block_tokens=max(sizes),
-        bytes_per_token=per_token,
-        most_tokens=most_bytes // per_token,
-        budget=settings.budget or DEFAULT_BUDGET,
-    )
+    return most_bytes, per_token
 
 
 def block_bytes(kv_cache_config: Any) -> int:

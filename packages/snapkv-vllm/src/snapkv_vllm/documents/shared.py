@@ -22,6 +22,7 @@ from snapkv_vllm.documents.engine import ServerEngine
 from snapkv_vllm.documents.library import ServedLibrary
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.prompts import Prompts
+from snapkv_vllm.metrics import Metrics
 from snapkv_vllm.names import BUSY, TAKEN, shown, wrong
 
 _FIELDS = ("name", "prompt", "messages", "budget", "model")
@@ -38,7 +39,7 @@ class SharedDocuments:
     Args:
         engine: holds the documents' blocks.
         prompts: makes their tokens.
-        counts: what happens, a `snapkv_vllm.metrics.DocumentMetrics`.
+        counts: what happens.
         library: whose documents everybody may name; None has none.
     """
 
@@ -46,7 +47,7 @@ class SharedDocuments:
         self,
         engine: ServerEngine,
         prompts: Prompts,
-        counts: Any,
+        counts: Metrics,
         library: ServedLibrary | None = None,
     ) -> None:
         self.catalogue = Catalogue()
@@ -87,7 +88,7 @@ class SharedDocuments:
     async def delete(self, tenant: str, name: str) -> None:
         """Forget a document by its name; the engine does once its requests have ended."""
         document = self.catalogue.find(tenant, name)
-        self._counts.dropped("deleted")
+        self._counts.count("documents_dropped", reason="deleted")
         await self._forget(document)
         _logger.info("Document %r of %s is deleted", name, shown_tenant(tenant))
 
@@ -104,7 +105,7 @@ class SharedDocuments:
 
     async def _found(self, tenant: str, name: str) -> SharedDocument:
         """What a tenant calls so, or else the library, of which it is loaded where it is not."""
-        if self._library is None or (tenant, name) in self.catalogue:
+        if self._library is None or self.catalogue.get(tenant, name) is not None:
             return self.catalogue.find(tenant, name)
         source = await self._in_library(name)
         if (held := self.catalogue.get(LIBRARY, name)) is not None and held.source == source:
@@ -191,7 +192,11 @@ class SharedDocuments:
         """A document that the engine holds, under its name, from now on."""
         room = await self._engine.room()
         needed = room.bytes_of(prefix.kept_tokens)
-        await self._make_room(tenant, needed, room.most_bytes)
+        for one in self.catalogue.make_room(tenant, needed, room.most_bytes):
+            whose, needs = shown_tenant(one.tenant), shown_tenant(tenant)
+            _logger.info("Document %r of %s is dropped: %s needs room", one.name, whose, needs)
+            self._counts.count("documents_dropped", reason="least_used")
+            await self._drop(one)
         document_id = uuid.uuid4().hex
         await hold(document_id)
         document = SharedDocument(
@@ -211,13 +216,6 @@ class SharedDocuments:
 
     # How they go.
 
-    async def _make_room(self, tenant: str, needed_bytes: int, most_bytes: int) -> None:
-        for one in self.catalogue.make_room(tenant, needed_bytes, most_bytes):
-            whose, needs = shown_tenant(one.tenant), shown_tenant(tenant)
-            _logger.info("Document %r of %s is dropped: %s needs room", one.name, whose, needs)
-            self._counts.dropped("least_used")
-            await self._drop(one)
-
     async def _forget(self, document: SharedDocument) -> None:
         """Take its name away, and its blocks once its requests have ended."""
         if self.catalogue.delete(document):
@@ -229,7 +227,8 @@ class SharedDocuments:
         self._count()
 
     def _count(self) -> None:
-        self._counts.standing(len(self.catalogue), self.catalogue.bytes)
+        self._counts.set("documents", len(self.catalogue))
+        self._counts.set("document_bytes", self.catalogue.bytes)
 
 
 def _require_fields(body: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Keys and values of whole documents, from files into one worker's cache."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,19 +13,6 @@ from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
 from snapkv_vllm.layers import LayerRun
 from snapkv_vllm.layouts import padded, slots
-
-
-def refusal_of(act: Callable[[], None]) -> str:
-    """What a worker answers when it has done something: "", or why it refuses.
-
-    So the front end can tell it from a worker that is lost.
-    """
-    try:
-        with torch.inference_mode():
-            act()
-    except SnapKVError as error:
-        return str(error)
-    return ""
 
 
 class DocumentStates:
@@ -42,6 +29,7 @@ class DocumentStates:
         self._runs, self._block_tokens, self._device = runs, block_tokens, device
         self._heads = heads
 
+    @torch.inference_mode()
     def fill(
         self,
         path: str,
@@ -51,22 +39,28 @@ class DocumentStates:
         seal: str,
         most_bytes: int,
         vocabulary: int,
-    ) -> None:
+    ) -> str:
         """Write the document in a file, which was looked at before, into the blocks of every group.
 
         `vocabulary` is how many tokens the model knows; see `read_document` for the rest.
-        """
-        document = read_document(path, model=model, seal=seal, most_bytes=most_bytes)
-        highest = int(document.token_ids.max())
-        if highest >= vocabulary:
-            raise InvalidArgumentError(
-                f"document: expected token ids below {vocabulary:,}, the model's vocabulary, got "
-                f"{highest:,}; save it with the model that is served"
-            )
-        self.write(blocks, document)
 
-    def write(self, blocks: Sequence[Sequence[int]], document: StoredDocument) -> None:
-        """Put a document into the blocks of every group."""
+        Returns:
+            "", or why it is refused, by which the front end tells that from a worker that is lost.
+        """
+        try:
+            document = read_document(path, model=model, seal=seal, most_bytes=most_bytes)
+            highest = int(document.token_ids.max())
+            if highest >= vocabulary:
+                raise InvalidArgumentError(
+                    f"document: expected token ids below {vocabulary:,}, the model's vocabulary, "
+                    f"got {highest:,}; save it with the model that is served"
+                )
+            self._write(blocks, document)
+        except SnapKVError as error:
+            return str(error)
+        return ""
+
+    def _write(self, blocks: Sequence[Sequence[int]], document: StoredDocument) -> None:
         names = self._in_order()
         if len(document.keys) != len(names):
             raise InvalidArgumentError(
@@ -77,13 +71,13 @@ class DocumentStates:
         of_layer = dict(zip(names, states, strict=True))
         kept = dict(zip(names, document.head_tokens.to(self._device), strict=True))
         per_head_budget = bool((document.head_tokens != document.head_tokens[0, 0]).any())
-        runs = self._each(blocks)
-        for run, of_group in runs:
-            tokens = len(of_group) * self._block_tokens[run.group]
+        groups = dict(zip(self._block_tokens, blocks, strict=True))
+        for run in self._runs:
+            tokens = len(groups[run.group]) * self._block_tokens[run.group]
             for name in run.layers:
                 self._require_fitting(run, of_layer[name], kept[name], tokens, per_head_budget)
-        for run, of_group in runs:
-            size = self._block_tokens[run.group]
+        for run in self._runs:
+            of_group, size = groups[run.group], self._block_tokens[run.group]
             targets, whole = torch.tensor(of_group, device=self._device), len(of_group) * size
             for part, name in enumerate(run.layers):
                 laid = partial(padded, tokens=whole)
@@ -95,16 +89,6 @@ class DocumentStates:
         if per_head_budget:
             assert self._heads is not None
             self._heads.keep_document(blocks[0][0], kept, len(document.token_ids))
-
-    def _each(self, blocks: Sequence[Sequence[int]]) -> list[tuple[LayerRun, Sequence[int]]]:
-        """All layers, as many at a time as may be copied, with the blocks of their group."""
-        groups = dict(zip(self._block_tokens, blocks, strict=True))
-        held = max(len(groups[group]) * size for group, size in self._block_tokens.items())
-        return [
-            (run, groups[run.group])
-            for whole in self._runs
-            for run in whole.within_bounds(held, held)
-        ]
 
     def _require_fitting(
         self,

@@ -139,16 +139,14 @@ class World:
 
     def __init__(self, most_bytes=1000, library=None):
         self.engine = FakeEngine(most_bytes)
-        self.now, self.not_read, self.reasons = (0, 0), [], []
+        self.now, self.reasons = {}, []
         self.documents = SharedDocuments(self.engine, CharacterPrompts(), self, library)
 
-    def standing(self, documents, document_bytes):
-        self.now = (documents, document_bytes)
+    def set(self, name, value):
+        self.now[name] = value
 
-    def asked(self, tokens_not_read):
-        self.not_read.append(tokens_not_read)
-
-    def dropped(self, reason):
+    def count(self, name, *, reason):
+        assert name == "documents_dropped"
         self.reasons.append(reason)
 
     def names(self, tenant=""):
@@ -157,4 +155,4 @@ class World:
     def require_in_step(self):
         held = sum(self.engine.held.values())
         assert self.documents.catalogue.bytes == held <= self.engine.most_bytes
-        assert self.now == (len(self.documents.catalogue), held)
+        assert self.now == {"documents": len(self.documents.catalogue), "document_bytes": held}

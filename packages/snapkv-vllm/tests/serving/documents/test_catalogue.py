@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from snapkv_vllm.documents.catalogue import Catalogue, SharedDocument
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import RefusedError
-from snapkv_vllm.tenants import EVERYBODY, tenant_of
+from snapkv_vllm.tenants import tenant_of
+from snapkv_vllm.visits import EVERYBODY
 
 
 def document(name, size=10, tenant="a"):

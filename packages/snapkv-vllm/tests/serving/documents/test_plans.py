@@ -9,25 +9,15 @@ from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_vllm.documents.plans import STEP_TOKENS, ReadTwice, piece_tokens
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.protocol import (
-    ADOPT,
     BUDGET,
     DOCUMENT,
-    DROP,
     INSTRUCTION,
-    KEPT,
-    PER_HEAD,
     REGISTER,
-    REUSED,
-    ROOM,
-    TOKENS,
     DocumentLimits,
     DocumentRequest,
-    adoption,
     document_request,
 )
 from snapkv_vllm.plans import LookaheadTokens, Order, ReconstructionPass
-
-PREFIX = CachedPrefix(token_ids=(7, 8, 9), kept_tokens=2, reused_tokens=1, per_head_budget=True)
 
 
 @pytest.mark.parametrize(
@@ -37,17 +27,10 @@ PREFIX = CachedPrefix(token_ids=(7, 8, 9), kept_tokens=2, reused_tokens=1, per_h
         ({}, None),
         ({"snapkv_budget": 3, "other": 1}, None),
         ({DOCUMENT: "a", "other": 1}, DocumentRequest(verb=DOCUMENT, document_id="a")),
-        ({DROP: "a"}, DocumentRequest(verb=DROP, document_id="a")),
-        ({ROOM: "all"}, DocumentRequest(verb=ROOM, document_id="all")),
         (
             {REGISTER: "a", BUDGET: 64, INSTRUCTION: [1, 2]},
             DocumentRequest(verb=REGISTER, document_id="a", budget=64, instruction_ids=(1, 2)),
         ),
-        (
-            {ADOPT: "a", TOKENS: [7, 8, 9], KEPT: 2, REUSED: 1, PER_HEAD: True},
-            DocumentRequest(verb=ADOPT, document_id="a", prefix=PREFIX),
-        ),
-        (adoption("b", PREFIX), DocumentRequest(verb=ADOPT, document_id="b", prefix=PREFIX)),
     ],
 )
 def test_what_a_request_does_with_a_document(given, expected):
@@ -59,14 +42,11 @@ def test_what_a_request_does_with_a_document(given, expected):
     [
         ({DOCUMENT: ""}, "snapkv_document: expected an identifier"),
         ({DOCUMENT: 7}, "snapkv_document: expected an identifier, got 7"),
-        ({DOCUMENT: "a", DROP: "a"}, "snapkv_drop: expected none with"),
+        ({DOCUMENT: "a", REGISTER: "a"}, "snapkv_register: expected none with"),
         ({DOCUMENT: "a", BUDGET: 3}, "snapkv_budget: expected none with"),
-        ({DROP: "a", INSTRUCTION: [1]}, "snapkv_instruction: expected none"),
+        ({DOCUMENT: "a", INSTRUCTION: [1]}, "snapkv_instruction: expected none"),
         ({REGISTER: "a", BUDGET: 0}, "snapkv_budget: expected at least 1"),
-        ({ADOPT: "a", TOKENS: [1]}, "snapkv_kept: expected an integer"),
-        ({ADOPT: "a", TOKENS: [1], KEPT: 1, REUSED: -1}, "snapkv_reused: expected at least 0"),
-        ({ADOPT: "a", TOKENS: [-1], KEPT: 1, REUSED: 0}, "snapkv_tokens: expected at"),
-        ({REGISTER: "a", KEPT: 1}, "snapkv_kept: expected none with"),
+        ({REGISTER: "a", "snapkv_window_size": 1}, "snapkv_window_size: expected none with"),
         ({REGISTER: "a", INSTRUCTION: ["x"]}, "snapkv_instruction: expected"),
     ],
 )

@@ -69,10 +69,10 @@ def second_runner() -> bool:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
-    """A small random model for both runners."""
+    """A small random model for both runners, which may read long prompts."""
     from tests.serving.vllm.models import SmallModel
 
-    return SmallModel(tmp_path_factory.mktemp("small"))
+    return SmallModel(tmp_path_factory.mktemp("small"), max_position_embeddings=20_000)
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +115,5 @@ def config(folder):
 @pytest.fixture
 def client(site):
     """Of a module's `site`, for as long as a test."""
-    from starlette.testclient import TestClient
-
-    with TestClient(site.app) as running:
+    with site.asking() as running:
         yield running

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from snapkv.ops import kept_indices
+from snapkv_vllm.names import ASKED
 
 OWN = ("budget", "policy", "parameters", "limits", "max_window_size", "sharing", "sessions")
 """Options of `engine_args` that are not vLLM's."""
@@ -105,7 +106,7 @@ class Engine:
     @property
     def waits(self) -> int:
         """How often requests have waited for want of room for what is kept."""
-        return int(self.scheduler._metrics._waits._value.get())
+        return int(self.scheduler._metrics.of("waits")._value.get())
 
     @property
     def block_tokens(self) -> int:
@@ -128,6 +129,10 @@ class Engine:
 
     def step(self) -> list[Any]:
         return self.llm.llm_engine.step()
+
+    def asked(self, method: str, *given: Any) -> Any:
+        """What a front end is told of documents, without a step of the engine."""
+        return getattr(self.core, ASKED)("_documents", method, given)
 
     def blocks_in_turn(self, prompt: list[int], sampling: Any) -> list[int]:
         """How many blocks a request holds from step to step, each number as long as it stays."""
@@ -157,7 +162,7 @@ class Engine:
             self.scheduler._metrics._counted,
             self.scheduler._waiting_for_room,
             *(one for manager in managers for one in (manager.dropped_tokens, manager.rooms)),
-            runner._heads.requests,
+            runner._heads._kept,
             runner._dropped,
             runner._compressed,
             runner._recorder.recorded,

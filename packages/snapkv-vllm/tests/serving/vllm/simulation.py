@@ -7,10 +7,15 @@ out while the scheduler is already a step ahead, as under asynchronous schedulin
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
 from snapkv_vllm.layouts import slots
 from snapkv_vllm.plans import Move, Order
@@ -189,13 +194,18 @@ class SimulatedWorker:
         if end < self.prompts[name]:
             return []
         if end == len(tokens):
-            tokens.append(sum(tokens[-3:]) % 97 + 1)
+            tokens.append(next_token(tokens))
             return [tokens[end]]
         return []
 
 
+def next_token(tokens: Sequence[int]) -> int:
+    """What is sampled after these, which decide it."""
+    return sum(tokens[-3:]) % 97 + 1
+
+
 class Simulation:
-    """A scheduler, a simulated worker, and steps under way between them.
+    """A scheduler, a simulated worker, and steps under way between them; what requests should get.
 
     Args:
         scheduler: vLLM's, compressing.
@@ -206,6 +216,7 @@ class Simulation:
     def __init__(self, scheduler: Any, worker: SimulatedWorker, ahead: int) -> None:
         self.scheduler, self.worker, self.ahead = scheduler, worker, ahead
         self._under_way: deque[Any] = deque()
+        self.expected: dict[str, list[int]] = {}  # of all that were sent and not aborted
         self.preempted = 0
         preempt = scheduler._preempt_request
 
@@ -214,6 +225,35 @@ class Simulation:
             preempt(*args, **kwargs)
 
         scheduler._preempt_request = count
+
+    def send(self, name: str, ids: Sequence[int], generate: int, extra_args: Any) -> None:
+        init_none_hash(sha256)
+        sampling = SamplingParams(
+            max_tokens=generate, temperature=0, ignore_eos=True, extra_args=extra_args
+        )
+        hasher = get_request_block_hasher(self.worker.block_tokens, sha256)
+        self.scheduler.add_request(Request(name, [*ids], sampling, None, block_hasher=hasher))
+        tokens = [*ids]
+        for _ in range(generate):
+            tokens.append(next_token(tokens))
+        self.expected[name] = tokens
+
+    def abort(self, draw: Random) -> None:
+        """Abort one that is under way, if there is one."""
+        if self.scheduler.requests:
+            name = draw.choice(sorted(self.scheduler.requests))
+            self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            del self.expected[name]
+
+    def finish(self) -> None:
+        """Go on until all have ended, and the worker has heard of the last ones; check answers."""
+        while self.scheduler.requests:
+            self.step()
+        self.drain()
+        self.step()
+        self.drain()
+        assert {name: self.worker.tokens[name] for name in self.expected} == self.expected
+        self.expected = {}
 
     def step(self) -> None:
         output = self.scheduler.schedule()

@@ -75,6 +75,12 @@ class Site:
         init_exception_handler(self.app)
         init_entrypoints_middleware(self.app.state.args, self.app, ("generate",))
 
+    def asking(self):
+        """A client, for as long as a ``with`` block."""
+        from starlette.testclient import TestClient
+
+        return TestClient(self.app)
+
     def _add_endpoints(self):
         from fastapi.responses import JSONResponse, StreamingResponse
         from vllm.entrypoints.anthropic.protocol import (

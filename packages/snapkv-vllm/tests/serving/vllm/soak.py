@@ -21,7 +21,7 @@ from typing import Any
 
 from snapkv_vllm import Limits
 from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
+from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, INSTRUCTION, REGISTER
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.spans import NAME
 from tests.serving.vllm import conftest  # noqa: F401  sets the environment before vLLM is there
@@ -248,7 +248,7 @@ def strangers_soak(small: SmallModel, own: dict[str, Any], seed: int, requests: 
         with small_engine(small, **options) as engine:
             draw = random.Random(seed)
             found.append(steps_of(engine, draw, requests, with_sessions=with_sessions))
-            assert engine.scheduler._metrics._standstills._value.get() == 0
+            assert engine.scheduler._metrics.of("standstills")._value.get() == 0
             engine.llm.reset_prefix_cache()
             engine.require_empty()
     (took, steps), (alone, steps_alone) = found
@@ -313,7 +313,7 @@ def soak(
                 found.wrong.append(one)
         if server == "documents":
             for name in DOCUMENTS:
-                engine.outputs([[1]], greedy(1, extra_args={DROP: name}))
+                engine.asked("drop", name)
         engine.require_empty()
     return found
 

@@ -89,27 +89,6 @@ def ended_at(seen, held, kept):
     )
 
 
-def request(name, tokens, generate, extra_args):
-    from vllm import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
-
-    init_none_hash(sha256)
-    sampling = SamplingParams(
-        max_tokens=generate, temperature=0, ignore_eos=True, extra_args=extra_args
-    )
-    hasher = get_request_block_hasher(PAGE, sha256)
-    return Request(name, tokens, sampling, None, block_hasher=hasher)
-
-
-def answer(tokens, generate):
-    tokens = list(tokens)
-    for _ in range(generate):
-        tokens.append(sum(tokens[-3:]) % 97 + 1)
-    return tokens
-
-
 RUNS = [  # windows of the groups, prefix caching, steps ahead: every pair of them meets
     ((None,), False, 0),
     ((None,), True, 1),
@@ -136,7 +115,6 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
     scheduler, worker = running.scheduler, running.worker
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     openings = [[draw.randrange(1, 90) for _ in range(40)] for _ in range(3)]
-    expected, aborted = {}, set()
     for number in range(60):
         tokens = draw.choice(openings)[: draw.randrange(1, 40)]
         tokens = tokens + [draw.randrange(1, 90) for _ in range(draw.randrange(1, 20))]
@@ -148,23 +126,16 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
             extra_args = {}
         if draw.random() < 0.3 and limits:
             extra_args["snapkv_decode_budget"] = draw.choice([20, 23])
-        name = f"r{number}"
-        scheduler.add_request(request(name, tokens, generate, extra_args))
-        expected[name] = answer(tokens, generate)
+        running.send(f"r{number}", tokens, generate, extra_args)
         for _ in range(draw.randrange(4 if limits else 8)):
             running.step()
             require_promise(scheduler)
-        if draw.random() < 0.15 and scheduler.requests:
-            abort(scheduler, draw.choice(sorted(scheduler.requests)), aborted)
+        if draw.random() < 0.15:
+            running.abort(draw)
     while scheduler.requests:
         running.step()
         require_promise(scheduler)
-    running.drain()
-    running.step()  # so that the worker hears of the last ones
-    running.drain()
-    for name, tokens in expected.items():
-        if name not in aborted:
-            assert worker.tokens[name] == tokens
+    running.finish()
     assert worker.compressed["prompt"] > 20
     assert (worker.compressed["generating"] > 20) == limits
     assert running.preempted > 0
@@ -181,13 +152,6 @@ def require_promise(scheduler):
         most = scheduler._plans[name].most_held(request.num_tokens + 1)
         for manager in scheduler._blocks._managers.values():
             assert len(manager.req_to_blocks.get(name, ())) <= -(-most // PAGE)
-
-
-def abort(scheduler, name, aborted):
-    from vllm.v1.request import RequestStatus
-
-    scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-    aborted.add(name)
 
 
 def blocks_of(config, *, caching, windows=(None,)):
@@ -254,24 +218,24 @@ def test_blocks_that_others_may_read_are_never_written_for_want_of_a_room(config
     assert manager.req_to_blocks["a"] == mine[:2]
 
 
+def waits(scheduler):
+    return scheduler._metrics.of("waits")._value.get()
+
+
 @pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
 def test_a_request_waits_for_room_and_is_then_compressed(config, ahead):
     """The other one holds the blocks of nearly the whole prompt, and nearly the whole pool."""
     running = simulation(config, caching=True, ahead=ahead)
-    scheduler, waits = running.scheduler, []
-    scheduler._metrics.waits = lambda: waits.append(scheduler.current_step)
+    scheduler, before = running.scheduler, waits(running.scheduler)
     tokens = list(range(1, 81))
-    scheduler.add_request(request("first", tokens, 8, {"snapkv_budget": 0}))
+    running.send("first", tokens, 8, {"snapkv_budget": 0})
     for _ in range(5):
         running.step()
     assert "first" in {one.request_id for one in scheduler.running}
-    scheduler.add_request(request("second", tokens, 8, {"snapkv_budget": 30}))
-    while scheduler.requests:
-        running.step()
-    running.drain()
-    assert running.worker.tokens == {name: answer(tokens, 8) for name in ("first", "second")}
+    running.send("second", tokens, 8, {"snapkv_budget": 30})
+    running.finish()
     assert running.worker.compressed["prompt"] == 1
-    assert len(waits) == 1
+    assert waits(scheduler) - before == 1
 
 
 def beside(config, monkeypatch, *, step, first, second, after):
@@ -280,22 +244,15 @@ def beside(config, monkeypatch, *, step, first, second, after):
     The first is compressed, the second stays whole; returns how many were preempted, and waited.
     """
     monkeypatch.setattr(config.scheduler_config, "long_prefill_token_threshold", step)
-    running, waits = simulation(config, caching=True, ahead=0), []
-    running.scheduler._metrics.waits = lambda: waits.append("once")
-    tokens = {"first": list(range(1, first + 1)), "second": [2] * second}
-    running.scheduler.add_request(request("first", tokens["first"], 4, {"snapkv_budget": 30}))
+    running = simulation(config, caching=True, ahead=0)
+    before = waits(running.scheduler)
+    running.send("first", range(1, first + 1), 4, {"snapkv_budget": 30})
     for _ in range(after):
         running.step()
-    running.scheduler.add_request(request("second", tokens["second"], 9, {"snapkv_budget": 0}))
-    while running.scheduler.requests:
-        running.step()
-    running.drain()
-    generated = {"first": 4, "second": 9}
-    assert running.worker.tokens == {
-        name: answer(ids, generated[name]) for name, ids in tokens.items()
-    }
+    running.send("second", [2] * second, 9, {"snapkv_budget": 0})
+    running.finish()
     assert running.worker.compressed["prompt"] == 1
-    return running.preempted, len(waits)
+    return running.preempted, waits(running.scheduler) - before
 
 
 @pytest.mark.parametrize("second", [20, 23])
@@ -315,12 +272,12 @@ def test_one_that_is_preempted_beside_a_room_waits_for_it(config, monkeypatch):
 def test_a_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
     from snapkv.errors import InvalidArgumentError
 
-    scheduler = simulation(config, caching=True, ahead=0).scheduler
-    long = request("long", [1] * (BLOCKS * PAGE), 1, {})
-    scheduler.add_request(long)
+    running = simulation(config, caching=True, ahead=0)
+    scheduler = running.scheduler
+    running.send("long", [1] * (BLOCKS * PAGE), 1, {})
     assert scheduler.encoder_cache_mismatch_reqs == {"long"}
     with pytest.raises(InvalidArgumentError, match=r"the cache's 25 blocks.*which need 26;"):
-        scheduler._require_blocks(long)
+        scheduler._require_blocks(scheduler.requests["long"])
 
 
 def test_in_place_the_first_blocks_stay(config):

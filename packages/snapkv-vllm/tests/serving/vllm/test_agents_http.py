@@ -290,12 +290,10 @@ def test_thoughts_are_cleared_but_for_the_last_turn(asked):
 
 
 def test_in_a_session_what_may_be_cleared_later_stays_whole_beside_the_budget(config, monkeypatch):
-    from starlette.testclient import TestClient
-
     site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
     context = edit(ClearToolUses, trigger=uses(0), keep=uses(1), exclude_tools=["look_1"])
     body = {"model": "demo", "messages": MESSAGES, "context_management": context}
-    with TestClient(site.app) as client:
+    with site.asking() as client:
         client.post(CHAT, json=body | {"agent_hint": {"session_id": "run"}})
     own, (ids,) = site.seen[-1]
     decode = site.app.state.online_renderer.renderer.get_tokenizer().decode
@@ -308,13 +306,11 @@ def test_in_a_session_what_may_be_cleared_later_stays_whole_beside_the_budget(co
 @pytest.mark.parametrize("entry", [{"do": "drop"}, {"do": "compress", "budget": 2}], ids=str)
 def test_in_a_session_a_client_may_let_go_of_what_an_edit_would_keep(config, monkeypatch, entry):
     """As without a session: it is not kept whole for an edit that may clear it later."""
-    from starlette.testclient import TestClient
-
     site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
     context = edit(ClearToolUses, trigger=uses(0), keep=uses(2))
     body = {"model": "demo", "messages": MESSAGES, "context_management": context}
     body |= {"snapkv_spans": [{"tool_call_id": "call1", **entry}]}
-    with TestClient(site.app) as client:
+    with site.asking() as client:
         answer = client.post(CHAT, json=body | {"agent_hint": {"session_id": "run"}})
     assert answer.status_code == 200, answer.text
     own, _ = site.seen[-1]
@@ -333,8 +329,6 @@ def test_a_stream_says_it_in_an_event(client):
 
 
 def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monkeypatch):
-    from starlette.testclient import TestClient
-
     site = Answering(config, monkeypatch, shares=False, sessions=Sessions())
     hint = {"agent_hint": {"session_id": "run"}}
     bodies = [
@@ -343,7 +337,7 @@ def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monk
         ({"vllm_xargs": {"snapkv_session": "run"}}, "mine"),
         ({"agent_hint": {"session_id": "other"}}, "mine"),
     ]
-    with TestClient(site.app) as client:
+    with site.asking() as client:
         for path in (CHAT, TEXT):
             for body, key in bodies:
                 own = {"model": "demo", "messages": MESSAGES, "prompt": "One two"}
@@ -377,10 +371,8 @@ SALTED = [("mine", {}), ("mine", {}), ("theirs", {}), ("mine", 1), ("theirs", 1)
 
 def salts(config, monkeypatch, path, **own):
     """Of requests of two keys, some with a salt of their own, as the engine gets them."""
-    from starlette.testclient import TestClient
-
     site = Answering(config, monkeypatch, **own)
-    with TestClient(site.app) as client:
+    with site.asking() as client:
         for key, salted in SALTED:
             body = {"model": "demo", "messages": MESSAGES, "prompt": "One two", "max_tokens": 2}
             if path == ANTHROPIC:
@@ -410,11 +402,9 @@ SESSION_PATH = "/v1/snapkv/sessions"
 
 @pytest.mark.parametrize("key", ["mine", "theirs"])
 def test_sessions_are_listed_and_deleted_by_their_key(config, monkeypatch, key):
-    from starlette.testclient import TestClient
-
     site = Answering(config, monkeypatch, shares=False, sessions=Sessions())
     headers = {"Authorization": f"Bearer {key}"}
-    with TestClient(site.app) as client:
+    with site.asking() as client:
 
         def asked(method, name=""):
             answer = client.request(method, SESSION_PATH + name, headers=headers)
@@ -427,12 +417,12 @@ def test_sessions_are_listed_and_deleted_by_their_key(config, monkeypatch, key):
         site.client.told = [{"session": "a/b", "bytes": 9}]
         status, said, told = asked("GET")
         assert (status, json.loads(said)) == (200, 2 * site.client.told)
-        assert told == ("snapkv_sessions", owner.removesuffix("a/b"), 1)
+        assert told == ("snapkv_asked", "_sessions", "listed", [owner.removesuffix("a/b")], 1)
         for histories, requests, expected in ((2, 0, 204), (0, 0, 404), (2, 1, 409)):
             site.client.told = {"histories": histories, "requests": requests}
             status, said, told = asked("DELETE", "/a%2Fb")
             assert status == expected, said
-            assert told == ("snapkv_forget", owner, 1)
+            assert told == ("snapkv_asked", "_sessions", "deleted", [owner], 1)
             assert (expected == 204) == (said == "")
         assert client.get(SESSION_PATH).status_code == 401
 

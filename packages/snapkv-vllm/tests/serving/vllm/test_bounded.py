@@ -9,16 +9,10 @@ from snapkv import RKV, TOVA, PromptThenDecode, SnapKV, StreamingLLM
 from snapkv_vllm import Limits
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.families import FamilyModel
-from tests.serving.vllm.models import SmallModel, ids_of
+from tests.serving.vllm.models import ids_of
 
 WINDOW = {"window_size": 8}
 SIZES = {"max_model_len": 4096, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 50 << 20}
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Reads long prompts."""
-    return SmallModel(tmp_path_factory.mktemp("long"), max_position_embeddings=20_000)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "deepseek_v3"])

@@ -9,18 +9,11 @@ import torch
 
 from snapkv import AdaKV, KVzip
 from snapkv.kvzip import read_context
-from snapkv_vllm.documents.protocol import (
-    BUDGET,
-    DOCUMENT,
-    DROP,
-    INSTRUCTION,
-    REGISTER,
-    ROOM,
-)
+from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, INSTRUCTION, REGISTER
 from snapkv_vllm.documents.sharing import Sharing
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
-from tests.serving.vllm.models import SmallModel, generated, ids_of
+from tests.serving.vllm.models import generated, ids_of
 from tests.serving.vllm.test_heads import of_prompt
 
 SIZES = {"max_model_len": 2048, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 100 << 20}
@@ -28,11 +21,6 @@ INSTRUCTION_IDS = (5, 9, 2)
 SHARING = Sharing(chunk_tokens=100)
 PAGE = 32
 KEPT = {"snapkv": 64, "adakv": 160}
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return SmallModel(tmp_path_factory.mktemp("documents"), max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module", params=[("snapkv", False), ("adakv", True)], ids=str)
@@ -57,23 +45,15 @@ def engine(small, served):
 
 
 def register(engine, name, ids, **more):
-    """What the engine says it holds."""
+    """What the engine holds then."""
     own = {REGISTER: name, INSTRUCTION: list(INSTRUCTION_IDS), **more}
-    (output,) = engine.outputs([[*ids, 1]], greedy(1, extra_args=own))
-    return output.kv_transfer_params
+    engine.outputs([[*ids, 1]], greedy(1, extra_args=own))
+    assert engine.asked("holds", name)
+    return engine.scheduler._documents._held[name]
 
 
 def ask(engine, name, prompts, tokens=6):
     return engine.answers(prompts, greedy(tokens, extra_args={DOCUMENT: name}))
-
-
-def drop(engine, name):
-    engine.outputs([[1]], greedy(1, extra_args={DROP: name}))
-
-
-def room(engine):
-    (output,) = engine.outputs([[1]], greedy(1, extra_args={ROOM: "all"}))
-    return output.kv_transfer_params
 
 
 @dataclass(frozen=True)
@@ -103,8 +83,8 @@ def test_a_document_is_kept_as_by_the_library_and_answers_as_there(engine, small
     ids, before, kept = ids_of(tokens, seed=tokens), engine.free_blocks, KEPT[method]
     with engine.watching() as watched:
         held = register(engine, "one", ids)
-    assert (held["tokens"], held["kept_tokens"]) == (tokens, kept)
-    assert len(held["blocks"][0]) == kept // PAGE
+    assert (len(held.prefix.token_ids), held.prefix.kept_tokens) == (tokens, kept)
+    assert len(held.blocks[0]) == kept // PAGE
     library = Library(small.model, kept, method=method)
     expected, lengths = library.cache(ids), set()
     for layer, found in enumerate(watched.of(ids)):
@@ -120,7 +100,7 @@ def test_a_document_is_kept_as_by_the_library_and_answers_as_there(engine, small
     assert ask(engine, "one", prompts) == answers
     assert [ask(engine, "one", [prompt])[0] for prompt in prompts] == answers
     assert engine.free_blocks == before - kept // PAGE
-    drop(engine, "one")
+    engine.asked("drop", "one")
     assert engine.free_blocks == before
     assert not engine.leftovers()
 
@@ -144,8 +124,9 @@ def test_a_document_without_a_block_to_move_to_waits_for_some_and_hurts_nobody(s
         ended = {}
         while engine.scheduler.requests:
             ended |= {one.request_id: one for one in engine.step() if one.finished}
-        assert ended.pop(name).kv_transfer_params["kept_tokens"] == 256
+        assert ended.pop(name)
+        assert engine.asked("holds", "one")
         assert [list(one.outputs[0].token_ids) for one in ended.values()] == alone
         assert engine.free_blocks == engine.all_blocks - 256 // PAGE
-        drop(engine, "one")
+        engine.asked("drop", "one")
         engine.require_empty()

@@ -4,15 +4,12 @@ import random
 
 import pytest
 
-from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
+from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, INSTRUCTION, REGISTER
 from snapkv_vllm.documents.sharing import Sharing
 from tests.serving.vllm.test_accounting import (
     PAGE,
     TOKEN_BYTES,
-    abort,
-    answer,
     engine_config,
-    request,
     require_promise,
     simulation,
 )
@@ -27,7 +24,7 @@ def config(folder):
 
 
 class Server:
-    """Sends requests to a scheduler as a front end would, and keeps what it expects.
+    """Sends requests to a scheduler as a front end would.
 
     Args:
         running: the simulation.
@@ -36,7 +33,6 @@ class Server:
 
     def __init__(self, running, draw):
         self.running, self.draw = running, draw
-        self.expected, self.aborted = {}, set()
         self.reading, self.texts = {}, {}
         self.number = self.refused = 0
 
@@ -50,8 +46,7 @@ class Server:
     def send(self, ids, generate, extra_args):
         self.number += 1
         name = f"r{self.number}"
-        self.scheduler.add_request(request(name, ids, generate, extra_args))
-        self.expected[name] = answer(ids, generate)
+        self.running.send(name, ids, generate, extra_args)
         return name
 
     def register(self):
@@ -63,7 +58,7 @@ class Server:
             self.reading[name] = document, text
         else:  # those that were dropped and are in use leave no room
             self.refused += 1
-            del self.expected[name]
+            del self.running.expected[name]
 
     def ask(self):
         document, text = self.draw.choice([*self.texts.items(), ("", [])])
@@ -73,7 +68,7 @@ class Server:
     def drop(self):
         document = self.draw.choice(sorted(self.texts))
         del self.texts[document]
-        self.send([1], 1, {DROP: document})
+        self.scheduler._documents.drop(document)
 
     def step(self):
         self.running.step()
@@ -81,16 +76,15 @@ class Server:
         held = self.scheduler._documents._held
         for name in [name for name in self.reading if name not in self.scheduler.requests]:
             document, text = self.reading.pop(name)
-            assert document in held or name in self.aborted or self.running.ahead
+            assert document in held or name not in self.running.expected or self.running.ahead
             if document in held:
                 self.texts[document] = text
 
-    def drain(self):
+    def finish(self):
         while self.scheduler.requests:
             self.step()
-        self.running.drain()
+        self.running.finish()
         self.step()
-        self.running.drain()
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
@@ -112,18 +106,14 @@ def test_every_request_finds_its_documents_tokens_and_every_block_comes_back(
         server.ask()
         for _ in range(draw.randrange(6)):
             server.step()
-        if draw.random() < 0.15 and server.scheduler.requests:
-            abort(server.scheduler, draw.choice(sorted(server.scheduler.requests)), server.aborted)
-    server.drain()
-    for name, tokens in server.expected.items():
-        if name not in server.aborted:
-            assert running.worker.tokens[name] == tokens
+        if draw.random() < 0.15:
+            running.abort(draw)
+    server.finish()
     assert running.worker.compressed["document"] > 1
     assert server.refused < 6
     assert running.preempted > 0
     while server.texts:
         server.drop()
-    server.drain()
     assert pool.get_num_free_blocks() == free
     documents = running.scheduler._documents
     assert not any((documents._held, documents._used_by, documents._registering))

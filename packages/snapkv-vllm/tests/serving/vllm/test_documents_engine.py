@@ -10,28 +10,28 @@ from snapkv.errors import SnapKVError
 from snapkv_vllm import ServingSettings
 from snapkv_vllm.documents.engine import ServerEngine
 from snapkv_vllm.documents.prefix import CachedPrefix
-from snapkv_vllm.documents.protocol import ADOPT, DROP, ROOM
 from snapkv_vllm.documents.sharing import Sharing
-from snapkv_vllm.names import status_of
+from snapkv_vllm.names import ASKED, status_of
 
 ROOM_SAID = {"block_tokens": 4, "bytes_per_token": 10, "most_tokens": 1000, "budget": 8}
-KEPT = {"tokens": 20, "kept_tokens": 16, "blocks": [[7]]}
+KEPT = [[7]]
 SAVED = (CachedPrefix.laid_out(range(20), [[16]], 4), Path("/kept/one"), "5")
 
 
 class Client:
-    """Of an engine of 100 positions: answers verbs with what it is given, as do its workers."""
+    """Of an engine of 100 positions, which answers what it is given, as do its workers."""
 
     model_config = SimpleNamespace(max_model_len=100)
 
     def __init__(self, adopted=None, worker=""):
-        self.said = {ROOM: ROOM_SAID, ADOPT: adopted}
-        self.worker, self.verbs, self.calls = worker, [], []
+        self.said = {"room": ROOM_SAID, "adopt": adopted}
+        self.worker, self.asked, self.calls = worker, [], []
+        self.engine_core = SimpleNamespace(call_utility_async=self.call_utility)
 
-    async def generate(self, prompt, sampling, name):
-        verb = next(iter(sampling.extra_args))
-        self.verbs.append(verb)
-        yield SimpleNamespace(kv_transfer_params=self.said.get(verb))
+    async def call_utility(self, name, part, method, given):
+        assert (name, part) == (ASKED, "_documents")
+        self.asked.append(method)
+        return self.said.get(method)
 
     async def collective_rpc(self, method, args):
         self.calls.append((method, *args))
@@ -76,7 +76,7 @@ def test_workers_are_told_where_and_what():
     assert client.calls == [
         ("snapkv_fill_document", "/kept/one", [[7]], {"class": "Small"}, "5", most),
     ]
-    assert client.verbs == [ROOM, ADOPT]
+    assert client.asked == ["room", "adopt"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_is_not_filled_is_dropped(adopted, worker, status, words):
     with pytest.raises(SnapKVError, match=words) as refused:
         asyncio.run(made(client).adopt("a", *SAVED))
     assert status_of(refused.value) == status
-    assert client.verbs[-1] == DROP
+    assert client.asked[-1] == "drop"
 
 
 def test_a_dead_engine_says_so_itself():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from snapkv import AdaKV, SnapKV
-from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
+from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, INSTRUCTION, REGISTER
 from snapkv_vllm.documents.sharing import Sharing
 from tests.serving.vllm.conftest import SECOND_RUNNER, SLOW_ON_SECOND
 from tests.serving.vllm.engines import greedy, small_engine
@@ -135,7 +135,7 @@ def test_every_answer_is_the_librarys(engine, expected, seed):
             under_way[name] = text
         if texts and draw.random() < 0.15:
             gone = texts.pop(draw.randrange(len(texts)))
-            engine.start([[1]], greedy(1, extra_args={DROP: gone.name}))
+            engine.asked("drop", gone.name)
         one = Asked(
             text=draw.choice([*texts, *texts, None]),
             question=draw.randrange(1, 60),
@@ -165,5 +165,5 @@ def test_every_answer_is_the_librarys(engine, expected, seed):
     }
     assert len(refused) < 5
     for text in [*texts, *under_way.values()]:
-        engine.outputs([[1]], greedy(1, extra_args={DROP: text.name}))
+        engine.asked("drop", text.name)
     engine.require_empty()

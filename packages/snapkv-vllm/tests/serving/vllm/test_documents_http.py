@@ -179,9 +179,7 @@ def test_another_key_sees_names_and_deletes_nothing(site, client):
 
 @pytest.mark.parametrize("options", [{"keys": ()}, {"across_keys": True}], ids=str)
 def test_without_keys_or_across_them_documents_are_everybodys(config, monkeypatch, options):
-    from starlette.testclient import TestClient
-
-    with TestClient(Site(config, monkeypatch, **options).app) as client:
+    with Site(config, monkeypatch, **options).asking() as client:
         register(client)
         body = naming("contract", prompt="When?")
         assert client.post("/v1/completions", json=body, headers=THEIRS).status_code == 200
@@ -189,10 +187,8 @@ def test_without_keys_or_across_them_documents_are_everybodys(config, monkeypatc
 
 
 def test_a_name_that_stands_is_a_409_and_too_little_room_a_507(config, monkeypatch):
-    from starlette.testclient import TestClient
-
     site = Site(config, monkeypatch, most_bytes=150)
-    with TestClient(site.app) as client:
+    with site.asking() as client:
         register(client)
         require_refused(register(client), 409, "delete it first")
         large = register(client, "large", prompt=TEXT, budget=16)
@@ -232,12 +228,10 @@ def test_what_cannot_be_answered_is_refused(site, client, path, body, words):
 
 
 def test_a_template_of_the_request_is_rendered_and_compared(config, monkeypatch):
-    from starlette.testclient import TestClient
-
     args, vllm_config = config
     trusting = type(args)(**{**vars(args), "trust_request_chat_template": True})
     site = Site((trusting, vllm_config), monkeypatch)
-    with TestClient(site.app) as client:
+    with site.asking() as client:
         register(client, messages=CHAT)
         usual = site.app.state.online_renderer.renderer.get_tokenizer().chat_template
         for template, status in ((usual, 200), ("Hello. " + usual, 400)):
@@ -276,13 +270,11 @@ def test_lists_in_lists_are_refused_as_deep_as_no_renderer_needs_them(client):
 
 
 def test_a_question_is_text_alone(site, monkeypatch):
-    from starlette.testclient import TestClient
-
     async def with_an_image(request, **_):
         return [], [{"type": "multimodal", "prompt_token_ids": [1]}]
 
     monkeypatch.setattr(site.app.state.online_renderer, "render_chat", with_an_image)
-    with TestClient(site.app) as client:
+    with site.asking() as client:
         refused = register(client, messages=CHAT)
     require_refused(refused, 400, "expected text alone with a document, got multimodal")
 
@@ -368,11 +360,9 @@ def test_what_happens_is_counted(site, client):
 
 
 def test_a_server_that_shares_nothing_says_so(config, monkeypatch):
-    from starlette.testclient import TestClient
-
     site = Site(config, monkeypatch)
     site.app.state.args.additional_config = ServingSettings(budget=64).to_config()
-    with TestClient(site.app) as client:
+    with site.asking() as client:
         body = naming("contract", prompt="When?")
         refused = client.post("/v1/completions", json=body, headers=MINE)
         require_refused(refused, 400, "start the server with --share")

@@ -7,18 +7,15 @@ from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.cache.saving.files import seal_of
 from snapkv.hf.identity import identity_of
 from snapkv.library.stored import model_identity
-from snapkv_vllm.documents.protocol import ADOPT, KEPT, PER_HEAD, REUSED, ROOM, TOKENS
+from snapkv_vllm.documents.prefix import CachedPrefix
+from snapkv_vllm.documents.protocol import DOCUMENT
 from tests.serving.vllm.engines import greedy, small_engine
-from tests.serving.vllm.models import SmallModel, generated, ids_of
-from tests.serving.vllm.test_documents import SHARING, SIZES, ask, drop
+from tests.serving.vllm.models import generated, ids_of
+from tests.serving.vllm.test_documents import SHARING, SIZES, ask
+from tests.serving.vllm.test_generated import take
 
 QUESTIONS = [ids_of(length, seed=length) for length in (1, 7, 32)]
 MOST_BYTES = 1 << 28
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return SmallModel(tmp_path_factory.mktemp("kept"), max_position_embeddings=4096)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +24,7 @@ def nothing_is_left(engine):
     before = engine.free_blocks
     yield
     for name in list(engine.scheduler._documents._held):
-        drop(engine, name)
+        engine.asked("drop", name)
     assert engine.free_blocks == before
 
 
@@ -39,15 +36,15 @@ def engine(small):
 
 
 def adopt(engine, name, ids, kept):
-    own = {ADOPT: name, TOKENS: ids, KEPT: kept, REUSED: kept // 32 * 32}
-    (output,) = engine.outputs([[0]], greedy(1, extra_args=own))
-    return output.kv_transfer_params
+    """The blocks that a document has, of the only group."""
+    blocks = engine.asked("adopt", name, vars(CachedPrefix.laid_out(ids, [[kept]], 32)))
+    return blocks and blocks[0]
 
 
 def fill(engine, small, path, blocks, **changed):
     given = {"most_bytes": MOST_BYTES, **changed}
     given = {"seal": given.get("seal") or seal_of(path), **given}
-    own = (str(path), blocks, identity_of(small.model), given["seal"], given["most_bytes"])
+    own = (str(path), [blocks], identity_of(small.model), given["seal"], given["most_bytes"])
     (said,) = engine.llm.collective_rpc("snapkv_fill_document", args=own)
     return said
 
@@ -75,10 +72,9 @@ def saved(small, path, ids, kept):
 def test_what_the_library_has_saved_answers_as_there(engine, small, tmp_path, tokens, kept):
     ids, before = ids_of(tokens, seed=tokens), engine.free_blocks
     path = saved(small, tmp_path / "document", ids, kept)
-    held = adopt(engine, "one", ids, kept)
-    assert (held["tokens"], held["kept_tokens"]) == (tokens, kept)
-    assert [len(of_group) * 32 for of_group in held["blocks"]] == [kept]
-    assert fill(engine, small, path, held["blocks"]) == ""
+    blocks = adopt(engine, "one", ids, kept)
+    assert len(blocks) * 32 == kept
+    assert fill(engine, small, path, blocks) == ""
     expected = [
         answer(small, CompressedCache.load(path, small.model), ids, question)
         for question in QUESTIONS
@@ -87,7 +83,7 @@ def test_what_the_library_has_saved_answers_as_there(engine, small, tmp_path, to
     assert ask(engine, "one", prompts) == expected
     assert [ask(engine, "one", [prompt])[0] for prompt in prompts] == expected
     assert engine.free_blocks == before - kept // 32
-    drop(engine, "one")
+    engine.asked("drop", "one")
     assert engine.free_blocks == before
     assert not engine.leftovers()
 
@@ -95,46 +91,29 @@ def test_what_the_library_has_saved_answers_as_there(engine, small, tmp_path, to
 def test_an_adopted_document_that_is_whole_is_no_prefix_of_other_requests(engine, small, tmp_path):
     ids = ids_of(128, seed=2)
     path = saved(small, tmp_path / "document", ids, 128)
-    held = adopt(engine, "one", ids, 128)
-    assert fill(engine, small, path, held["blocks"]) == ""
+    assert fill(engine, small, path, adopt(engine, "one", ids, 128)) == ""
     question = ids_of(70, seed=3)
     ask(engine, "one", [ids + question])
     (output,) = engine.outputs([ids + question], greedy(2, extra_args={"snapkv_budget": 0}))
     assert output.num_cached_tokens in (0, None)
-    drop(engine, "one")
 
 
 def test_what_does_not_fit_is_refused_in_a_line_and_the_engine_goes_on(engine, small, tmp_path):
     ids, free = ids_of(300), engine.free_blocks
     path = saved(small, tmp_path / "document", ids, 64)
-    held = adopt(engine, "one", ids, 64)
+    blocks = adopt(engine, "one", ids, 64)
     for changed, words in [
         ({"seal": "0" * 64}, "another one at"),
         ({"most_bytes": 1000}, "expected a saved cache of at most"),
     ]:
-        assert words in fill(engine, small, path, held["blocks"], **changed)
+        assert words in fill(engine, small, path, blocks, **changed)
     missing = {"seal": "0" * 64}
-    fewer = [held["blocks"][0][:1]]
+    fewer = blocks[:1]
     assert "at most the 32 tokens that blocks were taken for" in fill(engine, small, path, fewer)
     assert "no file at" in fill(engine, small, tmp_path / "no", fewer, **missing)
-    drop(engine, "one")
+    engine.asked("drop", "one")
     assert engine.free_blocks == free
     assert engine.answers([ids], greedy(2))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "told"),
-    [(2048, {}), (300, {REUSED: 65}), (300, {REUSED: 96}), (300, {PER_HEAD: True})],
-    ids=str,
-)
-def test_what_cannot_be_adopted_takes_no_block(engine, tokens, told):
-    """It is too long, or reused in parts of blocks, or more than is held; or parts its heads."""
-    before = engine.free_blocks
-    own = {ADOPT: "one", TOKENS: ids_of(tokens), KEPT: 64, REUSED: 64, **told}
-    (output,) = engine.outputs([[0]], greedy(1, extra_args=own))
-    assert output.kv_transfer_params is None
-    assert engine.free_blocks == before
-    assert not engine.leftovers()
 
 
 def test_no_blocks_are_taken_from_requests(engine):
@@ -143,15 +122,31 @@ def test_no_blocks_are_taken_from_requests(engine):
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
     assert adopt(engine, "one", ids_of(300), 128) is None
     pool.free_blocks(taken)
-    held = adopt(engine, "one", ids_of(300), 128)
-    assert len(held["blocks"][0]) == 4
-    assert adopt(engine, "one", ids_of(300), 128) is None
-    drop(engine, "one")
+    assert len(adopt(engine, "one", ids_of(300), 128)) == 4
+
+
+def test_a_document_comes_and_goes_while_requests_have_every_slot(engine, small, tmp_path):
+    """Who has asked about it before it goes is answered all the same."""
+    ids, before = ids_of(128, seed=5), engine.free_blocks
+    engine.start([ids_of(8, seed=one) for one in range(9)], greedy(4))
+    engine.step()
+    assert (len(engine.scheduler.running), len(engine.scheduler.waiting)) == (8, 1)
+    taken = engine.free_blocks
+    path = saved(small, tmp_path / "document", ids, 128)
+    assert fill(engine, small, path, adopt(engine, "one", ids, 128)) == ""
+    (name,) = engine.start([ids + QUESTIONS[1]], greedy(6, extra_args={DOCUMENT: "one"}))
+    engine.asked("drop", "one")
+    assert (engine.free_blocks, engine.asked("holds", "one")) == (taken - 4, False)
+    answers = {}
+    while engine.scheduler.requests:
+        take(engine.step(), answers)
+    cache = CompressedCache.load(path, small.model)
+    assert answers[name] == answer(small, cache, ids, QUESTIONS[1])
+    assert engine.free_blocks == before
 
 
 def test_documents_hold_no_more_than_they_may(engine):
-    (said,) = engine.outputs([[1]], greedy(1, extra_args={ROOM: "all"}))
-    fitting = said.kv_transfer_params["most_tokens"] // 1600
+    fitting = engine.asked("room")["most_tokens"] // 1600
     adopted = [adopt(engine, str(number), ids_of(1600), 1600) for number in range(fitting + 1)]
     assert all(adopted[:fitting])
     assert adopted[fitting] is None

@@ -21,21 +21,15 @@ from snapkv.library.blending import blend
 from snapkv.library.joining import Part
 from snapkv.library.stored import read_document
 from snapkv_vllm.documents.prefix import CachedPrefix
-from snapkv_vllm.documents.protocol import adoption
 from tests.gates import drawn_gate
-from tests.serving.vllm.engines import greedy, small_engine
-from tests.serving.vllm.models import SmallModel, generated, ids_of
-from tests.serving.vllm.test_documents import SHARING, ask, drop
+from tests.serving.vllm.engines import small_engine
+from tests.serving.vllm.models import generated, ids_of
+from tests.serving.vllm.test_documents import SHARING, ask
 
 PAGE = 32
 TOKENS_ASKED = 40
 BITS = (None, None, "int8", "int4", "K8V4")
 SIZES = {"max_model_len": 2048, "max_num_batched_tokens": 96, "kv_cache_memory_bytes": 100 << 20}
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return SmallModel(tmp_path_factory.mktemp("records"), max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
@@ -73,10 +67,8 @@ def held(engine, small, name, path):
     model = identity_of(small.model)
     document = read_document(path, model=model)
     ids, head_tokens = document.token_ids.tolist(), document.head_tokens.tolist()
-    own = adoption(name, CachedPrefix.laid_out(ids, head_tokens, PAGE))
-    (output,) = engine.outputs([[0]], greedy(1, extra_args=own))
-    said = output.kv_transfer_params
-    given = (str(path), said["blocks"], model, seal_of(path), 1 << 28)
+    blocks = engine.asked("adopt", name, vars(CachedPrefix.laid_out(ids, head_tokens, PAGE)))
+    given = (str(path), blocks, model, seal_of(path), 1 << 28)
     assert engine.llm.collective_rpc("snapkv_fill_document", args=given) == [""]
 
 
@@ -110,6 +102,6 @@ def test_every_record_answers_as_in_the_library(engine, small, tmp_path, seed):
         assert [ask(engine, name, [one], TOKENS_ASKED)[0] for one in asked] == expected[name]
     assert engine.free_blocks == taken
     for name in prompts:
-        drop(engine, name)
+        engine.asked("drop", name)
     assert engine.free_blocks == before
     assert not engine.leftovers()

@@ -203,7 +203,10 @@ def test_a_history_holds_the_bytes_that_were_stored(small, name):
     options = {"sessions": sessions, "parameters": {"window_size": 8}}
     with recording_engine(small, name, **options) as (engine, layers):
         ids, last = [], dict[int, int]()  # by position where it was computed last
-        computed, not_read = 0, engine.scheduler._sessions._metrics._series["not_read"]._value
+        computed, not_read = (
+            0,
+            engine.scheduler._sessions._metrics.of("session_tokens_not_read")._value,
+        )
         for turn in range(3):
             ids += ids_of(160 if not turn else 70, seed=turn)
             said = {"start": 150, "end": 158, "do": "protect"}

@@ -272,6 +272,6 @@ def softmax_over(queries, states):
 def test_nothing_is_remembered_of_a_request_that_has_ended(parts):
     engine = parts().with_heads()
     engine.heads.note("a", "layer.0", torch.tensor([1, 2, 3]), PROMPT)
-    assert list(engine.heads.requests) == ["a"]
+    assert list(engine.heads._kept) == ["a"]
     engine.heads.forget("a")
-    assert list(engine.heads.requests) == []
+    assert list(engine.heads._kept) == []

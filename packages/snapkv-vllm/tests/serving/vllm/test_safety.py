@@ -73,11 +73,11 @@ def test_behind_a_front_end_that_does_not_ask_the_scheduler_refuses(engine, many
 
 
 def test_preempted_requests_count_once(engine, many_ids):
-    from snapkv_vllm.metrics import _series
+    metrics = engine.scheduler._metrics
 
     def counted():
-        series = [sample for metric in _series()["requests"].collect() for sample in metric.samples]
-        return sum(sample.value for sample in series if sample.name.endswith("_total"))
+        outcomes = (metrics.of("requests", outcome=one) for one in ("compressed", "whole"))
+        return sum(one._value.get() for one in outcomes)
 
     before, preempted = counted(), engine.preempted
     lengths = (260, 50, 130, 110, 125, 100)
@@ -88,7 +88,7 @@ def test_preempted_requests_count_once(engine, many_ids):
 
 
 def test_a_prompt_counts_when_it_first_ends_and_what_it_frees_every_time():
-    from snapkv_vllm.metrics import PromptMetrics, _series
+    from snapkv_vllm.metrics import PromptMetrics
 
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_index=7),
@@ -103,9 +103,10 @@ def test_a_prompt_counts_when_it_first_ends_and_what_it_frees_every_time():
     metrics.request_ended("a")
     metrics.prompt_ended(request, kept_tokens=100)  # another one of that name
 
-    def value(name, *labels):
-        return _series()[name].labels("counted", "7", *labels)._value.get()
+    def value(name, **more):
+        return metrics.of(name, **more)._value.get()
 
-    assert (value("freed"), value("seen"), value("kept")) == (5, 200, 140)
-    assert value("compressions", "prompt") == 2
-    assert [value("requests", one) for one in ("compressed", "whole")] == [1, 1]
+    tokens = value("prompt_tokens_seen"), value("prompt_tokens_kept")
+    assert (value("blocks_freed"), *tokens) == (5, 200, 140)
+    assert value("compressions", stage="prompt") == 2
+    assert [value("requests", outcome=one) for one in ("compressed", "whole")] == [1, 1]

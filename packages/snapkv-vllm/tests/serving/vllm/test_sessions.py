@@ -26,13 +26,6 @@ def options(small, blocks=100, **more):
     return {**sizes, **own, "max_num_batched_tokens": 120, **more}
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    from tests.serving.vllm.models import SmallModel
-
-    return SmallModel(tmp_path_factory.mktemp("sessions"), max_position_embeddings=2048)
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
 def engine(small, request):
     with small_engine(small, **options(small), enable_prefix_caching=request.param) as running:
@@ -45,7 +38,7 @@ def own(name, **more):
 
 def reused(engine):
     """How many tokens of histories have not been read again."""
-    return int(engine.scheduler._sessions._metrics._series["not_read"]._value.get())
+    return int(engine.scheduler._sessions._metrics.of("session_tokens_not_read")._value.get())
 
 
 def forget(engine):
@@ -151,7 +144,7 @@ def test_results_that_stood_whole_are_dropped_later_without_reading_again(engine
 
 
 def went_on(engine):
-    return int(engine.scheduler._sessions._metrics._series["requests"]._value.get())
+    return int(engine.scheduler._sessions._metrics.of("session_requests")._value.get())
 
 
 def test_votes_choose_among_the_rest_while_results_stay_whole_and_go_whole(engine):

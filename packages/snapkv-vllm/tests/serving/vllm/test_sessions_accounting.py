@@ -2,20 +2,16 @@
 
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 
 from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.names import FORGET, PREFIX, SESSION, SESSIONS
+from snapkv_vllm.names import PREFIX, SESSION
 from snapkv_vllm.spans import NAME
 from tests.serving.vllm.test_accounting import (
     PAGE,
     TOKEN_BYTES,
-    abort,
-    answer,
     engine_config,
-    request,
     simulation,
 )
 
@@ -33,7 +29,7 @@ def held_blocks(held):
 
 
 def went_on(held):
-    return held._metrics._series["requests"]._value.get()
+    return held._metrics.of("session_requests")._value.get()
 
 
 @dataclass
@@ -69,7 +65,7 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
     """Turns come while others are answered, are aborted and preempted; histories have no room."""
     draw = random.Random(seed)
     running = simulation(config, caching=caching, ahead=ahead)
-    scheduler, expected, aborted = running.scheduler, {}, set()
+    scheduler = running.scheduler
     held, pool = scheduler._sessions, scheduler.kv_cache_manager.block_pool
     free, sessions, before = pool.get_num_free_blocks(), [], went_on(held)
     for number in range(300):
@@ -81,23 +77,17 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
         one.asks = [name for name in one.asks if name in scheduler.requests]
         if not one.asks or draw.random() < 0.1:
             own, name, tokens = one.turn(draw), f"r{number}", draw.randrange(1, 14)
-            scheduler.add_request(request(name, list(one.ids), tokens, own))
+            running.send(name, one.ids, tokens, own)
             assert name in held._turns
             one.asks.append(name)
-            expected[name] = answer(one.ids, tokens)
-            one.ids = list(expected[name])
+            one.ids = list(running.expected[name])
         for _ in range(draw.randrange(4)):
             running.step()
-        if draw.random() < 0.1 and scheduler.requests:
-            abort(scheduler, draw.choice(sorted(scheduler.requests)), aborted)
+        if draw.random() < 0.1:
+            running.abort(draw)
         assert held_blocks(held) <= MOST_BLOCKS
         assert not set(held.forgotten()) & {history.first_block for history in held._held}
-    while scheduler.requests:
-        running.step()
-    running.drain()
-    for name, tokens in expected.items():
-        if name not in aborted:
-            assert running.worker.tokens[name][: len(tokens)] == tokens, name
+    running.finish()
     assert went_on(held) - before > 10
     assert running.preempted > 0
     assert running.worker.compressed["prompt"] > 10
@@ -137,13 +127,13 @@ def finished_at(running, asks, each_step):
     ends, pending, step = {}, dict(asks), 0
     while pending or running.scheduler.requests:
         for name in list(pending)[:each_step]:
-            running.scheduler.add_request(request(name, *pending.pop(name)))
+            running.send(name, *pending.pop(name))
         before = set(running.scheduler.requests)
         running.step()
         step += 1
         assert step < 20 * len(asks), "the queue does not move"
         ends |= dict.fromkeys(before - set(running.scheduler.requests), step)
-    running.drain()
+    running.finish()
     return ends
 
 
@@ -160,13 +150,13 @@ def test_nobody_waits_longer_for_new_sessions_than_without_any(large, without, c
     held = running.scheduler._sessions
     assert len(ends) == len(asks)
     assert 0 < held_blocks(held) <= POOL // 4
-    assert running.scheduler._metrics._standstills._value.get() == 0
+    assert running.scheduler._metrics.of("standstills")._value.get() == 0
 
 
 def turn(running, name, session, ids=(1, 2, 3, 4, 5), budget=0):
     """A request of a session, of which a history of a block stays if it says nothing else."""
     own = {PREFIX + SESSION: session, "snapkv_budget": budget}
-    running.scheduler.add_request(request(name, list(ids), 1, own))
+    running.send(name, ids, 1, own)
     while name in running.scheduler.requests:
         running.step()
 
@@ -199,13 +189,6 @@ def test_a_turn_that_is_tried_again_replaces_what_it_left(large):
     assert len(held._held) == 3
 
 
-def told(scheduler, method, name):
-    """What a front end is told of sessions, at once: no step runs meanwhile."""
-    from vllm.v1.engine.core import EngineCore
-
-    return getattr(EngineCore, method)(SimpleNamespace(scheduler=scheduler), name)
-
-
 def test_sessions_are_listed_and_deleted(large):
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     held, pool = running.scheduler._sessions, running.scheduler.kv_cache_manager.block_pool
@@ -213,18 +196,17 @@ def test_sessions_are_listed_and_deleted(large):
     turn(running, "r0", "a/one", text, budget=12)
     turn(running, "r1", "a/two", text)
     turn(running, "r2", "b/one", text)
-    one, two = told(running.scheduler, SESSIONS, "a/")
+    one, two = held.listed("a/")
     assert (one["session"], one["tokens"], one["kept_tokens"]) == ("one", 30, 12)
     assert (two["session"], two["tokens"], two["kept_tokens"]) == ("two", 28, 28)
     assert one["bytes"] == 3 * PAGE * TOKEN_BYTES
-    assert told(running.scheduler, FORGET, "a/three") == {"histories": 0, "requests": 0}
-    going_on = request("r3", [*range(1, 40)], 1, {PREFIX + SESSION: "a/one", "snapkv_budget": 12})
-    running.scheduler.add_request(going_on)
-    assert told(running.scheduler, FORGET, "a/one") == {"histories": 1, "requests": 1}
-    while running.scheduler.requests:
-        running.step()
+    assert held.deleted("a/three") == {"histories": 0, "requests": 0}
+    own = {PREFIX + SESSION: "a/one", "snapkv_budget": 12}
+    running.send("r3", range(1, 40), 1, own)
+    assert held.deleted("a/one") == {"histories": 1, "requests": 1}
+    running.finish()
     for name in ("a/one", "a/two", "b/one"):
-        assert told(running.scheduler, FORGET, name) == {"histories": 1, "requests": 0}
+        assert held.deleted(name) == {"histories": 1, "requests": 0}
     assert pool.get_num_free_blocks() == free
     assert not held._held
 
@@ -236,15 +218,15 @@ def test_who_waits_because_histories_pin_blocks_is_counted_and_logged(large, cap
     held, pool, series = scheduler._sessions, scheduler.kv_cache_manager.block_pool, {}
     turn(running, "r0", "a/one", range(1, 41))
     for name in ("idle", "pinned"):
-        series[name] = getattr(held._metrics, f"_{name}")._value
-    waits = held._metrics._series["waits"]._value
+        series[name] = held._metrics.of("session_blocks", state=name)._value
+    waits = held._metrics.of("session_waits")._value
     assert (series["idle"].get(), series["pinned"].get()) == (10, 0)
     branch = [*range(1, 21), *range(60, 80)]
-    scheduler.add_request(request("r1", branch, 4, {PREFIX + SESSION: "a/one", "snapkv_budget": 0}))
+    running.send("r1", branch, 4, {PREFIX + SESSION: "a/one", "snapkv_budget": 0})
     running.step()
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 8)
     before = waits.get()
-    scheduler.add_request(request("r2", [*range(1, 60)], 1, {"snapkv_budget": 0}))
+    running.send("r2", range(1, 60), 1, {"snapkv_budget": 0})
     with caplog.at_level("INFO", logger="vllm.snapkv"):
         for _ in range(2):
             running.step()
@@ -252,8 +234,7 @@ def test_who_waits_because_histories_pin_blocks_is_counted_and_logged(large, cap
     said = "Request r2 waits for blocks; histories of sessions in use pin 5"
     assert caplog.messages.count(said) == 1
     pool.free_blocks(taken)
-    while scheduler.requests:
-        running.step()
+    running.finish()
     assert series["pinned"].get() == 0
 
 
@@ -269,16 +250,15 @@ def test_a_queue_that_cannot_move_is_logged_and_counted_once(large, monkeypatch)
     running, said = simulation(large, caching=False, ahead=0, full_blocks=POOL), []
     monkeypatch.setattr(module.logger, "error", lambda text, *parts: said.append(text % parts))
     pool, count = running.scheduler.kv_cache_manager.block_pool, running.scheduler._metrics
-    before = count._standstills._value.get()
+    before = count.of("standstills")._value.get()
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
-    running.scheduler.add_request(request("r", [1] * 9, 1, {}))
+    running.send("r", [1] * 9, 1, {})
     for _ in range(3):
         running.step()
-    assert count._standstills._value.get() == before + 1
+    assert count.of("standstills")._value.get() == before + 1
     assert said == [
         "No request can go on: r waits for blocks, 1 of 120 are free, and none is running"
     ]
     pool.free_blocks(taken)
-    while running.scheduler.requests:
-        running.step()
+    running.finish()
     assert len(said) == 1

@@ -1,0 +1,56 @@
+"""One HTTP request while it is answered: what vLLM's renderer and engine are not told of it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+EVERYBODY = ""
+"""The one tenant of a server without API keys, or of what its keys share."""
+
+
+@dataclass
+class Visit:
+    """A request, and what its response says."""
+
+    tenant: str = EVERYBODY
+    is_checked: bool = True  # whether settings in its body were, as in JSON alone
+    counted_edits: str | None = None  # where tokens are counted
+    said: dict[str, Any] | None = None  # of the edits that were applied
+    cleared_tokens: int = 0  # by those
+    tokens_not_read: int = 0  # of the document that it names
+    until_answered: AsyncExitStack = field(default_factory=AsyncExitStack)  # holds that document
+
+
+_current: ContextVar[Visit | None] = ContextVar("snapkv_visit", default=None)
+
+
+@contextmanager
+def answering(visit: Visit) -> Iterator[None]:
+    token = _current.set(visit)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current() -> Visit:
+    """The request that is being answered; outside of any, one of nobody."""
+    return _current.get() or Visit()
+
+
+def before_engine(state: Any, look: Callable[[Any, Any], Any]) -> None:
+    """Have a server's engine get what `look` makes of each prompt and its sampling parameters.
+
+    `state` is that of vLLM's FastAPI application; whatever endpoint a request comes by.
+    """
+    client = getattr(state, "engine_client", None)
+    if client is None:  # an application without an engine
+        return
+    generate = client.generate
+
+    def generate_looked_at(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        return generate(look(prompt, sampling_params), sampling_params, *args, **kwargs)
+
+    client.generate = generate_looked_at
