@@ -1,13 +1,14 @@
-"""What is kept does not depend on `torch.set_default_dtype`, under which people load models."""
+"""Caches under `torch.set_default_dtype` and `torch.autocast`, as people load and call models."""
 
 import pytest
 import torch
 
-from snapkv import AutoBudget, default_policy
+from snapkv import AutoBudget, CompressedCache, default_policy
 from snapkv.kvzip import read_twice
 from tests.cache.rows import Rows
-from tests.families import random_ids, tiny_model
+from tests.families import call, random_ids, tiny_model
 from tests.methods import METHODS
+from tests.oracle import masked_decode_logits
 
 
 @pytest.fixture
@@ -43,3 +44,16 @@ CASES = METHODS | {"by itself": default_policy(AutoBudget(lost_vote=0.003))}
 def test_every_method_keeps_the_same_under_another_default(policy, bfloat16_by_default):
     tiny_model("llama")  # made once, in float32
     assert bfloat16_by_default(kept, policy) == kept(policy)
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["goes on", "goes on without"])
+@pytest.mark.parametrize("method", ["snapkv", "adakv", "across-layers"])
+def test_a_prompt_read_under_autocast_is_answered_as_by_the_masked_oracle(method, outside):
+    model, ids, tokens = tiny_model("llama"), random_ids(2, 90), random_ids(2, 3, 1)
+    cache = CompressedCache(model, METHODS[method])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        call(model, cache, ids)
+        expected = masked_decode_logits(model, cache, ids, tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not outside):
+        got = torch.cat([call(model, cache, token) for token in tokens.split(1, dim=1)], dim=1)
+    torch.testing.assert_close(got.float(), expected.float(), atol=0.03, rtol=0.03)

@@ -52,6 +52,28 @@ def test_the_model_is_as_before_afterwards_and_after_an_error(reading, other):
     assert torch.equal(model(ids).logits, expected)
 
 
+def test_embeddings_of_the_caller_are_not_written_over():
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    embeddings = model.get_input_embeddings()(ids).detach()
+    before = embeddings.clone()
+    with layer_by_layer(model, chunk_tokens=16), torch.no_grad():
+        cache = CompressedCache(model, POLICY)
+        logits = model(inputs_embeds=embeddings, past_key_values=cache).logits
+        of_ids = model(ids, past_key_values=CompressedCache(model, POLICY)).logits
+    assert torch.equal(embeddings, before)
+    assert torch.equal(logits, of_ids)
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_what_only_a_whole_reading_has_is_refused(name):
+    model, ids = tiny_model("llama", "eager"), random_ids(1, 60)
+    cache = CompressedCache(model, POLICY)
+    with layer_by_layer(model, chunk_tokens=16), torch.no_grad():
+        with pytest.raises(InvalidArgumentError, match=f"{name}: expected False"):
+            model(ids, past_key_values=cache, **{name: True})
+        model(ids[:, :16], past_key_values=cache, **{name: True})
+
+
 def test_pieces_have_a_token_at_least():
     refused = pytest.raises(InvalidArgumentError, match="chunk_tokens")
     with refused, layer_by_layer(tiny_model("llama"), chunk_tokens=0):

@@ -54,6 +54,16 @@ def test_all_equal_the_reference(impl):
 
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
+@pytest.mark.parametrize("narrow", [("values",), ("keys", "values"), ("queries", "tail_values")])
+def test_states_of_several_types_count_as_of_the_widest(impl, narrow):
+    """As they are under autocast, where rotating makes keys float32 again, and values stay."""
+    given = states(LENGTHS["whole blocks"], 3, dim_v=20)
+    given |= {name: given[name].bfloat16() for name in narrow}
+    wide = given | {name: given[name].float() for name in narrow}
+    assert torch.equal(ragged_attention(**given, impl=impl), ragged_attention(**wide, impl=impl))
+
+
+@pytest.mark.parametrize("impl", ["reference", *FAST])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_low_precision_errs_no_more_than_twice_as_much_as_eager(impl, dtype):
     require_no_more_error_than_eager(impl, dtype)

@@ -58,6 +58,12 @@ def _brings_to_device(module: nn.Module) -> bool:
     return getattr(hooked, "__module__", "") == "accelerate.hooks"
 
 
+def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many tokens of each row a call of the decoder reads."""
+    given = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    return next((each.shape[1] for each in given if each is not None), 0)
+
+
 class ReadEnough(Exception):  # noqa: N818 - no error
     """Raised out of a forward pass, what it was for being known; whoever began it catches it."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from snapkv.errors import InvalidArgumentError
 from snapkv.hf import forward_context
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among
@@ -24,6 +25,7 @@ from snapkv.prefill.decoder import (
     part_of,
     require_by_token,
     standing_in,
+    tokens_of,
 )
 from snapkv.validation import require_int
 
@@ -37,6 +39,7 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
 
     Shorter inputs, and those without a `CompressedCache`, are read as ever. The prompt must not be
     padded where attention's mask for all of it would not fit: transformers makes none without pads.
+    A layer writes over the states that it is given, also over those that a hook has held.
 
     Args:
         model: a decoder-only transformers model.
@@ -44,6 +47,8 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
 
     Raises:
         UnsupportedModelError: the model's layers cannot be found.
+        InvalidArgumentError: from within the block, hidden states, attentions or router logits of a
+            prompt are asked for.
         OutOfMemoryError: from within the block; the message says what would fit. The cache has been
             emptied, the model is as it was.
     """
@@ -53,7 +58,9 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
         layer: functools.partial(_read_layer, watch, layer.forward, index, chunk_tokens)
         for index, layer in enumerate(decoder_layers(model))
     }
-    for part in model.get_decoder().children():
+    decoder = model.get_decoder()
+    forwards[decoder] = functools.partial(_read, decoder.forward, decoder.config, chunk_tokens)
+    for part in decoder.children():
         if "Norm" in type(part).__name__:  # after the layers
             forwards[part] = functools.partial(_read_norm, part.forward, chunk_tokens)
 
@@ -62,6 +69,27 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
 
     with standing_in(forwards), watch.telling(advice):
         yield
+
+
+def _read(
+    forward: Callable[..., Any], config: Any, chunk_tokens: int, *args: Any, **kwargs: Any
+) -> Any:
+    """The decoder's forward: layers write over their input, which must not be the caller's own."""
+    if _comes_in_pieces(cache_among(kwargs), tokens_of(args, kwargs), chunk_tokens):
+        for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+            if asked := kwargs.get(name, getattr(config, name, False)):
+                raise InvalidArgumentError(
+                    f"{name}: expected False where a prompt is read layer by layer, of which none "
+                    f"is left whole, got {asked}; leave it out, or read the prompt at once"
+                )
+        if (embeddings := kwargs.get("inputs_embeds")) is not None:
+            kwargs["inputs_embeds"] = embeddings.clone()
+    return forward(*args, **kwargs)
+
+
+def _comes_in_pieces(cache: Any, tokens: int, chunk_tokens: int) -> bool:
+    is_long = isinstance(cache, CompressedCache) and tokens > chunk_tokens
+    return is_long and not torch.is_grad_enabled()
 
 
 def _read_layer(
@@ -76,7 +104,7 @@ def _read_layer(
     """A layer's forward, in pieces where the input is long and goes into a compressed cache."""
     cache = cache_among(kwargs)
     tokens = hidden_states.shape[1]
-    if not isinstance(cache, CompressedCache) or tokens <= chunk_tokens or torch.is_grad_enabled():
+    if not _comes_in_pieces(cache, tokens, chunk_tokens):
         return forward(hidden_states, *args, **kwargs)
     if forward_context.current.candidates is not None:  # a tree: each token sees its branch
         return forward(hidden_states, *args, **kwargs)

@@ -29,6 +29,7 @@ from snapkv.prefill.decoder import (
     decoder_layers,
     require_by_token,
     standing_in,
+    tokens_of,
 )
 from snapkv.prefill.early_layer import default_early_layer
 from snapkv.validation import SMALL_WINDOW, require_int
@@ -143,7 +144,7 @@ def _read(
     cache = cache_among(kwargs)
     if not isinstance(cache, CompressedCache):
         return forward(*args, **kwargs)
-    tokens, narrowing = _tokens(args, kwargs), None
+    tokens, narrowing = tokens_of(args, kwargs), None
     if not cache.get_seq_length() and tokens > 1:
         _require_whole(cache, tokens)
         narrowing = Narrowing(first_layer=first_layer, prompt_tokens=tokens, choose=choose)
@@ -162,11 +163,6 @@ def _require_whole(cache: CompressedCache, tokens: int) -> None:
             f"have {'another length' if end is None else f'{end:,}'}; leave out drafts and "
             "pieces, or read it with snapkv.prefill.layer_by_layer"
         )
-
-
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    given = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-    return int(next(each for each in given if each is not None).shape[1])
 
 
 def _read_layer(

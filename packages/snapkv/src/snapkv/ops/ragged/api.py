@@ -1,8 +1,11 @@
 """Attention to heads that hold different numbers of tokens (varlen): what runs where."""
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
@@ -15,6 +18,8 @@ RaggedImplementation = Literal["auto", "reference", "flash", "blocked", "triton"
 
 FLASH_ELEMENTS = 2**20
 """On a CPU, one query of layers with no more elements of keys than this takes a call per head."""
+
+_DTYPE = operator.attrgetter("dtype")
 
 _IN_TORCH: dict[str, Callable[..., Tensor]] = {
     "reference": reference.ragged_attention,
@@ -57,11 +62,16 @@ def ragged_attention(
             layer and wherever "flash" cannot run.
 
     Returns:
-        (B, Hq, Q, Dv), in the dtype of the values.
+        (B, Hq, Q, Dv), in the dtype of the states; in the widest where theirs differ, as under
+        `torch.autocast`.
 
     Raises:
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
+    together = queries, keys, values, tail_keys, tail_values
+    if len(dtypes := set(map(_DTYPE, together))) > 1:
+        wide = functools.reduce(torch.promote_types, dtypes)
+        queries, keys, values, tail_keys, tail_values = (each.to(wide) for each in together)
     fits = queries.shape[2] > 1 or keys.numel() <= FLASH_ELEMENTS
     reason = None
     if impl == "flash" or (fits and impl == "auto"):
