@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from snapkv.policies import AcrossLayers, Policy, PromptLayer
-from snapkv.policies.across_layers import best_of_layers
+from snapkv.policies.across_layers import best_entries
 from snapkv_vllm.methods import WithSpans
 
 
@@ -49,6 +50,10 @@ def scores_across(policy: Policy, layer: PromptLayer) -> Tensor:
 
 def best_across(ranked: Sequence[Tensor], tokens: int) -> list[Tensor]:
     """Which of the (layers, H, T) scores of each run are the best so many per head, together."""
-    heads = [scores.flatten(0, 1)[None] for scores in ranked]
-    best = best_of_layers(heads, [tokens * sum(scores.shape[1] for scores in heads)])
-    return [mask.view_as(scores) for mask, scores in zip(best, ranked, strict=True)]
+    shapes = [scores.shape for scores in ranked]
+    best = best_entries(
+        torch.cat([scores.flatten() for scores in ranked])[None],
+        [tokens * sum(shape[0] * shape[1] for shape in shapes)],
+    )[0]
+    parts = torch.split(best, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
