@@ -61,7 +61,7 @@ def test_a_layers_votes_are_counted_once(model, monkeypatch):
     cache = CompressedCache(model, POLICY)
     call(model, cache, random_ids(2, PROMPT))
     assert cache.report()["lost_votes"] > 0
-    assert len(counted) == model.config.num_hidden_layers
+    assert len(counted) == 1  # of all layers together
 
 
 # Bookkeeping.

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from snapkv import AdaKV, CompressedCache, SnapKV, default_policy
-from snapkv.cache import layer_group
 from snapkv.ops.votes import api, reference
 from tests.families import call, peaked_model, random_ids, tiny_config
 
@@ -66,8 +65,7 @@ def calls(read):
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    """Layers wait for each other, here all of them; and votes are counted of all rows at once."""
-    monkeypatch.setattr(layer_group, "MOST_BYTES", {})
+    """Votes are counted of all rows at once, and so small are they that all layers wait."""
     largest = {**api._IN_TORCH["largest_votes"], "blocked": reference.largest_votes}
     monkeypatch.setitem(api._IN_TORCH, "largest_votes", largest)
 

@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from snapkv import H2O, RKV, AdaKV, CompressedCache, SnapKV, default_policy
-from snapkv.cache import layer_group
 from tests.families import random_ids, tiny_model
 
 ASKING = {"item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"}
@@ -53,46 +52,32 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("policy", "prompt", "token"),
+    ("policy", "options", "prompt", "token"),
     [
-        (SNAPKV, [1, 0, 0, 2], [0, 0, 0, 0]),
-        (H2O(budget=24), [1, 0, 0, 1], [0, 0, 0, 0]),
-        (RKV(24, window_size=4, evict_every=1), [1, 0, 0, 1], [0, 0, 0, 0]),
-        (AdaKV(SNAPKV), [3, 2, 2, 4], [0, 0, 0, 0]),
+        (SNAPKV, {}, [0, 0, 0, 2], [0, 0, 0, 0]),
+        (H2O(budget=24), {}, [1, 0, 0, 1], [0, 0, 0, 0]),
+        (RKV(24, window_size=4, evict_every=1), {}, [1, 0, 0, 1], [0, 0, 0, 0]),
+        # Two more a layer ask for counts, which are on the host.
+        (AdaKV(SNAPKV), {}, [0, 0, 0, 3 + 2 * 4], [0, 0, 0, 0]),
+        (default_policy(16, window_size=4), {}, [0, 0, 0, 3], [0, 0, 0, 0]),
+        (default_policy(16, window_size=4), {"quantize": "int4"}, [0, 0, 0, 4], [0, 0, 0, 0]),
     ],
-    ids=["snapkv", "h2o", "r-kv", "adakv"],
+    ids=["snapkv", "h2o", "r-kv", "adakv", "default", "default int4"],
 )
-def test_the_layers_between_the_first_and_the_last_are_not_waited_for(policy, prompt, token, asked):
-    """The check of the votes asks of the first layer, and of all others behind the last.
+def test_the_layers_between_the_first_and_the_last_are_not_waited_for(
+    policy, options, prompt, token, asked
+):
+    """The check of the votes asks of the first layers, and of all others behind the last.
 
-    Where a prefix was scored, it is asked once there whether all scores are numbers.
+    Where a prefix was scored, it is asked once there whether all scores are numbers. Here all
+    layers choose together, if they can.
     """
     model = tiny_model("llama")
-    cache = CompressedCache(model, policy)
+    cache = CompressedCache(model, policy, **options)
     ids = random_ids(2, 64)
     assert asked(model, ids, past_key_values=cache) == prompt
     for _ in range(2):
         assert asked(model, ids[:, :1], past_key_values=cache) == token
-
-
-@pytest.mark.parametrize(
-    ("policy", "options", "waits"),
-    [
-        (SNAPKV, {}, 2),
-        (AdaKV(SNAPKV), {}, 3 + 2 * 4),  # two a layer ask for counts, which are on the host
-        (default_policy(16, window_size=4), {}, 3),
-        (default_policy(16, window_size=4), {"quantize": "int4"}, 4),
-    ],
-    ids=["snapkv", "adakv", "default", "default int4"],
-)
-def test_layers_that_choose_together_are_waited_for_once(
-    policy, options, waits, asked, monkeypatch
-):
-    """Where the last of them reads the prompt's end, as on a GPU; all four wait for each other."""
-    monkeypatch.setattr(layer_group, "MOST_BYTES", {})
-    model = tiny_model("llama")
-    cache = CompressedCache(model, policy, **options)
-    assert asked(model, random_ids(2, 64), past_key_values=cache) == [0, 0, 0, waits]
 
 
 def test_tokens_behind_a_padded_batch_are_not_waited_for_in_every_layer(asked):

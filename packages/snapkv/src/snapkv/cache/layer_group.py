@@ -1,7 +1,7 @@
 """Layers that have read a prompt's end and choose together, as rows of one batch.
 
-On a GPU the dozens of small operations of a choice take longer than the work that they are, so
-neighbours that are alike wait for each other, as many as are little to hold. On a CPU none waits.
+The dozens of small operations of a choice take longer than the work that they are, on a GPU above
+all. So neighbours that are alike wait for each other, as many as are little to hold.
 """
 
 import functools
@@ -19,7 +19,7 @@ from snapkv.policies.states import LostVotes
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.ragged_store import CodedStore
 
-MOST_BYTES = {"cpu": 0}
+MOST_BYTES = {"cpu": 4 << 20}
 """Of keys and values that wait, by the type of device; those of one layer may be more."""
 
 _MOST_BYTES = 128 << 20
