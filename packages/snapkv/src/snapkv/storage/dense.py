@@ -66,8 +66,8 @@ class DenseStore(TokenStore):
         if empty is None:
             return RaggedStore(
                 states=RaggedStates.whole(keys[:, :, :tokens], values[:, :, :tokens]),
-                keys=keys[:, :, tokens:],
-                values=values[:, :, tokens:],
+                keys=keys[:, :, tokens:].clone(),  # or it would hold all of them
+                values=values[:, :, tokens:].clone(),
                 num_kv_heads=self.num_kv_heads,
             )
         slots = torch.arange(tokens, device=keys.device).expand(*keys.shape[:2], -1)

@@ -88,12 +88,14 @@ class RaggedStore(TokenStore):
         Of a prompt, which no token comes after. Where more heads are counted than are stored, rows
         are those of as many copies of each.
         """
-        heads, tokens = self.heads(), self.unmasked_slots
+        heads = self.ragged
+        assert isinstance(heads, RaggedStates)  # they are encoded at a prompt's end
         repeats = len(counts[0]) // len(heads.head_tokens[0])
         if repeats > 1:  # all of which hold as many
+            tokens = heads.longest_tokens
             rows = rows // (tokens * repeats) * tokens + rows % tokens
+            self._hold(lambda states: states.repeat_interleave(repeats, dim=1))
         self.ragged = heads.at_rows(rows, counts)
-        self._hold(lambda states: states.repeat_interleave(repeats, dim=1))  # copies, no views
 
     def only(self, stays: Tensor) -> TokenStore:
         """Hold some slots; the tail keeps as many tokens of all heads, the others go to theirs."""
@@ -164,8 +166,8 @@ class CodedStore(RaggedStore):
         return [
             cls(
                 states=states,
-                keys=store.keys.clone(),  # alone in memory
-                values=store.values.clone(),
+                keys=store.keys,
+                values=store.values,
                 num_kv_heads=store.num_kv_heads,
                 how=how,
             )
