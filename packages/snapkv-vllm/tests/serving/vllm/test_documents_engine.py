@@ -31,7 +31,12 @@ class Client:
     async def call_utility(self, name, part, method, given):
         assert (name, part) == (ASKED, "_documents")
         self.asked.append(method)
-        return self.said.get(method)
+        await asyncio.sleep(0)
+        said = self.said.get(method)
+        return next(said) if method == "holds" else said
+
+    async def generate(self, prompt, sampling, name):
+        yield None
 
     async def collective_rpc(self, method, args):
         self.calls.append((method, *args))
@@ -93,6 +98,34 @@ def test_what_is_not_filled_is_dropped(adopted, worker, status, words):
         asyncio.run(made(client).adopt("a", *SAVED))
     assert status_of(refused.value) == status
     assert client.asked[-1] == "drop"
+
+
+def test_a_document_is_dropped_whose_client_goes_away_while_it_gets_its_blocks():
+    async def goes_away(client):
+        adopting = asyncio.create_task(made(client).adopt("a", *SAVED))
+        while "adopt" not in client.asked:
+            await asyncio.sleep(0)
+        adopting.cancel()
+        await asyncio.gather(adopting, return_exceptions=True)
+
+    client = Client(KEPT)
+    asyncio.run(goes_away(client))
+    assert (client.asked, client.calls) == (["room", "adopt", "drop"], [])
+
+
+@pytest.mark.parametrize(("held", "read"), [([True], 1), ([False, True], 2), ([False] * 3, 3)])
+def test_a_document_that_lost_its_blocks_is_read_again(held, read):
+    """And refused when it has lost them three times."""
+    client = Client()
+    client.said["holds"] = iter(held)
+    reading = made(client).register("a", SAVED[0], (7,))
+    if held[-1]:
+        asyncio.run(reading)
+    else:
+        with pytest.raises(SnapKVError, match="blocks for its 20 tokens while it is read") as lost:
+            asyncio.run(reading)
+        assert status_of(lost.value) == 507
+    assert client.asked == ["holds"] * read
 
 
 def test_a_dead_engine_says_so_itself():
