@@ -265,6 +265,10 @@ def path_of(argument: str, value: object) -> Path:
             f"{argument}: expected a path, got {value!r} of type {type(value).__name__}; pass a "
             "text or a Path"
         )
+    if "\0" in str(value):
+        raise InvalidArgumentError(
+            f"{argument}: expected a path without NUL bytes, got {value!r}; leave them out"
+        )
     return Path(value)
 
 

@@ -264,6 +264,13 @@ def test_the_file_is_plain_safetensors(tmp_path):
         assert content.get_tensor("layers.0.store.keys").shape == (8, 2, 40, 8)
 
 
+def test_what_is_no_tensor_is_not_kept_beside_a_cache(tmp_path):
+    cache, path = CompressedCache(tiny_model("llama"), SnapKV(40)), tmp_path / "cache"
+    with pytest.raises(InvalidTypeError, match="beside: expected tensors, got 'ids' of type list"):
+        cache.save(path, beside={"ids": [1, 2]})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "one")

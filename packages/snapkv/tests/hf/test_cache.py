@@ -67,6 +67,13 @@ def test_a_layers_votes_are_counted_once(model, monkeypatch):
 # Bookkeeping.
 
 
+def test_it_says_whether_it_holds_tokens_as_transformers_own_does(model):
+    for cache in (DynamicCache(config=model.config), CompressedCache(model, POLICY)):
+        assert not cache.is_initialized
+        call(model, cache, random_ids(2, PROMPT))
+        assert cache.is_initialized
+
+
 def test_crop_reaches_into_the_window_but_not_beyond_what_is_whole(model, filled):
     before, again = copy.deepcopy(filled), random_ids(2, 2, seed=3)
     call(model, filled, random_ids(2, 3, seed=2))

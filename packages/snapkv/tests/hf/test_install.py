@@ -6,6 +6,7 @@ import gc
 import pickle
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
+from transformers.generation import utils as generation_utils
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import snapkv
 from snapkv import (
@@ -233,6 +236,29 @@ def test_drafts_go_through_a_forward_that_others_have_put_on_the_model(llama):
     del llama.forward
     plain = {**OPTIONS, "past_key_values": CompressedCache(llama, POLICY)}
     assert torch.equal(looked, llama.generate(ids, **plain))
+
+
+def test_prompts_with_drafts_are_read_first_in_every_thread(llama, monkeypatch):
+    """Both wait for their drafts while the model's forward is that of the other, too."""
+    met, waited = threading.Barrier(2, timeout=60), threading.local()
+
+    class Meeting(PromptLookupCandidateGenerator):
+        def get_candidates(self, *args, **options):
+            if not hasattr(waited, "once"):
+                waited.once = met.wait()
+            return super().get_candidates(*args, **options)
+
+    def answer(seed):
+        ids = random_ids(1, 60, seed) % 9 + 3
+        options = {"past_key_values": CompressedCache(llama, POLICY), **OPTIONS}
+        return llama.generate(ids, **options, prompt_lookup_num_tokens=3)
+
+    expected = [answer(0), answer(1)]
+    monkeypatch.setattr(generation_utils, "PromptLookupCandidateGenerator", Meeting)
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(answer, (0, 1)))
+    assert all(map(torch.equal, answers, expected))
+    assert "forward" not in vars(llama)
 
 
 def test_attention_that_the_user_chose_meanwhile_stays(model):

@@ -81,6 +81,15 @@ def test_what_does_not_go_together(said, policy, options):
     assert "; " in str(refusal.value)
 
 
+@pytest.mark.parametrize("recall", ["cpu", "Host", "none"])
+def test_a_word_for_a_place_names_no_folder(recall, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=f"got '{recall}'; pass 'host', or './{recall}'"):
+        CompressedCache(tiny_model("llama"), SNAPKV, recall=recall)
+    assert not list(tmp_path.iterdir())
+    CompressedCache(tiny_model("llama"), SNAPKV, recall=f"./{recall}")
+
+
 @pytest.mark.parametrize(
     ("said", "policy", "options"),
     [

@@ -15,6 +15,7 @@ from snapkv import (
     AdaKV,
     CompressedCache,
     FullCache,
+    InvalidArgumentError,
     InvalidTypeError,
     KVCodes,
     KVzip,
@@ -330,6 +331,8 @@ def test_what_is_no_path_is_refused_by_name(path, tiny):
     ):
         with pytest.raises(InvalidTypeError, match=f"{name}: expected a path, got {path!r}"):
             opened(path)
+        with pytest.raises(InvalidArgumentError, match=f"{name}: expected a path without NUL"):
+            opened("a\0b")
 
 
 def test_a_record_of_somebody_else_is_not_replaced(library, tiny):

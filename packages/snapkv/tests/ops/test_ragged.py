@@ -63,6 +63,13 @@ def test_states_of_several_types_count_as_of_the_widest(impl, narrow):
     assert torch.equal(ragged_attention(**given, impl=impl), ragged_attention(**wide, impl=impl))
 
 
+@pytest.mark.parametrize("impl", FAST)
+def test_states_of_float64_stay_so(impl):
+    given = with_options(wide(states(LENGTHS["whole blocks"], 3, dim_v=20)), OPTIONS["sinks"])
+    got, expected = (ragged_attention(**given, impl=each) for each in (impl, "reference"))
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("impl", ["reference", *FAST])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_low_precision_errs_no_more_than_twice_as_much_as_eager(impl, dtype):

@@ -332,6 +332,11 @@ class CompressedCache(Cache):
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds tokens: models ask, of which the first pass alone sees ahead."""
+        return bool(self.prompt_state.rows)
+
     def leave_room(self) -> None:
         """Grow again in the midst of a `generate`: its recorded step knows of no other change."""
         for layer in self.prompt_state.layers:

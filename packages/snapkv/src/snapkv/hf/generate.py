@@ -16,6 +16,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -53,7 +54,7 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         with prompt_state.announced(end) if end else contextlib.nullcontext():
             return own(model, *args, **kwargs)
     finally:
-        _forget_split(model)
+        _forget_split(model, prompt_state)
         if steps := step_graph.running(cache_among(kwargs)):
             steps.close()
 
@@ -69,7 +70,8 @@ def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
         else:
             ids = args[0] if args else kwargs["input_ids"]
             steps.expect(kwargs.get("next_sequence_length") or ids.shape[1])
-    splits = _is_split(model) and not prompt_state.seen_tokens  # no mask is made of both parts
+    # No mask is made of both parts.
+    splits = _is_split(model, prompt_state) and not prompt_state.seen_tokens
     with forward_context.step():
         inputs = own(model, *args, **(kwargs | passed(None) if splits else kwargs))
     token_ids = inputs.get("input_ids")
@@ -139,60 +141,73 @@ def _prefill(
 def _candidates(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Read the prompt in a pass of its own: the drafts behind it attend to what was kept of it."""
     given = kwargs.get("model_kwargs") or {}
-    _forget_split(model)
     if (prompt_state := _prompt_state_of(given)) is not None:
         if not prompt_state.is_announced:
             prompt_state.expect_prompt(_prompt_tokens((kwargs["input_ids"],), given))
-        others = vars(model).get("forward")
-        split = functools.partial(_prompt_first, model, others, prompt_state, model.forward)
-        vars(model)["forward"] = split
+        with _changing_forward:
+            if not isinstance(vars(model).get("forward"), _PromptFirst):
+                vars(model)["forward"] = _PromptFirst(model)
+            vars(model)["forward"].waiting[id(prompt_state)] = prompt_state
     return own(model, *args, **kwargs)
 
 
-def _prompt_first(
-    model: Any, others: Any, prompt_state: PromptState, forward: Callable[..., Any], **given: Any
-) -> Any:
-    """The forward pass that ends the prompt, in two where it goes on behind it.
+_changing_forward = threading.Lock()
 
-    It stands for `forward`, and for what was in its place on the instance, if anything was.
+
+class _PromptFirst:
+    """The forward pass that ends a prompt, in two where it goes on behind it.
+
+    It stands for a model's `forward` while prompts of any thread wait, and for what was in its
+    place on the instance, if anything was.
     """
-    del others
-    if _prompt_state_of(given) is not prompt_state:
-        return forward(**given)
-    _forget_split(model)
-    ids = given.get("input_ids")
-    tokens = (given["inputs_embeds"] if ids is None else ids).shape[1]
-    if not (behind := prompt_state.tokens_behind(tokens)):
-        return forward(**given)
-    if given.get("output_attentions"):
-        raise UnsupportedModelError(
-            "output_attentions: expected False where drafts are verified, whose weights are as "
-            "wide as what was kept, got True; leave it out, or generate without drafts"
-        )
-    first = forward(**_part(given, 0, tokens - behind, tokens))
-    cache_among(given).crop(0)  # layers with a window hold no more than the next pass needs
-    rest = forward(**_part(given, tokens - behind, tokens, tokens))
-    rest["logits"] = torch.cat([first.logits, rest.logits], dim=1)
-    if first.get("hidden_states") is not None:
-        pairs = zip(first.hidden_states, rest.hidden_states, strict=True)
-        rest["hidden_states"] = tuple(torch.cat(pair, dim=1) for pair in pairs)
-    return rest
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self.others, self._forward = model, vars(model).get("forward"), model.forward
+        self.waiting: weakref.WeakValueDictionary[int, PromptState] = weakref.WeakValueDictionary()
+        functools.update_wrapper(self, self._forward)
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        prompt_state = _prompt_state_of(given)
+        if prompt_state is None or not _is_split(self._model, prompt_state):
+            return self._forward(*args, **given)
+        _forget_split(self._model, prompt_state)
+        ids = given.get("input_ids")
+        tokens = (given["inputs_embeds"] if ids is None else ids).shape[1]
+        if not (behind := prompt_state.tokens_behind(tokens)):
+            return self._forward(**given)
+        if given.get("output_attentions"):
+            raise UnsupportedModelError(
+                "output_attentions: expected False where drafts are verified, whose weights are as "
+                "wide as what was kept, got True; leave it out, or generate without drafts"
+            )
+        first = self._forward(**_part(given, 0, tokens - behind, tokens))
+        cache_among(given).crop(0)  # layers with a window hold no more than the next pass needs
+        rest = self._forward(**_part(given, tokens - behind, tokens, tokens))
+        rest["logits"] = torch.cat([first.logits, rest.logits], dim=1)
+        if first.get("hidden_states") is not None:
+            pairs = zip(first.hidden_states, rest.hidden_states, strict=True)
+            rest["hidden_states"] = tuple(torch.cat(pair, dim=1) for pair in pairs)
+        return rest
 
 
-def _forget_split(model: Any) -> None:
-    """Take `_prompt_first` away, also where no pass was read behind it."""
-    if not _is_split(model):
-        return
-    _, others, *_ = vars(model)["forward"].args
-    if others is None:
+def _forget_split(model: Any, prompt_state: PromptState) -> None:
+    """The prompt was read, or will not be: after the last one `forward` is again what it was."""
+    with _changing_forward:
+        split = vars(model).get("forward")
+        if not isinstance(split, _PromptFirst):
+            return
+        split.waiting.pop(id(prompt_state), None)
+        if split.waiting:
+            return
         del vars(model)["forward"]
-    else:
-        vars(model)["forward"] = others
+        if split.others is not None:
+            vars(model)["forward"] = split.others
 
 
-def _is_split(model: Any) -> bool:
-    """Whether the next pass is read in two parts."""
-    return getattr(vars(model).get("forward"), "func", None) is _prompt_first
+def _is_split(model: Any, prompt_state: PromptState) -> bool:
+    """Whether the next pass of this cache is read in two parts."""
+    split = vars(model).get("forward")
+    return isinstance(split, _PromptFirst) and id(prompt_state) in split.waiting
 
 
 def _part(given: dict[str, Any], start: int, stop: int, tokens: int) -> dict[str, Any]:

@@ -12,7 +12,13 @@ from transformers import PreTrainedModel
 from snapkv.cache.read_ids import ReadIds
 from snapkv.cache.saving.encoding import decode_layer, encode_layer
 from snapkv.cache.saving.files import read_sealed, write_sealed
-from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
+from snapkv.errors import (
+    CacheFileError,
+    CacheMismatchError,
+    InvalidTypeError,
+    SnapKVError,
+    UnsupportedModelError,
+)
 from snapkv.hf.identity import identity_of, require_identity
 from snapkv.hf.model_parts import has_images_positions
 from snapkv.hf.placement import device_of, layer_devices
@@ -51,6 +57,12 @@ def write(
     Keys and values go into these codes, where they are none yet. The model's `identity`, where it
     is known, need not be found again.
     """
+    for name, each in beside.items():
+        if not isinstance(each, Tensor):
+            raise InvalidTypeError(
+                f"beside: expected tensors, got {name!r} of type {type(each).__name__}; pass "
+                "torch.tensor(...) of it"
+            )
     model = identity or identity_of(cache.model)
     tensors, notes = encoded(cache, options, model, beside, codes)
     write_sealed(path, tensors, notes, sweep=sweep)

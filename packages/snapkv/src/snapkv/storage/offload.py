@@ -21,6 +21,9 @@ from snapkv.validation import format_bytes, require_int
 Recall = str | Path
 """What a cache may be told of evicted tokens: "host", or a folder."""
 
+_NO_FOLDERS = "host", "cpu", "ram", "gpu", "cuda", "disk", "none"
+"""Words that other libraries have for a place, in any case; "host" is ours as it stands."""
+
 
 class OffloadPool:
     """Room off the device, within a limit that all layers of a cache share.
@@ -141,6 +144,11 @@ def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
         raise InvalidTypeError(
             f"recall: expected 'host' or the path of a folder, got {recall!r}; leave it out to "
             "drop for good what is evicted"
+        )
+    if isinstance(recall, str) and recall.lower() in _NO_FOLDERS:
+        raise InvalidArgumentError(
+            f"recall: expected 'host' or the path of a folder, got {recall!r}; pass 'host', or "
+            f"'./{recall}' for a folder of that name"
         )
     return OffloadPool(limit_bytes, Path(recall))
 

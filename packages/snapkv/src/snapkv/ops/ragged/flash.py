@@ -25,7 +25,7 @@ def ragged_attention(
     own_visible: Tensor | None,
     tail_tokens: Tensor | None,
 ) -> Tensor:
-    """As `snapkv.ops.ragged_attention`; softmax in float32, no gradients."""
+    """As `snapkv.ops.ragged_attention`; softmax in float32 or wider, no gradients."""
     B, Hq, Q, D = queries.shape
     H, scale = tail_keys.shape[1], score_options.scaling
     counts = layout.counts
@@ -45,7 +45,7 @@ def ragged_attention(
     keys_after, values_after = tail_keys.flatten(0, 1)[None], tail_values.flatten(0, 1)[None]
     of_tail, tailed = _attend(rows, keys_after, values_after, mask, scale)
     share = (kept - tailed).sigmoid_()[..., None]
-    output = of_tail.float().lerp_(of_kept.float(), share)
+    output = of_tail.to(share.dtype).lerp_(of_kept.to(share.dtype), share)
     if (logits := sinks_of_rows(score_options, rows[0], Q)) is not None:
         output = output * (torch.logaddexp(kept, tailed)[..., None] - logits).sigmoid_()
     return output.to(values.dtype).view(B, Hq, Q, -1)
@@ -54,7 +54,7 @@ def ragged_attention(
 def _attend(
     rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(1, H, R, Dv) attention, and (1, H, R) float32 logarithms of the denominators."""
+    """(1, H, R, Dv) attention, and (1, H, R) logarithms of the denominators."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     found: tuple[Tensor, Tensor] = attend(rows, keys, values, attn_mask=mask, scale=scale)
     return found
