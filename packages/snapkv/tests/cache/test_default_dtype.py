@@ -57,3 +57,27 @@ def test_a_prompt_read_under_autocast_is_answered_as_by_the_masked_oracle(method
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not outside):
         got = torch.cat([call(model, cache, token) for token in tokens.split(1, dim=1)], dim=1)
     torch.testing.assert_close(got.float(), expected.float(), atol=0.03, rtol=0.03)
+
+
+CHOOSING = ["h2o", "r-kv", "fastgen", "criticalkv", "adakv of expected-attention", "across-layers"]
+
+
+@pytest.mark.parametrize("method", CHOOSING)
+def test_under_autocast_methods_choose_in_float32(method, monkeypatch):
+    """As they would without it, of the same states: no operation of a method is autocast."""
+    seen, policy = [], METHODS[method]
+    for name in ("select", "evict", "ranked"):
+        if own := getattr(type(policy), name, None):
+
+            def noting(*given, own=own, **named):
+                seen.append(torch.is_autocast_enabled("cpu") or torch.is_grad_enabled())
+                return own(*given, **named)
+
+            monkeypatch.setattr(type(policy), name, noting)
+    model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), policy)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for ids in (random_ids(1, 90), random_ids(1, 1, 1)):
+            cache.expect_tokens(ids)
+            call(model, cache, ids)
+    assert seen
+    assert not any(seen)

@@ -35,14 +35,6 @@ def test_blocked_votes_equal_the_reference(shape, block_tokens, extras):
     torch.testing.assert_close(votes, expected, atol=1e-6 * shape[3], rtol=1e-5)
 
 
-@pytest.mark.parametrize("impl", ["reference", "blocked", "by_head"])
-def test_votes_are_float32_under_autocast(impl):
-    queries, keys = states(SHAPES["gqa-63"])
-    options = options_of(SHAPES["gqa-63"], "all")
-    expected = api.window_votes(queries, keys, **options, impl=impl)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(api.window_votes(queries, keys, **options, impl=impl), expected)
-
 
 LIFTS = [Fading(0.8), Fading(1e-300), Pooling(5, "max"), Pooling((0, 4), "avg")]
 

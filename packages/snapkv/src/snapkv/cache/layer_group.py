@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.policies import PromptLayer, Selection
 from snapkv.policies.states import LostVotes
@@ -87,14 +88,14 @@ class LayerGroup:
         """Each keeps what was chosen of the stack, None for all, and notes what its votes lost."""
         nothing: list[Selection | None] = [None] * len(self)
         parts = nothing if selection is None else selection.of_layers(self.prompts)
-        lost = self._lost_by(selection)
+        with ops.scoring(self.stack.keys):
+            lost = self._lost_by(selection)
         for layer, part, prompt, own in zip(self.layers, parts, self.prompts, lost, strict=True):
             layer.end_prompt(part, prompt, **own)
         prompt_tokens = self.prompts[0].keys.shape[2]
         kept = ((layer, layer.kept_slots(prompt_tokens)) for layer in self.layers)
         encode(kept, self.layers[0].codes)
 
-    @torch.no_grad()
     def _lost_by(self, selection: Selection | None) -> list[dict[str, Tensor]]:
         """What each loses of its votes; nothing where all is kept, or some had gone before."""
         nothing: list[dict[str, Tensor]] = [{}] * len(self)

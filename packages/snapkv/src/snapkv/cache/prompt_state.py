@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_group import LayerGroup
 from snapkv.cache.read_ids import ReadIds
@@ -260,11 +261,12 @@ class PromptState:
         if isinstance(policy, AcrossLayers) and policy.shares:
             if self.shared is None or not group.stack.depth:
                 self.shared = SharedBudget(policy, group.stack, once=once)
-            self.shared.take(group)
+            with ops.scoring(group.stack.keys):
+                self.shared.take(group)
             if group.reaches_last:
                 self.shared = None
             return
-        with torch.no_grad():
+        with ops.scoring(group.stack.keys):
             selection = policy.select(group.stack)
             if selection is None and once:
                 selection = Selection.whole(group.stack)

@@ -50,7 +50,6 @@ class SharedBudget:
         self._held = 0  # slots of a row, at most
         self._listed = 0  # of how many layers the entries are listed
 
-    @torch.no_grad()
     def take(self, group: LayerGroup) -> None:
         """Layers have read the prompt; after the last one all hold what they keep."""
         stack, rows, seen = group.stack, len(self._rows), len(self._parts)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_group import encode
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
@@ -215,7 +215,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     layer = context.layer
     attended = attend_stored(call, layer)
     prompt = _prompt_layer(call, layer, layer.slots.padding_slots, context.check.unasked)
-    with torch.no_grad():
+    with ops.scoring(call.key):
         selection = layer.policy.select(prompt)
     _close(call, context)
     stored = prompt.keys.shape[2]
@@ -312,7 +312,7 @@ def _evict(
         seen_tokens=layer.seen_tokens,
         **_of_layer(call, layer),
     )
-    with torch.no_grad():
+    with ops.scoring(call.key):
         eviction = policy.evict(step)
     layer.apply_eviction(eviction)
 

@@ -7,7 +7,7 @@ from snapkv.ops.numbers import on_device
 from snapkv.ops.ragged.api import ragged_attention
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.redundancy import redundancy
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import ScoreOptions, scoring
 from snapkv.ops.token_cost import TokenCost
 from snapkv.ops.votes.api import Implementation, fade_votes, largest_votes, window_votes
 from snapkv.ops.votes.blocked import flat_rows, gather_pair, gather_tokens
@@ -59,6 +59,7 @@ __all__ = [
     "ragged_attention",
     "reduce_group",
     "redundancy",
+    "scoring",
     "times_above",
     "window_visibility",
     "window_votes",

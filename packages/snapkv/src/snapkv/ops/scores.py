@@ -1,9 +1,21 @@
 """How attention turns products of queries and keys into scores."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@contextlib.contextmanager
+def scoring(states: Tensor) -> Iterator[None]:
+    """Within this block nothing is noted for gradients, and float32 stays so under autocast."""
+    device, off = states.device.type, contextlib.nullcontext()
+    if torch.is_autocast_enabled(device):
+        off = torch.autocast(device, enabled=False)  # type: ignore[assignment]
+    with torch.no_grad(), off:
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,7 @@ def fade_votes(votes: Tensor, decay: float, *, impl: Implementation = "auto") ->
 def _implementation(
     operation: str, impl: str, states: Tensor, fitting: str, lift: Lift | None = None
 ) -> Callable[..., Any]:
-    vote: Callable[..., Any] = implementation(
+    return implementation(
         operation,
         impl,
         states,
@@ -146,9 +146,6 @@ def _implementation(
         kernels=_KERNELS[operation],
         obstacle=lambda: _obstacle(operation, states, lift),
     )
-    if torch.is_autocast_enabled(device := states.device.type):  # it would take fewer bits
-        vote = torch.autocast(device, enabled=False)(vote)
-    return vote
 
 
 def _obstacle(operation: str, states: Tensor, lift: Lift | None = None) -> str | None:
