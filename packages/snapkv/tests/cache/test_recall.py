@@ -33,11 +33,6 @@ def question(batch=1, tokens=QUESTION, seed=1):
     return random_ids(batch, tokens, seed=seed)
 
 
-def assert_same_choice(cache, other):
-    for layer in other.compressed_layers:
-        assert torch.equal(cache.kept_positions(layer), other.kept_positions(layer))
-
-
 # Through `generate`.
 
 
