@@ -165,11 +165,6 @@ def profiled(policy, layer):
     return torch.full(heads, FULL) if notes is None else notes[..., 0]
 
 
-def with_ids(layer, seed):
-    ids = random_ids(layer.keys.shape[0], layer.keys.shape[2], seed=seed)
-    return replace(layer, token_ids=ids)
-
-
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 1000),
@@ -185,7 +180,8 @@ def test_the_profile_equals_its_definition(seed, lengths, recovery, kv_heads, ex
         )
         for n in lengths
     ]
-    layer = with_ids(pad_left(rows, query_tokens=max(lengths)), seed)
+    ids = random_ids(len(lengths), max(lengths), seed=seed)
+    layer = replace(pad_left(rows, query_tokens=max(lengths)), token_ids=ids)
     policy = FastGen(recovery, special_ids=tuple(range(40)), punctuation_ids=tuple(range(40, 70)))
     choices = profiled(policy, layer)
     for row in range(len(lengths)):
