@@ -44,16 +44,13 @@ class TwoReferences(Keys):
             yield replace(sample, references=self.references, settings=settings)
 
 
-def without_loss(given):
-    return [{k: v for k, v in one.items() if k != "loss"} for one in untimed(given)]
-
-
 def records_with_loss(folder, **given):
     """Of a run that takes the losses; its answers are those of one that does not."""
     Run(**given).evaluate(folder / "plain")
     Run(**given, reference_loss=True).evaluate(folder / "loss")
     found = records(folder / "loss")
-    assert without_loss(found) == untimed(records(folder / "plain"))
+    without = [{k: v for k, v in one.items() if k != "loss"} for one in untimed(found)]
+    assert without == untimed(records(folder / "plain"))
     return found
 
 
