@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from snapkv import (
-    CompressedCache,
-    InvalidArgumentError,
-    OutOfMemoryError,
-    SnapKV,
-)
+from snapkv import CompressedCache, InvalidArgumentError, OutOfMemoryError, SnapKV
 from tests.families import call, generated, random_ids, tiny_model
 from tests.oracle import unwrapped
 

@@ -5,14 +5,7 @@ import copy
 import pytest
 import torch
 
-from snapkv import (
-    AdaKV,
-    CompressedCache,
-    FullCache,
-    InvalidArgumentError,
-    SnapKV,
-    SnapKVError,
-)
+from snapkv import AdaKV, CompressedCache, FullCache, InvalidArgumentError, SnapKV, SnapKVError
 from snapkv.policies.spans import Spans
 from tests import families
 from tests.families import call, random_ids, tiny_model

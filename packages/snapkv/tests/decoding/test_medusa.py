@@ -96,8 +96,7 @@ def test_greedy_text_is_that_of_plain_decoding_whatever_is_guessed(storage):
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     text, cache = generate(model, ids, new_cache(model, storage)), new_cache(model, storage)
     wrong = Medusa(
-        KnowingHeads.of(model, cache, (text + 1) % 128, seed=1),
-        CandidateTree(((0,), (1,), (0, 0))),
+        KnowingHeads.of(model, cache, (text + 1) % 128, seed=1), CandidateTree(((0,), (1,), (0, 0)))
     )
     assert torch.equal(generate(model, ids, cache, custom_generate=wrong), text)
     assert wrong.tally.accepted < 5

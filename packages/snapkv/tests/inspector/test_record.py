@@ -98,7 +98,7 @@ def test_answers_are_those_of_the_caches(inspection):
 def test_the_place_of_the_answer_was_voted_for_most_by_a_single_voter(inspection):
     ballots = {method.label: method.ballot for method in inspection.methods}
     assert {label for label, ballot in ballots.items() if ballot is None} == {
-        *("keydiff", "h2o", "streaming-llm", "fastgen", "full"),
+        *("keydiff", "h2o", "streaming-llm", "fastgen", "full")
     }
     near = inspection.pieces[ballots["snapkv"].strongest - 8 :][:16]
     assert "gate is under the blue" in "".join(near)

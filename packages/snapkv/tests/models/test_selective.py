@@ -9,13 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from snapkv import (
-    CacheMismatchError,
-    CompressedCache,
-    FullCache,
-    InvalidArgumentError,
-    SnapKV,
-)
+from snapkv import CacheMismatchError, CompressedCache, FullCache, InvalidArgumentError, SnapKV
 from snapkv.policies import EvictingPolicy
 from snapkv.prefill import selective
 from snapkv.prefill.selective import _TokensThatGoOn, _voting

@@ -34,13 +34,7 @@ from tests.families import random_ids, tiny_model
 from tests.ops.states import pad_left, random_layer, worked_prompt, worked_step
 from tests.policies.test_evicting import KINDS, PROMPT
 
-ROWS = [
-    [1.0],
-    [0.9, 0.1],
-    [0.8, 0.1, 0.1],
-    [0.7, 0.05, 0.2, 0.05],
-    [0.6, 0.05, 0.25, 0.05, 0.05],
-]
+ROWS = [[1.0], [0.9, 0.1], [0.8, 0.1, 0.1], [0.7, 0.05, 0.2, 0.05], [0.6, 0.05, 0.25, 0.05, 0.05]]
 IDS = [1, 10, 5, 11, 12]  # <s> A . B C
 PROMPT_BY_HAND = worked_prompt(ROWS, 5, token_ids=torch.tensor([IDS]))
 BY_HAND = {"special_ids": (1,), "punctuation_ids": (5, 6)}

@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import InvalidArgumentError
-from snapkv.policies import (
-    AdaKV,
-    CriticalKV,
-    KVzap,
-    KVzip,
-    PrefixPolicy,
-)
+from snapkv.policies import AdaKV, CriticalKV, KVzap, KVzip, PrefixPolicy
 from snapkv.policies.pyramidkv import LayerBudget
 from tests.gates import drawn_gate
 from tests.ops.states import pad_left, random_layer, rated_layer

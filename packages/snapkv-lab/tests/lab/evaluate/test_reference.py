@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from snapkv import (
-    H2O,
-    RKV,
-    FullCache,
-    KVzip,
-    SnapKV,
-)
+from snapkv import H2O, RKV, FullCache, KVzip, SnapKV
 from snapkv.app import likelihood as reference_module
 from snapkv.app.answering import answer_ids
 from snapkv.app.conversation import joined
