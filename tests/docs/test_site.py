@@ -63,18 +63,11 @@ def test_every_page_is_in_the_site(site):
 @pytest.mark.parametrize(
     "name",
     [
-        "SnapKVPress",
-        "AdaKVPress",
-        "compression_ratio",
-        "max_capacity_prompt",
-        "window_size",
-        "kernel_size",
-        "replace_mistral",
-        "SnapKVCluster",
-        "KVPressTextGenerationPipeline",
+        "SnapKVPress", "AdaKVPress", "compression_ratio", "max_capacity_prompt", "window_size",
+        "kernel_size", "replace_mistral", "SnapKVCluster", "KVPressTextGenerationPipeline",
         "group_reduce",
     ],
-)
+)  # fmt: skip
 def test_the_search_finds_names_of_other_projects(site, name):
     text = (site / "searchindex.js").read_text(encoding="utf-8")
     index = json.loads(re.fullmatch(r"Search\.setIndex\((.*)\)\s*", text, re.S)[1])

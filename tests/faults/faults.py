@@ -38,7 +38,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "        LinearAttentionLayer.reorder_cache(self, beam_idx)\n",
             "",
             "matrix/test_matrix.py",
-        ),
+        )
     ],
     "snapkv/cache/layer_group.py": [
         (
@@ -341,7 +341,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "positions = columns if pads is None else columns - pads[:, None, None]",
             "positions = columns",
             "cache/test_protect.py",
-        ),
+        )
     ],
     "snapkv/hf/forward_context.py": [
         (
@@ -407,7 +407,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "torch.linspace(0, last, count, dtype=torch.float64)",
             "torch.zeros(0)",
             "cache/test_saving.py",
-        ),
+        )
     ],
     "snapkv/hf/install.py": [
         (
@@ -449,7 +449,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "        if prompt_state.layers[0].store.has_room and not current.is_step:\n",
             "        if False:\n",
             "hf/test_step_graph.py",
-        ),
+        )
     ],
     "snapkv/hf/room.py": [
         (
@@ -503,7 +503,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "torch.full((1, 1), step,",
             "torch.full((1, 1), step + 1,",
             "library/test_blending.py",
-        ),
+        )
     ],
     "snapkv/ops/codes/coding.py": [
         (
@@ -553,7 +553,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "(edges if offset or block == whole else blocks)",
             "(edges if offset and block < whole else blocks)",
             "ops/test_ragged.py",
-        ),
+        )
     ],
     "snapkv/ops/redundancy.py": [
         (
@@ -561,7 +561,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "similar.flip(-1).cumsum(dim=-1, dtype=torch.int32).flip(-1)",
             "similar.cumsum(dim=-1, dtype=torch.int32)",
             "policies/test_rkv.py",
-        ),
+        )
     ],
     "snapkv/ops/votes/blocked.py": [
         (
@@ -623,12 +623,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "F.pad(votes, (before, behind), value=outside)",
             "ops",
         ),
-        (
-            "a vote fades twice as fast",
-            "decay * last)",
-            "decay * decay * last)",
-            "ops",
-        ),
+        ("a vote fades twice as fast", "decay * last)", "decay * decay * last)", "ops"),
     ],
     "snapkv/ops/votes/top_k.py": [
         (
@@ -689,7 +684,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "share = (kept - tailed).sigmoid_()[..., None]",
             "share = (kept - 0.9 * tailed).sigmoid_()[..., None]",
             "ops/test_ragged.py",
-        ),
+        )
     ],
     "snapkv/policies/budget.py": [
         (
@@ -747,7 +742,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "b[:, head // group] @",
             "b[:, (head + 1) % heads // group] @",
             "policies/test_values.py",
-        ),
+        )
     ],
     "snapkv/policies/expected_attention.py": [
         (
@@ -755,7 +750,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "(positions >= self.sink_tokens)[:, None, :, None]",
             "(positions >= 0)[:, None, :, None]",
             "policies/test_values.py",
-        ),
+        )
     ],
     "snapkv/policies/fastgen.py": [
         (
@@ -763,7 +758,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "starts = token_ids.shape[1] - len(marker) + 1",
             "starts = token_ids.shape[1] - len(marker)",
             "policies/test_fastgen.py",
-        ),
+        )
     ],
     "snapkv/policies/h2o.py": [
         (
@@ -771,7 +766,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "step.scores + self.rate(step)",
             "self.rate(step)",
             "policies/test_evicting.py",
-        ),
+        )
     ],
     "snapkv/policies/lagkv.py": [
         (
@@ -779,7 +774,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "        lag = pieces[:, 1:]",
             "        lag = pieces[:, :-1]",
             "policies/test_lagkv.py",
-        ),
+        )
     ],
     "snapkv/policies/rkv.py": [
         (
@@ -787,7 +782,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "scores[..., : -self.window_size] += self.mix_lambda * importance",
             "scores[..., : -self.window_size] += importance",
             "policies/test_rkv.py",
-        ),
+        )
     ],
     "snapkv/policies/scissorhands.py": [
         (
@@ -795,7 +790,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "budget * (1 - gamma), budget * (1 + gamma)",
             "budget * (1 + gamma), budget * (1 - gamma)",
             "policies/test_scissorhands.py",
-        ),
+        )
     ],
     "snapkv/policies/spans.py": [
         (
@@ -817,7 +812,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "weights[:, :, -1].mean(dim=1, keepdim=True)",
             "weights[:, :1, -1]",
             "policies/test_evicting.py",
-        ),
+        )
     ],
     "snapkv/storage/base.py": [
         (
@@ -826,7 +821,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "sinks = torch.where(were_moved, sinks, sinks)",
             "policies/test_sinks.py",
             "policies/test_streaming.py",
-        ),
+        )
     ],
     "snapkv/storage/lent_tail.py": [
         (
@@ -888,7 +883,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "[..., : heads.longest_tokens - own])",
             "[..., : heads.longest_tokens - own + 1])",
             "storage/test_coded.py",
-        ),
+        )
     ],
     "snapkv/storage/tail.py": [
         (
@@ -986,7 +981,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "right=True",
             "right=False",
             "test_kept_lengths.py",
-        ),
+        )
     ],
     "snapkv_vllm/limits.py": [
         (
@@ -994,7 +989,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "if 0 < self.decode_budget <= every:",
             "if 0 < self.decode_budget < every:",
             "test_limits.py",
-        ),
+        )
     ],
     "snapkv_vllm/plans.py": [
         (
@@ -1030,7 +1025,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "",
             "vllm/test_scheduling.py",
             "vllm/test_engine.py",
-        ),
+        )
     ],
     "snapkv_vllm/shares.py": [
         (
@@ -1052,7 +1047,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "if what and span[0] < before[1]:",
             "if what and span[0] <= before[1]:",
             "test_spans.py",
-        ),
+        )
     ],
 }
 

@@ -275,6 +275,11 @@ def read(model, policy, ids, mask=None, **options) -> CompressedCache:
     return cache
 
 
+def kept_of(cache) -> list:
+    """The positions that the heads of every row hold, by compressed layer."""
+    return [cache.kept_positions(layer).tolist() for layer in cache.compressed_layers]
+
+
 def generated(model, cache, ids, **options) -> torch.Tensor:
     """(B, T): the ids with a greedy answer behind them, of six tokens if nothing else is said."""
     usual = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}

@@ -80,9 +80,7 @@ def metaspace():
     vocab = {each: index for index, each in enumerate(["<unk>", "<s>", *CHARACTERS, "▁t"])}
     made = fast(
         models.BPE(vocab, [("▁", "t")], unk_token="<unk>"),
-        normalizer=normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")],
-        ),
+        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
         post_processor=processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)]),
     )
     made.add_special_tokens({"bos_token": "<s>"})

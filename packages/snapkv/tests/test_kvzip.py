@@ -1,5 +1,6 @@
 """KVzip: the scores are those of plain attention while the text is read again."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from snapkv import (
 )
 from snapkv.kvzip import read_context, read_layers, read_twice
 from snapkv.policies.kvzip import most_attention
-from tests.families import random_ids, tiny_config, tiny_model
+from tests.families import call, generated, random_ids, tiny_config, tiny_model
 from tests.ops.states import worked_layer
 from tests.oracle import unwrapped
 
@@ -172,14 +173,9 @@ def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
 @pytest.mark.parametrize("pieces", [None, 20])
 def test_a_prompt_that_is_read_once_is_refused_before_any_layer_has_changed(family, pieces):
     model, ids = tiny_model(family), random_ids(1, TOKENS)
-    cache = CompressedCache(model, AcrossLayers(POLICY))
-    with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses when a lay"):
-        model.generate(
-            ids, past_key_values=cache, max_new_tokens=2, prefill_chunk_size=pieces, do_sample=False
-        )
-    assert not any(layer.is_initialized for layer in cache.layers)
-    assert not cache.prompt_state.is_broken
-    with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses when a lay"):
-        model(ids, past_key_values=cache)
-    assert not any(layer.is_initialized for layer in cache.layers)
-    assert not cache.prompt_state.is_broken
+    cache, said = CompressedCache(model, AcrossLayers(POLICY)), "one that chooses when a layer has"
+    for read in (functools.partial(generated, prefill_chunk_size=pieces), call):
+        with pytest.raises(InvalidArgumentError, match=f"policy: expected {said}"):
+            read(model, cache, ids)
+        assert not any(layer.is_initialized for layer in cache.layers)
+        assert not cache.prompt_state.is_broken

@@ -10,15 +10,7 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from torch.utils._pytree import tree_leaves
 
-from snapkv import (
-    AdaKV,
-    CompressedCache,
-    KeyDiff,
-    KVzip,
-    SnapKV,
-    UnsupportedModelError,
-    prefill,
-)
+from snapkv import AdaKV, CompressedCache, KeyDiff, KVzip, SnapKV, UnsupportedModelError, prefill
 from snapkv.decoding import CandidateTree, Medusa
 from snapkv.hf.placement import layer_devices
 from snapkv.kvzip import read_context

@@ -177,10 +177,7 @@ REFUSED = [
         "read once for recall",
     ),
     # lm-eval.
-    (
-        harness("loglikelihood", ("The key is un", "der")),
-        "tasks: expected .* got 'der' after",
-    ),
+    (harness("loglikelihood", ("The key is un", "der")), "tasks: expected .* got 'der' after"),
     (
         harness("generate_until", ("One", {"num_beams": 4})),
         "of a task, got num_beams, which is not",

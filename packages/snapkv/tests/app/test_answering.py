@@ -22,6 +22,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
 from snapkv.policies.default import asked_by, method_name
 from tests.app.conftest import DOCUMENT
+from tests.families import read
 
 START = "The key is under the"
 
@@ -240,9 +241,8 @@ def test_more_of_a_text_vote_before_it_is_asked_about(tiny):
     tokens = prompt.context_tokens(tiny.tokenizer)
     behind = given.prompt_tokens - tokens
     assert given.policy == default_policy(48, voters=max(16, behind)).describe()
-    cache = CompressedCache(tiny.model, default_policy(48, voters=64, pooling="max"))
-    with torch.no_grad():
-        tiny.model(prompt.token_ids(tiny.tokenizer)[:, :tokens], past_key_values=cache)
+    text = prompt.token_ids(tiny.tokenizer)[:, :tokens]
+    cache = read(tiny.model, default_policy(48, voters=64, pooling="max"), text)
     for layer in cache.compressed_layers:
         for found, expected in zip(
             ends[0].cache.kept_positions(layer)[0], cache.kept_positions(layer)[0], strict=True

@@ -138,37 +138,34 @@ def test_several_documents_are_joined_under_their_names(tmp_path):
     assert text_files.join(read[:1]) == "second"
 
 
-def test_a_folder_gives_its_text_files_in_order(tmp_path):
-    kept = ["a.py", "b/c.md", "b/d.txt", "e.html"]
-    skipped = [".env", ".git/config", "b/.hidden/x.py", "node_modules/x.js", "b/__pycache__/x.py"]
+FOLDERS = {
+    "files of no text and hidden ones": (
+        ["a.py", "b/c.md", "b/d.txt", "e.html"],
+        [".env", ".git/config", "b/.hidden/x.py", "node_modules/x.js", "b/__pycache__/x.py"],
+        {"__init__.py": b"", "image.png": b"\x89PNG\0\0"},
+    ),
+    "libraries": (
+        ["a.txt", "other/documents/b.json", "other/library.json"],
+        [f"below/made/{name}" for name in ("library.json", "library.lock", "documents/1.json")],
+        {"below/made/library.json": b'{\n "format": "snapkv library 2",\n}'},
+    ),
+}
+
+
+@pytest.mark.parametrize(("kept", "skipped", "other"), FOLDERS.values(), ids=FOLDERS)
+def test_a_folder_gives_its_text_files_in_order_without(tmp_path, kept, skipped, other):
     for name in kept + skipped:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"text of {name}")
-    (tmp_path / "__init__.py").touch()
-    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
-    read = text_files.read([str(tmp_path)])
-    assert [document.name for document in read] == [str(tmp_path / name) for name in kept]
-
-
-def test_a_folder_is_read_without_the_libraries_in_it(tmp_path):
-    kept = ["a.txt", "other/documents/b.json", "other/library.json"]
-    skipped = ["library.json", "library.lock", "documents/1.json"]
-    for name in kept + [f"below/made/{name}" for name in skipped]:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"text of {name}")
-    (tmp_path / "below/made/library.json").write_text('{\n "format": "snapkv library 2",\n}')
+    for name, content in other.items():
+        (tmp_path / name).write_bytes(content)
     read = text_files.read([str(tmp_path)])
     assert [document.name for document in read] == [str(tmp_path / name) for name in kept]
 
 
 def bad_file(name, data):
     return lambda folder: (folder / name, (folder / name).write_bytes(data))[0]
-
-
-def locked_pdf(folder):
-    return write_pdf(folder / "locked.pdf", ["secret"], password="open sesame")
 
 
 def write_unreadable(folder):
@@ -229,9 +226,8 @@ def empty_folder(folder):
     return folder / "empty"
 
 
-def two_lined(folder):
-    (folder / "li\nes.txt").write_text("text")
-    return folder
+def misspelt(folder):
+    return bad_file("li\nes.txt", b"text")(folder).with_name("lines.tx")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +237,7 @@ def two_lined(folder):
         (lambda folder: folder / "missing", "; see ls "),
         (lambda folder: folder / "nowhere" / "report.txt", "there is no folder"),
         (lambda folder: "https://example.com/a.txt", "address 'https://example.com/a.txt', which"),
-        (lambda folder: two_lined(folder) / "lines.tx", r"did you mean li\nes.txt?"),
+        (misspelt, r"did you mean li\nes.txt?"),
         (lambda folder: "", "got an empty name"),
         (lambda folder: "/dev/null", "got the device /dev/null"),
         (bad_file("empty.txt", b""), "got nothing"),
@@ -253,7 +249,7 @@ def two_lined(folder):
         (bad_file("cut.pdf", b"%PDF-1.7\n"), "; download or export it again"),
         (bad_file("no.pdf", b"not a pdf"), "expected a complete PDF"),
         (lambda folder: write_pdf(folder / "scan.pdf", [""]), "with images only"),
-        (locked_pdf, "got the encrypted"),
+        (lambda folder: write_pdf(folder / "locked.pdf", ["no"], "sesame"), "got the encrypted"),
         (bad_file("old.ipynb", b'{"worksheets": []}'), "with cells, as format 4 has them"),
         (bad_file("odd.ipynb", b'{"cells": [{"source": 3}]}'), "export it with jupyter"),
         (empty_folder, "expected a folder with text files"),

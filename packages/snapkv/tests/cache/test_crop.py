@@ -8,28 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from snapkv import (
-    CompressedCache,
-    InvalidArgumentError,
-    InvalidTypeError,
-    SnapKV,
-)
-from tests.families import CLOSE, VOCABULARY, call, random_ids, tiny_model
+from snapkv import InvalidArgumentError, InvalidTypeError, SnapKV
+from tests.families import CLOSE, VOCABULARY, call, kept_of, random_ids, read, tiny_model
 
-POLICY = SnapKV(keep_ratio=0.2, window_size=12)
 PROMPT = 80
 TEXT, LATER = random_ids(2, PROMPT), random_ids(2, 20, 1)
-
-
-def filled(policy=POLICY, **options):
-    model = tiny_model("llama")
-    cache = CompressedCache(model, policy, recall="host", **options)
-    call(model, cache, TEXT)
-    return model, cache
-
-
-def kept_of(cache):
-    return [cache.kept_positions(layer).tolist() for layer in cache.compressed_layers]
 
 
 # Layers that are not compressed.
@@ -61,9 +44,7 @@ LINEAR = {
 def hybrid(family):
     """A model with layers of full attention and others, and a cache that has read a prompt."""
     model = linear_model(family) if family in LINEAR else tiny_model(family, "eager")
-    cache = CompressedCache(model, SnapKV(40, window_size=12))
-    call(model, cache, TEXT)
-    return model, cache
+    return model, read(model, SnapKV(40, window_size=12), TEXT)
 
 
 @functools.cache
@@ -131,15 +112,21 @@ def test_rows_of_all_layers_are_changed_and_such_as_are_not_there_refused(family
 
 
 def test_numbers_that_are_no_count_are_refused_by_name():
-    _, cache = filled()
-    with pytest.raises(InvalidTypeError, match=r"tokens_to_remove: .*an integer, got -1\.0"):
-        cache.crop(-1.0)
-    with pytest.raises(InvalidArgumentError, match=r"tokens_to_remove: .*negative number"):
-        cache.crop(1)
-    with pytest.raises(InvalidArgumentError, match="repeats: expected at least 1"):
-        cache.batch_repeat_interleave(0)
-    with pytest.raises(InvalidTypeError, match=r"repeats: expected an integer, got 2\.0"):
-        cache.batch_repeat_interleave(2.0)
+    cache = read(tiny_model("llama"), SnapKV(keep_ratio=0.2, window_size=12), TEXT, recall="host")
+    repeat = cache.batch_repeat_interleave
+    for act, given, error, said in (
+        (cache.crop, -1.0, InvalidTypeError, r"tokens_to_remove: .*an integer, got -1\.0"),
+        (cache.crop, 1, InvalidArgumentError, r"tokens_to_remove: .*negative number"),
+        (repeat, 0, InvalidArgumentError, "repeats: expected at least 1"),
+        (
+            cache.batch_repeat_interleave,
+            2.0,
+            InvalidTypeError,
+            r"repeats: expected an integer, got 2\.0",
+        ),
+    ):
+        with pytest.raises(error, match=said):
+            act(given)
     assert cache.get_seq_length() == PROMPT
     cache.crop(torch.tensor(-1))  # as some releases of transformers have it
     assert cache.get_seq_length() == PROMPT - 1

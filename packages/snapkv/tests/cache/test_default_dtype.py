@@ -6,7 +6,7 @@ import torch
 from snapkv import AutoBudget, CompressedCache, default_policy
 from snapkv.kvzip import read_twice
 from tests.cache.rows import Rows
-from tests.families import call, random_ids, tiny_model
+from tests.families import call, kept_of, random_ids, tiny_model
 from tests.methods import METHODS
 from tests.oracle import masked_decode_logits
 
@@ -34,7 +34,7 @@ def kept(policy):
         read_twice(rows.model, random_ids(2, 300), rows.cache)
     else:
         rows.turn(random_ids(2, 300), 300, random_ids(2, 12, 1))
-    return [rows.cache.kept_positions(layer).tolist() for layer in rows.cache.compressed_layers]
+    return kept_of(rows.cache)
 
 
 CASES = METHODS | {"by itself": default_policy(AutoBudget(lost_vote=0.003))}

@@ -11,7 +11,7 @@ from torch import Tensor
 from snapkv import CompressedCache, SnapKV
 from snapkv.cache.rows import RowRecord, per_row
 from snapkv.cache.slots import LayerState, SlotMap
-from tests.families import random_ids, tiny_model
+from tests.families import call, random_ids, read, tiny_model
 
 BUDGET, PROMPT, ANSWER = 24, 60, 5
 
@@ -44,11 +44,8 @@ def noted(cache, rows=2):
 
 @pytest.fixture
 def cache():
-    model = tiny_model("llama")
-    made = CompressedCache(model, SnapKV(BUDGET, window_size=8))
-    with torch.no_grad():
-        model(random_ids(2, PROMPT), past_key_values=made)
-        model(random_ids(2, ANSWER, seed=1), past_key_values=made)
+    made = read(tiny_model("llama"), SnapKV(BUDGET, window_size=8), random_ids(2, PROMPT))
+    call(made.model, made, random_ids(2, ANSWER, seed=1))
     return noted(made)
 
 

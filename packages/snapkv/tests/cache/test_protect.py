@@ -12,7 +12,7 @@ from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.kvzip import read_twice
 from snapkv.policies import H2O, PromptThenDecode, SnapKV
 from snapkv.prefill import layer_by_layer
-from tests.families import generated, random_ids, tiny_model
+from tests.families import call, generated, random_ids, tiny_model
 from tests.methods import BOTH, METHODS
 
 SPANS = [(3, 7), (20, 23)]
@@ -140,12 +140,11 @@ def test_more_than_can_ever_fit_is_refused_at_once_and_the_most_fits(name):
 def test_what_only_the_prompt_can_tell_is_refused_before_anything_is_dropped(name, protect):
     model, ids = tiny_model("llama"), random_ids(1, 90)
     cache = CompressedCache(model, METHODS[name], protect=[protect])
-    with torch.no_grad(), pytest.raises(InvalidArgumentError, match="protect: expected at most"):
-        model(ids, past_key_values=cache)
+    with pytest.raises(InvalidArgumentError, match="protect: expected at most"):
+        call(model, cache, ids)
     assert cache.kept_positions(0)[0, 0].tolist() == list(range(90))
     cache.reset()
-    with torch.no_grad():
-        model(ids[:, :9], past_key_values=cache)
+    call(model, cache, ids[:, :9])
 
 
 def test_a_method_of_ones_own_that_cannot_keep_spans_is_refused_by_name():

@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from snapkv import (
-    CompressedCache,
-    InvalidArgumentError,
-    OutOfMemoryError,
-    SnapKV,
-)
+from snapkv import CompressedCache, InvalidArgumentError, OutOfMemoryError, SnapKV
 from tests.families import call, generated, random_ids, tiny_model
 from tests.oracle import unwrapped
 
@@ -31,11 +26,6 @@ def document(batch=1):
 
 def question(batch=1, tokens=QUESTION, seed=1):
     return random_ids(batch, tokens, seed=seed)
-
-
-def assert_same_choice(cache, other):
-    for layer in other.compressed_layers:
-        assert torch.equal(cache.kept_positions(layer), other.kept_positions(layer))
 
 
 # Through `generate`.

@@ -5,16 +5,10 @@ import copy
 import pytest
 import torch
 
-from snapkv import (
-    AdaKV,
-    CompressedCache,
-    FullCache,
-    InvalidArgumentError,
-    SnapKV,
-    SnapKVError,
-)
+from snapkv import AdaKV, CompressedCache, FullCache, InvalidArgumentError, SnapKV, SnapKVError
 from snapkv.policies.spans import Spans
-from tests.families import random_ids, tiny_model
+from tests import families
+from tests.families import call, random_ids, tiny_model
 from tests.oracle import masked_decode_logits
 
 SNAPKV = SnapKV(40, window_size=8)
@@ -32,18 +26,12 @@ SPANS = [(3, 20), (60, 70)]
 
 
 def read(policy, ids, **options):
-    model = tiny_model("llama")
-    cache = CompressedCache(model, policy, **options)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    return model, cache
+    cache = families.read(tiny_model("llama"), policy, ids, **options)
+    return cache.model, cache
 
 
-@torch.no_grad()
 def decoded(model, cache, tokens):
-    return torch.cat(
-        [model(token, past_key_values=cache).logits for token in tokens.split(1, dim=1)], dim=1
-    )
+    return torch.cat([call(model, cache, token) for token in tokens.split(1, dim=1)], dim=1)
 
 
 def stored(cache):
@@ -110,8 +98,7 @@ def test_a_dropped_span_leaves_the_pool_and_the_next_turn_chooses_as_without_it(
     cache.drop(SPANS)
     assert cache.report().host_bytes == before * (90 - 27) // 90
     cache.expect_prompt(110)
-    with torch.no_grad():
-        model(turn, past_key_values=cache)
+    call(model, cache, turn)
     gone = Spans.of("spans", SPANS)
     for index in cache.compressed_layers:
         kept = cache.kept_positions(index)
@@ -133,8 +120,7 @@ def test_under_a_limit_a_drop_needs_no_more_room():
     limit = free.report().host_bytes
     model, cache = read(SNAPKV, ids, recall="host", recall_bytes=limit)
     shared = copy.copy(cache)
-    with torch.no_grad():
-        model(random_ids(1, 3, 5), past_key_values=cache)
+    call(model, cache, random_ids(1, 3, 5))
     cache.drop(SPANS)
     assert shared.report().host_bytes == limit > cache.report().host_bytes
     del shared
@@ -142,18 +128,8 @@ def test_under_a_limit_a_drop_needs_no_more_room():
     assert pool.taken_bytes == cache.report().host_bytes
 
 
-WRONG = [
-    [(5, 3)],
-    [(-1, 3)],
-    [(80, 91)],
-    [(4, 4)],
-    [(0, 90)],
-    [[(0, 3)], [(0, 3)]],
-    [(1, 2, 3)],
-    "0-3",
-    [(0.5, 3)],
-    None,
-]
+RANGES = [(5, 3)], [(-1, 3)], [(80, 91)], [(4, 4)], [(0, 90)]
+WRONG = [*RANGES, [[(0, 3)], [(0, 3)]], [(1, 2, 3)], "0-3", [(0.5, 3)], None]
 
 
 @pytest.mark.parametrize("spans", WRONG)
@@ -187,9 +163,8 @@ def test_a_text_that_is_coming_in_has_no_spans_yet():
     with pytest.raises(InvalidArgumentError, match="expected a prompt that was read to its end"):
         cache.drop([(0, 3)])
     cache.expect_prompt(90)
-    with torch.no_grad():
-        model(random_ids(1, 50), past_key_values=cache)
-        with pytest.raises(InvalidArgumentError, match="expected a prompt that was read to its"):
-            cache.drop([(0, 3)])
-        model(random_ids(1, 40), past_key_values=cache)
+    call(model, cache, random_ids(1, 50))
+    with pytest.raises(InvalidArgumentError, match="expected a prompt that was read to its"):
+        cache.drop([(0, 3)])
+    call(model, cache, random_ids(1, 40))
     cache.drop([(3, 9)])

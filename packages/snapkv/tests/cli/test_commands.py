@@ -74,7 +74,7 @@ def test_methods_and_budgets_stand_on_one_page(inspected):
     shown = data["request"]["methods"]
     assert list(shown) == [method["label"] for method in data["methods"]]
     assert list(shown) == [
-        *("adakv", "adakv@48", "streaming-llm@40", "h2o@64", "snapkv:window_size=16@56"),
+        *("adakv", "adakv@48", "streaming-llm@40", "h2o@64", "snapkv:window_size=16@56")
     ]
     inner = shown["adakv"]["policy"]
     assert inner["budget"] == 64

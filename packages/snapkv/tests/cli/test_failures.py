@@ -93,9 +93,7 @@ def test_idle_threads_do_not_spin_unless_told_to():
 
 def test_a_reader_that_leaves_early_gets_no_traceback():
     process = subprocess.Popen(
-        [sys.executable, "-m", "snapkv", "policies"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        [sys.executable, "-m", "snapkv", "policies"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     process.stdout.close()
     errors = process.stderr.read()

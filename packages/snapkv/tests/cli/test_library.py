@@ -243,10 +243,6 @@ def test_the_librarys_own_model_and_dtype_are_loaded_where_none_is_named(snapkv,
     assert {call["dtype"] for call in tiny_only} == {"float32"}
 
 
-def no_room(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_a_full_disk_is_one_line_and_the_documents_before_it_are_there(
     snapkv, tiny, here, monkeypatch
 ):
@@ -254,7 +250,9 @@ def test_a_full_disk_is_one_line_and_the_documents_before_it_are_there(
 
     def save_file(*arguments):
         calls.append(arguments)
-        return no_room() if len(calls) == 3 else real(*arguments)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*arguments)
 
     monkeypatch.setattr(safetensors.torch, "save_file", save_file)
     done = snapkv("library", "add", "papers", "--to", "lib")

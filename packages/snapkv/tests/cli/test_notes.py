@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, SnapKV
-from snapkv.cli.changes import (
-    FULL,
-    MORE_BITS,
-    changed_command,
-    larger_budget,
-    next_change,
-)
+from snapkv.cli.changes import FULL, MORE_BITS, changed_command, larger_budget, next_change
 from snapkv.cli.notes import (
     LITTLE_SUM,
     LITTLE_VOTE,

@@ -85,18 +85,9 @@ TURNS: dict[str, dict[str, Any]] = {
 ROWS = ("one", "padded")
 READINGS = ("whole", "pieces", "told", "layerwise", "twice")
 THEN = (
-    "turns",
-    "answer",
-    "lookup",
-    "medusa",
-    "beams",
-    "rows",
-    "crop",
-    "reset",
-    "save",
-    "copy",
+    "turns", "answer", "lookup", "medusa", "beams", "rows", "crop", "reset", "save", "copy",
     "document",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.hf import fidelity
 from snapkv.hf.fidelity import doubt_scores, require_faithful
 from snapkv.ops import ScoreOptions
-from snapkv.policies import PromptLayer
-from tests.families import random_ids, tiny_model
+from tests.families import random_ids, read, tiny_model
+from tests.ops.states import worked_layer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
@@ -29,14 +29,8 @@ def states(dtype=torch.float32, **changes):
     queries = torch.randn(2, 4, 5, 16, generator=source) * 2
     keys = torch.randn(2, 2, 40, 16, generator=source)
     values = torch.randn(2, 2, 40, 12, generator=source)  # DeepSeek's values are narrower
-    layer = PromptLayer(
-        queries=queries.to(dtype),
-        keys=keys.to(dtype),
-        values=values.to(dtype),
-        score_options=ScoreOptions(scaling=0.25),
-        layer_idx=7,
-    )
-    return replace(layer, **changes)
+    given = (each.to(dtype) for each in (keys, values, queries))
+    return replace(worked_layer(*given, scaling=0.25, layer_idx=7), **changes)
 
 
 def with_scores(layer, **changed):
@@ -147,13 +141,7 @@ def test_large_scores_do_not_excuse_a_wrong_scaling_in_bfloat16(scaling):
     output = F.scaled_dot_product_attention(
         queries, keys, values, scale=128**-0.5, enable_gqa=True
     )[:, :, 0]
-    layer = PromptLayer(
-        queries=queries,
-        keys=keys,
-        values=values,
-        score_options=ScoreOptions(scaling=scaling),
-        layer_idx=0,
-    )
+    layer = worked_layer(keys, values, queries, scaling=scaling)
     assert_refused(layer, output)
     require_faithful_scores(with_scores(layer, scaling=128**-0.5), output, module())
 
@@ -195,8 +183,7 @@ def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(
 
 def test_doubts_of_a_pass_that_ended_early_are_forgotten_with_it():
     model, ids = tiny_model("llama"), random_ids(1, 32)
-    cache = CompressedCache(model, SnapKV(budget=8, window_size=4))
-    model(ids, past_key_values=cache)
+    cache = read(model, SnapKV(budget=8, window_size=4), ids)
     cache._check.doubts.append(doubt_scores(states(), whole_output(states()) * 2, module()))
     with pytest.raises(CacheMismatchError, match="reset"):
         model(ids[:, :1], past_key_values=cache)

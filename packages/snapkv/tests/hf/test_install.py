@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import pickle
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,7 +34,7 @@ from snapkv import (
 )
 from snapkv.hf import generate as around
 from snapkv.hf import install as module
-from tests.families import KINDS, generated, random_ids, tiny_config, tiny_model
+from tests.families import KINDS, call, generated, random_ids, tiny_config, tiny_model
 from tests.hf.test_generate import Recorder
 
 POLICY = SnapKV(36, window_size=8, kernel_size=5)
@@ -458,32 +457,23 @@ def test_what_came_of_a_model_with_caches_is_given_back_by_hand(llama, related):
 
 
 def test_caches_that_come_and_go_in_many_threads(llama):
-    before, ids, failed = state(llama), random_ids(1, 40), []
-    with torch.no_grad():
-        expected = llama(ids, past_key_values=CompressedCache(llama, POLICY)).logits
+    before, ids = state(llama), random_ids(1, 40)
+    expected = call(llama, CompressedCache(llama, POLICY), ids)
 
     def work(seed):
-        try:
-            for turn in range(15):
-                cache = CompressedCache(llama, POLICY)
-                if (turn + seed) % 5 == 0:
-                    with torch.no_grad():
-                        assert torch.equal(llama(ids, past_key_values=cache).logits, expected)
-                if turn % 3 == 0:
-                    cache = copy.deepcopy(cache)
-                if turn % 7 == 0:
-                    cache.circle = cache  # for the collector, in whichever thread it runs
-                    gc.collect()
-        except BaseException as error:
-            failed.append(error)
+        for turn in range(15):
+            cache = CompressedCache(llama, POLICY)
+            if (turn + seed) % 5 == 0:
+                assert torch.equal(call(llama, cache, ids), expected)
+            if turn % 3 == 0:
+                cache = copy.deepcopy(cache)
+            if turn % 7 == 0:
+                cache.circle = cache  # for the collector, in whichever thread it runs
+                gc.collect()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [None] * 4
     gc.collect()
-    assert not failed
     assert as_it_was(llama, before)
 
 

@@ -13,7 +13,13 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    QuantoConfig,
+    TorchAoConfig,
+    pipeline,
+)
 
 from snapkv import (
     CacheMismatchError,
@@ -24,7 +30,7 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.hf.model_parts import output_weight
-from tests.families import peaked_model, random_ids, tiny_config, tiny_model
+from tests.families import kept_of, peaked_model, random_ids, read, tiny_config, tiny_model
 from tests.methods import CACHES
 
 PROMPT, BUDGET = 80, 24
@@ -46,14 +52,13 @@ def generated(caller, cached, policy=SNAP, **options):
 
 
 def pipelines(tmp_path, demo):
-    from transformers import pipeline
-
     pipe = pipeline("text-generation", model=demo.model, tokenizer=demo.tokenizer)
     prompt = "The capital of France is Paris. " * 10 + "The capital of France is"
     cache = CompressedCache(demo.model, SnapKV(48, window_size=16))
     for _ in range(2):
         text = pipe(prompt, max_new_tokens=1, do_sample=False, past_key_values=cache)
         assert "Paris" in text[0]["generated_text"][len(prompt) :]
+        assert cache.report().kept_tokens == 48
         with pytest.raises(CacheMismatchError, match=r"call cache\.reset"):
             pipe([prompt, "Another."], max_new_tokens=1, past_key_values=cache)
         cache.reset()
@@ -107,10 +112,7 @@ def adapters(tmp_path, demo):
             expected = generated(merged, merged, policy, **options)
             for cached in (wrapped, wrapped.get_base_model()):
                 assert generated(wrapped, cached, policy, **options) == expected
-    cache = CompressedCache(wrapped, SNAP)
-    with torch.no_grad():
-        wrapped(random_ids(1, PROMPT), past_key_values=cache)
-    cache.save(tmp_path / "cache")
+    read(wrapped, SNAP, random_ids(1, PROMPT)).save(tmp_path / "cache")
     CompressedCache.load(tmp_path / "cache", wrapped)
     with wrapped.disable_adapter(), pytest.raises(CacheMismatchError, match="other weights"):
         CompressedCache.load(tmp_path / "cache", wrapped)
@@ -300,10 +302,7 @@ def test_what_a_projection_adds_is_counted_with_its_adapters_and_a_cache_is_thei
     expected = generated(merged, merged, policy)
     assert generated(adapted, adapted, policy) == expected
     assert generated(plain, plain, policy) != expected
-    cache = CompressedCache(adapted, SNAP)
-    with torch.no_grad():
-        adapted(random_ids(1, PROMPT), past_key_values=cache)
-    cache.save(tmp_path / "cache")
+    read(adapted, SNAP, random_ids(1, PROMPT)).save(tmp_path / "cache")
     CompressedCache.load(tmp_path / "cache", adapted)
     for layer in adapted.model.layers:
         layer.self_attn.o_proj.disable_adapters = True
@@ -345,8 +344,7 @@ def packed_and_plain(dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "name",
-    ["snapkv", "adakv", "across-layers", "criticalkv", "expected-attention", "int4"],
+    "name", ["snapkv", "adakv", "across-layers", "criticalkv", "expected-attention", "int4"]
 )
 def test_packed_weights_keep_what_those_keep_that_they_stand_for(name, dtype):
     """The dtype of what is stored is that of the states, whatever the weights are held in."""
@@ -354,18 +352,14 @@ def test_packed_weights_keep_what_those_keep_that_they_stand_for(name, dtype):
     for model in packed_and_plain(dtype):
         cache = CompressedCache(model, policy, **options)
         text = model.generate(random_ids(1, PROMPT), past_key_values=cache, **OPTIONS)
-        kept = [cache.kept_positions(layer).tolist() for layer in cache.compressed_layers]
         assert {layer.keys.dtype for layer in cache.layers} == {dtype}
-        found.append((text.tolist(), kept))
+        found.append((text.tolist(), kept_of(cache)))
     assert found[0] == found[1]
 
 
 def test_a_cache_is_that_of_its_packed_weights(tmp_path):
     model, _ = packed_and_plain()
-    cache = CompressedCache(model, SNAP)
-    with torch.no_grad():
-        model(random_ids(1, PROMPT), past_key_values=cache)
-    cache.save(tmp_path / "cache")
+    read(model, SNAP, random_ids(1, PROMPT)).save(tmp_path / "cache")
     CompressedCache.load(tmp_path / "cache", model)
     model.model.layers[2].mlp.up_proj.qweight += 1
     with pytest.raises(CacheMismatchError, match="other weights"):

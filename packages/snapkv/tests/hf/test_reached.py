@@ -6,13 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from snapkv import (
-    CacheMismatchError,
-    CompressedCache,
-    FullCache,
-    SnapKV,
-    UnsupportedModelError,
-)
+from snapkv import CacheMismatchError, CompressedCache, FullCache, SnapKV, UnsupportedModelError
 from snapkv.hf.cache_argument import passed, with_cache
 from tests.families import peaked_model, random_ids, tiny_config, tiny_model
 

@@ -34,6 +34,12 @@ def go_on(model, cache, ids, **options):
     return model.generate(ids, past_key_values=cache, **{**OPTIONS, **options})
 
 
+def refuses(model, cache, ids, place, row=0, **options):
+    """By the first token that differs."""
+    with pytest.raises(CacheMismatchError, match=f"at token {place} of row {row}; pass the whole"):
+        go_on(model, cache, ids, **options)
+
+
 def read(mode, ids=None):
     """A cache that was filled in that mode, and the ids of all that it has seen, one row a row."""
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), POLICY)
@@ -57,8 +63,7 @@ def test_another_text_is_refused_by_the_first_token_that_differs(mode):
     seen = cache.get_seq_length()
     for place in (0, 31, PROMPT - 1, *((seen - 1,) if mode != "beams" else ())):
         before = cache.report()
-        with pytest.raises(CacheMismatchError, match=f"at token {place} of row 0; pass the whole"):
-            go_on(model, cache, with_turn(text, place))
+        refuses(model, cache, with_turn(text, place), place)
         assert cache.report() == before
         assert not cache.prompt_state.is_announced
 
@@ -105,13 +110,11 @@ def test_what_becomes_of_a_cache_becomes_of_its_ids(change):
     if change == "repeated":
         text = text.repeat_interleave(2, dim=0)
     row = len(text) - 1
-    with pytest.raises(CacheMismatchError, match=f"at token 31 of row {row}"):
-        go_on(model, cache, with_turn(text, 31, row))
+    refuses(model, cache, with_turn(text, 31, row), 31, row)
     if change == "cropped":
         other = torch.cat([text[:, : cache.get_seq_length()], random_ids(2, 9, seed=8)], dim=1)
         go_on(model, cache, other)
-        with pytest.raises(CacheMismatchError, match="at token 68 of row 0"):
-            go_on(model, cache, with_turn(other, 68))
+        refuses(model, cache, with_turn(other, 68), 68)
     else:
         go_on(model, cache, with_turn(text))
 
@@ -120,8 +123,7 @@ def test_a_saved_cache_knows_its_text(tmp_path):
     model, cache, text = read("greedy", random_ids(2, PROMPT))
     cache.save(tmp_path / "cache")
     loaded = CompressedCache.load(tmp_path / "cache", model)
-    with pytest.raises(CacheMismatchError, match="at token 63 of row 1"):
-        go_on(model, loaded, with_turn(text, 63, 1))
+    refuses(model, loaded, with_turn(text, 63, 1), 63, 1)
     go_on(model, loaded, with_turn(text))
 
 
@@ -133,8 +135,7 @@ def test_what_nobody_told_is_not_compared():
     whole = torch.cat([text[:, :-1], random_ids(1, 40, seed=3)], dim=1)
     new = go_on(model, cache, whole[:, :-5])
     for place in (31, seen + 2):
-        with pytest.raises(CacheMismatchError, match=f"at token {place} of"):
-            go_on(model, cache, with_turn(new, place))
+        refuses(model, cache, with_turn(new, place), place)
     other = CompressedCache(model, POLICY)
     embeds = model.get_input_embeddings()(whole)
     new = model.generate(inputs_embeds=embeds, past_key_values=other, **OPTIONS)
@@ -147,8 +148,7 @@ def test_only_new_ids_with_a_mask_for_all_are_remembered_where_they_stand():
     new = go_on(model, cache, whole[:, text.shape[1] - 1 :], attention_mask=torch.ones_like(whole))
     whole = torch.cat([whole, new[:, -5:]], dim=1)
     for place in (31, text.shape[1] + 3, whole.shape[1] - 2):
-        with pytest.raises(CacheMismatchError, match=f"at token {place} of"):
-            go_on(model, cache, with_turn(whole, place))
+        refuses(model, cache, with_turn(whole, place), place)
     go_on(model, cache, with_turn(whole))
 
 
@@ -158,8 +158,7 @@ def test_pads_may_be_any_token():
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), FullCache())
     text = go_on(model, cache, ids, attention_mask=mask)
     mask = torch.cat([mask, torch.ones(2, text.shape[1] + 20 - PROMPT, dtype=torch.int64)], dim=1)
-    with pytest.raises(CacheMismatchError, match="at token 9 of row 0"):
-        go_on(model, cache, with_turn(text, 9), attention_mask=mask)
+    refuses(model, cache, with_turn(text, 9), 9, attention_mask=mask)
     go_on(model, cache, with_turn(text, 8), attention_mask=mask)
 
 

@@ -2,13 +2,14 @@
 
 import base64
 import copy
+import itertools
 
 import pytest
 import torch
 
 from snapkv import CompressedCache, SnapKV
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
-from tests.families import random_ids, tiny_model
+from tests.families import call, kept_of, random_ids, read, tiny_model
 from tests.methods import CACHES
 
 PROMPT, NEW = 90, 4
@@ -47,10 +48,9 @@ def test_what_generate_has_read_is_shown_with_how_many_heads_keep_each_token(mod
     page, seen = cache.show(Numbers()), PROMPT + NEW - 1
     assert page.pieces == [f"<{number}>" for number in output[0, :seen].tolist()]
     expected = [0] * seen
-    for layer in cache.compressed_layers:
-        for head in cache.kept_positions(layer)[0].tolist():
-            for position in head:
-                expected[position] += position >= 0
+    for row, *_ in kept_of(cache):
+        for position in itertools.chain(*row):
+            expected[position] += position >= 0
     assert counts_of(page) == expected
     assert cache.show(Numbers(), output).data() == page.data()
     (stop,) = page.methods[0].stops
@@ -62,9 +62,7 @@ def test_what_generate_has_read_is_shown_with_how_many_heads_keep_each_token(mod
 
 def test_ids_of_plain_calls_are_given(model):
     ids = random_ids(1, PROMPT)
-    cache = CompressedCache(model, POLICY)
-    with torch.inference_mode():
-        model(ids, past_key_values=cache)
+    cache = read(model, POLICY, ids)
     with pytest.raises(InvalidArgumentError, match=r"all 90 tokens.*first 0; pass input_ids"):
         cache.show(Numbers())
     page = cache.show(Numbers(), ids[0])
@@ -94,22 +92,21 @@ def test_what_is_missing_is_said_in_one_line(model):
     with pytest.raises(CacheMismatchError, match=r"has seen 0 tokens of it; pass it to model"):
         cache.show(Numbers())
     cache.expect_prompt(PROMPT)
-    with torch.inference_mode():
-        model(random_ids(1, 30), past_key_values=cache)
+    call(model, cache, random_ids(1, 30))
     with pytest.raises(CacheMismatchError, match=r"has seen 30 tokens of it"):
         cache.show(Numbers())
     cache, output = generated(model)
-    with pytest.raises(InvalidTypeError, match=r"tokenizer: expected that of the model, got None"):
-        cache.show(None)
-    with pytest.raises(InvalidTypeError, match=r"input_ids: expected \(1, tokens\) integers"):
-        cache.show(Numbers(), [1, 2])
-    for wrong in (output[:, :40], output.repeat(2, 1)):
-        with pytest.raises(InvalidArgumentError, match=r"one row of at least the 93 tokens"):
-            cache.show(Numbers(), wrong)
     changed = output.clone()
     changed[0, 7] += 1
-    with pytest.raises(CacheMismatchError, match=r"at token 7 of row 0"):
-        cache.show(Numbers(), changed)
+    for given, error, said in (
+        ((None,), InvalidTypeError, "tokenizer: expected that of the model, got None"),
+        ((Numbers(), [1, 2]), InvalidTypeError, r"input_ids: expected \(1, tokens\) integers"),
+        ((Numbers(), output[:, :40]), InvalidArgumentError, "one row of at least the 93 tokens"),
+        ((Numbers(), output.repeat(2, 1)), InvalidArgumentError, "one row of at least the 93 tok"),
+        ((Numbers(), changed), CacheMismatchError, "at token 7 of row 0"),
+    ):
+        with pytest.raises(error, match=said):
+            cache.show(*given)
     cache.drop([(10, 20)])
     with pytest.raises(CacheMismatchError, match=r"told to drop nothing"):
         cache.show(Numbers())

@@ -9,14 +9,7 @@ import torch
 from transformers import CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
-from snapkv import (
-    TOVA,
-    AdaKV,
-    CompressedCache,
-    PyramidKV,
-    SnapKV,
-    default_policy,
-)
+from snapkv import TOVA, AdaKV, CompressedCache, PyramidKV, SnapKV, default_policy
 from snapkv.app.reading import telling_of_reading
 from snapkv.hf import forward_context, room, step_graph
 from snapkv.kvzip import read_twice
@@ -40,6 +33,14 @@ def generated(model, cache, ids, **options):
         "attention_mask": torch.ones_like(ids),
     } | options
     return model.generate(ids, past_key_values=cache, **options)
+
+
+def as_eager(model, ids, policy=POLICY, **options):
+    """A cache that answers as one whose steps run eagerly, and that one."""
+    cache, eager = (CompressedCache(model, policy) for _ in range(2))
+    got = generated(model, cache, ids, **options)
+    assert torch.equal(got, generated(model, eager, ids, disable_compile=True, **options))
+    return cache, eager
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
@@ -81,10 +82,7 @@ OBSTACLES = dict.fromkeys(HYBRID, "eager: ") | {"deepseek_v3": "share what is st
 
 @pytest.mark.parametrize(("family", "implementation"), CASES)
 def test_the_steps_of_every_family_are_one_graph_or_it_says_why_not(family, implementation):
-    model, ids = tiny_model(family, implementation), random_ids(2, 60)
-    cache, eager = CompressedCache(model, POLICY), CompressedCache(model, POLICY)
-    got = generated(model, cache, ids)
-    assert torch.equal(got, generated(model, eager, ids, disable_compile=True))
+    cache, _ = as_eager(tiny_model(family, implementation), random_ids(2, 60))
     assert OBSTACLES.get(family, "one graph") in cache.report()["steps"]
 
 
@@ -120,16 +118,18 @@ def test_a_conversation_goes_on_as_if_no_room_had_been_lent(policy, going_on):
         cache.layers[layer].check_integrity()
 
 
+@pytest.fixture
+def recorded(monkeypatch):
+    """An entry for each recording."""
+    found, own = [], TapeRecorder.record
+    monkeypatch.setattr(TapeRecorder, "record", lambda *given: found.append(1) or own(*given))
+    return found
+
+
 @pytest.mark.parametrize("new_tokens", [40, 31, 30])
-def test_room_that_runs_out_is_doubled_and_recorded_again(new_tokens, monkeypatch):
+def test_room_that_runs_out_is_doubled_and_recorded_again(new_tokens, recorded, monkeypatch):
     monkeypatch.setattr(room, "FIRST_TOKENS", 4)
-    recorded, model, ids = [], tiny_model("llama"), random_ids(2, 60)
-    own = TapeRecorder.record
-    monkeypatch.setattr(TapeRecorder, "record", lambda *given: recorded.append(1) or own(*given))
-    cache, eager = (CompressedCache(model, AdaKV(POLICY)) for _ in range(2))
-    options = {"max_new_tokens": new_tokens}
-    got = generated(model, cache, ids, **options)
-    assert torch.equal(got, generated(model, eager, ids, disable_compile=True, **options))
+    as_eager(tiny_model("llama"), random_ids(2, 60), AdaKV(POLICY), max_new_tokens=new_tokens)
     assert len(recorded) == 3 + (new_tokens > 29), "of 4, 8, 16 tokens, and what is left"
 
 
@@ -276,27 +276,15 @@ def test_codes_hold_no_more_of_an_answer_in_full_than_there_is_room_for(monkeypa
     assert max(exact) <= 32 + 32
 
 
-def test_an_embedded_prompt_is_counted_as_one_of_ids_is(monkeypatch):
-    recorded, model, ids = [], tiny_model("llama"), random_ids(1, 60)
-    own = TapeRecorder.record
-    monkeypatch.setattr(TapeRecorder, "record", lambda *given: recorded.append(1) or own(*given))
-    cache, eager = (CompressedCache(model, POLICY) for _ in range(2))
-    options = {"max_new_tokens": 100, "do_sample": False}
-    embeds = model.get_input_embeddings()(ids)
-    got = model.generate(inputs_embeds=embeds, past_key_values=cache, **options)
-    assert len(recorded) == 1
-    options["disable_compile"] = True
-    again = model.generate(inputs_embeds=embeds, past_key_values=eager, **options)
-    assert torch.equal(got, again)
-
-
-NO_ROOM = {
-    "tova evicts": (lambda: tiny_model("llama"), TOVA(40), {}),
-    "layers of another kind": (lambda: tiny_model("gemma3_text"), POLICY, {}),
-    "fewer than 8 tokens": (lambda: tiny_model("llama"), POLICY, {"max_new_tokens": 7}),
-    "weights are asked": (lambda: tiny_model("llama"), POLICY, {"output_attentions": True}),
-    "has hooks": (with_a_hook, POLICY, {}),
-}
+def test_an_embedded_prompt_is_counted_as_one_of_ids_is(recorded):
+    model, answers = tiny_model("llama"), []
+    embeds = model.get_input_embeddings()(random_ids(1, 60))
+    options = {"inputs_embeds": embeds, "max_new_tokens": 100, "do_sample": False}
+    for more in ({}, {"disable_compile": True}):
+        cache = CompressedCache(model, POLICY)
+        answers.append(model.generate(past_key_values=cache, **options, **more))
+        assert len(recorded) == 1
+    assert torch.equal(*answers)
 
 
 def test_drafts_are_verified_eagerly():
@@ -308,13 +296,18 @@ def test_drafts_are_verified_eagerly():
     assert said is None or "drafts are verified" in said
 
 
+NO_ROOM = {
+    "tova evicts": ("llama", TOVA(40), {}),
+    "layers of another kind": ("gemma3_text", POLICY, {}),
+    "fewer than 8 tokens": ("llama", POLICY, {"max_new_tokens": 7}),
+    "weights are asked": ("llama", POLICY, {"output_attentions": True}),
+}
+
+
 @pytest.mark.parametrize("said", NO_ROOM)
 def test_a_cache_that_cannot_be_lent_room_grows_and_says_why(said):
-    made, policy, options = NO_ROOM[said]
-    model, ids = made(), random_ids(1, 60)
-    cache, eager = CompressedCache(model, policy), CompressedCache(model, policy)
-    got = generated(model, cache, ids, **options)
-    assert torch.equal(got, generated(model, eager, ids, disable_compile=True, **options))
+    family, *policy, options = NO_ROOM[said]
+    cache, _ = as_eager(tiny_model(family), random_ids(1, 60), *policy, **options)
     assert cache.report()["steps"].startswith("eager: ")
     assert said in cache.report()["steps"]
 
@@ -357,25 +350,22 @@ def moved(model):
     model.lm_head.weight.data = model.lm_head.weight.data.roll(1, dims=0).clone()
 
 
-def rescaled(model):
-    model.model.layers[1].input_layernorm.variance_epsilon = 3.0
+CHANGES = {
+    "moved": moved,
+    "rescaled": lambda m: vars(m.model.layers[1].input_layernorm).update(variance_epsilon=3.0),
+    "followed": lambda m: m.model.layers[1].register_forward_hook(lambda _, given, made: made * 0),
+}
 
 
-def followed(model):
-    model.model.layers[1].register_forward_hook(lambda module, given, made: made * 0)
-
-
-@pytest.mark.parametrize("change", [moved, rescaled, followed])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_nothing_that_changed_between_two_calls_is_replayed(change):
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 60)
     cache = CompressedCache(model, POLICY)
     before = generated(model, cache, ids)
     change(model)
     cache.reset()
-    after = generated(model, cache, ids)
-    assert torch.equal(
-        after, generated(model, CompressedCache(model, POLICY), ids, disable_compile=True)
-    )
+    after, eager = generated(model, cache, ids), CompressedCache(model, POLICY)
+    assert torch.equal(after, generated(model, eager, ids, disable_compile=True))
     assert not torch.equal(before, after)
 
 
@@ -413,10 +403,7 @@ def test_a_step_is_recorded_while_a_bar_follows_the_reading():
     ],
 )
 def test_what_cannot_be_recorded_runs_eagerly_and_is_named(made, said):
-    model, ids = made(), random_ids(1, 60)
-    cache, eager = CompressedCache(model, POLICY), CompressedCache(model, POLICY)
-    got = generated(model, cache, ids)
-    assert torch.equal(got, generated(model, eager, ids, disable_compile=True))
+    cache, eager = as_eager(made(), random_ids(1, 60))
     assert cache.report()["steps"].startswith(said)
     assert said in str(cache.report())
     assert cache.get_seq_length() == eager.get_seq_length()

@@ -22,7 +22,7 @@ from snapkv.policies import (
     StreamingLLM,
 )
 from snapkv.prefill import selective
-from tests.families import call, random_ids, small_model, tiny_model
+from tests.families import call, random_ids, small_model, tiny_config, tiny_model
 from tests.gates import drawn_gate
 from tests.methods import BOTH, METHODS, OWN_BUDGET, SNAPKV
 
@@ -97,11 +97,13 @@ def test_a_word_for_a_place_names_no_folder(recall, tmp_path, monkeypatch):
         ("recall: expected 'host' or the path", SNAPKV, {"recall": ""}),
         ("policy: expected a policy such as", "snapkv", {}),
         ("policy: expected a policy such as", Random, {}),
+        ("policy: .*got a LlamaConfig; see", tiny_config("llama"), {}),
     ],
 )
 def test_what_is_none_of_them(said, policy, options):
-    with pytest.raises(InvalidTypeError, match=said):
+    with pytest.raises(InvalidTypeError, match=said) as refusal:
         CompressedCache(tiny_model("llama"), policy, **options)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

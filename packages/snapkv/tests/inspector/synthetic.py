@@ -9,19 +9,8 @@ from snapkv.page.words import answer_sentence, kept_sentence, word_changes
 FULL = "nine"
 
 WORDS = (
-    "the",
-    " gate",
-    " opens",
-    " at",
-    " nine",
-    ".",
-    "\n",
-    " <b>",
-    " key",
-    " &amp;",
-    "\t",
-    " 钥匙",
-)
+    "the", " gate", " opens", " at", " nine", ".", "\n", " <b>", " key", " &amp;", "\t", " 钥匙",
+)  # fmt: skip
 VOTERS, WINDOW, SINKS, HEADS = 24, 16, 4, 90
 
 

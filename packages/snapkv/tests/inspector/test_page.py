@@ -20,17 +20,14 @@ NASTY = [
 ]
 
 
-def data_of(page):
-    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
-
-
 def nasty():
     return made(0, pieces=[*NASTY, *"abcdefghij" * 10], question=NASTY[0], labels=NASTY[:2])
 
 
 def test_the_data_is_what_was_given():
     page = nasty()
-    assert data_of(page.html) == json.loads(json.dumps(page.data()))
+    written = re.search(r'id="data">(.*?)</script>', page.html, re.S)[1]
+    assert json.loads(written) == json.loads(json.dumps(page.data()))
 
 
 def test_nothing_of_the_document_ends_its_block():

@@ -1,5 +1,6 @@
 """What the page shows is what the caches did, on the demo model."""
 
+import itertools
 from typing import ClassVar
 
 import pytest
@@ -23,6 +24,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.cache.shown import token_texts
 from snapkv.inspector import inspect_prompt
 from snapkv.inspector.record import CHOSEN, prompt_texts
+from tests.families import kept_of
 
 FILLER = "The garden is quiet, the path is long and the wall is old. "
 FACT = "The key to the garden gate is under the blue stone. "
@@ -62,14 +64,12 @@ def test_the_kept_tokens_are_those_of_a_real_cache(demo, prompt, inspection, num
     cache.expect_tokens(ids)
     with torch.inference_mode():
         demo.model(ids, past_key_values=cache, logits_to_keep=1)
-    shown, counts, heads = inspection.methods[number].chosen, [0] * ids.shape[1], 0
-    for layer in cache.compressed_layers:
-        for head in cache.kept_positions(layer)[0].tolist():
-            heads += 1
-            for position in head:
-                counts[position] += position >= 0
+    shown, counts = inspection.methods[number].chosen, [0] * ids.shape[1]
+    heads = [head for (row,) in kept_of(cache) for head in row]
+    for position in itertools.chain(*heads):
+        counts[position] += position >= 0
     assert shown.counts.tolist() == counts
-    assert shown.heads == heads
+    assert shown.heads == len(heads)
 
 
 def test_the_slider_has_the_answer_of_every_budget_the_least_memory_first(demo, prompt, inspection):
@@ -77,12 +77,8 @@ def test_the_slider_has_the_answer_of_every_budget_the_least_memory_first(demo, 
     assert [record.label for record in method.budgets] == ["20", CHOSEN, "200"]
     assert all(len(other.budgets) == 1 for other in others)
     for record, tokens in zip(method.budgets, (20, 96, 200), strict=True):
-        alone = answer(
-            demo,
-            prompt,
-            SnapKV(tokens, window_size=16),
-            GenerationSettings(max_new_tokens=3),
-        )
+        settings = GenerationSettings(max_new_tokens=3)
+        alone = answer(demo, prompt, SnapKV(tokens, window_size=16), settings)
         assert record.answer.text == alone.text
         assert record.counts.sum() == tokens * record.heads
     stops = inspection.page({}).methods[0].stops
@@ -102,7 +98,7 @@ def test_answers_are_those_of_the_caches(inspection):
 def test_the_place_of_the_answer_was_voted_for_most_by_a_single_voter(inspection):
     ballots = {method.label: method.ballot for method in inspection.methods}
     assert {label for label, ballot in ballots.items() if ballot is None} == {
-        *("keydiff", "h2o", "streaming-llm", "fastgen", "full"),
+        *("keydiff", "h2o", "streaming-llm", "fastgen", "full")
     }
     near = inspection.pieces[ballots["snapkv"].strongest - 8 :][:16]
     assert "gate is under the blue" in "".join(near)

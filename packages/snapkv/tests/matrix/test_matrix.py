@@ -11,27 +11,10 @@ from tests.matrix.cells import Text
 from tests.matrix.shrinking import MODELS, tiny
 
 MOST_USED = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "falcon_h1",
-    "gemma3_text",
-    "gemma4_text",
-    "glm4",
-    "glm4_moe",
-    "gpt_oss",
-    "granitemoehybrid",
-    "kimi_linear",
-    "llama",
-    "llama4_text",
-    "minimax_m2",
-    "ministral3",
-    "mistral",
-    "phi3",
-    "qwen3",
-    "qwen3_5_text",
-    "qwen3_next",
-    "smollm3",
-)
+    "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma3_text", "gemma4_text", "glm4", "glm4_moe",
+    "gpt_oss", "granitemoehybrid", "kimi_linear", "llama", "llama4_text", "minimax_m2",
+    "ministral3", "mistral", "phi3", "qwen3", "qwen3_5_text", "qwen3_next", "smollm3",
+)  # fmt: skip
 KNOWN = known()
 SEEING = ("gemma3", "gemma4", "llava", "mllama", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
 OFTEN = [model for model in MODELS if model in (*MOST_USED, *SEEING)]

@@ -9,11 +9,7 @@ import torch
 
 from snapkv import CompressedCache, InvalidArgumentError, OutputError, SnapKV
 from snapkv.prefill import selective
-from snapkv.prefill.early_layer import (
-    default_early_layer,
-    known_early_layer,
-    remember_early_layer,
-)
+from snapkv.prefill.early_layer import default_early_layer, known_early_layer, remember_early_layer
 from tests.families import random_ids, tiny_model
 
 LAYERS = 4  # of every tiny model

@@ -54,10 +54,7 @@ def feed(model, cache, ids, mask, sizes):
         start, stop = stop, stop + piece.shape[1]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:stop]
         out = model(
-            piece,
-            past_key_values=cache,
-            attention_mask=mask[:, :stop],
-            position_ids=positions,
+            piece, past_key_values=cache, attention_mask=mask[:, :stop], position_ids=positions
         )
         logits.append(out.logits)
     return torch.cat(logits, dim=1)

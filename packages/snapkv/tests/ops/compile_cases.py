@@ -83,10 +83,9 @@ def run_all(dtype):
         triton.window_votes(*given, **reduced)
         if dtype != torch.float32 or D <= 128:  # refused
             triton_largest.largest_votes(*given, Fading(0.9), prefix_tokens=T - 16, **reduced)
-        run_ragged(queries[:, :, :1], Hkv, options)
-        run_ragged(queries, Hkv, options)
-        run_coded(queries[:, :, :1], Hkv, options)
-        run_coded(queries, Hkv, options)
+        for asked in (queries[:, :, :1], queries):
+            run_ragged(asked, Hkv, options)
+            run_coded(asked, Hkv, options)
     triton.fade_votes(torch.empty(1, 8, 32768), 0.9)
 
 
@@ -141,18 +140,9 @@ def compiled(capability, dtype):
 
 
 KERNELS = {
-    "_sum_exponentials",
-    "_add_up",
-    "_fade",
-    "_total",
-    "_carry",
-    "_sum_faded",
-    "_largest",
-    "_attend_codes",
-    "_encode",
-    "_attend_split",
-    "_put_together",
-}
+    "_sum_exponentials", "_add_up", "_fade", "_total", "_carry", "_sum_faded", "_largest",
+    "_attend_codes", "_encode", "_attend_split", "_put_together",
+}  # fmt: skip
 
 if __name__ == "__main__":
     names, capability = set(), int(sys.argv[1])

@@ -18,12 +18,7 @@ def repeat_keys(keys: Tensor, query_heads: int) -> Tensor:
 
 
 def listing_scores(
-    query_states: Tensor,
-    key_states: Tensor,
-    *,
-    window_size: int,
-    kernel_size: int,
-    pooling: str,
+    query_states: Tensor, key_states: Tensor, *, window_size: int, kernel_size: int, pooling: str
 ) -> Tensor:
     """Lines 9 to 13: attention of the window, summed over its queries, pooled. (B, H, P) float64.
 

@@ -124,10 +124,7 @@ def rotate(states: Tensor, positions: Tensor) -> Tensor:
     speeds = 0.3 ** torch.arange(half)
     angles = positions[:, None, :, None] * speeds
     one, other = states.float().split(half, dim=-1)
-    turned = (
-        one * angles.cos() - other * angles.sin(),
-        other * angles.cos() + one * angles.sin(),
-    )
+    turned = (one * angles.cos() - other * angles.sin(), other * angles.cos() + one * angles.sin())
     return torch.cat(turned, dim=-1)
 
 

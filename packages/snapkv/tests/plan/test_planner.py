@@ -13,14 +13,7 @@ from snapkv.app.models import load_outline
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.plan import Plan, Request, footprint_of, shapes, verdict
 from snapkv.plan.planner import LAYER_MS
-from tests.families import (
-    FAMILIES,
-    IMPLEMENTATIONS,
-    random_ids,
-    read,
-    tiny_config,
-    tiny_model,
-)
+from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, read, tiny_config, tiny_model
 
 ROOT = Path(__file__).parents[4]
 GIB = 2**30
@@ -153,8 +146,7 @@ def test_memory_is_what_was_planned_with_its_room_and_its_windows(family, new_to
 
 
 @pytest.mark.parametrize(
-    ("shape", "tokens", "memory"),
-    [("smollm2-135m", 8192, 4), ("gemma-3-12b", 131072, 80)],
+    ("shape", "tokens", "memory"), [("smollm2-135m", 8192, 4), ("gemma-3-12b", 131072, 80)]
 )
 @pytest.mark.parametrize("spare", [0, 500])
 def test_positions_are_not_taken_for_memory(shape, tokens, memory, spare):

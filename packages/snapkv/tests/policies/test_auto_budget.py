@@ -5,15 +5,7 @@ import itertools
 import pytest
 import torch
 
-from snapkv import (
-    AutoBudget,
-    CompressedCache,
-    Document,
-    FullCache,
-    KeyDiff,
-    SnapKV,
-    default_policy,
-)
+from snapkv import AutoBudget, CompressedCache, Document, FullCache, KeyDiff, SnapKV, default_policy
 from snapkv.policies.prefix import Prefix
 from snapkv.policies.states import LostVotes
 from tests.families import random_ids, read, tiny_model

@@ -23,7 +23,7 @@ from snapkv.policies import (
     StreamingLLM,
 )
 from snapkv.prefill import layer_by_layer
-from tests.families import call, random_ids, tiny_model
+from tests.families import call, kept_of, random_ids, tiny_model
 from tests.methods import METHODS
 from tests.ops.states import random_layer, worked_prompt, worked_step
 
@@ -62,7 +62,7 @@ def after_a_turn_in_parts(policy, tokens, way):
             seen += part.shape[1]
             with way(model):
                 logits = model(part, past_key_values=cache).logits[:, -1]
-    return logits, [cache.kept_positions(layer) for layer in range(4)]
+    return logits, kept_of(cache)
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
@@ -75,7 +75,7 @@ def test_a_turn_in_parts_is_evicted_from_at_its_end(name):
     for tokens, way in ways:
         found, kept = after_a_turn_in_parts(IN_PARTS[name], tokens, way)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        assert all(torch.equal(*pair) for pair in zip(kept, own, strict=True))
+        assert kept == own
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ def test_scores_and_choices_of_one_head_are_those_of_all():
         with torch.no_grad():
             found, expected = (model(piece, past_key_values=cache) for cache in (shared, own))
         torch.testing.assert_close(found.logits, expected.logits)
-        for layer in range(4):
-            assert torch.equal(shared.kept_positions(layer), own.kept_positions(layer))
+        assert kept_of(shared) == kept_of(own)
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,7 @@ from tests.families import random_ids, tiny_model
 from tests.ops.states import pad_left, random_layer, worked_prompt, worked_step
 from tests.policies.test_evicting import KINDS, PROMPT
 
-ROWS = [
-    [1.0],
-    [0.9, 0.1],
-    [0.8, 0.1, 0.1],
-    [0.7, 0.05, 0.2, 0.05],
-    [0.6, 0.05, 0.25, 0.05, 0.05],
-]
+ROWS = [[1.0], [0.9, 0.1], [0.8, 0.1, 0.1], [0.7, 0.05, 0.2, 0.05], [0.6, 0.05, 0.25, 0.05, 0.05]]
 IDS = [1, 10, 5, 11, 12]  # <s> A . B C
 PROMPT_BY_HAND = worked_prompt(ROWS, 5, token_ids=torch.tensor([IDS]))
 BY_HAND = {"special_ids": (1,), "punctuation_ids": (5, 6)}
@@ -165,11 +159,6 @@ def profiled(policy, layer):
     return torch.full(heads, FULL) if notes is None else notes[..., 0]
 
 
-def with_ids(layer, seed):
-    ids = random_ids(layer.keys.shape[0], layer.keys.shape[2], seed=seed)
-    return replace(layer, token_ids=ids)
-
-
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 1000),
@@ -185,7 +174,8 @@ def test_the_profile_equals_its_definition(seed, lengths, recovery, kv_heads, ex
         )
         for n in lengths
     ]
-    layer = with_ids(pad_left(rows, query_tokens=max(lengths)), seed)
+    ids = random_ids(len(lengths), max(lengths), seed=seed)
+    layer = replace(pad_left(rows, query_tokens=max(lengths)), token_ids=ids)
     policy = FastGen(recovery, special_ids=tuple(range(40)), punctuation_ids=tuple(range(40, 70)))
     choices = profiled(policy, layer)
     for row in range(len(lengths)):

@@ -17,7 +17,7 @@ from snapkv import (
 from snapkv.hf.identity import digest_of
 from snapkv.hf.known_gates import known_gate, remember_gate
 from snapkv.policies.gate import Gate, read_gate
-from tests.families import random_ids, read, tiny_model
+from tests.families import kept_of, random_ids, read, tiny_model
 from tests.gates import drawn_gate
 from tests.ops.states import pad_left, random_layer, rotate, worked_layer
 
@@ -135,9 +135,7 @@ def test_a_saved_cache_brings_its_gate(gates, tmp_path, around):
     loaded = CompressedCache.load(tmp_path / "cache", model)
     assert loaded.policy == cache.policy
     assert len(str(loaded.policy.describe())) < 400
-    assert [loaded.kept_positions(i).tolist() for i in range(4)] == [
-        cache.kept_positions(i).tolist() for i in range(4)
-    ]
+    assert kept_of(loaded) == kept_of(cache)
 
 
 def test_the_demo_has_a_gate(demo):

@@ -112,11 +112,7 @@ def test_redundancy_equals_its_definition(pads, exempt, rows):
     keys = random_layer(3, batch=2, prompt_tokens=13, query_tokens=1).keys[..., :3]
     pad_tokens = None if pads is None else torch.tensor(pads)
     found = redundancy(
-        keys,
-        threshold=0.5,
-        exempt=exempt,
-        pad_tokens=pad_tokens,
-        most_cosines=rows * 2 * 2 * 13,
+        keys, threshold=0.5, exempt=exempt, pad_tokens=pad_tokens, most_cosines=rows * 2 * 2 * 13
     )
     torch.testing.assert_close(found, loop_redundancy(keys, 0.5, exempt, pads or [0, 0]))
 

@@ -72,13 +72,10 @@ limits = st.one_of(
 
 def make(method, window_size, limit):
     if "beside_window" in limit:
-        budget = window_size + sinks_of(method) + limit["beside_window"]
+        sinks = METHODS[method](keep_ratio=1).sink_tokens
+        budget = window_size + sinks + limit["beside_window"]
         return METHODS[method](budget=budget, window_size=window_size)
     return METHODS[method](keep_ratio=limit["keep_ratio"], window_size=window_size)
-
-
-def sinks_of(method):
-    return METHODS[method](keep_ratio=1).sink_tokens
 
 
 def layer_for(policy, tokens, seed, batch=1):

@@ -8,24 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import InvalidArgumentError
-from snapkv.policies import (
-    POLICIES,
-    AdaKV,
-    CriticalKV,
-    KVzap,
-    KVzip,
-    PrefixPolicy,
-)
+from snapkv.policies import AdaKV, CriticalKV, KVzap, KVzip, PrefixPolicy
 from snapkv.policies.pyramidkv import LayerBudget
 from tests.gates import drawn_gate
 from tests.ops.states import pad_left, random_layer, rated_layer
-
-WITH_SINKS = [
-    policy
-    for policy in POLICIES.values()
-    if issubclass(policy, PrefixPolicy)
-    and any(field.name == "sink_tokens" for field in dataclasses.fields(policy))
-]
+from tests.policies.test_parameters import WITH_SINKS
 
 
 class Falling(KVzip):

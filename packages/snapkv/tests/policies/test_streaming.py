@@ -16,7 +16,14 @@ from transformers.modeling_utils import AttentionInterface
 
 from snapkv import CompressedCache, UnsupportedModelError
 from snapkv.policies import StreamingLLM
-from tests.families import IMPLEMENTATIONS, random_ids, tiny_config, tiny_gpt2, tiny_model
+from tests.families import (
+    IMPLEMENTATIONS,
+    peaked_model,
+    random_ids,
+    tiny_config,
+    tiny_gpt2,
+    tiny_model,
+)
 from tests.oracle import unwrapped
 
 START, RECENT, PROMPT = 3, 17, 50
@@ -182,14 +189,8 @@ def test_what_cannot_be_moved_is_refused_before_any_work(family, rope, message):
 )
 def test_scaled_rotary_embeddings_are_moved_rightly(rope, slots_logits):
     """YaRN also stretches its tables; a key that was stretched once is not stretched again."""
-    torch.manual_seed(0)
     config = tiny_config("llama", rope_parameters={"rope_theta": 1e4, **rope})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim == 2 and "embed" not in name:
-                weight.mul_(4.0)
-    pieces = pieces_of(1, 3)
+    model, pieces = peaked_model(config, "sdpa"), pieces_of(1, 3)
     got, cache = logits_of(model, POLICY, pieces)
     assert (cache.layers[0].identity.rotation.factor > 1.0) is (rope["rope_type"] == "yarn")
     torch.testing.assert_close(got, slots_logits(model, pieces), atol=5e-4, rtol=5e-4)

@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.ops.ragged import api as ragged
-from snapkv.policies import (
-    AdaKV,
-    PyramidKV,
-    SnapKV,
-)
+from snapkv.policies import AdaKV, PyramidKV, SnapKV
 from snapkv.policies.budget import largest_remainder, share_of
 from snapkv.policies.pyramidkv import exact_budgets, published_budgets
 from tests.families import call, random_ids, tiny_model
@@ -71,8 +67,7 @@ def test_exact_pyramid_adds_up_and_falls(mean, spare, num_layers, beta, least):
 
 
 @pytest.mark.parametrize(
-    ("safeguard", "expected"),
-    [(1.0, (2, 2)), (0.5, (2, 2)), (0.2, (3, 1)), (0.01, (3, 1))],
+    ("safeguard", "expected"), [(1.0, (2, 2)), (0.5, (2, 2)), (0.2, (3, 1)), (0.01, (3, 1))]
 )
 def test_adakv_by_hand(safeguard, expected):
     """Winners of [.5 .3 .1 .05] and [.2 .02 .01 .01] are 3 and 1; a fifth sure: 2.8 and 1.2."""

@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from snapkv import UnsupportedModelError
-from snapkv.policies import (
-    CriticalKV,
-    ExpectedAttention,
-    PyramidKV,
-    SnapKV,
-)
+from snapkv.policies import CriticalKV, ExpectedAttention, PyramidKV, SnapKV
 from snapkv.policies.criticalkv import projected_norms
 from tests.families import random_ids, read, tiny_gpt2
 from tests.ops.states import random_layer, rotate, worked_layer, worked_prompt

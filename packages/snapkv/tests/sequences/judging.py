@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from snapkv import (
-    AutoBudget,
-    CompressedCache,
-    SnapKVError,
-    StreamingLLM,
-)
+from snapkv import AutoBudget, CompressedCache, SnapKVError, StreamingLLM
 from snapkv.hf.model_parts import States, states_of
 from snapkv.kvzip import read_twice
 from snapkv.policies import EvictingPolicy

@@ -1,10 +1,3 @@
 """The laboratory's commands run as those of the library do."""
 
-from tests.cli.conftest import (  # noqa: F401 # fixtures
-    demo_only,
-    document,
-    here,
-    snapkv,
-    tiny,
-    tiny_only,
-)
+from tests.cli.conftest import demo_only, document, here, snapkv, tiny, tiny_only  # noqa: F401 # fixtures

@@ -27,19 +27,6 @@ def tiny(monkeypatch):
     assert loaded.model.config._attn_implementation == "sdpa"
 
 
-@pytest.fixture
-def full_at_100(monkeypatch):
-    """transformers' own cache does not fit prompts of more than 100 tokens."""
-    make = contenders.FULL_CACHES["transformers"]
-
-    def limited(model, prompt_tokens):
-        if prompt_tokens > 100:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return make(model, prompt_tokens)
-
-    monkeypatch.setitem(contenders.FULL_CACHES, "transformers", limited)
-
-
 def rows_of(done):
     assert done.status == 0, done.err
     return json.loads(done.out)["rows"]
@@ -130,8 +117,15 @@ def test_throughput_fills_the_memory_and_names_what_limits_it(snapkv, tiny):
     assert ours["batch"] > full["batch"]
 
 
-def test_a_cache_that_does_not_fit_keeps_its_cell(snapkv, tiny, full_at_100, tmp_path):
-    figure = tmp_path / "figure.svg"
+def test_a_cache_that_does_not_fit_keeps_its_cell(snapkv, tiny, monkeypatch, tmp_path):
+    make, figure = contenders.FULL_CACHES["transformers"], tmp_path / "figure.svg"
+
+    def limited(model, prompt_tokens):
+        if prompt_tokens > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return make(model, prompt_tokens)
+
+    monkeypatch.setitem(contenders.FULL_CACHES, "transformers", limited)
     rows = rows_of(snapkv("bench", "decode", *SMALL, "--json", "--plot", figure))
     status = {(row["cache"], row["length"]): row["status"] for row in rows}
     assert status == {

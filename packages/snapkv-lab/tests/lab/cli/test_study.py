@@ -6,11 +6,9 @@ import json
 def test_a_study_of_own_documents_and_questions(snapkv, tiny_only, document, tmp_path):
     out, figure = tmp_path / "rows", tmp_path / "figure.svg"
     small = ("--document-tokens", "130", "--answer-length", "2")
-    done = snapkv(
-        *("study", "instructions", "--document", document, *small, "--results", out),
-        *("-q", "Where is the key, and why?", "-q", "When does the gate open?"),
-        *("--plot", figure, "--json"),
-    )
+    study = ("study", "instructions", "--document", document, *small, "--results", out)
+    study += ("-q", "Where is the key, and why?", "-q", "When does the gate open?")
+    done = snapkv(*study, "--plot", figure, "--json")
     assert done.status == 0, done.err
     found = json.loads(done.out)
     assert found["folder"] == str(out)
@@ -18,10 +16,7 @@ def test_a_study_of_own_documents_and_questions(snapkv, tiny_only, document, tmp
     assert found["run"]["study"]["questions"][0] == "Where is the key, and why?"
     assert {row["questions"] for row in found["rows"]} == {"1 and 1", "1 and 2", "2 and 2"}
     assert figure.read_text().startswith("<?xml")
-    shown = snapkv(
-        *("study", "instructions", "--document", document, *small, "--results", out),
-        *("-q", "Where is the key, and why?", "-q", "When does the gate open?"),
-    )
+    shown = snapkv(*study)
     assert "1 and 2" in shown.out
     assert str(out) in shown.err.replace("\n", "")
 

@@ -244,19 +244,15 @@ def test_one_command_runs_local_tasks_by_every_method(evaluate):
         ("local_whole", {}, "got local_whole, which scores whole texts"),
         ("", {}, "tasks: expected names of lm-eval's tasks"),
         ("local_gate", {"include_path": "nowhere"}, "include_path: expected a folder"),
+        ("local_gate", {}, "tasks: expected the data of local_gate"),
     ],
 )
-def test_bad_input_is_named_in_one_line(evaluate, tasks, options, message):
+def test_bad_input_is_named_in_one_line(evaluate, folder, tasks, options, message):
+    if "the data" in message:
+        (folder / "rows.jsonl").unlink()
     status, _, err = evaluate(tasks, **options)
     assert status == 2
     assert message in err.splitlines()[-1]
-
-
-def test_missing_data_is_named_in_one_line(evaluate, folder):
-    (folder / "rows.jsonl").unlink()
-    status, _, err = evaluate("local_gate")
-    assert status == 2
-    assert "tasks: expected the data of local_gate" in err.splitlines()[-1]
 
 
 def test_without_the_package_its_command_is_named(evaluate, monkeypatch):

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from snapkv import (
-    H2O,
-    RKV,
-    FullCache,
-    KVzip,
-    SnapKV,
-)
+from snapkv import H2O, RKV, FullCache, KVzip, SnapKV
 from snapkv.app import likelihood as reference_module
 from snapkv.app.answering import answer_ids
 from snapkv.app.conversation import joined
@@ -44,16 +38,13 @@ class TwoReferences(Keys):
             yield replace(sample, references=self.references, settings=settings)
 
 
-def without_loss(given):
-    return [{k: v for k, v in one.items() if k != "loss"} for one in untimed(given)]
-
-
 def records_with_loss(folder, **given):
     """Of a run that takes the losses; its answers are those of one that does not."""
     Run(**given).evaluate(folder / "plain")
     Run(**given, reference_loss=True).evaluate(folder / "loss")
     found = records(folder / "loss")
-    assert without_loss(found) == untimed(records(folder / "plain"))
+    without = [{k: v for k, v in one.items() if k != "loss"} for one in untimed(found)]
+    assert without == untimed(records(folder / "plain"))
     return found
 
 

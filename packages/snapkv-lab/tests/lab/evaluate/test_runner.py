@@ -21,15 +21,19 @@ def run(tiny, folder, task=None, methods=METHODS[:2], **options):
     return Run(loaded=tiny, task=task or Keys(), methods=methods, **options).evaluate(folder)
 
 
-def counting(monkeypatch):
-    """The prompts that are answered from now on."""
-    prompts = []
+def answering(monkeypatch, policy=None, times=0):
+    """Prompts answered from now on; so many of a policy's first ones are lost."""
+    prompts, lost = [], []
 
-    def counted(loaded, prompt, policy, settings, **options):
+    def sometimes(loaded, prompt, asked, settings, **options):
         prompts.append(prompt)
-        return answer(loaded, prompt, policy, settings, **options)
+        if asked == policy and prompt not in lost and len(lost) < times:
+            lost.append(prompt)
+        if asked == policy and prompt in lost:
+            raise OutOfMemoryError("prompt: about 12 tokens would fit")
+        return answer(loaded, prompt, asked, settings, **options)
 
-    monkeypatch.setattr("snapkv.app.prompt_reader.answer", counted)
+    monkeypatch.setattr("snapkv.app.prompt_reader.answer", sometimes)
     return prompts
 
 
@@ -69,7 +73,7 @@ def test_a_record_is_what_answering_gives(tiny, tmp_path):
 
 def test_a_second_run_answers_only_what_is_new(tiny, tmp_path, monkeypatch):
     first = run(tiny, tmp_path)
-    prompts = counting(monkeypatch)
+    prompts = answering(monkeypatch)
     again = run(tiny, tmp_path)
     assert prompts == []
     assert again.rows == first.rows
@@ -112,30 +116,14 @@ def test_a_prompt_beyond_the_positions_is_a_cell_without_answer(tiny, tmp_path):
     assert [r["status"] for r in records(tmp_path)] == ["ok", "ok", "too long", "too long"]
 
 
-def losing(monkeypatch, policy, times):
-    """Prompts answered from now on; the first of a policy's are lost, whoever reads them."""
-    prompts, lost = [], []
-
-    def sometimes(loaded, prompt, asked, settings, **options):
-        prompts.append(prompt)
-        if asked == policy and prompt not in lost and len(lost) < times:
-            lost.append(prompt)
-        if asked == policy and prompt in lost:
-            raise OutOfMemoryError("prompt: about 12 tokens would fit")
-        return answer(loaded, prompt, asked, settings, **options)
-
-    monkeypatch.setattr("snapkv.app.prompt_reader.answer", sometimes)
-    return prompts
-
-
 def test_an_answer_lost_to_memory_is_asked_again_by_the_next_run(tiny, tmp_path, monkeypatch):
     questions = ("visible", "hidden")
-    losing(monkeypatch, SnapKV(64), 3)
+    answering(monkeypatch, SnapKV(64), 3)
     first = run(tiny, tmp_path / "lost", questions=questions)
     failed = [row["failed"] for row in first.rows if row["method"] == "snapkv@64"]
     assert sum(each.get("out of memory", 0) for each in failed) == 3
     assert not any(row["failed"] for row in first.rows if row["method"] == "full")
-    prompts = losing(monkeypatch, SnapKV(64), 0)
+    prompts = answering(monkeypatch)
     again = run(tiny, tmp_path / "lost", questions=questions)
     assert len(prompts) == 3
     whole = run(tiny, tmp_path / "whole", questions=questions)
@@ -202,7 +190,7 @@ def test_other_failures_end_the_run_and_keep_its_answers(tiny, tmp_path, monkeyp
 
 
 def test_hidden_and_visible_questions_are_the_same_tokens(tiny, tmp_path, monkeypatch):
-    prompts = counting(monkeypatch)
+    prompts = answering(monkeypatch)
     run(tiny, tmp_path, methods=METHODS[1:2], limit=1, questions=("visible", "hidden"))
     visible, hidden = prompts[:2]
     assert visible.context_characters is None

@@ -13,10 +13,7 @@ from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv_lab.evaluate.haystack import distinct, words
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.task import fitted, needed_tokens, percents
-from snapkv_lab.evaluate.tasks import (
-    Instructions,
-    Lines,
-)
+from snapkv_lab.evaluate.tasks import Instructions, Lines
 
 NEW_TOKENS = 7
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from snapkv.ops import ScoreOptions
-from snapkv.policies import PromptLayer
 from snapkv.prefill.early_layer import known_early_layer
 from snapkv_lab import drawing
 from snapkv_lab.study import EarlyLayer, copying
+from tests.ops.states import worked_layer
 
 SMALL = EarlyLayer(
     samples=2, document_tokens=150, digits=4, keep_ratio=0.4, budget=40, tries=1, rivals=1
@@ -45,14 +44,8 @@ def test_a_copy_stands_where_it_says_and_the_prompt_ends_in_its_start(demo):
 
 def made_layer(attended):
     """One head; the query of each token attends to one position before it, and to nothing else."""
-    keys = torch.eye(len(attended))[None, None]
-    return PromptLayer(
-        queries=torch.eye(len(attended))[attended][None, None] * 40,
-        keys=keys,
-        values=keys,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-    )
+    eye = torch.eye(len(attended))[None, None]
+    return worked_layer(eye, queries=eye[:, :, attended] * 40)
 
 
 def test_what_votes_let_go_on_of_a_number_by_hand():

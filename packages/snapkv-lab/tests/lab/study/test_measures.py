@@ -56,10 +56,7 @@ def test_overlaps_are_those_of_plain_loops():
         (("prompt", -1), answer, last),
         (("answer", 2), last, range(88, 96)),
     ]:
-        for name, candidates, keep_tokens in [
-            ("overlap", 72, 7),
-            ("overlap_of_common", 56, 5),
-        ]:
+        for name, candidates, keep_tokens in [("overlap", 72, 7), ("overlap_of_common", 56, 5)]:
             expected = loops.overlap(
                 heads,
                 layer.score_options.scaling,
