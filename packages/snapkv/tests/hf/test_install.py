@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import pickle
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 

@@ -35,7 +35,6 @@ def test_blocked_votes_equal_the_reference(shape, block_tokens, extras):
     torch.testing.assert_close(votes, expected, atol=1e-6 * shape[3], rtol=1e-5)
 
 
-
 LIFTS = [Fading(0.8), Fading(1e-300), Pooling(5, "max"), Pooling((0, 4), "avg")]
 
 

@@ -15,7 +15,7 @@ from snapkv.policies.states import PromptLayer
 
 @dataclass(frozen=True)
 class KVzap(PrefixPolicy):
-    """A fitted gate foretells what `KVzip(plus=True)` would keep, without its second reading.
+    """A fitted gate predicts what `KVzip(plus=True)` would keep, without its second reading.
 
     The idea is KVzap's: a linear map per layer to the logarithms of the scores of KVzip+, here
     fitted by ridge regression (`snapkv study fit-gate`). Where the authors' map reads the hidden
