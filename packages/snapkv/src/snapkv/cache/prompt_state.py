@@ -257,7 +257,8 @@ class PromptState:
 
         Of a budget that all layers share, they keep what may be among the best until the last one.
         """
-        (group, self.group), policy = (self.group, LayerGroup()), self.policy
+        group, policy = self.group, self.policy
+        self.group = LayerGroup()
         if isinstance(policy, AcrossLayers) and policy.shares:
             if self.shared is None or not group.stack.depth:
                 self.shared = SharedBudget(policy, group.stack, once=once)
