@@ -819,7 +819,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "sinks are turned from where they were turned to before",
             "sinks = torch.where(were_moved, original, sinks)",
             "sinks = torch.where(were_moved, sinks, sinks)",
-            "policies/test_sinks.py",
             "policies/test_streaming.py",
         )
     ],
