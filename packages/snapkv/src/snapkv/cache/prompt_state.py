@@ -261,7 +261,7 @@ class PromptState:
         self.group = LayerGroup()
         if isinstance(policy, AcrossLayers) and policy.shares:
             if self.shared is None or not group.stack.depth:
-                self.shared = SharedBudget(policy, group.stack, once=once)
+                self.shared = SharedBudget(policy, group.prompts[0], once=once)
             with ops.scoring(group.stack.keys):
                 self.shared.take(group)
             if group.reaches_last:

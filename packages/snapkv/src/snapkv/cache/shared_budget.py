@@ -34,14 +34,12 @@ class SharedBudget:
 
     def __init__(self, policy: AcrossLayers, first: PromptLayer, *, once: bool) -> None:
         self._policy, self._once = policy, once
-        rows = len(first.keys) // first.stacked
-        depths = range(first.num_layers)
-        self._even = [policy.even_counts(first.at(depth))[:rows] for depth in depths]
-        self._seen = [0] * rows  # what a row keeps in the layers that were read
+        self._even = [policy.even_counts(first.at(depth)) for depth in range(first.num_layers)]
+        self._seen = [0 for _ in first.keys]  # what a row keeps in the layers that were read
         self._to_come = [
             _sums_from(row, policy.policy.most_tokens or 0) for row in zip(*self._even, strict=True)
         ]
-        self._rows = [_Row(first.keys.device) for _ in range(rows)]
+        self._rows = [_Row(first.keys.device) for _ in first.keys]
         self._device = first.keys.device
         self._parts: list[_Part] = []
         self._scores: list[Tensor] = []  # (B, heads of some, T) of layers that are not listed

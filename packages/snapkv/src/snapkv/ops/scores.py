@@ -11,10 +11,11 @@ from torch import Tensor
 @contextlib.contextmanager
 def scoring(states: Tensor) -> Iterator[None]:
     """Within this block nothing is noted for gradients, and float32 stays so under autocast."""
-    device, off = states.device.type, contextlib.nullcontext()
-    if torch.is_autocast_enabled(device):
-        off = torch.autocast(device, enabled=False)  # type: ignore[assignment]
-    with torch.no_grad(), off:
+    device = states.device.type
+    with contextlib.ExitStack() as within:
+        within.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(device):
+            within.enter_context(torch.autocast(device, enabled=False))
         yield
 
 
