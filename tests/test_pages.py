@@ -1,6 +1,5 @@
 """What the repository's pages say is run, and is true."""
 
-import ast
 import re
 import shlex
 import shutil
@@ -60,40 +59,6 @@ def test_links_inside_the_repository_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         if not target.startswith(("http://", "https://")):
             assert (page.parent / target).exists(), target
-
-
-def avoided():
-    """The words of the table in CONTRIBUTING.md, as one pattern."""
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    table = page.partition("| not | but |")[2].partition("\n\n")[0]
-    words = [word for row in table.splitlines()[2:] for word in row.split("|")[1].split(",")]
-    assert len(words) > 20
-    return re.compile(
-        "|".join(rf"\b{re.escape(word.strip())}(?!\w)" for word in words), re.IGNORECASE
-    )
-
-
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *ROOT.glob("docs/*.md")], ids=lambda it: it.name
-)
-def test_a_page_does_without_words_that_have_plainer_ones(page):
-    text = re.sub(r"`[^`]*`|^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.M)
-    assert not avoided().findall(text)
-
-
-def test_messages_do_without_them():
-    """String literals of more than one word; options and arguments keep their names."""
-    words, found = avoided(), []
-    for file in ROOT.glob("packages/snapkv*/src/**/*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        nodes = [] if "snapkv_lab" in file.parts else list(ast.walk(tree))
-        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-        for node in nodes:
-            if isinstance(node, ast.Constant) and id(node) not in docstrings:
-                text = str(node.value) if " " in str(node.value) else ""
-                if words.search(re.sub(r"--\w+|^\w+:", "", text)):
-                    found.append((file.name, text))
-    assert not found
 
 
 def shown_commands():

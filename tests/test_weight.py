@@ -21,6 +21,11 @@ def test_a_weight_may_only_fall(what):
     )
 
 
+def test_only_code_counts():
+    text = '"""A docstring\nof two lines."""\nimport os\n\n# A comment.\nx = (\n    1,\n)\n'
+    assert weight.lines_of_code(text) == 3
+
+
 def test_limits_are_set_down_and_never_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(weight, "LIMITS", tmp_path / "weight.json")
     monkeypatch.setattr(weight, "weights", lambda: {"a": 1200, "b": 90, "c": 5})

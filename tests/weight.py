@@ -1,10 +1,13 @@
-"""What the repository weighs: numbers that may only fall, which `test_weight.py` holds it to.
+"""Count the repository's lines of code, which `test_weight.py` compares with their limits.
 
-python -m tests.weight    show them, and set the limits down to what there is
+python -m tests.weight    show the counts, and lower each limit to what there is
+
+A line of code is one that is neither blank, nor a comment, a docstring or an import.
+Explanations are free: docstrings, comments and pages have no limit.
 """
 
+import ast
 import json
-import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -13,32 +16,44 @@ LIMITS = Path(__file__).with_name("weight.json")
 
 
 def weights() -> dict[str, int]:
-    """Lines of Python, of every package's source and of all tests; words of the pages."""
-    found = {f"lines of {name}": _lines(ROOT / "packages" / name / "src") for name in PACKAGES}
+    """Count the lines of code of each package's source, and those of all tests together."""
+    found = {f"code of {name}": _code_in(ROOT / "packages" / name / "src") for name in PACKAGES}
     tests = [ROOT / "tests", *(ROOT / "packages" / name / "tests" for name in PACKAGES)]
-    return found | {"lines of tests": sum(map(_lines, tests)), "words of pages": _words()}
+    return found | {"code of tests": sum(map(_code_in, tests))}
 
 
 def limits() -> dict[str, int]:
-    """The most that each may be."""
+    """Return the largest value that each count may have."""
     found: dict[str, int] = json.loads(LIMITS.read_text("utf-8"))
     return found
 
 
-def _lines(folder: Path) -> int:
-    return sum(len(path.read_text("utf-8").splitlines()) for path in folder.rglob("*.py"))
+def lines_of_code(text: str) -> int:
+    """Count the lines of Python source that are code."""
+    left = {
+        number
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    }
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom) or _is_docstring(node):
+            left -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(left)
 
 
-def _words() -> int:
-    """Of the pages that people read, without marks of tools; a changelog has to grow."""
-    folders = [ROOT, ROOT / "docs", *(ROOT / "packages" / name for name in PACKAGES)]
-    pages = {page for folder in folders for page in folder.glob("*.md")}
-    texts = (page.read_text("utf-8") for page in pages - {ROOT / "CHANGELOG.md"})
-    return sum(len(re.sub(r"<!--.*?-->", "", text, flags=re.S).split()) for text in texts)
+def _is_docstring(node: ast.AST) -> bool:
+    """Whether the node is a string that stands alone as a statement."""
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+        return False
+    return isinstance(node.value.value, str)
+
+
+def _code_in(folder: Path) -> int:
+    return sum(lines_of_code(path.read_text("utf-8")) for path in folder.rglob("*.py"))
 
 
 def main() -> None:
-    """Show what there is beside its limit, and lower the limits that are above it."""
+    """Print each count with its limit, and lower the limits that are above their counts."""
     known, here = limits(), weights()
     for what, now in here.items():
         print(f"{what:<24}{now:>8,}  at most {known.get(what, now):>8,}")
