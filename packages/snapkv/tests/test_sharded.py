@@ -155,10 +155,6 @@ def by_layer(model, put):
     return within(prefill.layer_by_layer(model, chunk_tokens=16), model, put)
 
 
-def selective(model, put):
-    return within(prefill.selective(model, layer=1, least_tokens=4), model, put)
-
-
 def within(reading, model, put):
     before = [vars(module).get("forward") for module in model.modules()]
     with reading:
@@ -179,7 +175,7 @@ def second_reading(model, put):
     return model.generate(asked, past_key_values=cache, **OPTIONS)
 
 
-@pytest.mark.parametrize("way", [spans, by_layer, selective, drafts, second_reading])
+@pytest.mark.parametrize("way", [spans, by_layer, drafts, second_reading])
 def test_other_ways_to_read_and_to_go_on(way, require_same):
     require_same(way)
 

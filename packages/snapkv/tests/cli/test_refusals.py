@@ -25,7 +25,7 @@ REFUSED = {
         ("--medusa nowhere", "medusa: expected 'demo', a folder"),
         ("--medusa ''", "or a hub id of one, got ''"),
         ("--budget 48 --prompt-lookup 3 --policy tova", "only compresses the prompt"),
-        ("--prompt-lookup 3 --prefill selective", "expected none with --prefill selective"),
+        ("--prompt-lookup 3 --prefill layer-by-layer", "expected none with --prefill layer-by"),
         ("--prompt-lookup 3 --policy kvzip", "drafts: expected none with kvzip"),
     ],
     "ask": [
@@ -84,7 +84,6 @@ REFUSED = {
         ("--recall none --budget auto", "with --recall none, got auto; pass --budget"),
         ("--recall none --budget 30%", "budget: expected a number of tokens with --rec"),
         ("--recall none --keep-ratio 0.5", "got keep_ratio; pass --budget 1024, or leave"),
-        ("--prefill selective --budget 30%", "with --prefill selective, got 30%; pass"),
         ("-", "files: expected files or folders"),
     ],
     "inspect notes.txt -q Why?": [

@@ -61,7 +61,7 @@ def answer_from_files(
             policy, settings, on_text, drafts=drafts, prefill=options.reading, quantize=quantize
         ),
         full=full,
-        exactly={} if options.reading.holds_all else {"prefill": None},
+        exactly={},
         own_bits=own_bits,
         sources=sources,
     )

@@ -164,8 +164,6 @@ class CompressedCache(Cache):
             forward_context.share_heads(layer, self.prompt_state, keys)
             return keys, values
         padding, prompt_state, seen = self._padding, self.prompt_state, layer.seen_tokens
-        if prompt_state.narrowing is not None:
-            new_tokens = prompt_state.narrowing.arrived(layer, new_tokens)
         first, is_piece = prompt_state.layers[0], prompt_state.is_piecewise
         uneven = not (is_piece or layer is first) and seen + new_tokens != first.seen_tokens
         current = forward_context.current
@@ -174,11 +172,7 @@ class CompressedCache(Cache):
         end = prompt_state.prompt_end or prompt_state.end_by(seen + new_tokens)
         seen += new_tokens
         coming = None if seen > end else end - seen
-        if prompt_state.narrowing is not None and coming:
-            coming = 0  # how many will reach the layer is not known yet
         keys, values = layer.update(key_states, value_states, coming=coming)
-        if prompt_state.narrowing is not None:
-            prompt_state.narrowing.note(layer)
         if prompt_state.coming_ids is not None:
             layer.remember_ids(prompt_state.coming_ids[1].to(key_states.device))
         turn = layer.turns if layer.slots.is_compressed else None
