@@ -11,11 +11,11 @@ from accelerate import cpu_offload, dispatch_model
 from torch.utils._pytree import tree_leaves
 
 from snapkv import AdaKV, CompressedCache, KeyDiff, KVzip, SnapKV, UnsupportedModelError, prefill
-from snapkv.decoding import CandidateTree, Medusa
 from snapkv.hf.placement import layer_devices
 from snapkv.kvzip import read_context
-from tests.decoding.heads import random_heads
+from snapkv_lab.medusa import CandidateTree, Medusa
 from tests.families import KINDS, random_ids, small_model, tiny_model
+from tests.lab.medusa.heads import random_heads
 from tests.methods import BOTH, CACHES, SNAPKV
 from tests.pretended import device, pretending
 

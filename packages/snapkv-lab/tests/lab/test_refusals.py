@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from snapkv import H2O, KVzip, MissingDependencyError, SnapKV, SnapKVError
-from snapkv.app.settings import MedusaTraining
 from snapkv_lab import drawing
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.harness import CompressedLM
@@ -24,10 +23,11 @@ from snapkv_lab.evaluate.tasks import (
     Ruler,
     Turns,
 )
+from snapkv_lab.medusa.training import train_heads
+from snapkv_lab.medusa_training import MedusaTraining
 from snapkv_lab.report import figures
 from snapkv_lab.study import FitGate, HitRate, Overlap, Sensitivity
 from snapkv_lab.study import Instructions as Compared
-from snapkv_lab.training import medusa
 from tests.lab.evaluate.test_harness import requests
 from tests.lab.evaluate.test_longbench import row as longbench_row
 from tests.lab.evaluate.test_rag import document, line
@@ -92,7 +92,7 @@ def harness(kind, *given):
 
 
 def heads_of_little_text(tiny, folder):
-    medusa.train(tiny, ["a b c " * 9], folder, MedusaTraining(passage_tokens=8), lambda *_: None)
+    train_heads(tiny, ["a b c " * 9], folder, MedusaTraining(passage_tokens=8), lambda *_: None)
 
 
 REFUSED = [

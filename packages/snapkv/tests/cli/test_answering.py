@@ -13,7 +13,6 @@ from snapkv import default_policy
 from snapkv.app.prefills import Exact, LayerByLayer
 from snapkv.cli.options import RunOptions, read_prefill, read_prefills
 from snapkv.cli.policy import usual_bits
-from snapkv.decoding import MedusaHeads, save_heads
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf import step_graph
 from snapkv.hf.saved import policy_of
@@ -277,22 +276,19 @@ def test_a_shared_latent_keeps_its_bits_and_it_is_said_why():
 
 
 WAYS = {
-    "medusa": ("--medusa", "heads"),
     "assistant": ("--assistant", "demo"),
     "prompt-lookup": ("--prompt-lookup", 3),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_drafts_change_what_it_takes_and_not_the_answer(asked, demo_only, demo, here, way):
-    if way == "medusa":
-        save_heads(MedusaHeads.untrained(demo.model, 2), here / "heads", base_model="demo")
+def test_drafts_change_what_it_takes_and_not_the_answer(asked, demo_only, way):
     (answer,) = asked(*SMALL, *WAYS[way])["runs"]
     assert answer["text"] == "The key is under the blue stone."
     drafts = answer["drafts"]
     assert drafts["method"] == way
     assert 1 <= drafts["passes"] <= 5
-    assert drafts["acceptance_length"] >= 1 + (way != "medusa") / 100
+    assert drafts["acceptance_length"] >= 1.01
 
 
 def test_the_table_says_tokens_per_pass(snapkv, tiny_only, document, monkeypatch):

@@ -100,8 +100,6 @@ def _require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
 
 def _draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | None:
     """The source of drafts that the options choose; None for plain decoding."""
-    if options.medusa is not None:
-        return draft_methods.medusa(loaded, options.medusa)
     if options.assistant is not None:
         return draft_methods.assistant(loaded, load_other(options.assistant, options))
     if options.prompt_lookup is not None:

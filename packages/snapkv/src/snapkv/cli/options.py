@@ -231,9 +231,6 @@ class RunOptions(MethodOptions):
             "with parameters as in layer-by-layer:chunk_tokens=2k"
         ),
     ] = "exact"
-    medusa: Annotated[
-        str | None, panels.drafts(metavar="HEADS", help="Medusa heads: demo, a folder or a hub id")
-    ] = None
     assistant: Annotated[
         str | None, panels.drafts(metavar="MODEL", help="A smaller model that drafts tokens")
     ] = None
@@ -284,7 +281,7 @@ class RunOptions(MethodOptions):
         return read_prefill(self.prefill)
 
 
-DRAFTS = ("medusa", "assistant", "prompt_lookup")
+DRAFTS = ("assistant", "prompt_lookup")
 """The options that choose a source of drafts."""
 
 

@@ -124,7 +124,7 @@ def _attention(
         value=value,
         mask=attention_mask,
         options=options,
-        candidates=forward_context.current.candidates,
+        branches=forward_context.current.branches,
     )
     attended = attend(call)
     if (hook := forward_context.current.hook) is not None:

@@ -189,6 +189,24 @@ class CompressedCache(Cache):
         )
         return keys, values
 
+    def keep_among_last(self, tokens: int, places: Tensor) -> None:
+        """Keep some of the last tokens in every layer, and forget the others.
+
+        So ends a pass that has read alternatives, see `snapkv.hf.forward_context.branching`. The
+        kept tokens stand one behind the other then, as if they alone had been read, since each was
+        read at the position of its place in its branch. `activate_past_recording` must have been
+        called before that pass.
+
+        Args:
+            tokens: how many of the last tokens to choose from.
+            places: (N,) int64 on the CPU, ascending from 0: which of them stay.
+        """
+        if not torch.equal(places, torch.arange(len(places))):
+            for layer in self.layers:
+                if getattr(layer, "keys", None) is not None:
+                    _bring_forward(layer, places, tokens)
+        self.crop(len(places) - tokens)
+
     def require_rows(self, rows: int) -> None:
         """Refuse another batch than the one that was read."""
         if (read := self.prompt_state.rows) not in (0, rows):
@@ -611,3 +629,18 @@ def _interrupted() -> CacheMismatchError:
         "forward pass that was interrupted, of another model, or of another attention "
         "implementation; call cache.reset(), and make a CompressedCache for each model as it is"
     )
+
+
+def _bring_forward(layer: Any, places: Tensor, tokens: int) -> None:
+    """Move keys, values and queries at these places among the last tokens in front of the rest."""
+
+    def move(states: Tensor, end: int) -> Tensor:
+        start = end - tokens
+        kept = states[..., start:end, :].index_select(-2, places.to(states.device))
+        states[..., start : start + len(places), :] = kept
+        return states
+
+    if isinstance(layer, CompressedLayer):
+        layer.move_queries(lambda held: move(held.clone(), held.shape[-2]))
+    for states in (layer.keys, layer.values):
+        move(states, layer.keys.shape[-2])
