@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from snapkv import AdaKV, CompressedCache, FullCache, PyramidKV, SnapKV
+from snapkv import AdaKV, CompressedCache, FullCache, InvalidArgumentError, PyramidKV, SnapKV
 from snapkv.hf import forward_context
 from snapkv.hf.forward_context import branching
 from snapkv_lab.medusa.masks import TreeBranches
@@ -58,6 +58,39 @@ def test_each_branch_is_read_as_alone_and_one_is_kept(storage, implementation, b
         if other.last_queries is not None:
             torch.testing.assert_close(own.last_queries, other.last_queries)
     torch.testing.assert_close(call(model, cache, following), call(model, alone, following))
+
+
+REFUSED = {
+    "tokens of the prompt": (6, [0, 1], "tokens: expected at most 5, .* got 6"),
+    "tokens before there are any": (-1, [], "tokens: expected at most 5, .* got -1"),
+    "a place behind the last": (5, [0, 5], "places: expected ascending places from 0 to 4"),
+    "a place before the first": (5, [-1, 0], "places: .*got \\[-1, 0\\]"),
+    "a place twice": (5, [0, 0], "each once"),
+    "places that descend": (5, [2, 1], "ascending"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_be_kept_is_refused_and_nothing_has_changed(why):
+    tokens, places, said = REFUSED[why]
+    cache = read_cache(model := tiny_model("llama"), "dense")
+    call(model, cache, random_ids(1, 5, seed=3))
+    before = [layer.keys.clone() for layer in cache.layers]
+    with pytest.raises(InvalidArgumentError, match=said):
+        cache.keep_among_last(tokens, torch.tensor(places, dtype=torch.int64))
+    assert cache.get_seq_length() == PROMPT + 5
+    assert all(
+        torch.equal(own, layer.keys) for own, layer in zip(before, cache.layers, strict=True)
+    )
+
+
+def test_tokens_that_were_read_for_good_are_refused():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, POLICY)
+    call(model, cache, random_ids(1, PROMPT))
+    call(model, cache, random_ids(1, 5, seed=3))
+    with pytest.raises(InvalidArgumentError, match=r"call it before the pass"):
+        cache.keep_among_last(5, torch.tensor([0, 2]))
 
 
 def test_nothing_is_left_of_branches_when_their_pass_has_failed():

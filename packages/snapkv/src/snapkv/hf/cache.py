@@ -200,7 +200,25 @@ class CompressedCache(Cache):
         Args:
             tokens: how many of the last tokens to choose from.
             places: (N,) int64 on the CPU, ascending from 0: which of them stay.
+
+        Raises:
+            InvalidArgumentError: the tokens are not all behind the prompt, or were read before
+                `activate_past_recording`; a place is not among them, or does not ascend.
         """
+        state = self.prompt_state
+        end = state.prompt_end if state.verifies_drafts else None
+        behind = 0 if end is None else max(0, self.get_seq_length() - end)
+        if not 0 <= tokens <= behind:
+            raise InvalidArgumentError(
+                f"tokens: expected at most {behind:,}, the tokens that were read behind the prompt "
+                f"since activate_past_recording(), got {tokens:,}; call it before the pass whose "
+                "tokens are chosen from"
+            )
+        if (given := places.tolist()) != sorted({*given} & {*range(tokens)}):
+            raise InvalidArgumentError(
+                f"places: expected ascending places from 0 to {tokens - 1}, each once, got "
+                f"{given}; pass for instance torch.tensor([0, 2])"
+            )
         if not torch.equal(places, torch.arange(len(places))):
             for layer in self.layers:
                 if getattr(layer, "keys", None) is not None:
