@@ -37,19 +37,11 @@ def tiny(demo) -> LoadedModel:
 
 
 @pytest.fixture(autouse=True)
-def early_layers(tmp_path_factory, monkeypatch):
-    """Nothing is known of any model's early layer but what a test remembers; returns the folder.
+def gates(tmp_path_factory, monkeypatch):
+    """No model has a gate but the demo model, and what a test remembers; returns the folder.
 
     Converted models stay where they are, so the cache folder as a whole is not replaced.
     """
-    folder = tmp_path_factory.getbasetemp() / f"early-layers-{uuid.uuid4().hex}"
-    monkeypatch.setattr("snapkv.prefill.early_layer.early_layers_folder", lambda: folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def gates(tmp_path_factory, monkeypatch):
-    """No model has a gate but the demo model, and what a test remembers; returns the folder."""
     folder = tmp_path_factory.getbasetemp() / f"gates-{uuid.uuid4().hex}"
     monkeypatch.setattr("snapkv.hf.known_gates.gates_folder", lambda: folder)
     return folder

@@ -127,12 +127,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "hf/test_cache.py",
         ),
         (
-            "tokens that were left out reach the first layer that does without",
-            "if self.chosen is None or layer_idx < self.first_layer",
-            "if self.chosen is None or layer_idx <= self.first_layer",
-            "models/test_selective.py",
-        ),
-        (
             "an end that was taken back stays announced",
             "self.seen_tokens < self.prompt_end <= seen_tokens",
             "self.seen_tokens < self.prompt_end < seen_tokens",
@@ -307,18 +301,18 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "test_control_words.py",
         ),
     ],
-    "snapkv/decoding/tree.py": [
+    "snapkv_lab/medusa/tree.py": [
         (
             "drafts are judged by the token behind them",
             "tokens[paths[:, 1:]] == chosen[paths[:, :-1]]",
             "tokens[paths[:, 1:]] == chosen[paths[:, 1:]]",
-            "decoding/test_acceptance.py",
+            "lab/medusa/test_acceptance.py",
         ),
         (
             "a candidate sees candidates that are no ancestors",
             "seen[node] |= seen[parent]",
             "seen[node] |= seen[: parent + 1].any(dim=0)",
-            "decoding",
+            "lab/medusa",
         ),
     ],
     "snapkv/hf/attend.py": [
@@ -329,10 +323,10 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "hf/test_attend.py",
         ),
         (
-            "heads of different length see every candidate of a tree",
-            "visible = None if call.candidates is None else call.candidates.visible\n",
+            "heads of different length see every branch",
+            "visible = None if call.branches is None else call.branches.own_visible\n",
             "visible = None\n",
-            "decoding/test_medusa.py",
+            "hf/test_branches.py",
         ),
     ],
     "snapkv/hf/attention.py": [
@@ -357,10 +351,10 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "hf/test_cache.py",
         ),
         (
-            "a tree is still being read when it is over",
-            "        current.candidates = None\n",
+            "branches are still being read when they are over",
+            "        current.branches = None\n",
             "        pass\n",
-            "decoding/test_medusa.py",
+            "hf/test_branches.py",
         ),
         (
             "layers that share keys attend by what the first of them has become",

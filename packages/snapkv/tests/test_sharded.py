@@ -11,11 +11,11 @@ from accelerate import cpu_offload, dispatch_model
 from torch.utils._pytree import tree_leaves
 
 from snapkv import AdaKV, CompressedCache, KeyDiff, KVzip, SnapKV, UnsupportedModelError, prefill
-from snapkv.decoding import CandidateTree, Medusa
 from snapkv.hf.placement import layer_devices
 from snapkv.kvzip import read_context
-from tests.decoding.heads import random_heads
+from snapkv_lab.medusa import CandidateTree, Medusa
 from tests.families import KINDS, random_ids, small_model, tiny_model
+from tests.lab.medusa.heads import random_heads
 from tests.methods import BOTH, CACHES, SNAPKV
 from tests.pretended import device, pretending
 
@@ -155,10 +155,6 @@ def by_layer(model, put):
     return within(prefill.layer_by_layer(model, chunk_tokens=16), model, put)
 
 
-def selective(model, put):
-    return within(prefill.selective(model, layer=1, least_tokens=4), model, put)
-
-
 def within(reading, model, put):
     before = [vars(module).get("forward") for module in model.modules()]
     with reading:
@@ -179,7 +175,7 @@ def second_reading(model, put):
     return model.generate(asked, past_key_values=cache, **OPTIONS)
 
 
-@pytest.mark.parametrize("way", [spans, by_layer, selective, drafts, second_reading])
+@pytest.mark.parametrize("way", [spans, by_layer, drafts, second_reading])
 def test_other_ways_to_read_and_to_go_on(way, require_same):
     require_same(way)
 

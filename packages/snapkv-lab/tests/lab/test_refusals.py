@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 
 from snapkv import H2O, KVzip, MissingDependencyError, SnapKV, SnapKVError
-from snapkv.app.prefills import Selective
-from snapkv.app.settings import MedusaTraining
 from snapkv_lab import drawing
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.harness import CompressedLM
@@ -25,12 +23,11 @@ from snapkv_lab.evaluate.tasks import (
     Ruler,
     Turns,
 )
+from snapkv_lab.medusa.training import train_heads
+from snapkv_lab.medusa_training import MedusaTraining
 from snapkv_lab.report import figures
-from snapkv_lab.study import EarlyLayer, FitGate, HitRate, Overlap, Sensitivity
+from snapkv_lab.study import FitGate, HitRate, Overlap, Sensitivity
 from snapkv_lab.study import Instructions as Compared
-from snapkv_lab.study.copying import Copy
-from snapkv_lab.training import medusa
-from tests.families import tiny_model
 from tests.lab.evaluate.test_harness import requests
 from tests.lab.evaluate.test_longbench import row as longbench_row
 from tests.lab.evaluate.test_rag import document, line
@@ -94,14 +91,8 @@ def harness(kind, *given):
     return refused
 
 
-def of_several_kinds_of_layers(tiny, folder):
-    copy = Copy(prompt=list(range(3, 103)), answer=[5, 6], start=40)
-    loaded = replace(tiny, model=tiny_model("gemma3_text"))
-    EarlyLayer().answered(loaded, copy, EarlyLayer().selective(2))
-
-
 def heads_of_little_text(tiny, folder):
-    medusa.train(tiny, ["a b c " * 9], folder, MedusaTraining(passage_tokens=8), lambda *_: None)
+    train_heads(tiny, ["a b c " * 9], folder, MedusaTraining(passage_tokens=8), lambda *_: None)
 
 
 REFUSED = [
@@ -162,10 +153,6 @@ REFUSED = [
     (run(Keys(), Method(label="k", policy=KVzip(48))), "have read a text, .* --setting hidden"),
     (run(Keys(sentences=()), SNAPKV), "samples: expected at least one, got none"),
     (run(Keys(sentences=(8, 8)), SNAPKV), "samples: expected every sample once, got 8/0 2 times"),
-    (
-        run(SMALL, replace(SNAPKV, later="recall", prefill=Selective(layer=1))),
-        "turns: expected a prefill",
-    ),
     (run(SMALL, Method(label="h", policy=H2O(48), later="compress")), "evicts after every token"),
     (
         run(
@@ -194,12 +181,7 @@ REFUSED = [
     (made(Overlap, document_tokens=2560), "keep_ratio: expected a part of the 0 positions"),
     (made(Compared, keep_ratio=1.5), "keep_ratio: expected a part of 3,072"),
     (made(Sensitivity, windows=()), "windows: expected at least 1"),
-    (made(EarlyLayer, document_tokens=5), "document_tokens: expected at least 128"),
-    (made(EarlyLayer, keep_ratio=0), "keep_ratio"),
-    (made(EarlyLayer, tolerance=float("nan")), "tolerance: expected at least 0"),
-    (made(EarlyLayer, layers=(0,)), "layers: expected at least 1"),
-    (made(EarlyLayer, budget=16), "budget: expected more than window_size=16"),
-    (of_several_kinds_of_layers, "sliding"),
+    (made(HitRate, document_tokens=5), "document_tokens: expected at least 128"),
     (made(FitGate, texts=3), "texts"),
     (study(HitRate(), words=9), r"at least document_tokens=3,072 .*note\.txt"),
     (study(Overlap(), words=600), "keep_ratio: expected a part of the 0 positions"),

@@ -67,9 +67,7 @@ def test_a_batch_answers_as_its_prompts_do_alone(tiny, prompt):
 
 @pytest.mark.parametrize("name", PREFILLS)
 def test_kept_tokens_are_those_of_the_prompt_however_it_was_read(tiny, prompt, name):
-    given = {"layer": 1} if name == "selective" else {}
-    prefill = PREFILLS[name](**given)
-    result = answer(tiny, prompt, SnapKV(48, window_size=16), SHORT, prefill=prefill)
+    result = answer(tiny, prompt, SnapKV(48, window_size=16), SHORT, prefill=PREFILLS[name]())
     assert result.kept_tokens == 48 < result.cache.kept_tokens
 
 

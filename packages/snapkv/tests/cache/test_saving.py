@@ -180,7 +180,6 @@ FORGED = {
     "a layer less": lambda notes: notes["layers"].pop(),
     "a tensor that is not there": lambda notes: keys_are(notes, {"tensor": "elsewhere"}),
     "a record that is none": lambda notes: keys_are(notes, {"record": "Path", "parts": {}}),
-    "a yes that is a number": lambda notes: notes["layers"][0]["slots"].update(is_partial=-3),
     "a layer without notes": lambda notes: notes["layers"][1].update(notes={}),
     "keys of fewer tokens": lambda notes: keys_are(notes, notes["layers"][1]["slots"]["kept"]),
     "columns before the first": lambda notes: notes["layers"][0]["slots"].update(start=-5),

@@ -89,14 +89,6 @@ def test_a_line_that_is_no_text_ends_a_turn_only(snapkv, tiny_only, document, mo
     assert done.err.count("\n") == 1
 
 
-def test_a_selective_reading_leaves_nothing_to_recall(chat):
-    done = chat(FIRST, "When?", "/stats", options=("--prefill", "selective:least_tokens=8"))
-    assert done.status == 0
-    assert done.out.splitlines()[-1] == "host: 0 B"
-    refused = chat(FIRST, options=("--prefill", "selective", "--recall", "host"))
-    assert "expected no recall where only some tokens go" in refused.err
-
-
 def test_a_file_that_is_there_is_replaced_only_when_asked(chat, tmp_path):
     other, talk = tmp_path / "other.txt", tmp_path / "talk"
     other.write_text("somebody's work")

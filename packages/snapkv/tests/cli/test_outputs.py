@@ -11,7 +11,7 @@ from tests.cli.commands import commands, options_of
 from tests.cli.conftest import run_python
 
 TEXTS = """
-model revision device dtype attn_implementation shape medusa assistant files document data
+model revision device dtype attn_implementation shape assistant files document data
 include_path haystack policy decode_policy baseline beside budget pooling group_reduce
 window_reduce set_
 kernel_size protect kinds question questions prompt answer_start tasks lengths batch datasets

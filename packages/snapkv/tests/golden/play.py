@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv import CompressedCache, Document
-from snapkv.decoding import Medusa, MedusaHeads
 from snapkv.kvzip import read_context, read_twice
 from snapkv.prefill import layer_by_layer
+from snapkv_lab.medusa import Medusa, MedusaHeads
 from tests.golden.cases import POLICIES, STORAGES, TURNS, Case
 from tests.golden.models import drawn_ids
 

@@ -18,7 +18,6 @@ from snapkv import (
     UnsupportedModelError,
     ops,
 )
-from snapkv.prefill import selective
 from snapkv.storage.tail import ROOM_TOKENS
 from tests.families import (
     VOCABULARY,
@@ -89,10 +88,18 @@ def test_crop_reaches_into_the_window_but_not_beyond_what_is_whole(model, filled
     assert filled.get_seq_length() == PROMPT - WINDOW
 
 
+class OnlyTheThirdLayer(SnapKV):
+    """Drops tokens in that layer alone."""
+
+    chooses_of_stacks = False
+
+    def select(self, layer):
+        return super().select(layer) if layer.layer_idx == 2 else None
+
+
 def test_a_crop_that_one_layer_refuses_changes_none(model):
-    ids, cache = random_ids(1, PROMPT), CompressedCache(model, FullCache())
-    with selective(model, layer=2, keep_ratio=0.25, least_tokens=4):
-        call(model, cache, ids)
+    ids, cache = random_ids(1, PROMPT), CompressedCache(model, OnlyTheThirdLayer(BUDGET))
+    call(model, cache, ids)
     before = kept_of(cache)
     with pytest.raises(InvalidArgumentError, match="end of layer 2 that are still whole, got 40"):
         cache.crop(-40)

@@ -9,9 +9,9 @@ from transformers import pipeline
 
 from snapkv import CacheMismatchError, CompressedCache, FullCache, KVzip, SnapKV
 from snapkv.cache.read_ids import ReadIds
-from snapkv.decoding import Medusa, MedusaHeads
 from snapkv.document import Document
 from snapkv.kvzip import read_context
+from snapkv_lab.medusa import Medusa, MedusaHeads
 from tests.families import random_ids, tiny_model
 
 PROMPT = 60

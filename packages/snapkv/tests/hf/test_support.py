@@ -21,7 +21,6 @@ from snapkv.policies import (
     Random,
     StreamingLLM,
 )
-from snapkv.prefill import selective
 from tests.families import call, random_ids, small_model, tiny_config, tiny_model
 from tests.gates import drawn_gate
 from tests.methods import BOTH, METHODS, OWN_BUDGET, SNAPKV
@@ -141,19 +140,11 @@ def verify_drafts(model, cache):
     cache.activate_past_recording()
 
 
-def read_in_part(model, cache):
-    with selective(model):
-        call(model, cache, random_ids(1, 60, 1) % 60 + 3)
-
-
 LATER = [
     (drop, "llama", EVICTS, {}, "policy: expected one that only compresses prompts for drop"),
     (drop, "llama", ExpectedAttention(**BOTH), {}, "for positions, for drop"),
     (verify_drafts, "linear", SNAPKV, {}, "got recurrent states"),
     (verify_drafts, "llama", EVICTS, {}, "where drafts are verified"),
-    (read_in_part, "sliding", SNAPKV, {}, "layer_by_layer"),
-    (read_in_part, "llama", SNAPKV, HOST, "turns: expected no recall"),
-    (read_in_part, "llama", ExpectedAttention(**BOTH), {}, "uses attention alone"),
 ]
 
 

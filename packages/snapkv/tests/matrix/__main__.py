@@ -40,8 +40,8 @@ whose attention hides them. Other models are accepted or refused by the layers t
 - **compressed**: one prompt, then single tokens. **pads**: left-padded rows, and each row alone.
   **pieces**: the prompt in several passes. **turns**: further prompts, stored whole or compressed.
   **files**: saved, loaded, continued. **rows**: in another order, as in beam search. **int8**: 8
-  bits. **AdaKV**: heads of different budgets. **selective**: later layers read only some tokens.
-  **drafts**: prompt lookup gives the tokens of plain decoding.
+  bits. **AdaKV**: heads of different budgets. **drafts**: prompt lookup gives the tokens of plain
+  decoding.
 - A number says why something is refused; nothing here gives a wrong answer.
 """
 

@@ -15,7 +15,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from snapkv import AdaKV, CompressedCache, SnapKV, SnapKVError
 from snapkv.cache.layer import CompressedLayer
-from snapkv.prefill import selective
 from tests.matrix.shrinking import VOCABULARY, tiny
 from tests.oracle import hidden_columns, masked_judge, masked_pass
 
@@ -224,20 +223,6 @@ def uneven(model: PreTrainedModel) -> None:
     compressed(model, AdaKV(POLICY))
 
 
-def selected(model: PreTrainedModel) -> None:
-    """Only some tokens go on behind the first layer; where all do, it is plain reading."""
-    text = Text.drawn(PROMPT + NEW)
-    with selective(model, layer=1, keep_ratio=0.5, least_tokens=4):
-        cache = CompressedCache(model, POLICY)
-        some = _answered(model, text, cache, *_STEPS)
-    if not bool(torch.isfinite(some).all()):
-        raise WrongError("selective reading gives no numbers")
-    plain = _answered(model, text, CompressedCache(model, POLICY), *_STEPS)
-    with selective(model, layer=1, keep_ratio=1.0):
-        every = _answered(model, text, CompressedCache(model, POLICY), *_STEPS)
-    require_close(every, plain, "selective reading of all tokens")
-
-
 def drafted(model: PreTrainedModel) -> None:
     """Prompt lookup gives the tokens of greedy decoding on the same cache."""
     options = {"prompt_lookup_num_tokens": 3}
@@ -264,7 +249,6 @@ CELLS: dict[str, Callable[[PreTrainedModel], None]] = {
     "rows": rows,
     "int8": coded,
     "AdaKV": uneven,
-    "selective": selected,
     "drafts": drafted,
 }
 """What is tried, by its name in the table."""

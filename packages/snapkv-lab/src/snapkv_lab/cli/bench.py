@@ -28,7 +28,9 @@ EXAMPLES = {
         "snapkv bench decode --lengths 1k,4k --policy snapkv,tova",
         "snapkv bench decode --lengths 8k --budget 512 --output rows.jsonl",
     ),
-    "bench prefill": ("snapkv bench prefill --lengths 2k --prefill exact --prefill selective",),
+    "bench prefill": (
+        "snapkv bench prefill --lengths 2k --prefill exact --prefill layer-by-layer",
+    ),
     "bench memory": ("snapkv bench memory --lengths 4k --prefill layer-by-layer",),
     "bench throughput": ("snapkv bench throughput --lengths 4k --memory-gb 8",),
 }

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from snapkv.app import text_files
-from snapkv.app.settings import MedusaTraining
 from snapkv.cli import panels
 from snapkv.cli.fields import with_options
 from snapkv.cli.options import ModelOptions
 from snapkv.cli.outputs import RunFolder
 from snapkv.cli.standard_output import write_json
+from snapkv_lab.medusa_training import MedusaTraining
 
 EXAMPLES = {
     "medusa": ("snapkv medusa train --document notes.txt --to medusa-heads",),
@@ -55,12 +55,12 @@ def train(
     read, warnings = text_files.read_noting(document)
 
     from snapkv.cli.loading import answers_progress, load_model
-    from snapkv_lab.training import medusa  # imports torch
+    from snapkv_lab.medusa.training import train_heads  # imports torch
 
     loaded = load_model(options)
     texts = [document.text for document in read]
     with answers_progress("medusa train") as advance:
-        heads = medusa.train(loaded, texts, Path(options.to), settings, advance)
+        heads = train_heads(loaded, texts, Path(options.to), settings, advance)
     if options.json:
         found = {"heads": options.to, "accuracies": heads.accuracies, "warnings": warnings}
         write_json(found)

@@ -29,7 +29,6 @@ EXAMPLES = {
     ),
     "study position": ("snapkv study position --document contract.pdf",),
     "study sensitivity": ("snapkv study sensitivity --windows 16,32 --kernels 5,7",),
-    "study early-layer": ("snapkv study early-layer --layers 10,15,20",),
     "study fit-gate": ("snapkv study fit-gate --texts 24",),
 }
 

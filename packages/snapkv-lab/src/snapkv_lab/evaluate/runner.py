@@ -143,11 +143,6 @@ class Run:
                 f"turns: expected it with a task of several questions about one text, such as "
                 f"turns, got {method.later} with {self.task.name}; leave it out"
             )
-        if "recall" in method.cache_options and not method.prefill.holds_all:
-            raise InvalidArgumentError(
-                f"turns: expected a prefill that gives every layer every token for recall, got "
-                f"{method.prefill.name}; use append or compress, or the prefill exact"
-            )
 
     def _require_lengths(self) -> None:
         """Raise where prompts would be made only to be found far too long; a few are shown so."""
@@ -197,12 +192,7 @@ def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
     for method in methods:
         CompressedCache(loaded.model, loaded.completed(method.policy), **method.cache_options)
     return tuple(
-        replace(
-            method,
-            policy=with_known(loaded.model, method.policy),
-            prefill=method.prefill.completed(loaded.model),
-        )
-        for method in methods
+        replace(method, policy=with_known(loaded.model, method.policy)) for method in methods
     )
 
 

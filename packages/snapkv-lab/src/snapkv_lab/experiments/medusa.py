@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from snapkv import CompressedCache, FullCache, SnapKV
-from snapkv.app import draft_methods
 from snapkv.app.answering import continue_ids
 from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel, load
@@ -20,6 +19,7 @@ from snapkv_lab.evaluate.haystack import encode, load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.measure.timing import alternate, ratios, spread
+from snapkv_lab.medusa import Medusa, load_heads
 from snapkv_lab.report.tables import Pivot
 from snapkv_lab.rows import Row, grouped
 
@@ -61,13 +61,13 @@ class DraftContender(NamedTuple):
     name: str
     policy: Policy
     like: str
-    drafts: DraftMethod | None = None
+    medusa: Medusa | None = None
 
 
 def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[DraftContender]:
     """Figure 9's three, and what SnapKV alone does."""
     full, kept = FullCache(), SnapKV(budget, window_size=16, kernel_size=13)
-    compressed, medusa = "plain, SnapKV", draft_methods.medusa(loaded, heads)
+    compressed, medusa = "plain, SnapKV", Medusa(load_heads(heads, loaded.model))
     return [
         DraftContender(PLAIN, full, PLAIN),
         DraftContender(MEDUSA, full, PLAIN, medusa),
@@ -106,9 +106,10 @@ def _prompt(loaded: LoadedModel, length: int) -> Tensor:
 def _decoded(loaded: LoadedModel, one: DraftContender, ids: Tensor, tokens: int) -> Decoded:
     settings = GenerationSettings(max_new_tokens=tokens, min_new_tokens=tokens)
     cache, clock = CompressedCache(loaded.model, one.policy), Clock()
-    text = continue_ids(loaded, ids, cache, settings, streamer=clock, drafts=one.drafts)
+    drafts = one.medusa and DraftMethod(name="medusa", options={"custom_generate": one.medusa})
+    text = continue_ids(loaded, ids, cache, settings, streamer=clock, drafts=drafts)
     said = tuple(text[0, ids.shape[1] :].tolist())
-    length = 1.0 if one.drafts is None else one.drafts.tally(tokens, 1)["acceptance_length"]
+    length = 1.0 if one.medusa is None else one.medusa.tally.acceptance_length
     return Decoded(said, clock.ms_per_token(), length, cache.report().held_bytes)
 
 

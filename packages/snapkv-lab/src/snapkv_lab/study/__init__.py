@@ -5,10 +5,9 @@ from snapkv_lab.study.attention import Instructions as Instructions
 from snapkv_lab.study.attention import Overlap as Overlap
 from snapkv_lab.study.attention import Position as Position
 from snapkv_lab.study.base import Study as Study
-from snapkv_lab.study.early_layer import EarlyLayer as EarlyLayer
 from snapkv_lab.study.gate import FitGate as FitGate
 from snapkv_lab.study.sensitivity import Sensitivity as Sensitivity
 
-_ALL = (HitRate, Overlap, Instructions, Position, Sensitivity, EarlyLayer, FitGate)
+_ALL = (HitRate, Overlap, Instructions, Position, Sensitivity, FitGate)
 STUDIES: dict[str, type[Study]] = {study.name: study for study in _ALL}
 """Every study by the name it has on the command line."""

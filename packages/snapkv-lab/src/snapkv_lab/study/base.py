@@ -117,11 +117,6 @@ class DocumentStudy(Study):
     def summary(self, records: Sequence[Row]) -> list[Row]:
         """Rows of all records."""
 
-    def closing(self, loaded: "LoadedModel", folder: Path, rows: Sequence[Row]) -> str:
-        """The use of the findings, in one line; none here."""
-        del loaded, folder, rows
-        return ""
-
     def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
@@ -147,7 +142,6 @@ class DocumentStudy(Study):
             rows=rows,
             warnings=warnings,
             notices=plan.notices,
-            closing=self.closing(loaded, folder, rows),
             unwritten=unwritten,
         )
 

@@ -29,7 +29,6 @@ EARLY = [
 ]
 LATE = [
     ("eval needle --turns recall --lengths 300", "turns: expected it with a task of several"),
-    ("study early-layer --layers 30", "layers: expected layers from 1 to"),
     ("bench decode --baseline transformer", "baseline: expected one of transformers"),
     ("bench decode --shape llama-4", "shape: expected one of smollm2-135m"),
 ]

@@ -4,7 +4,7 @@ import pytest
 
 from snapkv import H2O, TOVA, AdaKV, KVzip, SnapKV
 from snapkv.app.answering import answer
-from snapkv.app.prefills import Selective
+from snapkv.app.prefills import LayerByLayer
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from snapkv.prefill import SharedReading
@@ -137,9 +137,9 @@ def test_an_answer_lost_to_memory_is_asked_again_by_the_next_run(tiny, tmp_path,
 
 
 def test_methods_that_share_a_reading_answer_as_those_that_read_alone(tiny, tmp_path):
-    fewer = Method(label="fewer", policy=SnapKV(40), prefill=Selective(layer=1, least_tokens=16))
+    pieces = Method(label="pieces", policy=SnapKV(40), prefill=LayerByLayer(chunk_tokens=32))
     policies = {"h2o": H2O(40), "tova": TOVA(40), "adakv": AdaKV(SnapKV(40)), "kvzip": TWICE.policy}
-    methods = [*METHODS, fewer, *(Method(label=k, policy=p) for k, p in policies.items())]
+    methods = [*METHODS, pieces, *(Method(label=k, policy=p) for k, p in policies.items())]
     given = {"questions": ("hidden",), "reference_loss": True}
     run(tiny, tmp_path / "together", methods=methods, **given)
     for method in methods:
@@ -163,10 +163,10 @@ def test_a_prompt_is_read_once_for_all_methods_that_read_exactly(tiny, tmp_path,
         return SharedReading(model, ids)
 
     monkeypatch.setattr("snapkv.app.prompt_reader.SharedReading", counted)
-    fewer = Method(label="fewer", policy=SnapKV(40), prefill=Selective(layer=1, least_tokens=16))
-    run(tiny, tmp_path / "three", methods=[*METHODS, fewer])
+    pieces = Method(label="pieces", policy=SnapKV(40), prefill=LayerByLayer(chunk_tokens=32))
+    run(tiny, tmp_path / "three", methods=[*METHODS, pieces])
     assert len(read) == 4
-    for methods in (METHODS[:1], [METHODS[0], fewer]):
+    for methods in (METHODS[:1], [METHODS[0], pieces]):
         run(tiny, tmp_path / f"{len(methods)}", methods=methods)
     assert len(read) == 4
 

@@ -198,11 +198,11 @@ def test_the_difference_of_turns_is_drawn_by_conversations():
 
 
 def test_a_full_cache_that_is_filled_otherwise_is_compared_like_any_method():
-    selective = {"name": "full", "prefill": {"name": "selective"}}
-    other = row("full selective", 10, (0.5, 0.5)) | {"policy": selective}
+    in_pieces = {"name": "full", "prefill": {"name": "layer-by-layer"}}
+    other = row("full in pieces", 10, (0.5, 0.5)) | {"policy": in_pieces}
     rows = [row("full", 10, (1.0, 1.0)), other]
     assert cell_differences(rows) == [None, difference(-0.5, [-0.5, -0.5], 2)]
-    assert relative_differences(rows) == {("full selective", "visible"): -0.5}
+    assert relative_differences(rows) == {("full in pieces", "visible"): -0.5}
 
 
 # Intervals.

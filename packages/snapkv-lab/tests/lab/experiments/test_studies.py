@@ -3,9 +3,9 @@
 import pytest
 
 from snapkv import FullCache
-from snapkv.decoding import MedusaHeads, save_heads
 from snapkv_lab.experiments import medusa
 from snapkv_lab.experiments.measuring import InterleavedTimings
+from snapkv_lab.medusa import MedusaHeads, save_heads
 
 
 def test_turns_take_a_time_at_its_word_and_time_all_else():

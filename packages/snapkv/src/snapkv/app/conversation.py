@@ -71,7 +71,7 @@ class Conversation:
         evicts = isinstance(policy, EvictingPolicy)
         self._prefill = prefill or Exact()
         if recall is None:
-            recall = NO_RECALL if evicts or not self._prefill.holds_all else "host"
+            recall = NO_RECALL if evicts else "host"
         self._loaded, self._settings, self._document = loaded, settings, document
         self._ids: Tensor | None = None
         self._parts: list[SpokenPart] = []

@@ -1,11 +1,9 @@
 """The drafting methods, behind one interface."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from snapkv.app.models import LoadedModel
-from snapkv.decoding.heads import load_heads
-from snapkv.decoding.medusa import Medusa
 from snapkv.errors import InvalidArgumentError
 
 
@@ -17,21 +15,12 @@ class DraftMethod:
     options: dict[str, Any] = field(repr=False)
 
     def tally(self, new_tokens: int, passes: int) -> dict[str, Any]:
-        """Costs of the last text: `passes` that verified drafts, and tokens per such pass.
+        """Return what the last text cost: its forward passes, and tokens per pass.
 
-        For Medusa, the counts of `Tally`. The given forward passes include the prompt's.
+        Every pass verifies drafts, also the prompt's, right behind which transformers drafts.
         """
-        decoding = self.options.get("custom_generate")
-        if not isinstance(decoding, Medusa):  # transformers drafts right after the prompt
-            share = new_tokens / passes
-            return {"method": self.name, "passes": passes, "acceptance_length": share}
-        length = decoding.tally.acceptance_length
-        return {"method": self.name, **asdict(decoding.tally), "acceptance_length": length}
-
-
-def medusa(loaded: LoadedModel, heads: str) -> DraftMethod:
-    options = {"custom_generate": Medusa(load_heads(heads, loaded.model))}
-    return DraftMethod(name="medusa", options=options)
+        share = new_tokens / passes
+        return {"method": self.name, "passes": passes, "acceptance_length": share}
 
 
 def prompt_lookup(tokens: int) -> DraftMethod:

@@ -387,16 +387,6 @@ class CompressedLayer(DynamicLayer):
             kind, state = RaggedStore.kind, store.state()
         self.restore(kind, state, SlotMap().chosen(places, tokens, chosen_at=tokens))
 
-    def note_columns(
-        self, columns: Tensor, tokens: int, pads: Tensor | None, padding_slots: Tensor | None
-    ) -> None:
-        """Of a prompt of so many tokens, those at (B, 1, K) columns have reached the layer."""
-        columns = columns.expand(-1, self.keys.shape[1], -1)
-        self.slots = self.slots.chosen(
-            columns, tokens, is_partial=True, pads=pads, padding_slots=padding_slots
-        )
-        self._seen_tokens = self._counted_tokens
-
     def _keep_slots(
         self, kept: Tensor, tokens: int, counts: Counts | None = None, **changes: Any
     ) -> None:
@@ -428,7 +418,7 @@ class CompressedLayer(DynamicLayer):
         self._note(**{"lost_mass": None, "lost_peak": None, **lost, "last_queries": queries})
         pads = prompt.pad_tokens if slots.is_whole else slots.pads
         chosen_at = slots.seen(prompt.keys.shape[2])
-        self.slots = replace(slots, pads=pads, is_partial=False, chosen_at=chosen_at)
+        self.slots = replace(slots, pads=pads, chosen_at=chosen_at)
 
     def kept_slots(self, prompt_tokens: int) -> int:
         """Behind a prompt of so many tokens: the slots of what was kept of it."""

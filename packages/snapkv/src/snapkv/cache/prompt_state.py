@@ -1,7 +1,7 @@
 """What a cache is told of what it reads: where a prompt ends, how it comes, what its masks hide."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,55 +30,6 @@ def one_reading_refusal(policy: Policy, remedy: str) -> InvalidArgumentError:
         "which chooses when all of them have read a text, before any question is known; "
         f"{remedy}"
     )
-
-
-Selector = Callable[[PromptLayer], Selection | None]
-"""Picks tokens of a prompt by the states of a layer; None for all."""
-
-
-@dataclass(kw_only=True)
-class Narrowing:
-    """Which tokens of a prompt, all of them read in one forward pass, go on from some layer.
-
-    Attributes:
-        first_layer: index of the first layer of the model that only some of the tokens reach.
-        prompt_tokens: T, how many tokens the prompt has, pads counted.
-        choose: picks them by the states of the layer before; None for all.
-        chosen: the tokens that go on, the same for all heads; None until they are chosen.
-        pads: (B,) leading pads of every row of the prompt, or None.
-    """
-
-    first_layer: int
-    prompt_tokens: int
-    choose: Selector
-    chosen: Selection | None = None
-    pads: Tensor | None = None
-
-    def on_prompt(self, prompt: PromptLayer) -> None:
-        """Choose, where a prompt has been read by the last layer that all tokens reach."""
-        if prompt.layer_idx == self.first_layer - 1:
-            self.chosen, self.pads = self.choose(prompt), prompt.pad_tokens
-
-    def places(self, layer_idx: int) -> Tensor | None:
-        """(B, n) int64: which tokens of the pass a layer reads, ascending; None for all.
-
-        Where a row has fewer than n, pads or any other tokens stand in front.
-        """
-        if self.chosen is None or layer_idx < self.first_layer:
-            return None
-        return self.chosen.keep_indices[:, 0].clamp(min=0)
-
-    def arrived(self, layer: CompressedLayer, tokens: int) -> int:
-        """How many tokens of the text a layer has seen, when so many of a pass have reached it."""
-        return tokens if self.places(layer.identity.layer_idx) is None else self.prompt_tokens
-
-    def note(self, layer: CompressedLayer) -> None:
-        """Tell a layer, which has just stored the tokens that reached it, which ones they are."""
-        chosen = self.chosen
-        if chosen is not None and layer.identity.layer_idx >= self.first_layer:
-            on, told = layer.keys.device, (self.pads, chosen.padding_slots)
-            pads, padding_slots = (None if each is None else each.to(on) for each in told)
-            layer.note_columns(chosen.keep_indices.to(on), self.prompt_tokens, pads, padding_slots)
 
 
 @dataclass(eq=False)
@@ -167,7 +118,6 @@ class PromptState:
         read_ids: what is known of the tokens that were read, by `generate` alone.
         ids_start: columns before the ids that `generate` goes on with; None while it reads a
             prompt, whose ids may come in pieces.
-        narrowing: which tokens of the prompt do not reach all layers; None where all do.
         is_broken: whether a layer's attention has begun and not come to its end.
         shared: the budget that the layers of the prompt share whose end is being read, if any.
         group: layers that have read the prompt's end and wait for others to choose with.
@@ -182,7 +132,6 @@ class PromptState:
     coming_ids: tuple[int, Tensor] | None = None
     read_ids: ReadIds = field(default_factory=ReadIds)
     ids_start: int | None = 0
-    narrowing: Narrowing | None = None
     is_broken: bool = False
     shared: SharedBudget | None = None
     group: LayerGroup = field(default_factory=LayerGroup, init=False)
@@ -480,10 +429,6 @@ class PromptState:
             yield
         finally:
             vars(self).update(before)
-
-    def narrowed(self, narrowing: Narrowing | None) -> contextlib.AbstractContextManager[None]:
-        """Within this block some tokens of the prompt do not reach all layers."""
-        return self._while(narrowing=narrowing)
 
     def require_pieces(self) -> None:
         """Refuse to read one layer after the other, in pieces: ids are announced all at once."""

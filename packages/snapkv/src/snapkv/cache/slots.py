@@ -35,7 +35,6 @@ class SlotMap(RowRecord):
         pads: (B,) int64, leading columns of each row that are no tokens, or None.
         padding_slots: (B,) int64, leading slots that hold no token, or None.
         chosen_at: tokens seen when the layer last chose; 0 before the first prompt has ended.
-        is_partial: whether the prompt is still coming in and the layer holds a part of it only.
         removed_spans: (B, N, 2) int64, half-open spans of positions that each row was told to drop,
             which are no columns any more, ascending, empty ones first; None where there are none.
         removed_tokens: tokens that were seen and are no columns: the fewest that a row is without.
@@ -47,7 +46,6 @@ class SlotMap(RowRecord):
     pads: Tensor | None = per_row()
     padding_slots: Tensor | None = per_row()
     chosen_at: int = 0
-    is_partial: bool = False
     removed_spans: Tensor | None = per_row()
     removed_tokens: int = 0
 
@@ -63,11 +61,11 @@ class SlotMap(RowRecord):
     @functools.cached_property
     def is_compressed(self) -> bool:
         """Whether a prompt has ended and some of it was dropped."""
-        return self.kept is not None and not self.is_partial
+        return self.kept is not None and self.chosen_at > 0
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        return self.kept is None and not self.is_partial
+        return self.kept is None
 
     def columns_by(self, slots: int) -> int:
         """Columns that a store of so many slots stands for."""

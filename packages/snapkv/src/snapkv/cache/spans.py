@@ -54,7 +54,7 @@ def require_between_turns(prompt_state: PromptState) -> None:
     """Refuse spans of a text that is still coming in."""
     slots = prompt_state.layers[0].slots
     begun = prompt_state.is_announced and prompt_state.seen_tokens != prompt_state.turn_start
-    if begun or prompt_state.prompt_end is None or slots.is_partial or not slots.chosen_at:
+    if begun or prompt_state.prompt_end is None or not slots.chosen_at:
         raise InvalidArgumentError(
             f"spans: expected a prompt that was read to its end for drop, got "
             f"{prompt_state.seen_tokens:,} tokens of one; drop after it, or leave the span out of "

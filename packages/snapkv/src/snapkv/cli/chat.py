@@ -38,8 +38,7 @@ def chat(
         str | None,
         typer.Option(
             help="Where evicted tokens are kept for the next question: host, a folder, or none",
-            show_default="host; none for methods that evict while generating, and with selective "
-            "prefill",
+            show_default="host; none for methods that evict while generating",
         ),
     ] = None,
     *,
@@ -121,10 +120,7 @@ def _policy_of(options: RunOptions, recall: str | None) -> "Policy":
     from snapkv.cli.policy import build_policy
     from snapkv.policies import PrefixPolicy
 
-    forgets = "--recall none" if recall == "none" else ""
-    if recall is None and not options.reading.holds_all:
-        forgets = f"--prefill {options.prefill}"
-    if not forgets:
+    if recall != "none":
         return build_policy(options)
     is_auto = options.policy == DEFAULT and options.budget is None and options.keep_ratio is None
     if is_auto and not options.set_:
@@ -134,8 +130,8 @@ def _policy_of(options: RunOptions, recall: str | None) -> "Policy":
         kind = "keep_ratio" if policy.budget is None else next(iter(policy.describe()["budget"]))
         got = options.budget if isinstance(options.budget, str) else kind
         raise InvalidArgumentError(
-            f"budget: expected a number of tokens with {forgets}, got {got}; pass --budget "
-            f"{DEFAULT_BUDGET}, or leave {forgets} out"
+            f"budget: expected a number of tokens with --recall none, got {got}; pass --budget "
+            f"{DEFAULT_BUDGET}, or leave --recall none out"
         )
     return policy
 

@@ -61,7 +61,7 @@ def answer_from_files(
             policy, settings, on_text, drafts=drafts, prefill=options.reading, quantize=quantize
         ),
         full=full,
-        exactly={} if options.reading.holds_all else {"prefill": None},
+        exactly={},
         own_bits=own_bits,
         sources=sources,
     )
@@ -100,8 +100,6 @@ def _require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
 
 def _draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | None:
     """The source of drafts that the options choose; None for plain decoding."""
-    if options.medusa is not None:
-        return draft_methods.medusa(loaded, options.medusa)
     if options.assistant is not None:
         return draft_methods.assistant(loaded, load_other(options.assistant, options))
     if options.prompt_lookup is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 from snapkv.app.prefills import PREFILLS, Exact, Prefill
 from snapkv.app.prompts import require_unicode
@@ -227,13 +227,10 @@ class RunOptions(MethodOptions):
     prefill: Annotated[
         str,
         panels.answer(
-            help="How the prompt is read: exact, layer-by-layer (also exact), or approximately: "
-            "selective, with parameters as in selective:layer=15,keep_ratio=0.2"
+            help="How the prompt is read: exact, or layer-by-layer (also exact, in less memory), "
+            "with parameters as in layer-by-layer:chunk_tokens=2k"
         ),
     ] = "exact"
-    medusa: Annotated[
-        str | None, panels.drafts(metavar="HEADS", help="Medusa heads: demo, a folder or a hub id")
-    ] = None
     assistant: Annotated[
         str | None, panels.drafts(metavar="MODEL", help="A smaller model that drafts tokens")
     ] = None
@@ -284,7 +281,7 @@ class RunOptions(MethodOptions):
         return read_prefill(self.prefill)
 
 
-DRAFTS = ("medusa", "assistant", "prompt_lookup")
+DRAFTS = ("assistant", "prompt_lookup")
 """The options that choose a source of drafts."""
 
 
@@ -395,7 +392,7 @@ class ReadingOptions(ComparedOptions):
     prefill: Annotated[
         list[str] | None,
         panels.sweep(
-            help="How prompts are read: exact, selective:layer=15, ...; again for more",
+            help="How prompts are read: exact, layer-by-layer, ...; again for more",
             show_default="exact",
         ),
     ] = None
@@ -457,13 +454,4 @@ def _prefill_parameter(kind: type[Prefill], text: str) -> tuple[str, Any]:
             f"prefill: expected {kind.name} with {', '.join(known) or 'no parameters'} as "
             f"NAME=VALUE, got {text!r}{nearest(name, known)}"
         )
-    hint, before = get_type_hints(kind)[name], f"--prefill {kind.name}:{name}="
-    if int in (hint, *get_args(hint)):
-        return name, count(name, value, before)
-    try:
-        return name, float(value)
-    except ValueError:
-        raise InvalidArgumentError(
-            f"{name}: expected a number, got {value!r}; write for instance "
-            f"{before}{getattr(kind, name)}"
-        ) from None
+    return name, count(name, value, f"--prefill {kind.name}:{name}=")

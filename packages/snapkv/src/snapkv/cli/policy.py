@@ -25,8 +25,7 @@ def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
     """The policy that the options ask for, with its defaults for everything left out.
 
     Without a policy and a budget, the votes choose the budget. Where layers hold other tokens than
-    each other, or choose of what was kept before, every layer of the default chooses `alone`, as
-    where not all of a prompt is read.
+    each other, or choose of what was kept before, every layer of the default chooses `alone`.
     """
     given = {name: value for name in OWN_FLAGS if (value := getattr(options, name)) is not None}
     if "kernel_size" in given:
@@ -37,7 +36,6 @@ def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
     if options.seed is not None and "seed" in accepted(options.policy, given):
         given.setdefault("seed", options.seed)
     made = make_policy(options.policy, given)
-    alone = alone or (isinstance(options, RunOptions) and not options.reading.holds_all)
     return by_layer(made) if alone and options.policy == DEFAULT else made
 
 

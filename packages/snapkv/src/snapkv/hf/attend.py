@@ -10,8 +10,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
-from snapkv.hf.forward_context import Candidates
-from snapkv.hf.masks import stored_mask, tree_mask
+from snapkv.hf.forward_context import Branches
+from snapkv.hf.masks import stored_mask
 from snapkv.ops.causal import attend_in_parts, is_faster_in_parts
 from snapkv.storage.base import TokenStore
 
@@ -34,7 +34,7 @@ class AttentionCall:
     value: Tensor
     mask: Any  # see `snapkv.hf.masks`
     options: dict[str, Any]  # the remaining keyword arguments (scaling, dropout, softcap, ...)
-    candidates: Candidates | None  # who sees whom where the queries are a tree
+    branches: Branches | None  # who sees whom where the queries are alternatives
 
     @property
     def score_options(self) -> ops.ScoreOptions:
@@ -50,8 +50,8 @@ class AttentionCall:
         """Run the wrapped attention; outputs are (B, Q, Hq, D)."""
         mask, Q, S = self.mask, self.query.shape[2], self.key.shape[2]
         few = self._has_few_queries()
-        if self.candidates is not None:
-            mask = self._tree_mask(self.candidates)
+        if self.branches is not None:
+            mask = self.branches.mask(self)
         elif mask is None and few and Q > 1:
             past = torch.ones(len(self.query), S - Q, dtype=torch.bool, device=self.query.device)
             mask = stored_mask(self.implementation, past, self.query)
@@ -66,15 +66,6 @@ class AttentionCall:
         states = self.query, self.key, self.value
         output, weights = self.function(self.module, *states, mask, **self.options)
         return output, weights
-
-    def _tree_mask(self, candidates: Candidates) -> Any:
-        """The mask for a tree; layers that were given the same mask share it."""
-        slots = self.key.shape[2]
-        given = (id(self.mask), slots, self.query.device)
-        if given not in candidates.masks:
-            made = tree_mask(self.implementation, self.mask, candidates.visible, self.query, slots)
-            candidates.masks[given] = self.mask, made  # the mask given lives on, so does its id
-        return candidates.masks[given][1]
 
     def _has_few_queries(self) -> bool:
         """Whether reading keys and values once per query head would be most of the work."""
@@ -141,7 +132,7 @@ def _with_own_mask(call: AttentionCall, layer: CompressedLayer) -> AttentionCall
 def _attend_ragged(call: AttentionCall, store: TokenStore) -> Tensor:
     """Attend to heads of different length and to the common tail after the prompt."""
     assert store.ragged is not None
-    visible = None if call.candidates is None else call.candidates.visible
+    visible = None if call.branches is None else call.branches.own_visible
     tail, written = (call.key, call.value), store.tail.count
     output = store.ragged.attend(call.query, tail, call.score_options, visible, written)
     return output.transpose(1, 2).contiguous()

@@ -124,7 +124,7 @@ def _attention(
         value=value,
         mask=attention_mask,
         options=options,
-        candidates=forward_context.current.candidates,
+        branches=forward_context.current.branches,
     )
     attended = attend(call)
     if (hook := forward_context.current.hook) is not None:
@@ -173,13 +173,11 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     prompt = _prompt_layer(call, layer, pads, context.check.unasked)
     state = context.prompt_state
-    if state.narrowing is not None:
-        state.narrowing.on_prompt(replace(prompt, queries=call.query))
     attended = _attend_prompt(call, layer)
     if not state.group.goes_with(prompt):
         _choose(call, context)
     state.group.add(layer, prompt, attended[0][:, -1])
-    if state.group.is_full or state.is_piecewise or layer.slots.is_partial:
+    if state.group.is_full or state.is_piecewise:
         _choose(call, context)
         _close(call, context)
     return attended
@@ -279,8 +277,7 @@ def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
 
 def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
     """Attend to the prompt as far as it has been read, or to what is held of it."""
-    holds_less = layer.slots.is_partial and layer.store.slots > call.query.shape[2]
-    return attend_stored(call, layer) if holds_less else call.attend()
+    return call.attend() if layer.slots.kept is None else attend_stored(call, layer)
 
 
 # What the policy is shown and asked.

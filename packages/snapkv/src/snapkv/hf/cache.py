@@ -164,8 +164,6 @@ class CompressedCache(Cache):
             forward_context.share_heads(layer, self.prompt_state, keys)
             return keys, values
         padding, prompt_state, seen = self._padding, self.prompt_state, layer.seen_tokens
-        if prompt_state.narrowing is not None:
-            new_tokens = prompt_state.narrowing.arrived(layer, new_tokens)
         first, is_piece = prompt_state.layers[0], prompt_state.is_piecewise
         uneven = not (is_piece or layer is first) and seen + new_tokens != first.seen_tokens
         current = forward_context.current
@@ -174,11 +172,7 @@ class CompressedCache(Cache):
         end = prompt_state.prompt_end or prompt_state.end_by(seen + new_tokens)
         seen += new_tokens
         coming = None if seen > end else end - seen
-        if prompt_state.narrowing is not None and coming:
-            coming = 0  # how many will reach the layer is not known yet
         keys, values = layer.update(key_states, value_states, coming=coming)
-        if prompt_state.narrowing is not None:
-            prompt_state.narrowing.note(layer)
         if prompt_state.coming_ids is not None:
             layer.remember_ids(prompt_state.coming_ids[1].to(key_states.device))
         turn = layer.turns if layer.slots.is_compressed else None
@@ -194,6 +188,42 @@ class CompressedCache(Cache):
             has_own_mask=padding.masked_to != (end if is_piece else seen),
         )
         return keys, values
+
+    def keep_among_last(self, tokens: int, places: Tensor) -> None:
+        """Keep some of the last tokens in every layer, and forget the others.
+
+        So ends a pass that has read alternatives, see `snapkv.hf.forward_context.branching`. The
+        kept tokens stand one behind the other then, as if they alone had been read, since each was
+        read at the position of its place in its branch. `activate_past_recording` must have been
+        called before that pass.
+
+        Args:
+            tokens: how many of the last tokens to choose from.
+            places: (N,) int64 on the CPU, ascending from 0: which of them stay.
+
+        Raises:
+            InvalidArgumentError: the tokens are not all behind the prompt, or were read before
+                `activate_past_recording`; a place is not among them, or does not ascend.
+        """
+        state = self.prompt_state
+        end = state.prompt_end if state.verifies_drafts else None
+        behind = 0 if end is None else max(0, self.get_seq_length() - end)
+        if not 0 <= tokens <= behind:
+            raise InvalidArgumentError(
+                f"tokens: expected at most {behind:,}, the tokens that were read behind the prompt "
+                f"since activate_past_recording(), got {tokens:,}; call it before the pass whose "
+                "tokens are chosen from"
+            )
+        if (given := places.tolist()) != sorted({*given} & {*range(tokens)}):
+            raise InvalidArgumentError(
+                f"places: expected ascending places from 0 to {tokens - 1}, each once, got "
+                f"{given}; pass for instance torch.tensor([0, 2])"
+            )
+        if not torch.equal(places, torch.arange(len(places))):
+            for layer in self.layers:
+                if getattr(layer, "keys", None) is not None:
+                    _bring_forward(layer, places, tokens)
+        self.crop(len(places) - tokens)
 
     def require_rows(self, rows: int) -> None:
         """Refuse another batch than the one that was read."""
@@ -617,3 +647,18 @@ def _interrupted() -> CacheMismatchError:
         "forward pass that was interrupted, of another model, or of another attention "
         "implementation; call cache.reset(), and make a CompressedCache for each model as it is"
     )
+
+
+def _bring_forward(layer: Any, places: Tensor, tokens: int) -> None:
+    """Move keys, values and queries at these places among the last tokens in front of the rest."""
+
+    def move(states: Tensor, end: int) -> Tensor:
+        start = end - tokens
+        kept = states[..., start:end, :].index_select(-2, places.to(states.device))
+        states[..., start : start + len(places), :] = kept
+        return states
+
+    if isinstance(layer, CompressedLayer):
+        layer.move_queries(lambda held: move(held.clone(), held.shape[-2]))
+    for states in (layer.keys, layer.values):
+        move(states, layer.keys.shape[-2])

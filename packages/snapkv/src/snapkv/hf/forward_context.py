@@ -3,15 +3,16 @@
 `Cache.update` knows the layer but not the queries; the attention function knows the queries but not
 the layer. Both run in the same thread, one right after the other. In the same way a cache that is
 asked how large a mask must be leaves its `PaddingTracker` for the function that then makes it, and
-a forward pass over a tree of candidates says which token sees which.
+a forward pass over alternatives says which token sees which.
 """
 
 import contextlib
 import copy
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -110,12 +111,24 @@ class Shared:
     left: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Candidates:
-    """The tree of Q candidate tokens that a forward pass reads: (Q, Q) bool, which sees which."""
+class Branches(ABC):
+    """Which of a pass's own tokens see each other, where they are alternatives; see `branching`.
 
-    visible: Tensor
-    masks: dict[Any, Any] = field(default_factory=dict, repr=False)  # made once for all layers
+    Attributes:
+        own_visible: (Q, Q) bool, lower triangular: which of the Q tokens of the pass each of them
+            sees. All see the tokens before the pass.
+    """
+
+    own_visible: Tensor
+
+    @abstractmethod
+    def mask(self, call: Any) -> Any:
+        """Return the mask for an attention call, in the form that its implementation takes.
+
+        Args:
+            call: a `snapkv.hf.attend.AttentionCall`, whose `mask` is the one for Q tokens in a row,
+                or None.
+        """
 
 
 class Hook:
@@ -134,7 +147,7 @@ class _Current(threading.local):
     def __init__(self) -> None:
         self.context: ForwardContext | None = None
         self.padding: weakref.ref[PaddingTracker] | None = None
-        self.candidates: Candidates | None = None
+        self.branches: Branches | None = None
         self.hook: Hook | None = None
         self.is_recording = False
         self.is_step = False
@@ -142,7 +155,7 @@ class _Current(threading.local):
 
 
 current = _Current()
-"""Of this thread, likewise what follows its forward passes, and the tree that one reads."""
+"""Of this thread, likewise what follows its forward passes, and the branches that one reads."""
 
 
 @contextlib.contextmanager
@@ -209,13 +222,17 @@ def take_padding() -> PaddingTracker | None:
 
 
 @contextlib.contextmanager
-def reading_candidates(visible: Tensor) -> Iterator[None]:
-    """Within this block, forward passes of this thread read a tree; `visible` as `Candidates`'."""
-    current.candidates = Candidates(visible=visible)
+def branching(branches: Branches) -> Iterator[None]:
+    """Within this block, the tokens of this thread's forward passes are alternatives.
+
+    The caller must pass their `position_ids`, call `cache.activate_past_recording()` before, and
+    `cache.keep_among_last` after each pass, which keeps one branch.
+    """
+    current.branches = branches
     try:
         yield
     finally:
-        current.candidates = None
+        current.branches = None
 
 
 @contextlib.contextmanager

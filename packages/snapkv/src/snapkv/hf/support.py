@@ -17,9 +17,8 @@ from snapkv.storage.bits import KVCodes, Quantize
 from snapkv.storage.offload import OffloadPool, Recall, pool_for
 from snapkv.validation import require_choice
 
-Use = Literal["made", "drop", "drafts", "selective"]
-"""What a cache is asked for: to be made so, to drop spans, to verify drafts, or to read only some
-tokens of a prompt in all layers."""
+Use = Literal["made", "drop", "drafts"]
+"""What a cache is asked for: to be made so, to drop spans, or to verify drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +122,6 @@ class Setup:
     def other_names(self) -> str:
         return ", ".join(self.other_layers)
 
-    @property
-    def needs_of_text(self) -> list[str]:
-        """What the method needs besides attention and the model's weights."""
-        return sorted(need.replace("_", " ") for need in self.policy.needs - {"output_weight"})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -222,26 +216,5 @@ RULES = (
         line="policy: expected one that only compresses the prompt where drafts are verified "
         "(Medusa, assistant model, prompt lookup), got {s.policy.name}, which evicts after "
         "every token; use SnapKV, or generate without drafts",
-    ),
-    Rule(
-        use="selective",
-        meets=lambda s: bool(s.other_layers),
-        line="model: expected one whose layers all attend to the whole prompt where only some "
-        "tokens go on, got {s.model}, some of whose layers keep a sliding window or a state "
-        "of their own; read the prompt with snapkv.prefill.layer_by_layer",
-        error=UnsupportedModelError,
-    ),
-    Rule(
-        use="selective",
-        meets=lambda s: s.recalls,
-        line="turns: expected no recall where only some tokens go on, since the other layers never"
-        " see the rest, got {s.going_on!r}; leave it out, or read the prompt exactly",
-    ),
-    Rule(
-        use="selective",
-        meets=lambda s: bool(s.needs_of_text),
-        line="policy: expected one that uses attention alone where only some tokens go on, got "
-        "{s.policy.name}, which needs {s.needs_of_text[0]} of all tokens; use SnapKV, or read"
-        " the prompt exactly",
     ),
 )

@@ -127,7 +127,7 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Evenness)
         if held == "whole":
             layer.restore(DenseStore.kind, state, SlotMap())
         elif held == "even":
-            slots = SlotMap().chosen(one.places, one.tokens, is_partial=True)
+            slots = SlotMap().chosen(one.places, one.tokens)
             layer.restore(DenseStore.kind, state, slots)
         else:
             layer.restore_chosen(keys, values, one.places, one.tokens, per_head_budget=True)

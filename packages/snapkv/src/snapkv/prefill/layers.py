@@ -106,7 +106,7 @@ def _read_layer(
     tokens = hidden_states.shape[1]
     if not _comes_in_pieces(cache, tokens, chunk_tokens):
         return forward(hidden_states, *args, **kwargs)
-    if forward_context.current.candidates is not None:  # a tree: each token sees its branch
+    if forward_context.current.branches is not None:  # each token sees its own branch
         return forward(hidden_states, *args, **kwargs)
     cache.prompt_state.require_pieces()
     require_by_token(args, kwargs, tokens)

@@ -89,6 +89,7 @@ def decode_layer(
             layer.offloaded.append(*offloaded, on=device)
         layer.offloaded.is_due = saved["recall_due"]
     slots = on_device(saved["slots"])
+    slots.pop("is_partial", None)  # written by 0.3.0; `chosen_at` says the same
     state = layer.state.restored(on_device(saved["notes"]))
     store = state_spread(on_device(saved["store"]))
     layer.restore(saved["store_kind"], store, SlotMap.restored(slots), state)
@@ -101,8 +102,7 @@ def _require_fitting(layer: CompressedLayer) -> None:
     keys, values, kept = store.keys, store.values, slots.kept
     numbers = (slots.start, slots.chosen_at, slots.removed_tokens, store.num_kv_heads)
     tensors = [*slots.tensors.values(), *layer.state.tensors.values()]
-    fits = type(slots.is_partial) is bool
-    fits &= all(type(number) is int and number >= 0 for number in numbers)
+    fits = all(type(number) is int and number >= 0 for number in numbers)
     if not store.is_filled:
         fits = fits and not tensors and not slots.start
     else:

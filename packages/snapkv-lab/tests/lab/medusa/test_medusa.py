@@ -14,13 +14,13 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
-from snapkv.decoding import CandidateTree, Medusa
 from snapkv.hf import forward_context
-from snapkv.hf.masks import tree_mask
 from snapkv.prefill import SharedReading, layer_by_layer
-from tests.decoding.heads import KnowingHeads, random_heads
+from snapkv_lab.medusa import CandidateTree, Medusa
+from snapkv_lab.medusa.masks import tree_mask
 from tests.families import ONCE, SLIDING_LAYERS_CRASH_AFTER_DRAFTS, random_ids, tiny_model
 from tests.hf.test_generate import Recorder
+from tests.lab.medusa.heads import KnowingHeads, random_heads
 
 PROMPT, NEW = 80, 16
 POLICY = SnapKV(36, window_size=8, kernel_size=5)
@@ -246,7 +246,7 @@ def test_a_chain_is_read_as_plain_text():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     seen = []
     hook = model.model.layers[0].register_forward_pre_hook(
-        lambda *_: seen.append(forward_context.current.candidates)
+        lambda *_: seen.append(forward_context.current.branches)
     )
     with hook:
         verified(model, ids, tree=CandidateTree.chain(3))

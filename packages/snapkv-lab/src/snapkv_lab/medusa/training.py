@@ -25,18 +25,19 @@ from transformers import DynamicCache
 from snapkv.app.answering import end_token_ids, generate_options, until_end
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import question_prompt
-from snapkv.app.settings import GenerationSettings, MedusaTraining
-from snapkv.decoding.heads import (
+from snapkv.app.settings import GenerationSettings
+from snapkv.errors import InvalidArgumentError
+from snapkv_lab.evaluate.haystack import encode
+from snapkv_lab.evaluate.store import Progress, Store
+from snapkv_lab.medusa.heads import (
     MedusaHeads,
     last_states,
     output_projection,
     save_heads,
     write_tensors,
 )
-from snapkv.decoding.tree import HEAD_RANKS
-from snapkv.errors import InvalidArgumentError
-from snapkv_lab.evaluate.haystack import encode
-from snapkv_lab.evaluate.store import Progress, Store
+from snapkv_lab.medusa.tree import HEAD_RANKS
+from snapkv_lab.medusa_training import MedusaTraining
 from snapkv_lab.rows import short_hash
 
 STATE = "training.safetensors"
@@ -51,7 +52,7 @@ STEPS_PER_SAVE = 20
 _NO_LABEL = -100
 
 
-def train(
+def train_heads(
     loaded: LoadedModel,
     texts: Sequence[str],
     folder: Path,

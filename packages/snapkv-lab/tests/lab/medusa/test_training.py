@@ -8,13 +8,12 @@ import torch
 
 from snapkv import InvalidArgumentError
 from snapkv.app.models import LoadedModel
-from snapkv.app.settings import MedusaTraining
-from snapkv.decoding import load_heads
+from snapkv_lab.medusa import load_heads, training
+from snapkv_lab.medusa.training import Exchange
+from snapkv_lab.medusa_training import MedusaTraining
 from snapkv_lab.rows import read_rows
-from snapkv_lab.training import medusa
-from snapkv_lab.training.medusa import Exchange
-from tests.decoding.heads import random_heads
 from tests.families import random_ids, tiny_model
+from tests.lab.medusa.heads import random_heads
 
 PLAN = MedusaTraining(num_heads=2, answers=20, passage_tokens=8, max_new_tokens=12, epochs=8)
 WORDS = " ".join(f"w{number % 97}" for number in range(400))
@@ -66,19 +65,19 @@ def test_heads_learn_what_they_are_shown(tmp_path):
         )
         for seed in range(4)
     ]
-    states = medusa._States(model, shown)
+    states = training._States(model, shown)
     plan = MedusaTraining(num_heads=2, epochs=60, step_answers=2, learning_rate=0.01)
-    heads = medusa._Training(states, range(4), tmp_path, plan).run(ignore)
-    for accuracies in medusa.measure(heads, states, range(4), ignore):
+    heads = training._Training(states, range(4), tmp_path, plan).run(ignore)
+    for accuracies in training.measure(heads, states, range(4), ignore):
         assert accuracies[0] > 0.7
         assert sum(accuracies) <= 1.0001
-    untrained = medusa.measure(random_heads(model, 2, scale=0.0), states, range(4), ignore)
+    untrained = training.measure(random_heads(model, 2, scale=0.0), states, range(4), ignore)
     assert max(accuracies[0] for accuracies in untrained) < 0.3
 
 
 def test_a_run_leaves_heads_that_load_and_a_model_that_has_not_changed(loaded, tmp_path):
     before = {name: weight.clone() for name, weight in loaded.model.named_parameters()}
-    heads = medusa.train(loaded, [WORDS], tmp_path, PLAN, ignore)
+    heads = training.train_heads(loaded, [WORDS], tmp_path, PLAN, ignore)
     for name, weight in loaded.model.named_parameters():
         assert torch.equal(weight, before[name])
     config = json.loads((tmp_path / "config.json").read_text())
@@ -90,20 +89,20 @@ def test_a_run_leaves_heads_that_load_and_a_model_that_has_not_changed(loaded, t
 
 @pytest.mark.parametrize(("stage", "number"), [("answering", 16), ("training", 30)])
 def test_a_stopped_run_ends_with_the_same_heads(loaded, tmp_path, stage, number):
-    whole = medusa.train(loaded, [WORDS], tmp_path / "whole", PLAN, ignore)
+    whole = training.train_heads(loaded, [WORDS], tmp_path / "whole", PLAN, ignore)
     with pytest.raises(_StoppedError):
-        medusa.train(loaded, [WORDS], tmp_path / "parts", PLAN, stop_at(stage, number))
+        training.train_heads(loaded, [WORDS], tmp_path / "parts", PLAN, stop_at(stage, number))
     with (tmp_path / "parts" / "samples.jsonl").open("a") as file:
         file.write('{"sample": "1')  # cut off in the middle of a line
-    parts = medusa.train(loaded, [WORDS], tmp_path / "parts", PLAN, ignore)
+    parts = training.train_heads(loaded, [WORDS], tmp_path / "parts", PLAN, ignore)
     assert torch.equal(parts.weights, whole.weights)
     assert torch.equal(parts.biases, whole.biases)
 
 
 def test_the_answers_are_the_models_own(loaded, tmp_path):
     with pytest.raises(_StoppedError):
-        medusa.train(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
-    prompts = medusa._prompts(loaded.tokenizer, [WORDS], PLAN)
+        training.train_heads(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
+    prompts = training._prompts(loaded.tokenizer, [WORDS], PLAN)
     for prompt, row in zip(prompts[:5], read_rows(tmp_path / "samples.jsonl"), strict=False):
         ids = torch.tensor([prompt])
         alone = loaded.model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
@@ -114,7 +113,7 @@ def test_the_answers_are_the_models_own(loaded, tmp_path):
 def test_head_k_learns_the_token_k_places_behind_the_next():
     model = tiny_model("llama")
     exchange = Exchange(prompt=tuple(random_ids(1, 6)[0].tolist()), answer=(5, 6, 7, 8))
-    hidden, labels = medusa._States(model, [exchange]).pairs([0], 2)
+    hidden, labels = training._States(model, [exchange]).pairs([0], 2)
     assert labels.tolist() == [[6, 7], [7, 8], [8, -100], [-100, -100]]
     ids = torch.tensor([[*exchange.prompt, 5, 6, 7]])
     expected = model.model(ids).last_hidden_state[0, 5:]
@@ -123,9 +122,9 @@ def test_head_k_learns_the_token_k_places_behind_the_next():
 
 def test_another_run_in_the_folder_is_refused(loaded, tmp_path):
     with pytest.raises(_StoppedError):
-        medusa.train(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
+        training.train_heads(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
     other = MedusaTraining(**{**vars(PLAN), "epochs": 2})
     with pytest.raises(InvalidArgumentError, match="epochs: 8 there, 2 here"):
-        medusa.train(loaded, [WORDS], tmp_path, other, ignore)
+        training.train_heads(loaded, [WORDS], tmp_path, other, ignore)
     with pytest.raises(InvalidArgumentError, match="another data"):
-        medusa.train(loaded, [WORDS + " more" * 9], tmp_path, PLAN, ignore)
+        training.train_heads(loaded, [WORDS + " more" * 9], tmp_path, PLAN, ignore)

@@ -13,11 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer
-from transformers.cache_utils import Cache
 
-from snapkv.cache.layer import CompressedLayer
-from snapkv.decoding.heads import LastStates, MedusaHeads, last_states
-from snapkv.decoding.speculation import (
+from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
+from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import cache_among, passed
+from snapkv.hf.forward_context import branching
+from snapkv_lab.medusa.heads import LastStates, MedusaHeads, last_states
+from snapkv_lab.medusa.masks import TreeBranches
+from snapkv_lab.medusa.tree import (
+    DELTA,
+    EPSILON,
+    CandidateTree,
+    accept_greedily,
+    accept_typically,
+)
+from snapkv_lab.medusa.verifying import (
     GenerateRequest,
     Tally,
     begin_verifying,
@@ -25,17 +35,6 @@ from snapkv.decoding.speculation import (
     require_one_sequence,
     until_stop,
 )
-from snapkv.decoding.tree import (
-    DELTA,
-    EPSILON,
-    CandidateTree,
-    accept_greedily,
-    accept_typically,
-)
-from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
-from snapkv.hf.cache import CompressedCache
-from snapkv.hf.cache_argument import cache_among, passed
-from snapkv.hf.forward_context import reading_candidates
 
 FLOAT32_NODES_ON_CPU, NODES_ON_CPU, NODES_ON_GPU = 3, 6, 63
 """Candidates per step: a CPU pays for each of them, a GPU hardly notices."""
@@ -217,7 +216,7 @@ class _Candidates:
 
     def keep(self, tokens: int) -> None:
         """Roll the cache back to the text, of which `tokens` of the last step's have come."""
-        keep_path(self._request.cache, torch.tensor(self._path[:tokens]), self._nodes)
+        self._request.cache.keep_among_last(self._nodes, torch.tensor(self._path[:tokens]))
 
     def _candidates(self, text: Tensor, tree: CandidateTree) -> Tensor:
         """(nodes,) int64: the token in every node; the text's last one in the root."""
@@ -230,10 +229,10 @@ class _Candidates:
     def _read(self, tokens: Tensor, tree: CandidateTree, seen_tokens: int) -> Tensor:
         """(nodes, V): the model's logits after every node."""
         device = tokens.device
-        branches: Any = contextlib.nullcontext()
+        reading: Any = contextlib.nullcontext()
         if not tree.is_chain:
-            branches = reading_candidates(tree.visible.to(device))
-        with branches:
+            reading = branching(TreeBranches(tree.visible.to(device)))
+        with reading:
             output = self._request.model(
                 tokens[None],
                 position_ids=(seen_tokens + tree.depths.to(device))[None],
@@ -252,35 +251,3 @@ class _Candidates:
             path = tokens[seen.nonzero()[1:, 0].to(tokens.device)]
             rows.append(self._request.processed(torch.cat([text, path]), logits[node]))
         return torch.stack(rows)
-
-
-def keep_path(cache: Cache, path: Tensor, read_tokens: int) -> None:
-    """Keep one path of the candidates that were read last, in every layer, and forget the others.
-
-    Args:
-        cache: any that can be cropped; `activate_past_recording` was called before the pass.
-        path: (N,) int64 on the CPU, ascending places of the tokens to keep among those read.
-        read_tokens: Q, how many tokens that pass read.
-    """
-    if not torch.equal(path, torch.arange(len(path))):
-        for layer in cache.layers:
-            if getattr(layer, "keys", None) is not None:
-                _gather(layer, path, read_tokens)
-    cache.crop(len(path) - read_tokens)
-
-
-def _gather(layer: Any, path: Tensor, read_tokens: int) -> None:
-    """Move the path's keys, values and queries to the front of the tokens read."""
-    end = layer.keys.shape[-2]
-    if isinstance(layer, CompressedLayer):
-        layer.move_queries(lambda held: _moved(held.clone(), path, read_tokens, held.shape[-2]))
-    for states in (layer.keys, layer.values):
-        _moved(states, path, read_tokens, end)
-
-
-def _moved(states: Tensor, path: Tensor, read_tokens: int, end: int) -> Tensor:
-    """The states, changed: of the tokens read, which are before `end`, the path's come first."""
-    start = end - read_tokens
-    kept = states[..., start:end, :].index_select(-2, path.to(states.device))
-    states[..., start : start + len(path), :] = kept
-    return states

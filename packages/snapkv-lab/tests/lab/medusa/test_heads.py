@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from snapkv import CompressedCache, InvalidArgumentError, SnapKV
-from snapkv.decoding import Medusa, MedusaHeads, load_heads, save_heads
-from snapkv.decoding.heads import __file__ as heads_file
-from tests.decoding.heads import random_heads
+from snapkv_lab.medusa import Medusa, MedusaHeads, load_heads, save_heads
+from snapkv_lab.medusa.heads import __file__ as heads_file
 from tests.families import VOCABULARY, tiny_model
+from tests.lab.medusa.heads import random_heads
 from tests.pairs import pairs
 
 D = 64

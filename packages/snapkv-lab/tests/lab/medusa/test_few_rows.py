@@ -5,10 +5,10 @@ import torch
 from torch.nn import Linear, Module, ModuleList
 
 from snapkv import CompressedCache, FullCache
-from snapkv.decoding import Medusa
-from snapkv.decoding.speculation import MOST_ROWS, fast_few_rows
-from tests.decoding.heads import random_heads
+from snapkv_lab.medusa import Medusa
+from snapkv_lab.medusa.verifying import MOST_ROWS, fast_few_rows
 from tests.families import random_ids, tiny_model
+from tests.lab.medusa.heads import random_heads
 from tests.pairs import pairs
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from snapkv.decoding.tree import CandidateTree, accept_greedily, accept_typically
+from snapkv_lab.medusa.tree import CandidateTree, accept_greedily, accept_typically
 
 TREE = CandidateTree(((0,), (0, 0), (1,)))  # nodes: root, [0], [1], [0, 0]
 

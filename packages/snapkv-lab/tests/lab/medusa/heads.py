@@ -2,8 +2,8 @@
 
 import torch
 
-from snapkv.decoding import MedusaHeads
-from snapkv.decoding.tree import HEAD_RANKS
+from snapkv_lab.medusa import MedusaHeads
+from snapkv_lab.medusa.tree import HEAD_RANKS
 from tests.families import VOCABULARY
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapkv import InvalidArgumentError
-from snapkv.decoding import CandidateTree
-from snapkv.decoding.tree import HEAD_RANKS, NO_NODE
+from snapkv_lab.medusa import CandidateTree
+from snapkv_lab.medusa.tree import HEAD_RANKS, NO_NODE
 
 
 def test_worked_example():

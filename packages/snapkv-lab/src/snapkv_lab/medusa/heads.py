@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from snapkv.cache.saving.writing import replace_file, replacing
-from snapkv.decoding.tree import HEAD_RANKS
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.model_parts import noting_inputs
 from snapkv.hf.placement import device_of
 from snapkv.validation import first_line
+from snapkv_lab.medusa.tree import HEAD_RANKS
 
 FILE = "medusa_lm_head.safetensors"
 PICKLE = "medusa_lm_head.pt"

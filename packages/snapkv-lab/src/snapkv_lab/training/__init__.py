@@ -1,1 +1,0 @@
-"""Training Medusa heads on a model's own answers."""
