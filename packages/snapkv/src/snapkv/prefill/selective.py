@@ -22,7 +22,6 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among
 from snapkv.policies import PromptLayer, Selection, SnapKV
-from snapkv.policies.budget import share_of
 from snapkv.policies.prefix import Prefix
 from snapkv.prefill.decoder import (
     at_places,
@@ -32,6 +31,7 @@ from snapkv.prefill.decoder import (
     tokens_of,
 )
 from snapkv.prefill.early_layer import default_early_layer
+from snapkv.token_cost import share_of
 from snapkv.validation import SMALL_WINDOW, require_int
 
 DEFAULT_KEEP_RATIO = 0.15
