@@ -36,7 +36,14 @@ class TokenCost:
         return -(-(tokens + self.spare_tokens) // self.block_tokens) * self.block_bytes
 
     def fitting_tokens(
-        self, share: float | None, given: int | None, *, own: int, least: int, depth: int, layers: int
+        self,
+        share: float | None,
+        given: int | None,
+        *,
+        own: int,
+        least: int,
+        depth: int,
+        layers: int,
     ) -> int:
         """Count the tokens of a row that fit into one layer's part of a budget of bytes.
 

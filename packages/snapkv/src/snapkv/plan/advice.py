@@ -162,7 +162,11 @@ def require_room(name: str, outline: Any, device: torch.device) -> None:
     """
     total = device_memory.total_bytes(device)
     needed = sum(stored_bytes(outline).values())
-    if total is None or needed <= total or not is_counted(_packing(outline.config).get("quant_method")):
+    if (
+        total is None
+        or needed <= total
+        or not is_counted(_packing(outline.config).get("quant_method"))
+    ):
         return
     dtype = str(outline.dtype).removeprefix("torch.")
     raise OutOfMemoryError(
@@ -194,7 +198,7 @@ def footprint_of_loaded(model: Any) -> Footprint:
 def token_costs(
     model: PreTrainedModel, policy: Policy, quantize: Quantize | None
 ) -> list[TokenCost]:
-    """Return what a token costs in each compressed layer; empty if the model's sizes are unknown."""
+    """Return what a token costs in each compressed layer; empty if the sizes are unknown."""
     try:
         footprint = footprint_of_loaded(model)
     except UnsupportedModelError:
