@@ -16,7 +16,7 @@ from snapkv.plan.advice import footprint_of_loaded
 from snapkv.plan.costs import Costs
 from snapkv.plan.planner import LAYER_MS, batch_of_speedup, gpu_step_ms
 from snapkv.plan.shapes import SHAPES
-from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, read, tiny_config, tiny_model
+from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, read, tiny_model
 
 ROOT = Path(__file__).parents[4]
 GIB = 2**30
@@ -55,13 +55,15 @@ def test_the_peak_of_reading_is_the_one_that_was_measured():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_holds_what_was_planned(family):
+def test_every_family_holds_what_was_planned(family, tmp_path):
     """Grouped heads, sliding windows, latent attention, mixtures."""
     model = tiny_model(family, IMPLEMENTATIONS[family][0])
-    footprint = footprint_of_loaded(model)
+    model.save_pretrained(tmp_path)
+    footprint = find_footprint(str(tmp_path))
     made = planned(footprint, context_tokens=100, batch=2, budget=40, window_size=8)
     ids = random_ids(2, 100)
-    assert made.footprint.weights_bytes == sum(p.nbytes for p in model.parameters())
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
+    assert made.footprint.weights_bytes == sum(tensors.values())
     assert made.full.cache_bytes == held_bytes(model, ids, FullCache())
     assert made.compressed.cache_bytes == held_bytes(model, ids, SnapKV(40, window_size=8))
     made = planned(footprint, context_tokens=100, batch=2, keep_ratio=0.4, window_size=16)
@@ -96,8 +98,9 @@ def test_codes_hold_what_was_planned_also_behind_an_answer(budget, bits):
             new = place + 1 - 100
             assert costs_of(made).cache(100, new, compressed=True) == cache.report().held_bytes, new
             if new % 33 == 0:
-                held = made._keeping.memory_bytes(made._keeping.tokens(100), new)
-                assert held >= in_memory(cache)
+                until = Request(**asked, new_tokens=new)
+                costs = Costs(footprint=footprint, request=until)
+                assert costs.answering(100, compressed=True) >= in_memory(cache)
 
 
 def test_a_share_of_bytes_is_planned_as_it_is_kept():
@@ -183,9 +186,10 @@ def test_more_prompts_can_be_answered_together_than_read_together():
 
 
 def test_weights_that_are_quantized_in_another_way_are_said_to_be():
-    outline = load_outline("qwen3-0.6b")
-    outline.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    made = planned(footprint, context_tokens=4096)
+    shape = SHAPES["qwen3-0.6b"]
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    settings = {"dtype": "bfloat16", "model_type": shape.family, **shape.config, **quantized}
+    made = planned(footprint_of(settings, parameters=shape.parameters), context_tokens=4096)
     assert made.footprint.weights_bytes == 2 * 596_049_920
     assert any("quantized (gptq); they are counted in bfloat16" in s for s in made.verdict)
 
@@ -199,7 +203,7 @@ def test_published_arithmetic_for_a_7b_model_with_a_key_per_head():
 
 
 def test_a_batch_visits_more_experts_than_a_token():
-    footprint = footprint_of(shapes.outline("mixtral-8x7b", dtype=torch.bfloat16))
+    footprint = SHAPES["mixtral-8x7b"].footprint()
     assert footprint.read_bytes(1) / 2e9 == pytest.approx(12.9 - 0.13, rel=0.01)
     whole = footprint.weights_bytes - footprint.embedding_bytes
     assert footprint.read_bytes(1) < footprint.read_bytes(4) < whole
@@ -242,6 +246,7 @@ def test_speed_is_that_of_the_bytes_that_are_read():
         ("lwm-7b", {"context_tokens": 800_000, "memory_bytes": 80 * 10**9}, "layer_by_layer"),
         ("lwm-7b", {"context_tokens": 9000, "memory_bytes": 10**10}, "does not fit in the memory"),
         ("lwm-7b", {"context_tokens": 2**21}, "it will be refused"),
+        ("gemma-3-27b", {"context_tokens": 2**16, "memory_bytes": 80 * 10**9}, "in one pass:"),
         ("mixtral-8x7b", {"context_tokens": 65536}, "2 of 8 experts"),
         ("gemma-3-12b", {"context_tokens": 65536}, "8 of 48 layers grow"),
     ],
@@ -290,3 +295,22 @@ def test_a_step_takes_as_long_as_it_did_on_a_gpu():
 def test_what_cannot_be_planned_is_refused(request_, error, message):
     with pytest.raises(error, match=message):
         Request(**request_)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("memory", [24, 80, 640])
+def test_a_prompt_that_is_shorter_in_pieces_is_explained(shape, memory):
+    """And what fits, fits in the way of reading that takes less memory."""
+    if 2 * SHAPES[shape].parameters > (memory - 1) * 10**9:
+        return
+    made = shaped(shape, context_tokens=4096, memory_bytes=memory * 10**9)
+    one_pass = made.compressed.longest_prompt_tokens
+    in_pieces = made.compressed.longest_prompt_in_pieces_tokens
+    explained = any("Read the prompts in one pass" in each for each in made.verdict)
+    assert explained == (in_pieces < one_pass)
+    if made.compressed.fits_in_one_pass:
+        assert made.compressed.largest_batch >= 1
+    costs, batch = costs_of(made), made.compressed.largest_batch
+    room = (memory - 1) * 10**9
+    assert costs.least_total(4096, max(batch, 1), True) <= room or not batch
+    assert costs.least_total(4096, batch + 1, True) > room

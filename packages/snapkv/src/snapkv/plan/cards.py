@@ -36,7 +36,7 @@ def card_bytes(name: str) -> int | None:
     Raises:
         InvalidArgumentError: the card is sold with several memories, or with another one.
     """
-    known = {_plain(card): card for card in CARDS}
+    known = {_plain(card): card for card in sorted(CARDS, key=len, reverse=True)}  # L40S before L4
     found = re.fullmatch(rf"({'|'.join(known)})(?:(\d+)g(?:i?b)?)?", _plain(name))
     if found is None:
         return None

@@ -33,14 +33,33 @@ _PERIODS = {  # family: the setting that says so, and how many layers have one f
 _GATED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Families with linear attention whose queries have a gate of the same size."""
 
-_OWN_HEAD_DIM = {"glm4", "qwen3", "qwen3_moe", "ministral3", "minimax_m2", *_PERIODS} - {"cohere2"}
+_OWN_HEAD_DIM = {
+    "glm4",
+    "glm4_moe",
+    "qwen3",
+    "qwen3_moe",
+    "ministral3",
+    "minimax_m2",
+    *_PERIODS,
+} - {"cohere2"}
 """Families whose heads have a size of their own, which a file must therefore contain."""
 
 FAMILIES = {
     *_PERIODS,
     *_OWN_HEAD_DIM,
-    *("llama", "mistral", "mixtral", "qwen2", "phi3", "granite", "olmo2", "cohere", "smollm3"),
-    *("deepseek_v3", "kimi_linear"),
+    *(
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "phi3",
+        "granite",
+        "olmo2",
+        "cohere",
+        "smollm3",
+        "glm4_moe",
+    ),
+    *("deepseek_v2", "deepseek_v3", "kimi_linear"),
 }
 """The `model_type` of the models whose sizes are known here."""
 
