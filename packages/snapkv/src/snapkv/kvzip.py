@@ -25,7 +25,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.forward_context import Hook, hooked
 from snapkv.hf.model_parts import attention_modules, noting_inputs
-from snapkv.plan import max_positions
+from snapkv.plan.advice import max_positions
 from snapkv.policies import KVzip, Policy, PromptLayer
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import INSTRUCTION, most_attention

@@ -144,7 +144,7 @@ def test_converting_is_one_line_of_the_command_line_and_no_bar(tiny_gguf, cache_
 
 def test_a_file_without_all_its_weights_leaves_no_folder(tmp_path, cache_folder):
     path, _ = write_gguf(tmp_path / "tiny.gguf", without=["blk.0.attn_q.weight"])
-    for load in (models.load, models.load_outline, models.place_of):
+    for load in (models.load, models.load_settings, models.place_of):
         with pytest.raises(InvalidArgumentError, match=r"without model\.layers\.0\.self_attn\.q_"):
             load(str(path))
     assert not cache_folder.exists() or list(cache_folder.iterdir()) == []

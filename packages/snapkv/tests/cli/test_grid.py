@@ -6,11 +6,12 @@ import sys
 import pytest
 from rich.console import Console
 
-from snapkv.app.models import load_outline
 from snapkv.cli.grid import Grid, show
 from snapkv.cli.plan import plan_table
 from snapkv.cli.session import answers_table
-from snapkv.plan import Plan, Request, footprint_of
+from snapkv.plan import Request
+from snapkv.plan import plan as make_plan
+from snapkv.plan.shapes import SHAPES
 from tests.cli.conftest import made_answer
 
 URL = "https://example.org/" + "/".join(f"{n:x}" * 9 for n in range(900, 911)) + "?end"
@@ -39,7 +40,7 @@ def answers():
 
 def plan():
     request = Request(context_tokens=4000, memory_bytes=8 * 10**9, bandwidth_bytes=1e12)
-    return Plan(model=FILE, footprint=footprint_of(load_outline("demo")), request=request)
+    return make_plan(FILE, SHAPES["smollm2-135m"].footprint("float32"), request)
 
 
 GRIDS = {

@@ -110,6 +110,8 @@ REFUSED = {
         ("--context 8k --budget auto", "budget: expected tokens or bytes"),
         ("--context 1k --model qwen3-9b", "did you mean qwen3-8b"),
         ("--context 1k --gpu-memory 80", "gpu_memory: expected bytes with a unit"),
+        ("--context 1k --gpu-memory L40X", "or a card such as H100 or RTX 4090, got 'L40X'"),
+        ("--context 1k --gpu-memory a100", "gpu_memory: expected A100-40GB or A100-80GB"),
         ("--context 1k --bandwidth 0GB", "bandwidth: expected more than 0 bytes a second"),
         ("--context 1k --model ./none", "model: expected an existing file"),
         ("--context 1k --model lwm-7b --dtype int8", "dtype: expected one of"),

@@ -22,6 +22,7 @@ for command in json.load(sys.stdin):
     heavy = [name for name in ("torch", "transformers") if name in sys.modules]
     print(json.dumps([command, status, heavy, said.getvalue()]), file=sys.stderr)
 """
+PLAN = ("plan", "--context", "120k", "--model")
 ASK = ("ask", "{folder}/a.txt", "-q", "Who?")
 SAID = [
     *(("--help",), ("--version",), ("policies", "--help"), ("demo", "--help")),
@@ -32,6 +33,9 @@ SAID = [
     ("library", "check", "{folder}/library"),
     ("library", "limit", "{folder}/library", "1GiB"),
     ("library", "remove", "{folder}/library", "b"),
+    *(("plan", "--shapes"), ("plan", "--context", "4k", "--model", "demo", "--json")),
+    (*PLAN, "llama-3.1-8b", "--gpu-memory", "80GB", "--batch", "8"),
+    (*PLAN, "{folder}/model", "--budget", "12%", "--bits", "k8v4", "--gpu-memory", "RTX 4090"),
     *((*words, "--help") for words in (("plan",), ("ask",), ("chat",), ("library", "add"))),
 ]
 FAILED = ("library", "add", "{folder}/none.txt", "--to", "{folder}/library")
@@ -40,7 +44,9 @@ REFUSED = [
     ("ask", "--library", "{folder}/none", "-q", "Who?"),
     *(("chat", "{folder}/none.txt"), ("inspect", "{folder}/none.txt", "-q", "Who?")),
     ("generate", "{folder}/none.txt"),
-    *(("plan",), ("plan", "--context", "many")),
+    *(("plan",), ("plan", "--context", "many"), (*PLAN, "qwen3-9b"), (*PLAN, "{folder}/none")),
+    *((*PLAN, "nobody/nothing"), (*PLAN, "./none.gguf"), (*PLAN, "{folder}/a.txt")),
+    *((*PLAN, "demo", "--gpu-memory", given) for given in ("A100", "H200-80GB", "H1000", "80")),
     ("library", "list", "{folder}/none"),
     ("library", "check", "{folder}/none"),
     ("library", "remove", "{folder}/none", "a"),
@@ -86,6 +92,7 @@ NO_NUMBER = (
 def test_no_command_that_needs_no_model_loads_torch(tmp_path, tiny):
     """Nor does one that is refused: for any whole number of any command, too."""
     (tmp_path / "a.txt").write_text("The gate opens at nine.")
+    tiny.model.save_pretrained(tmp_path / "model")
     texts = [("a", "One."), ("b", "Two.")]
     Library(tmp_path / "library").add(tiny.model, tiny.tokenizer, texts)
     typed = [*SAID, FAILED, *REFUSED, *((*ASK, *given.split()) for given in BAD_METHODS)]

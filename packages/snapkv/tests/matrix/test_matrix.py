@@ -3,9 +3,14 @@
 import pytest
 import torch
 import transformers
+from transformers.cache_utils import DynamicCache
 
 from snapkv import CompressedCache, FullCache, SnapKV, UnsupportedModelError
-from snapkv.plan.footprint import footprint_of_loaded
+from snapkv.cache.report import tensor_bytes, token_bytes
+from snapkv.hf.build import grows, plain_layers
+from snapkv.hf.cache_argument import passed
+from snapkv.plan.advice import footprint_of_loaded
+from snapkv.plan.footprint import FAMILIES
 from tests.matrix.__main__ import DOCS, known, row, shown
 from tests.matrix.cells import Text
 from tests.matrix.shrinking import MODELS, tiny
@@ -36,26 +41,36 @@ def test_a_model_is_right_or_refused(model):
 @pytest.mark.parametrize("model", [name for name in MOST_USED if name in MODELS])
 @torch.no_grad()
 def test_plan_and_report_count_what_grows(model):
-    """On the meta device and on tensors, and the share of the whole that grows."""
+    """As transformers' own cache does; plans know it, or refuse the family."""
     try:
         cache = CompressedCache(tiny(model), FullCache())
     except UnsupportedModelError:
         pytest.skip("refused by name in this transformers")
-    footprint = footprint_of_loaded(tiny(model))
-    tiny(model)(Text.drawn(40).ids, past_key_values=cache)
+    own = DynamicCache(config=tiny(model).config)
+    own.layers = plain_layers(tiny(model))
+    for each in (cache, own):
+        tiny(model)(Text.drawn(40).ids, **passed(each))
+    growing = [layer for layer in own.layers if grows(layer)]
+    whole, token = sum(map(tensor_bytes, own.layers)), sum(map(token_bytes, growing)) // 40
+    if tiny(model).config.get_text_config(decoder=True).model_type in FAMILIES:
+        footprint = footprint_of_loaded(tiny(model))
+        assert footprint.cache_bytes(40, 40) == whole
+        assert footprint.layers == len(own.layers)
+        assert footprint.token_bytes == token
+    else:
+        with pytest.raises(UnsupportedModelError, match="expected a family whose sizes plans know"):
+            footprint_of_loaded(tiny(model))
     report = cache.report()
-    assert report.held_bytes == report.full_bytes == footprint.cache_bytes(40, 40)
-    assert len(report["layers"]) == footprint.layers
-    assert report["growing_layers"] == len(footprint.full_layers)
-    grows = 40 * footprint.token_bytes
-    assert report["growing_share"] == pytest.approx(grows / footprint.cache_bytes(40, 40))
-    assert ("layers grow" in str(report)) == (grows < footprint.cache_bytes(40, 40))
+    assert report.held_bytes == report.full_bytes == whole
+    assert len(report["layers"]) == len(own.layers)
+    assert report["growing_layers"] == len(growing)
+    assert report["growing_share"] == pytest.approx(40 * token / whole)
+    assert ("layers grow" in str(report)) == (40 * token < whole)
     half = CompressedCache(tiny(model), SnapKV("50%", window_size=4))  # of what grows
     tiny(model)(Text.drawn(40).ids, past_key_values=half)
     report = half.report()
-    kept = footprint.cache_bytes(int(report.kept_tokens), 40)
     assert report["growing_held_share"] == 0.5
-    assert report.held_bytes == kept
+    assert report.held_bytes == whole - (40 - int(report.kept_tokens)) * token
 
 
 def test_the_page_is_that_of_the_rows():

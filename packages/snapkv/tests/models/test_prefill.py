@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 
-from snapkv import CompressedCache, InvalidArgumentError, SnapKV, plan
+from snapkv import CompressedCache, InvalidArgumentError, SnapKV
 from snapkv.errors import OutOfMemoryError, UnsupportedModelError
-from snapkv.plan.advice import layerwise_bytes
-from snapkv.plan.footprint import footprint_of_loaded
+from snapkv.plan.advice import footprint_of_loaded, layerwise_advice, layerwise_bytes
 from snapkv.prefill import layer_by_layer
 from tests.families import generated, random_ids, tiny_model
 
@@ -99,6 +98,6 @@ def test_the_advice_names_what_would_fit():
     model = tiny_model("llama")
     footprint = footprint_of_loaded(model)
     free = layerwise_bytes(footprint, 1000, 100) - layerwise_bytes(footprint, 500, 0)
-    said = plan.layerwise_advice(model, 1000, 100, free)
+    said = layerwise_advice(model, 1000, 100, free)
     assert "; about 500 tokens would fit; lower chunk_tokens" in said
-    assert "would fit" not in plan.layerwise_advice(model, 1000, 100, None)
+    assert "would fit" not in layerwise_advice(model, 1000, 100, None)

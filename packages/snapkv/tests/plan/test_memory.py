@@ -11,17 +11,11 @@ from transformers.cache_utils import DynamicLayer
 
 from snapkv.app.models import load
 from snapkv.errors import OutOfMemoryError, UnsupportedModelError
-from snapkv.plan import (
-    device_memory,
-    free_bytes,
-    out_of_memory_explained,
-    prompt_advice,
-    require_room,
-)
-from snapkv.plan.advice import prompt_bytes
-from snapkv.plan.footprint import footprint_of_loaded
-from snapkv.plan.shapes import outline
+from snapkv.plan import device_memory
+from snapkv.plan.advice import footprint_of_loaded, prompt_advice, prompt_bytes, require_room
+from snapkv.plan.device_memory import free_bytes, out_of_memory_explained
 from tests.families import random_ids, tiny_model
+from tests.plan.outlines import outline
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 CPU = torch.device("cpu")

@@ -6,11 +6,17 @@ import time
 import pytest
 import torch
 
-from snapkv.app.models import load, load_outline
-from snapkv.errors import InvalidArgumentError, ModelNotFoundError
-from snapkv.plan import footprint_of, max_positions
-from snapkv.plan.footprint import stored_bytes
-from snapkv.plan.shapes import SHAPES, config_of, described, outline, shape_of
+from snapkv.app.footprints import find_footprint
+from snapkv.app.models import load
+from snapkv.cache.report import tensor_bytes, token_bytes
+from snapkv.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
+from snapkv.hf.build import grows
+from snapkv.plan import card_bytes, footprint_of
+from snapkv.plan.advice import max_positions, stored_bytes
+from snapkv.plan.cards import CARDS
+from snapkv.plan.footprint import FAMILIES as KNOWN
+from snapkv.plan.shapes import SHAPES, described, shape_of
+from tests.plan.outlines import config_of, layers_of_one_token, outline
 
 K = 1024
 
@@ -41,11 +47,17 @@ CHECKPOINT_BYTES = {  # `total_size` in the index of the weights
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_has_the_parameters_of_the_model_it_is_named_after(name):
-    model = outline(name, dtype=torch.bfloat16)
+    model, footprint = outline(name), SHAPES[name].footprint()
     assert sum(p.numel() for p in model.parameters()) == SHAPES[name].parameters
     assert max_positions(model) == described(name)["positions"]
+    stored = stored_bytes(model)
     if name in CHECKPOINT_BYTES:
-        assert sum(stored_bytes(model).values()) == CHECKPOINT_BYTES[name]
+        assert sum(stored.values()) == CHECKPOINT_BYTES[name] == footprint.weights_bytes
+    assert footprint.weights_bytes == pytest.approx(sum(stored.values()), rel=1e-3)
+    experts = sum(size for each, size in stored.items() if ".experts." in each)
+    assert footprint.expert_bytes == pytest.approx(experts, rel=2e-3)
+    without = {"dtype": "bfloat16", "model_type": SHAPES[name].family, **SHAPES[name].config}
+    assert footprint_of(without).weights_bytes == pytest.approx(footprint.weights_bytes, rel=2e-3)
 
 
 def test_a_shape_has_the_positions_that_were_published():
@@ -58,24 +70,35 @@ FAMILIES = {shape.family: name for name, shape in reversed(SHAPES.items())}
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES.values()) - {"deepseek-v3"}))
 def test_what_is_said_of_a_shape_is_what_a_cache_of_it_holds(name):
-    footprint, said = footprint_of(outline(name, dtype=torch.bfloat16)), described(name)
-    assert footprint.token_bytes == said["kv_bytes_per_token"]
-    assert footprint.layers == said["layers"]
-    assert len(footprint.full_layers) == said["growing_layers"]
-    assert len(footprint.sliding_layers) == said["sliding_layers"]
-    assert {layer.most_tokens + 1 for layer in footprint.sliding_layers} <= {said["sliding_window"]}
-    assert footprint.weights_bytes == CHECKPOINT_BYTES.get(name, footprint.weights_bytes)
+    model = outline(name)
+    footprint, said, layers = SHAPES[name].footprint(), described(name), layers_of_one_token(model)
+    full = [layer for layer in layers if grows(layer)]
+    sliding = [layer for layer in layers if type(layer).__name__ == "DynamicSlidingWindowLayer"]
+    others = [layer for layer in layers if layer not in full and layer not in sliding]
+    assert footprint.token_bytes == said["kv_bytes_per_token"] == sum(map(token_bytes, full))
+    assert footprint.layers == said["layers"] == len(layers)
+    assert len(footprint.full_layers) == said["growing_layers"] == len(full)
+    assert len(footprint.sliding_layers) == said["sliding_layers"] == len(sliding)
+    assert [each.most_tokens + 1 for each in footprint.sliding_layers] == [
+        layer.sliding_window for layer in sliding
+    ]
+    assert {each.token_bytes for each in footprint.sliding_layers} == set(
+        map(tensor_bytes, sliding)
+    )
+    assert footprint.state_bytes == sum(map(tensor_bytes, others))
+    for planned, layer in zip(footprint.full_layers, full, strict=True):
+        assert (planned.heads, planned.key_width) == (layer.keys.shape[1], layer.keys.shape[-1])
+        assert planned.value_width == layer.values.shape[-1]
 
 
 def test_latent_attention_counts_what_transformers_stores():
-    model = outline("deepseek-v3", dtype=torch.bfloat16, layers=4)
-    latent, per_head = 4 * (512 + 64) * 2, 4 * 128 * (192 + 128) * 2  # older releases expand it
-    assert footprint_of(model).token_bytes in (latent, per_head)
+    (layer, *_) = layers_of_one_token(outline("deepseek-v3", num_hidden_layers=4))
+    assert token_bytes(layer) == (512 + 64) * 2
     assert described("deepseek-v3")["kv_bytes_per_token"] == 61 * 576 * 2
 
 
 def test_fp8_has_a_scale_for_every_block_and_leaves_the_rest():
-    model = outline("deepseek-v3", dtype=torch.bfloat16, layers=4)
+    model = outline("deepseek-v3", num_hidden_layers=4)
     sizes, prefix = stored_bytes(model), "model.layers.3"
     assert sizes[f"{prefix}.self_attn.o_proj.weight"] == 7168 * 16384 + 4 * 56 * 128
     assert sizes[f"{prefix}.mlp.experts.down_proj"] == 256 * (7168 * 2048 + 4 * 56 * 16)
@@ -84,9 +107,7 @@ def test_fp8_has_a_scale_for_every_block_and_leaves_the_rest():
 
 
 def test_another_dtype_counts_quantized_weights_in_it():
-    stored, widened = (
-        footprint_of(load_outline("gpt-oss-20b", dtype=d)) for d in ("auto", "bfloat16")
-    )
+    stored, widened = (find_footprint("gpt-oss-20b", dtype=dtype) for dtype in (None, "bfloat16"))
     assert stored.weights_bytes == CHECKPOINT_BYTES["gpt-oss-20b"]
     assert widened.weights_bytes == 2 * SHAPES["gpt-oss-20b"].parameters
     assert (stored.quantization, widened.quantization) == ("mxfp4", None)
@@ -95,19 +116,86 @@ def test_another_dtype_counts_quantized_weights_in_it():
 
 
 def test_a_folder_with_quantized_weights_counts_them(tmp_path):
-    config = config_of("gpt-oss-20b", layers=2)
+    config = config_of("gpt-oss-20b", num_hidden_layers=2)
     config.dtype = torch.bfloat16
     config.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["quantization_config"]["quant_method"] == "mxfp4"
-    footprint = footprint_of(load_outline(str(tmp_path)))
-    assert footprint == footprint_of(outline("gpt-oss-20b", dtype=torch.bfloat16, layers=2))
+    stored = sum(stored_bytes(outline("gpt-oss-20b", num_hidden_layers=2)).values())
+    assert find_footprint(str(tmp_path)).weights_bytes == pytest.approx(stored, rel=1e-3)
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 5000}}')
+    assert find_footprint(str(tmp_path)).weights_bytes == 5000
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_folder_of_every_family_is_the_shape(name, tmp_path):
+    """As transformers writes it; and, where settings are left out, with transformers' defaults."""
+    config = config_of(name)
+    config.dtype = torch.bfloat16
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    expected = footprint_of({"dtype": "bfloat16", **written})
+    assert expected.full_layers == SHAPES[name].footprint().full_layers
+    assert expected.sliding_layers == SHAPES[name].footprint().sliding_layers
+    assert find_footprint(str(tmp_path)) == expected
+    if "layer_types" in written and SHAPES[name].family != "kimi_linear":
+        del written["layer_types"]
+        assert footprint_of(written) == expected
+    del written["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert find_footprint(str(tmp_path)).full_layers == expected.full_layers
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "expected an object in JSON in"),
+        ("[]", "expected an object in JSON in"),
+        ('{"model_type": "mamba"}', "expected a family whose sizes plans know"),
+        ('{"model_type": "llama", "dtype": "float8"}', "whose dtype is one of"),
+    ],
+)
+def test_a_configuration_that_cannot_be_planned_is_refused(text, message, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises((InvalidArgumentError, UnsupportedModelError), match=message):
+        find_footprint(str(tmp_path))
 
 
 def test_a_shape_is_found_by_its_name_or_its_repository():
     for name in ("Qwen3-4B", "qwen/qwen3-4b"):
         assert shape_of(name) == "qwen3-4b"
-    assert max_positions(load_outline("Qwen3-4B")) == 40960
+    assert find_footprint("Qwen3-4B").max_positions == 40960
+    assert {shape.family for shape in SHAPES.values()} <= KNOWN
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [
+        *(("H100", 80), ("nvidia h100 80GB HBM3", 80), ("H100 NVL 94GB", 94), ("h200", 141)),
+        *(("A100-40GB", 40), ("A100-SXM4-80GB", 80), ("a100 80gib", 80), ("L4", 24), ("L40S", 48)),
+        *(("A10", 24), ("Tesla T4", 16), ("V100-32GB", 32), ("RTX 3090", 24), ("rtx4090", 24)),
+        *(
+            ("GeForce RTX 5090", 32),
+            ("B200", 180),
+            ("GH200-96GB", 96),
+            ("AMD Instinct MI300X", 192),
+        ),
+        *(("80GB", None), ("24GiB", None), ("A1", None), ("", None), ("5 apples", None)),
+    ],
+)
+def test_a_card_is_known_by_the_names_people_write(name, gigabytes):
+    assert card_bytes(name) == (gigabytes and gigabytes * 10**9)
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_card_of_several_memories_asks_which(card):
+    sizes = CARDS[card]
+    assert [card_bytes(f"{card}-{size}GB") for size in sizes] == [size * 10**9 for size in sizes]
+    with pytest.raises(InvalidArgumentError, match=f"expected {card}-{sizes[0]}GB"):
+        card_bytes(f"{card}-1GB")
+    if len(sizes) > 1 and card != "H100":
+        with pytest.raises(InvalidArgumentError, match=f"{card}-{sizes[1]}GB, got '{card}'"):
+            card_bytes(card)
 
 
 @pytest.fixture
@@ -117,7 +205,7 @@ def no_network(monkeypatch):
     def asked(*args, **options):
         raise AssertionError("the hub was asked")
 
-    monkeypatch.setattr("snapkv.app.models.get_hf_file_metadata", asked)
+    monkeypatch.setattr("snapkv.app.model_places.get_hf_file_metadata", asked)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 
@@ -127,7 +215,7 @@ def test_a_misspelt_shape_is_refused_at_once(no_network, wrong):
     with pytest.raises(
         ModelNotFoundError, match=f"got '{wrong}', which is not one of them"
     ) as raised:
-        load_outline(wrong)
+        find_footprint(wrong)
     assert time.monotonic() - begin < 5
     assert ("did you mean" in str(raised.value)) == (wrong != "nothing")
 
@@ -135,8 +223,6 @@ def test_a_misspelt_shape_is_refused_at_once(no_network, wrong):
 def test_a_shape_has_no_weights_to_load(no_network):
     with pytest.raises(ModelNotFoundError, match="weights of that shape are in meta-llama/"):
         load("llama-3.1-8b")
-    with pytest.raises(InvalidArgumentError, match=r"shape: expected one of .*mean qwen3-8b"):
-        outline("qwen3-8", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["someone/some-model", "gpt2"])
@@ -148,7 +234,7 @@ def test_a_hub_that_does_not_answer_costs_seconds(monkeypatch, name):
         raise TimeoutError
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("snapkv.app.models.get_hf_file_metadata", silent)
+    monkeypatch.setattr("snapkv.app.model_places.get_hf_file_metadata", silent)
     with pytest.raises(ModelNotFoundError, match="did not answer within 5 seconds"):
         load(name)
     assert waited == [5]
@@ -162,7 +248,7 @@ def test_a_cached_model_needs_no_hub_that_answers(monkeypatch):
         raise OSError("stop here")
 
     monkeypatch.setattr(
-        "snapkv.app.models.try_to_load_from_cache", lambda *a, **o: "/cache/config.json"
+        "snapkv.app.model_places.try_to_load_from_cache", lambda *a, **o: "/cache/config.json"
     )
     monkeypatch.setattr("snapkv.app.models.AutoConfig.from_pretrained", from_pretrained)
     with pytest.raises(ModelNotFoundError):

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.ops.ragged import api as ragged
 from snapkv.policies import AdaKV, PyramidKV, SnapKV
-from snapkv.policies.budget import largest_remainder, share_of
+from snapkv.policies.budget import largest_remainder
 from snapkv.policies.pyramidkv import exact_budgets, published_budgets
+from snapkv.token_cost import share_of
 from tests.families import call, random_ids, tiny_model
 from tests.methods import METHODS
 from tests.ops.states import layer_with_scores, random_layer

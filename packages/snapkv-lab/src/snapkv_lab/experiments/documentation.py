@@ -15,9 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from snapkv.plan import Plan, Request, footprint_of, shapes
+from snapkv.plan import Request, plan
+from snapkv.plan.shapes import SHAPES
 from snapkv.validation import format_bytes
 from snapkv_lab import drawing
 from snapkv_lab.experiments.experiment import Experiment
@@ -39,9 +38,9 @@ def planned(page: str) -> str:
     header = ["model", "weights", "full cache", "compressed", "decoding, at most", "batch of 8"]
     lines = []
     for name in _MODELS:
-        footprint = footprint_of(shapes.outline(name, dtype=torch.bfloat16))
+        footprint = SHAPES[name].footprint()
         requests = (Request(context_tokens=128_000, batch=batch) for batch in (1, 8))
-        alone, many = (Plan(model=name, footprint=footprint, request=each) for each in requests)
+        alone, many = (plan(name, footprint, each) for each in requests)
         sizes = footprint.weights_bytes, alone.full.cache_bytes, alone.compressed.cache_bytes
         faster = (f"{each.decode_speedup:.1f}x" for each in (alone, many))
         lines.append([name, *map(format_bytes, sizes), *faster])

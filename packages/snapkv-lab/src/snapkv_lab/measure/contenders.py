@@ -20,7 +20,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.install import install, uninstall
 from snapkv.hf.model_parts import output_weight
 from snapkv.ops import ScoreOptions
-from snapkv.plan import out_of_memory_explained
+from snapkv.plan.device_memory import out_of_memory_explained
 from snapkv.policies import Policy, PromptLayer
 from snapkv.storage.bits import KVCodes
 from snapkv.validation import nearest

@@ -4,10 +4,13 @@ import functools
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from snapkv.plan import free_bytes, out_of_memory_explained, weights_advice
-from snapkv.plan.shapes import config_of, outline
+from snapkv.errors import InvalidArgumentError
+from snapkv.plan.advice import weights_advice
+from snapkv.plan.device_memory import free_bytes, out_of_memory_explained
+from snapkv.plan.shapes import SHAPES
+from snapkv.validation import nearest
 
 
 def random_model(
@@ -19,10 +22,25 @@ def random_model(
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}
-    bare = outline(shape, layers=layers, **options)
+    config = config_of(shape, layers)
+    with torch.device("meta"):
+        bare = AutoModelForCausalLM.from_config(config, **options)
     explain = functools.partial(weights_advice, bare, device, free_bytes(device))
     with out_of_memory_explained(explain), torch.device(device):
         torch.manual_seed(0)
-        config = config_of(shape, layers)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
     return model.eval()
+
+
+def config_of(shape: str, layers: int | None = None) -> Any:
+    """Return the configuration of a published shape, with fewer layers if a number is given.
+
+    Raises:
+        InvalidArgumentError: no such shape.
+    """
+    if shape not in SHAPES:
+        raise InvalidArgumentError(
+            f"shape: expected one of {', '.join(SHAPES)}, got {shape!r}{nearest(shape, SHAPES)}"
+        )
+    changes = {} if layers is None else {"num_hidden_layers": layers}
+    return AutoConfig.for_model(SHAPES[shape].family, **SHAPES[shape].config | changes)

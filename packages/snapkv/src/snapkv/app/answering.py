@@ -27,7 +27,8 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.placement import device_of
 from snapkv.kvzip import read_as_wanted, require_one_reading
-from snapkv.plan import out_of_memory_explained, prompt_memory_explained, token_costs
+from snapkv.plan.advice import prompt_memory_explained, token_costs
+from snapkv.plan.device_memory import out_of_memory_explained
 from snapkv.policies import Policy
 from snapkv.storage.bits import Quantize
 

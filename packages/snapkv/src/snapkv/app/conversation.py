@@ -29,7 +29,7 @@ from snapkv.errors import CacheFileError, CacheMismatchError, InvalidArgumentErr
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.placement import device_of
 from snapkv.kvzip import require_one_reading
-from snapkv.plan import token_costs
+from snapkv.plan.advice import token_costs
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Span
 from snapkv.storage.bits import Quantize

@@ -21,7 +21,8 @@ from snapkv.control_words import content_ids
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.placement import device_of
-from snapkv.plan import out_of_memory_explained, prompt_memory_explained
+from snapkv.plan.advice import prompt_memory_explained
+from snapkv.plan.device_memory import out_of_memory_explained
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.storage.bits import KVCodes
 

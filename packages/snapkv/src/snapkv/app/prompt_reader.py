@@ -17,7 +17,7 @@ from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import OutOfMemoryError, PromptTooLongError, UnsupportedModelError
 from snapkv.hf.placement import device_of
-from snapkv.plan import free_bytes, out_of_memory_explained
+from snapkv.plan.device_memory import free_bytes, out_of_memory_explained
 from snapkv.policies import Policy
 from snapkv.prefill import SharedReading
 from snapkv.prefill.shared import shared_bytes

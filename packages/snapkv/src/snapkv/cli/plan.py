@@ -1,22 +1,23 @@
 """`snapkv plan`: whether a model and its prompts fit, and what compression would change."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 import typer
 
+from snapkv.app.footprints import find_footprint
 from snapkv.cli import panels
 from snapkv.cli.amounts import EXACT, POSITIVE, TokenBudgetParameter, byte_count, count, one_storage
-from snapkv.cli.announcing import announce
 from snapkv.cli.fields import with_options
 from snapkv.cli.grid import Grid, give
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import format_bytes, require_dtype, require_int
-
-if TYPE_CHECKING:
-    from snapkv.plan import CacheNeeds, Footprint, Plan, Request
-
+from snapkv.plan import CacheNeeds, Footprint, Plan, Request
+from snapkv.plan import plan as make_plan
+from snapkv.plan.cards import CARDS, card_bytes
+from snapkv.plan.footprint import is_counted
+from snapkv.plan.shapes import SHAPES, described
+from snapkv.validation import format_bytes, nearest, require_dtype, require_int
 
 EXAMPLES = {
     "plan": (
@@ -75,16 +76,16 @@ class PlanOptions:
         int, panels.policy(help="Last tokens of the prompt, always kept"), POSITIVE
     ] = 32
     gpu_memory: Annotated[
-        str | None, panels.device(help="Device memory, such as 80GB or 24GiB: shows what fits")
+        str | None,
+        panels.device(
+            help="Device memory, such as 80GB or 24GiB, or a card: H100; shows what fits"
+        ),
     ] = None
     reserve: Annotated[str, panels.device(help="Taken by the driver and the allocator")] = "1GB"
     bandwidth: Annotated[
         str | None, panels.device(help="Memory bandwidth per second, such as 2TB: shows times")
     ] = None
     json: panels.AsJson = False
-    verbose: Annotated[
-        bool, panels.output("--verbose", help="Show the messages of transformers")
-    ] = False
 
     def __post_init__(self) -> None:
         """Refuse unknown dtypes before torch is imported."""
@@ -92,12 +93,24 @@ class PlanOptions:
             require_dtype(self.dtype)
 
 
+def memory_of(text: str) -> int:
+    """Read the bytes of a device's memory: a number with a unit, or the name of a card."""
+    found = card_bytes(text)
+    if found is not None:
+        return found
+    try:
+        return byte_count("gpu_memory", text)
+    except InvalidArgumentError:
+        raise InvalidArgumentError(
+            "gpu_memory: expected bytes with a unit, such as 80GB or 24GiB, or a card such as H100 "
+            f"or RTX 4090, got {text!r}{nearest(text, CARDS)}; write for instance --gpu-memory 80GB"
+        ) from None
+
+
 @with_options(PlanOptions)
 def plan(*, options: PlanOptions) -> None:
     """Estimate a long prompt's memory and what compression gains, from the configuration alone."""
     if options.shapes:
-        from snapkv.plan.shapes import SHAPES, described
-
         shapes = {name: described(name) for name in SHAPES}
         give(shapes, lambda: shapes_table(shapes), as_json=options.json)
         return
@@ -110,15 +123,9 @@ def plan(*, options: PlanOptions) -> None:
     tokens = count("context", options.context)
     require_int("context", tokens, minimum=1)
     bits = one_storage(options.bits)
-    memory, reserve, bandwidth = (
-        byte_count(name, text) if (text := getattr(options, name)) is not None else None
-        for name in ("gpu_memory", "reserve", "bandwidth")
-    )
-
-    announce(f"planning for {options.model or 'the demo model'}")
-    from snapkv.app.models import DEMO, load_outline  # imports torch, after the checks above
-    from snapkv.cli.loading import begin
-    from snapkv.plan import Plan, Request, footprint_of, verdict
+    memory = None if options.gpu_memory is None else memory_of(options.gpu_memory)
+    reserve = byte_count("reserve", options.reserve)
+    bandwidth = None if options.bandwidth is None else byte_count("bandwidth", options.bandwidth)
 
     request = Request(
         context_tokens=tokens,
@@ -129,25 +136,23 @@ def plan(*, options: PlanOptions) -> None:
         bits=bits,
         new_tokens=options.max_new_tokens,
         memory_bytes=memory,
-        reserve_bytes=reserve or 0,
+        reserve_bytes=reserve,
         bandwidth_bytes=bandwidth,
     )
-    begin(verbose=options.verbose)  # a GGUF file may have to be converted
-    outline = load_outline(
-        options.model or DEMO,
-        dtype=options.dtype or "auto",
+    model = options.model or "demo"
+    footprint = find_footprint(
+        model,
+        dtype=None if options.dtype == "auto" else options.dtype,
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
     )
-    made = Plan(model=options.model or DEMO, footprint=footprint_of(outline), request=request)
-    sentences = verdict(made)
-    found = made.describe() | {"verdict": sentences}
-    give(found, lambda: plan_table(made), as_json=options.json)
-    for sentence in () if options.json else sentences:
+    made = make_plan(model, footprint, request)
+    give(asdict(made), lambda: plan_table(made), as_json=options.json)
+    for sentence in () if options.json else made.verdict:
         typer.echo(sentence)
 
 
-def plan_table(plan: "Plan") -> Grid:
+def plan_table(plan: Plan) -> Grid:
     """What a request needs with a full and with a compressed cache."""
     columns = [_plan_cells(plan, needs) for needs in (plan.full, plan.compressed)]
     rows = [
@@ -186,7 +191,7 @@ def shapes_table(shapes: Mapping[str, dict[str, Any]]) -> Grid:
     )
 
 
-def _plan_title(plan: "Plan") -> str:
+def _plan_title(plan: Plan) -> str:
     asked = plan.request
     prompts = f"{asked.batch:,} prompts" if asked.batch > 1 else "a prompt"
     return (
@@ -195,20 +200,18 @@ def _plan_title(plan: "Plan") -> str:
     )
 
 
-def _in_bits(asked: "Request") -> str:
+def _in_bits(asked: Request) -> str:
     return "" if asked.codes is None else f" in {asked.codes}"
 
 
-def _stored_as(model: "Footprint") -> str:
+def _stored_as(model: Footprint) -> str:
     """The dtype, and the quantization of the weights if it is counted."""
-    from snapkv.plan.footprint import is_counted
-
     if model.quantization is None or not is_counted(model.quantization):
         return model.dtype
     return f"{model.dtype}, weights in {model.quantization}"
 
 
-def _plan_cells(plan: "Plan", needs: "CacheNeeds") -> dict[str, str]:
+def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
     """A column of the plan's table."""
     cells = {
         "cache after the prompt": format_bytes(needs.cache_bytes),

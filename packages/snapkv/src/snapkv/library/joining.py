@@ -23,7 +23,7 @@ from snapkv.errors import (
 )
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.model_parts import rotations_of
-from snapkv.plan import max_positions
+from snapkv.plan.advice import max_positions
 from snapkv.validation import require_int
 
 Turn = Callable[[Tensor, Tensor], Tensor]

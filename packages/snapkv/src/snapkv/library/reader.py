@@ -16,7 +16,7 @@ from snapkv.kvzip import read_as_wanted
 from snapkv.library.about import About, document_ids
 from snapkv.library.joining import Part
 from snapkv.library.records import Text
-from snapkv.plan import max_positions, prompt_memory_explained
+from snapkv.plan.advice import max_positions, prompt_memory_explained
 from snapkv.policies import FullCache
 
 

@@ -3,25 +3,32 @@
 import bisect
 import contextlib
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from snapkv.errors import OutOfMemoryError, UnsupportedModelError
 from snapkv.hf.placement import device_of
+from snapkv.ops import TokenCost
 from snapkv.plan import device_memory
-from snapkv.plan.footprint import (
-    Footprint,
-    footprint_of_loaded,
-    is_counted,
-    quantization_of,
-    stored_bytes,
-    weights_bytes,
-)
+from snapkv.plan.costs import ROOM_TOKENS, token_cost
+from snapkv.plan.footprint import Footprint, footprint_of, is_counted
 from snapkv.plan.shapes import SHAPES
-from snapkv.storage.tail import ROOM_TOKENS
+from snapkv.policies import Policy
+from snapkv.storage.bits import KVCodes, Quantize
 from snapkv.validation import format_bytes
+
+_PER_BLOCK, _BLOCK_BYTES = 32, 17
+"""mxfp4 stores 32 numbers in four bits each and their common scale in eight (OCP Microscaling
+Formats, section 5)."""
+
+_SCALE_BYTES = 4
+"""A block of fp8 has a scale in float32."""
 
 _WIDTH = torch.bfloat16.itemsize
 _SHARE = 0.8
@@ -155,7 +162,11 @@ def require_room(name: str, outline: Any, device: torch.device) -> None:
     """
     total = device_memory.total_bytes(device)
     needed = sum(stored_bytes(outline).values())
-    if total is None or needed <= total or not is_counted(quantization_of(outline.config)):
+    if (
+        total is None
+        or needed <= total
+        or not is_counted(_packing(outline.config).get("quant_method"))
+    ):
         return
     dtype = str(outline.dtype).removeprefix("torch.")
     raise OutOfMemoryError(
@@ -176,3 +187,79 @@ def _what_fits(outline: Any, needed: int, total: int) -> str:
     largest = max(fitting, key=lambda shape: shape.parameters)
     takes = format_bytes(largest.parameters * _WIDTH)
     return f"{largest.repository} would fit, with {takes} in bfloat16; "
+
+
+def footprint_of_loaded(model: Any) -> Footprint:
+    """Compute the footprint of a loaded model; errors as in `footprint_of`."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return footprint_of(model.config.to_dict(), dtype=dtype)
+
+
+def token_costs(
+    model: PreTrainedModel, policy: Policy, quantize: Quantize | None
+) -> list[TokenCost]:
+    """Return what a token costs in each compressed layer; empty if the sizes are unknown."""
+    try:
+        footprint = footprint_of_loaded(model)
+    except UnsupportedModelError:
+        return []
+    bits = None if quantize is None else KVCodes.of(quantize)
+    queries = model.config.get_text_config(decoder=True).num_attention_heads
+    found = []
+    for layer in footprint.full_layers:
+        cost = token_cost(layer, bits)
+        times = queries // layer.heads if policy.per_query_head else 1
+        found.append(replace(cost, block_bytes=times * cost.block_bytes))
+    return found
+
+
+def max_positions(model: Any) -> int | None:
+    """Return the positions for prompt and answer together; None without a limit."""
+    text = model.config.get_text_config(decoder=True)
+    names = ("model_max_length", "max_position_embeddings")
+    return next((value for name in names if (value := getattr(text, name, None))), None)
+
+
+def weights_bytes(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def stored_bytes(model: Any) -> dict[str, int]:
+    """Bytes of every parameter by name, as the checkpoint stores it.
+
+    mxfp4 quantizes the projections of experts, as in gpt-oss; fp8 also all linear layers except the
+    output projection, as in DeepSeek-V3.
+    """
+    found = _packing(model.config)
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    head = model.get_output_embeddings()
+    linear = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    sizes = {}
+    for name, parameter in model.named_parameters():
+        of_expert = ".experts." in name and parameter.ndim == 3
+        sizes[name] = parameter.nbytes
+        if method == "mxfp4" and of_expert:
+            sizes[name] = math.ceil(parameter.numel() / _PER_BLOCK) * _BLOCK_BYTES
+        elif method == "fp8" and (of_expert or id(parameter) in linear):
+            sizes[name] = parameter.numel() + _scales(parameter.shape, block) * _SCALE_BYTES
+    return sizes
+
+
+def _packing(config: Any) -> dict[str, Any]:
+    """The configuration's quantization settings as a dictionary; empty without any."""
+    found = getattr(config, "quantization_config", None) or {}
+    if isinstance(found, dict):
+        return found
+    settings: dict[str, Any] = found.to_dict()
+    return settings
+
+
+def _scales(shape: Sequence[int], block: Sequence[int] | None) -> int:
+    """How many scales a weight of that shape has: one per block, or one per matrix."""
+    *matrices, rows, columns = shape
+    height, width = block or (rows, columns)
+    return math.prod(matrices) * math.ceil(rows / height) * math.ceil(columns / width)

@@ -1,29 +1,75 @@
-"""The memory and operations of a model, from its outline on the meta device."""
+"""The bytes and operations of a model, computed from the settings in its `config.json`.
 
-import copy
-import math
-from collections.abc import Sequence
+Nothing here imports torch or transformers. `tests/plan` compares the results with the models that
+transformers builds from the same settings, and with the caches that they fill.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
-import torch
-from torch import nn
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
-
-from snapkv.cache.report import tensor_bytes, token_bytes
 from snapkv.errors import UnsupportedModelError
-from snapkv.hf.build import grows, layers_for, plain_layers
-from snapkv.hf.cache_argument import passed
-from snapkv.policies import FullCache
-from snapkv.validation import first_line
 
-_PER_BLOCK, _BLOCK_BYTES = 32, 17
-"""mxfp4 stores 32 numbers in four bits each and their common scale in eight (OCP Microscaling
-Formats, section 5)."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-_SCALE_BYTES = 4
-"""A block of fp8 has a scale in float32."""
+PACKED_BYTES = {"mxfp4": 17 / 32, "fp8": 1 + 4 / 128**2}
+"""Bytes of one number in a quantized checkpoint, scales included.
+
+mxfp4 stores 32 numbers in four bits each and their common scale in eight (OCP Microscaling Formats,
+section 5), of experts only. fp8 has one scale in float32 per block of 128 x 128 numbers, of all
+matrices but the embedding and the output projection.
+"""
+
+_PERIODS = {  # family: the setting that says so, and how many layers have one full layer, the last
+    "gemma2": ("", 2),
+    "gemma3_text": ("sliding_window_pattern", 6),
+    "cohere2": ("sliding_window_pattern", 4),
+    "gpt_oss": ("", 2),
+    "qwen3_next": ("full_attention_interval", 4),
+    "qwen3_5_text": ("full_attention_interval", 4),
+    "qwen3_5_moe_text": ("full_attention_interval", 4),
+    "llama4_text": ("no_rope_layer_interval", 4),
+}
+_GATED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+"""Families with linear attention whose queries have a gate of the same size."""
+
+_OWN_HEAD_DIM = {
+    "glm4",
+    "glm4_moe",
+    "qwen3",
+    "qwen3_moe",
+    "ministral3",
+    "minimax_m2",
+    *_PERIODS,
+} - {"cohere2"}
+"""Families whose heads have a size of their own, which a file must therefore contain."""
+
+FAMILIES = {
+    *_PERIODS,
+    *_OWN_HEAD_DIM,
+    *(
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "phi3",
+        "granite",
+        "olmo2",
+        "cohere",
+        "smollm3",
+        "glm4_moe",
+    ),
+    *("deepseek_v2", "deepseek_v3", "kimi_linear"),
+}
+"""The `model_type` of the models whose sizes are known here."""
+
+_KINDS = ("full_attention", "sliding_attention", "linear_attention")
+
+_WINDOW = "sliding_window"
+
+
+class MissingSettingError(UnsupportedModelError):
+    """A `config.json` leaves out a setting, for which transformers has a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +89,6 @@ class FullLayer:
     key_width: int  # of one head
     value_width: int
 
-    @classmethod
-    def of(cls, layer: Any) -> Self:
-        """Read from a cache's layer with one token in it."""
-        return cls(
-            token_bytes=token_bytes(layer),
-            heads=layer.keys.shape[1],
-            key_width=layer.keys.shape[-1],
-            value_width=layer.values.shape[-1],
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
@@ -65,8 +101,8 @@ class Footprint:
     experts_per_token: int
     full_layers: tuple[FullLayer, ...]
     sliding_layers: tuple[SlidingLayer, ...]
-    other_layers: int  # layers with a state, or that share another layer's cache
-    state_bytes: int  # fixed-size states of these and of the compressed layers
+    other_layers: int  # layers with a state of fixed size
+    state_bytes: int  # of these
     mlp_token_bytes: int  # activations of a prompt token at the widest point of an MLP
     attention_token_bytes: int  # and at attention
     hidden_token_bytes: int  # hidden state of one token
@@ -87,6 +123,11 @@ class Footprint:
         layers: list[FullLayer | SlidingLayer] = [*self.full_layers, *self.sliding_layers]
         return max((layer.token_bytes for layer in layers), default=0)
 
+    @property
+    def layers(self) -> int:
+        """All layers, also those that have a state only."""
+        return len(self.full_layers) + len(self.sliding_layers) + self.other_layers
+
     def cache_bytes(self, stored_tokens: int, seen_tokens: int) -> int:
         """Bytes of one request's cache with that many tokens stored in full-attention layers."""
         return self.token_bytes * stored_tokens + self.other_bytes(seen_tokens)
@@ -94,11 +135,6 @@ class Footprint:
     def other_bytes(self, seen_tokens: int, behind: int = 0) -> int:
         """Bytes of one request's uncompressed layers; arguments as in `sliding_bytes`."""
         return self.sliding_bytes(seen_tokens, behind) + self.state_bytes
-
-    @property
-    def layers(self) -> int:
-        """All layers, also those that share another layer's cache."""
-        return len(self.full_layers) + len(self.sliding_layers) + self.other_layers
 
     def sliding_bytes(self, seen_tokens: int, behind: int = 0) -> int:
         """Bytes of the sliding layers, with that many tokens beyond the window."""
@@ -120,187 +156,245 @@ class Footprint:
         return self.token_flops * tokens + self.pair_flops * tokens**2 // 2
 
 
-def footprint_of(outline: PreTrainedModel) -> Footprint:
-    """The footprint of a model, from one token sent through its outline on the meta device.
+def footprint_of(
+    config: Mapping[str, Any],
+    *,
+    dtype: str | None = None,
+    parameters: int | None = None,
+    weights_bytes: int | None = None,
+) -> Footprint:
+    """Compute the footprint of a model from the settings in its `config.json`.
 
-    That gives a cache with real shapes and no data, so that grouped heads, latents, sliding windows
-    and values wider or narrower than keys count as stored.
+    Args:
+        config: the settings; those of the language model may be in its `text_config`.
+        dtype: counts weights and caches in this dtype; None for the one in `config`, in which
+            quantized weights count as stored.
+        parameters: of the checkpoint. By default they are counted without norms and biases, which
+            are less than 0.2 % of a model of published size.
+        weights_bytes: of the checkpoint's files, counted from the settings by default.
 
     Raises:
-        UnsupportedModelError: the model cannot be compressed, or does not run without weights.
+        MissingSettingError: a setting is missing that this family needs.
+        UnsupportedModelError: the family is not in `FAMILIES`, or the kind of a layer or the dtype
+            is unknown.
     """
-    layers_for(outline, FullCache())
-    config = outline.config.get_text_config(decoder=True)
-    layers = _cache_of_one_token(outline)
-    full = [layer for layer in layers if grows(layer)]
-    sliding = [layer for layer in layers if type(layer).__name__ == "DynamicSlidingWindowLayer"]
-    others = [layer for layer in layers if layer not in full and layer not in sliding]
-    size = outline.dtype.itemsize
-    experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts") or 0
-    chosen = _first(config, "num_experts_per_tok", "num_experts_per_token") or experts
-    stored = stored_bytes(outline)
-    of_experts = {name for name in stored if ".experts." in name}
-    expert_bytes = sum(stored[name] for name in of_experts)
-    embedding, head = outline.get_input_embeddings(), outline.get_output_embeddings()
-    shared = head is not None and head.weight is embedding.weight
-    embedding_bytes = 0 if shared else embedding.weight.nbytes
-    numbers = {name: parameter.numel() for name, parameter in outline.named_parameters()}
-    idle = sum(numbers[name] for name in of_experts) * (experts - chosen) // (experts or 1)
-    used = sum(numbers.values()) - (0 if shared else embedding.weight.numel()) - idle
-    hidden, states = config.hidden_size, _state_width(config)
+    text = _language_model(config)
+    stored = dtype or _dtype(config, text)
+    size = ITEM_BYTES[stored]
+    packing = config.get("quantization_config") or text.get("quantization_config")
+    quantization = None if dtype or not packing else str(packing.get("quant_method"))
+    kinds, attention, mlp = _kinds(text), _attention(text), _mlp(text)
+    full, sliding, linear = map(kinds.count, _KINDS)
+    hidden, embedding = text["hidden_size"], text["vocab_size"] * text["hidden_size"]
+    untied = 0 if text["tie_word_embeddings"] else embedding
+    state_bytes, linear_numbers = _linear(text, size) if linear else (0, 0)
+    matrices = attention.numbers * (full + sliding) + linear_numbers * linear + mlp.numbers
+    numbers = parameters or embedding + untied + matrices
+    packed = PACKED_BYTES.get(quantization or "", size)
+    if weights_bytes is None or dtype:
+        whole = mlp.expert_numbers if quantization == "mxfp4" else matrices
+        weights_bytes = int(whole * packed) + (numbers - whole) * size
+    elif not is_counted(quantization):
+        packed = weights_bytes / numbers
+    idle = mlp.expert_numbers * (mlp.experts - mlp.chosen) // (mlp.experts or 1)
+    token_bytes = attention.heads * (attention.key_width + attention.value_width) * size
+    widths = {name: getattr(attention, name) for name in ("heads", "key_width", "value_width")}
+    window = 0
+    if sliding:
+        window = text["attention_chunk_size" if text["model_type"] == "llama4_text" else _WINDOW]
+    sliding_layer = SlidingLayer(token_bytes=token_bytes, most_tokens=window - 1)
     return Footprint(
-        weights_bytes=sum(stored.values()),
-        embedding_bytes=embedding_bytes,
-        expert_bytes=expert_bytes,
-        experts=experts if expert_bytes else 0,
-        experts_per_token=chosen,
-        full_layers=tuple(map(FullLayer.of, full)),
-        sliding_layers=tuple(
-            SlidingLayer(token_bytes=tensor_bytes(layer), most_tokens=layer.sliding_window - 1)
-            for layer in sliding
-        ),
-        other_layers=len(others),
-        state_bytes=sum(tensor_bytes(layer) for layer in others)
-        + sum(tensor_bytes(layer) - token_bytes(layer) for layer in full),
-        mlp_token_bytes=(4 * hidden + 3 * _mlp_width(config, experts, chosen)) * size,
-        attention_token_bytes=(4 * hidden + states * (2 if _is_latent(config) else 1)) * size,
+        weights_bytes=weights_bytes,
+        embedding_bytes=untied * size,
+        expert_bytes=int(mlp.expert_numbers * packed),
+        experts=mlp.experts,
+        experts_per_token=mlp.chosen,
+        full_layers=(FullLayer(token_bytes=token_bytes, **widths),) * full,
+        sliding_layers=(sliding_layer,) * sliding,
+        other_layers=linear,
+        state_bytes=linear * state_bytes,
+        mlp_token_bytes=(4 * hidden + 3 * mlp.width) * size,
+        attention_token_bytes=(4 * hidden + attention.activations) * size,
         hidden_token_bytes=hidden * size,
-        pair_flops=2 * states * len(full),
-        token_flops=2 * used,
-        max_positions=max_positions(outline),
-        dtype=str(outline.dtype).removeprefix("torch."),
-        quantization=quantization_of(outline.config),
+        pair_flops=2 * attention.states * full,
+        token_flops=2 * (numbers - untied - idle),
+        max_positions=text.get("model_max_length") or text.get("max_position_embeddings"),
+        dtype=stored,
+        quantization=quantization,
     )
 
 
-def footprint_of_loaded(model: Any) -> Footprint:
-    """The footprint of a loaded model; errors as in `footprint_of`."""
-    make, config = type(model)._from_config, copy.deepcopy(model.config)
-    try:
-        with torch.device("meta"):
-            outline = make(config, dtype=model.dtype, attn_implementation="eager")
-    except (AttributeError, ImportError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"model: expected one that is built without weights, got {type(config).__name__}: "
-            f"{error}; load it, and look at cache.report() after a prompt"
-        ) from error
-    return footprint_of(outline)
-
-
-def max_positions(model: Any) -> int | None:
-    """Positions for prompt and answer together; None without a limit."""
-    return positions_of(model.config)
-
-
-def positions_of(config: Any) -> int | None:
-    """The same from a configuration."""
-    text = config.get_text_config(decoder=True)
-    return _first(text, "model_max_length", "max_position_embeddings")
-
-
-def _cache_of_one_token(outline: PreTrainedModel) -> list[Any]:
-    cache = DynamicCache(config=outline.config)
-    cache.layers = plain_layers(outline)
-    ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    if getattr(outline.config, "_experts_implementation", None):
-        outline.set_experts_implementation("batched_mm")  # the others read data, or compare dtypes
-    try:
-        with torch.no_grad():
-            outline(ids, **passed(cache), logits_to_keep=1)
-    except (NotImplementedError, RuntimeError) as error:
-        raise UnsupportedModelError(
-            f"model: expected a model that runs without weights, got {type(outline).__name__}: "
-            f"{first_line(error)}; load it, and look at cache.report() after a prompt"
-        ) from error
-    return list(cache.layers)
-
-
-def _mlp_width(config: Any, experts: int, chosen: int) -> int:
-    """The inner width of an MLP, or of the experts that a token visits."""
-    width = _widest(config, "intermediate_size") or 4 * int(config.hidden_size)
-    of_expert = _widest(config, "moe_intermediate_size")
-    if not experts:
-        return width
-    return max((of_expert or width) * chosen, width if of_expert else 0)
-
-
-def _widest(config: Any, name: str) -> int:
-    """The largest value of a setting that may differ by layer; 0 if absent."""
-    layers = getattr(config, "per_layer_config", None) or [config]
-    found = [getattr(layer, name, None) for layer in layers]
-    numbers = [value for each in found for value in (each if isinstance(each, list) else [each])]
-    return max((int(number) for number in numbers if number), default=0)
-
-
-def _is_latent(config: Any) -> bool:
-    """Whether keys and values are computed from one latent during attention."""
-    return getattr(config, "kv_lora_rank", None) is not None
-
-
-def _state_width(config: Any) -> int:
-    """Count of one token's numbers in queries and attention output, or in keys and values."""
-    heads = _widest(config, "num_attention_heads")
-    if _is_latent(config):
-        return heads * int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    return 2 * heads * (_widest(config, "head_dim") or int(config.hidden_size) // heads)
-
-
-def _first(config: Any, *names: str) -> int | None:
-    """The value of the first setting that the configuration has."""
-    return next((value for name in names if (value := getattr(config, name, None))), None)
-
-
-def weights_bytes(model: Any) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def quantization_of(config: Any) -> str | None:
-    """How a checkpoint quantizes its weights: "mxfp4", "fp8", "gptq", ...; None for not."""
-    found = _settings(config)
-    return None if found is None else str(found.get("quant_method"))
-
-
 def is_counted(quantization: str | None) -> bool:
-    """Whether `stored_bytes` knows the size of such weights; others count in the dtype."""
-    return quantization in (None, "mxfp4", "fp8")
+    """Whether the size of such weights is known; other ones count in the model's dtype."""
+    return quantization is None or quantization in PACKED_BYTES
 
 
-def stored_bytes(model: Any) -> dict[str, int]:
-    """Bytes of every parameter by name, as the checkpoint stores it.
+class _Text(dict[str, Any]):
+    """The settings of a language model by name, where a missing one is refused."""
 
-    mxfp4 quantizes the projections of experts, as in gpt-oss; fp8 also all linear layers except the
-    output projection, as in DeepSeek-V3.
+    def __missing__(self, name: str) -> Any:
+        raise MissingSettingError(
+            f"model: expected a config.json with {name}, which a plan for the family "
+            f"{self.get('model_type')} needs, got none; add it"
+        )
+
+
+def _language_model(config: Mapping[str, Any]) -> _Text:
+    """Take the settings of the language model out of a `config.json`."""
+    text = _Text(config.get("text_config") or config)
+    if (family := text.get("model_type")) not in FAMILIES:
+        raise UnsupportedModelError(
+            f"model: expected a family whose sizes plans know: {', '.join(sorted(FAMILIES))}; got "
+            f"{family!r}; load the model, and look at cache.report() after a prompt"
+        )
+    return text
+
+
+def _dtype(config: Mapping[str, Any], text: _Text) -> str:
+    found = (each.get(name) for each in (text, config) for name in ("dtype", "torch_dtype"))
+    dtype = str(next(filter(None, found), "float32")).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise UnsupportedModelError(
+            f"model: expected a config.json whose dtype is one of {', '.join(ITEM_BYTES)}, got "
+            f"{dtype!r}; pass a dtype"
+        )
+    return dtype
+
+
+def _kinds(text: _Text) -> list[str]:
+    """Return the kind of each layer's attention, one of `_KINDS`."""
+    given = text.get("layer_types") or [_kind(text, at) for at in range(text["num_hidden_layers"])]
+    kinds = [kind.replace("chunked", "sliding") for kind in given]
+    if unknown := set(kinds) - set(_KINDS):
+        raise UnsupportedModelError(
+            f"model: expected layers of full, sliding, chunked or linear attention, got "
+            f"{', '.join(sorted(unknown))}; load it, and look at cache.report() after a prompt"
+        )
+    return kinds
+
+
+def _kind(text: _Text, layer: int) -> str:
+    """Return the kind of a layer of a model that does not list them."""
+    family = text["model_type"]
+    if family in _PERIODS:
+        setting, period = _PERIODS[family]
+        is_full = (layer + 1) % (text.get(setting) or period) == 0
+    elif family.startswith("qwen"):
+        is_full = not text.get("use_sliding_window") or layer < text["max_window_layers"]
+    else:
+        is_full = not (text[_WINDOW] if family == "mistral" else text.get(_WINDOW))
+    return _KINDS[0 if is_full else 2 if family in _GATED else 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attention:
+    """Sizes of one attention, full or sliding.
+
+    Attributes:
+        heads: whose keys and values are stored, of `key_width` and `value_width`.
+        states: numbers of one token in queries and attention output.
+        activations: numbers of one token at the widest point.
+        numbers: in its matrices.
     """
-    found = _settings(model.config) or {}
-    method, block = found.get("quant_method"), found.get("weight_block_size")
-    head = model.get_output_embeddings()
-    linear = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module is not head
-    }
-    sizes = {}
-    for name, parameter in model.named_parameters():
-        of_expert = ".experts." in name and parameter.ndim == 3
-        sizes[name] = parameter.nbytes
-        if method == "mxfp4" and of_expert:
-            sizes[name] = math.ceil(parameter.numel() / _PER_BLOCK) * _BLOCK_BYTES
-        elif method == "fp8" and (of_expert or id(parameter) in linear):
-            sizes[name] = parameter.numel() + _scales(parameter.shape, block) * _SCALE_BYTES
-    return sizes
+
+    heads: int
+    key_width: int
+    value_width: int
+    states: int
+    activations: int
+    numbers: int
 
 
-def _settings(config: Any) -> dict[str, Any] | None:
-    """The configuration's quantization settings as a dictionary."""
-    found = getattr(config, "quantization_config", None)
-    if found is None or isinstance(found, dict):
-        return found
-    settings: dict[str, Any] = found.to_dict()
-    return settings
+def _attention(text: _Text) -> _Attention:
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    if rank := text.get("kv_lora_rank"):  # one latent of all heads is stored
+        nope, rope, value = (text[f"{n}_head_dim"] for n in ("qk_nope", "qk_rope", "v"))
+        queries, asked = heads * (nope + rope), text["q_lora_rank"]
+        asking = asked * (hidden + queries) if asked else hidden * queries
+        above = rank * heads * (nope + value)
+        return _Attention(
+            heads=1,
+            key_width=rank,
+            value_width=rope,
+            states=queries + heads * value,
+            activations=2 * (queries + heads * value),  # keys and values are computed from it
+            numbers=asking + hidden * (rank + rope) + above + heads * value * hidden,
+        )
+    width = text["head_dim"] if text["model_type"] in _OWN_HEAD_DIM else text.get("head_dim")
+    width, stored = width or hidden // heads, text["num_key_value_heads"]
+    gate = heads * width if text["model_type"] in _GATED else 0
+    return _Attention(
+        heads=stored,
+        key_width=width,
+        value_width=width,
+        states=2 * heads * width,
+        activations=2 * heads * width,
+        numbers=hidden * (2 * heads * width + 2 * stored * width + gate),
+    )
 
 
-def _scales(shape: Sequence[int], block: Sequence[int] | None) -> int:
-    """How many scales a weight of that shape has: one per block, or one per matrix."""
-    *matrices, rows, columns = shape
-    height, width = block or (rows, columns)
-    return math.prod(matrices) * math.ceil(rows / height) * math.ceil(columns / width)
+def _linear(text: _Text, size: int) -> tuple[int, int]:
+    """Return the bytes of a linear layer's state, and the numbers in its matrices.
+
+    The state is in float32, that of its convolution in the model's dtype.
+    """
+    hidden = text["hidden_size"]
+    if text["model_type"] == "kimi_linear":  # the two gates are of low rank
+        width = text["linear_head_dim"]
+        keys = values = text["linear_num_heads"] * width
+        numbers = 4 * hidden * keys + 2 * width * (hidden + keys)
+    else:
+        width = text["linear_key_head_dim"]
+        keys = text["linear_num_key_heads"] * width
+        values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
+        numbers = hidden * (2 * keys + 3 * values)
+    convolution = (2 * keys + values) * text["linear_conv_kernel_dim"]
+    return values * width * ITEM_BYTES["float32"] + convolution * size, numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MLP:
+    """Sizes of the MLPs of a model.
+
+    Attributes:
+        experts: of a layer; 0 without experts.
+        chosen: experts that a token visits.
+        width: the inner width, or that of all visited experts together.
+        numbers: in the matrices of all layers.
+        expert_numbers: in those of the experts, which is a part of `numbers`.
+    """
+
+    experts: int
+    chosen: int
+    width: int
+    numbers: int
+    expert_numbers: int
+
+
+def _mlp(text: _Text) -> _MLP:
+    hidden, layers, family = text["hidden_size"], text["num_hidden_layers"], text["model_type"]
+    inner = 0 if family == "qwen3_5_moe_text" else text["intermediate_size"]
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    if not (experts := next(filter(None, map(text.get, names)), 0)):
+        numbers = 3 * hidden * inner * layers
+        return _MLP(experts=0, chosen=0, width=inner, numbers=numbers, expert_numbers=0)
+    chosen = text.get("num_experts_per_token") or text["num_experts_per_tok"]
+    width = text.get("moe_intermediate_size") or inner
+    shared = text.get("n_shared_experts") or text.get("num_shared_experts") or 0
+    shared = text.get("shared_expert_intermediate_size") or shared * width
+    dense, step = text.get("first_k_dense_replace") or 0, text.get("decoder_sparse_step") or 1
+    sparse = layers // step - dense - len(text.get("mlp_only_layers") or ())
+    if types := text.get("mlp_layer_types"):
+        sparse = types.count("sparse")
+    if family == "llama4_text":  # each layer of experts has one that all tokens visit
+        sparse, shared = layers // text["interleave_moe_layer_step"], width
+    each = 3 * hidden * width * experts
+    around = hidden * (3 * shared + experts)
+    plain = 3 * hidden * (text.get("intermediate_size_mlp") or inner) * (layers - sparse)
+    return _MLP(
+        experts=experts,
+        chosen=chosen,
+        width=max(width * chosen, inner if text.get("moe_intermediate_size") else 0),
+        numbers=sparse * (each + around) + plain,
+        expert_numbers=sparse * each,
+    )

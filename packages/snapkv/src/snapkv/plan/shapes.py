@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
-
-from snapkv.errors import InvalidArgumentError
-from snapkv.hf.build import grows
-from snapkv.plan.footprint import positions_of, quantization_of
-from snapkv.validation import nearest
+from snapkv.plan.footprint import Footprint, footprint_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +21,11 @@ class Shape:
     family: str
     parameters: int
     config: dict[str, Any]
+
+    def footprint(self, dtype: str | None = None) -> Footprint:
+        """Compute the shape's footprint, in bfloat16 unless another dtype is named."""
+        config = {"dtype": "bfloat16", "model_type": self.family, **self.config}
+        return footprint_of(config, dtype=dtype, parameters=self.parameters)
 
 
 def _published() -> Iterator[tuple[str, Shape]]:
@@ -55,51 +53,20 @@ def described(shape: str) -> dict[str, Any]:
 
     Latent attention stores one latent of `head_dim` numbers for all heads.
     """
-    published, config = SHAPES[shape], config_of(shape)
-    layers = DynamicCache(config=config).layers
-    growing = sum(map(grows, layers))
-    sliding = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
-    heads = config.num_key_value_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    stored = 2 * heads * width
-    if latent := getattr(config, "kv_lora_rank", None):
-        heads, width = 1, latent + config.qk_rope_head_dim
-        stored = width
+    published = SHAPES[shape]
+    model = published.footprint()
+    layer, sliding = model.full_layers[0], model.sliding_layers
+    is_latent = layer.key_width != layer.value_width
     return {
         "repository": published.repository,
         "parameters": published.parameters,
-        "weights": quantization_of(config) or "bfloat16",
-        "layers": len(layers),
-        "growing_layers": growing,
+        "weights": model.quantization or model.dtype,
+        "layers": model.layers,
+        "growing_layers": len(model.full_layers),
         "sliding_layers": len(sliding),
-        "sliding_window": sliding[0].sliding_window if sliding else None,
-        "kv_heads": heads,
-        "head_dim": width,
-        "kv_bytes_per_token": 2 * stored * growing,
-        "positions": positions_of(config),
+        "sliding_window": sliding[0].most_tokens + 1 if sliding else None,
+        "kv_heads": layer.heads,
+        "head_dim": layer.key_width + (layer.value_width if is_latent else 0),
+        "kv_bytes_per_token": model.token_bytes,
+        "positions": model.max_positions,
     }
-
-
-def outline(
-    shape: str,
-    *,
-    dtype: torch.dtype,
-    layers: int | None = None,
-    attn_implementation: str | None = None,
-) -> PreTrainedModel:
-    """A model of a published shape on the meta device, without weights."""
-    config = config_of(shape, layers)
-    options = {"attn_implementation": attn_implementation, "dtype": dtype}
-    with torch.device("meta"):
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
-    return made
-
-
-def config_of(shape: str, layers: int | None = None) -> Any:
-    """The configuration of a published shape; arguments and errors as in `outline`."""
-    if shape not in SHAPES:
-        raise InvalidArgumentError(
-            f"shape: expected one of {', '.join(SHAPES)}, got {shape!r}{nearest(shape, SHAPES)}"
-        )
-    changes = {} if layers is None else {"num_hidden_layers": layers}
-    return AutoConfig.for_model(SHAPES[shape].family, **SHAPES[shape].config | changes)

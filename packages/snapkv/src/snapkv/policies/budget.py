@@ -10,16 +10,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from fractions import Fraction
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import BudgetTooSmallError, InvalidArgumentError
+from snapkv.errors import InvalidArgumentError
 from snapkv.ops import TokenCost
 from snapkv.policies.prefix import Prefix
+from snapkv.token_cost import share_of
 from snapkv.validation import (
     AUTO,
     LEAST_VOTED,
@@ -249,21 +249,9 @@ class ByteBudget(Budget):
         Raises:
             BudgetTooSmallError: so many bytes hold fewer than `least`; of a share those stay.
         """
-        full = cost.full_bytes * own * layers
-        given = self.bytes if self.share is None else share_of(full, self.share)
-        assert given is not None
-        needed = layers * cost.held_bytes(least)
-        blocks = given // cost.block_bytes
-        if blocks // layers * cost.block_tokens - cost.spare_tokens < least:
-            if self.share is None:
-                raise BudgetTooSmallError(
-                    f"budget: expected at least {needed:,} bytes for {least} of {own:,} prompt "
-                    f"tokens, which are the window and the sinks, got {self.bytes:,} bytes; raise "
-                    "it, lower those, or pass a share or a number of tokens"
-                )
-            return least
-        more = -blocks * depth // layers - -blocks * (depth + 1) // layers
-        return more * cost.block_tokens - cost.spare_tokens
+        return cost.fitting_tokens(
+            self.share, self.bytes, own=own, least=least, depth=depth, layers=layers
+        )
 
 
 def require_tokens(policy: Any) -> None:
@@ -280,11 +268,6 @@ def budget_of(policy: Any) -> int | AutoBudget | ByteBudget | None:
     while hasattr(policy, "policy"):
         policy = policy.policy
     return getattr(policy, "budget", None)
-
-
-def share_of(tokens: int, share: float) -> int:
-    """A share of tokens or bytes, rounded down as it is written: 0.29 of 100 are 29."""
-    return int(Fraction(str(share)) * tokens)
 
 
 def largest_remainder(shares: Sequence[float], total: int) -> list[int]:

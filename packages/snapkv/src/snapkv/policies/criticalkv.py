@@ -11,11 +11,11 @@ from snapkv import ops
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.around import AroundScores
 from snapkv.policies.base import Need
-from snapkv.policies.budget import share_of
 from snapkv.policies.prefix import Prefix
 from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer
+from snapkv.token_cost import share_of
 from snapkv.validation import require_ratio
 
 _EPSILON = 1e-4

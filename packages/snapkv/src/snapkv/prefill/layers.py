@@ -18,7 +18,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.hf import forward_context
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among
-from snapkv.plan import layerwise_advice
+from snapkv.plan.advice import layerwise_advice
 from snapkv.prefill.decoder import (
     MemoryWatch,
     decoder_layers,
