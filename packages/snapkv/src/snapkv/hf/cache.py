@@ -350,7 +350,7 @@ class CompressedCache(Cache):
         """Where the next query stands; a tensor where the device counts."""
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer) and (count := layer.store.tail.count) is not None:
-            return count + layer.store.unmasked_slots + layer.slots.evicted_tokens
+            return layer.slots.seen(layer.store.unmasked_slots + count)
         return super().get_query_offset(layer_idx)
 
     # What users tell and ask a cache.
