@@ -243,6 +243,8 @@ def absent_layers(model: PreTrainedModel, layers: Sequence[int]) -> list[int]:
     missing = [index for index in layers if index not in present]
     if not missing or present == {None} or device_of(model).type == "meta":
         return []
+    if max(index for index in present if index is not None) > layers[-1]:
+        return []  # the cache has no layer for it, which its first keys will be refused for
     if model not in _stored or _stored[model][0] != present:  # it may be pruned between two caches
         keys = _lone_keys(model, model.config.get_text_config(decoder=True), 0)
         _stored[model] = present, {index for index, key in enumerate(keys) if key is not None}
