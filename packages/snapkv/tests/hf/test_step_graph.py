@@ -1,15 +1,27 @@
 """A recorded step answers as an eager one, for every prompt, or says why it is not recorded."""
 
+import contextlib
 import copy
 import functools
 import gc
+import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
-from snapkv import TOVA, AdaKV, CompressedCache, PyramidKV, SnapKV, default_policy
+from snapkv import (
+    TOVA,
+    AdaKV,
+    CompressedCache,
+    InvalidArgumentError,
+    PyramidKV,
+    SnapKV,
+    default_policy,
+)
 from snapkv.app.reading import telling_of_reading
 from snapkv.hf import forward_context, room, step_graph
 from snapkv.kvzip import read_twice
@@ -430,3 +442,65 @@ def test_a_recorded_step_goes_with_its_call():
     generated(model, cache, ids)
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is step_graph.StepGraph]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(["snapkv", "adakv", "snapkv by itself", "across-layers", "full"]),
+    options=st.sampled_from([{}, {"recall": "host"}, {"quantize": "int8"}]),
+    tokens=st.integers(20, 80),
+    pads=st.lists(st.integers(0, 15), min_size=1, max_size=3),
+    before=st.integers(0, 3),
+    spans=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 15)), max_size=2),
+    apart=st.integers(0, 2),
+)
+@torch.no_grad()
+def test_a_layer_with_room_reports_what_an_eager_one_does(
+    name, options, tokens, pads, before, spans, apart
+):
+    """Its offset, tokens seen, columns, masks and positions, at every step behind dropped spans.
+
+    The columns of its mask are all slots of the room, and stand where those of the eager one do.
+    """
+    model = tiny_model("llama")
+    cache = CompressedCache(model, METHODS[name], **options)
+    ids = random_ids(len(pads), tokens + before + 4)
+    mask = (torch.arange(ids.shape[1]) >= torch.tensor(pads)[:, None]).long()
+
+    def read(cache, start, stop):
+        given = {"attention_mask": mask[:, :stop]} if any(pads) else {}
+        return model(ids[:, start:stop], past_key_values=cache, **given).logits
+
+    for start, stop in itertools.pairwise([0, *range(tokens, tokens + before + 1)]):
+        read(cache, start, stop)
+    rows = [
+        [
+            (begin, min(begin + count, tokens - own))
+            for begin, count in ((first + row * apart, count) for first, count in spans)
+            if begin < tokens - own
+        ]
+        for row, own in enumerate(pads)
+    ]
+    with contextlib.suppress(InvalidArgumentError):  # nothing would be left
+        cache.drop(rows)
+    eager = copy.deepcopy(cache)
+    layers = list(zip(cache.prompt_state.layers, eager.prompt_state.layers, strict=True))
+    for layer, _ in layers:
+        layer.take_room(5)
+    for start in range(stop, stop + 4):
+        for index, (layer, other) in enumerate(layers):
+            assert cache.get_query_offset(index) == eager.get_query_offset(index) == start
+            assert cache.get_seq_length(index) == eager.get_seq_length(index) == start
+            assert layer.columns == other.columns
+            assert torch.equal(*(each.kept_positions(index)[..., -1] for each in (cache, eager)))
+            sets = [
+                [set(head.tolist()) - {-1} for row in each.kept_positions(index) for head in row]
+                for each in (cache, eager)
+            ]
+            assert sets[0] == sets[1]
+            columns, offset = layer.get_mask_sizes(1)
+            assert columns == layer.store.tail.keys.shape[2]
+            assert offset + layer.store.tail.tokens + 1 == sum(other.get_mask_sizes(1)) == start + 1
+        with forward_context.step():
+            found = read(cache, start, start + 1)
+        torch.testing.assert_close(found, read(eager, start, start + 1))

@@ -193,6 +193,49 @@ def test_a_budget_by_votes_needs_no_other_layer():
     assert kept.keep_indices[0].tolist() == [[0, 1, 3, 4], [-1, -1, 2, 4]]
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(6, 40), min_size=1, max_size=3),
+    depth=st.integers(1, 3),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    window_reduce=st.sampled_from(["max", "mean"]),
+    lost=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+def test_a_row_keeps_by_votes_what_it_keeps_alone(
+    lengths, depth, kv_heads, window_reduce, lost, seed
+):
+    """Where few of all votes are lost, so that some rows, heads and layers keep everything.
+
+    The mean of a row's heads rounds up to all of the row there, and some of its heads drop a token.
+    """
+    rows = [
+        [
+            random_layer(seed + 31 * row + at, kv_heads=kv_heads, prompt_tokens=n, query_tokens=4)
+            for at in range(depth)
+        ]
+        for row, n in enumerate(lengths)
+    ]
+    options = {"window_size": 4, "pooling": "fading", "window_reduce": window_reduce}
+    voting = SnapKV("auto", **options, sink_tokens=1)
+    rated = [voting.rated(voting.prefix(layer)).flatten() for layers in rows for layer in layers]
+    votes = torch.cat(rated)
+    votes = votes[votes.isfinite()].unique()  # ascending
+    assume(len(votes) > lost)
+    bound = float(votes[lost - 1 : lost + 1].double().mean())  # no vote is within rounding of it
+    assume(0 < bound < 1)
+    policy = AcrossLayers(SnapKV(AutoBudget(lost_vote=bound, least=1), **options, sink_tokens=1))
+    alone = [kept_of(policy, layers)[0] for layers in rows]
+    batch = [pad_left([*layers], query_tokens=4) for layers in zip(*rows, strict=True)]
+    pads = [max(lengths) - own for own in lengths]
+    for most_bytes in (0, 2 * batch[0].keys.nbytes + 1, 1 << 30):  # a layer, two, or all at once
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layer_group, "MOST_BYTES", {"cpu": most_bytes})
+            found = kept_of(policy, batch)
+        for row, before, expected in zip(found, pads, alone, strict=True):
+            assert [[{at - before for at in head} for head in one] for one in row] == expected
+
+
 def test_twice_the_budget_and_a_layer_are_held_at_most(monkeypatch):
     """While a prompt is read; the tensors of all layers, counted at every attention call.
 

@@ -32,6 +32,17 @@ def one_reading_refusal(policy: Policy, remedy: str) -> InvalidArgumentError:
     )
 
 
+def interrupted(layers: Sequence[int] = ()) -> CacheMismatchError:
+    """Return the error of a forward pass some of whose layers did not attend through snapkv."""
+    of = f", in which layer {', '.join(map(str, layers))} did not attend" if layers else ""
+    return CacheMismatchError(
+        "past_key_values: expected every layer's attention to run through snapkv, got a "
+        f"forward pass that was interrupted, of another model, or of another attention "
+        f"implementation{of}; call cache.reset(), and make a CompressedCache for each model as it "
+        "is"
+    )
+
+
 @dataclass(eq=False)
 class PaddingTracker:
     """Looks at the masks of a cache's forward passes as they are made.
@@ -119,6 +130,8 @@ class PromptState:
         ids_start: columns before the ids that `generate` goes on with; None while it reads a
             prompt, whose ids may come in pieces.
         is_broken: whether a layer's attention has begun and not come to its end.
+        yet_to_choose: indices of the layers, in order, that have yet to read the end of the prompt
+            or turn in this forward pass; those of a pass that is over were missed.
         shared: the budget that the layers of the prompt share whose end is being read, if any.
         group: layers that have read the prompt's end and wait for others to choose with.
         looks_at_tokens: whether the policy is told the ids of all tokens.
@@ -133,6 +146,7 @@ class PromptState:
     read_ids: ReadIds = field(default_factory=ReadIds)
     ids_start: int | None = 0
     is_broken: bool = False
+    yet_to_choose: tuple[int, ...] = ()
     shared: SharedBudget | None = None
     group: LayerGroup = field(default_factory=LayerGroup, init=False)
 
@@ -345,13 +359,15 @@ class PromptState:
             raise
 
     def require_arrived(self) -> None:
-        """Refuse a model whose forward pass has not read the announced prompt into the cache."""
+        """Refuse a model whose forward pass has not read the announced prompt into every layer."""
         if self.is_announced:
             raise UnsupportedModelError(
                 f"model: expected one that reads a prompt into the cache it is given, got "
                 f"{self.seen_tokens:,} of {self.prompt_end:,} tokens in it; use transformers' own "
                 "cache for it"
             )
+        if self.yet_to_choose:
+            raise interrupted(self.yet_to_choose)
 
     # Which tokens come.
 

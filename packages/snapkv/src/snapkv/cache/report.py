@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.storage.uncompressed import AbsentLayer
 from snapkv.validation import format_bytes
 
 
@@ -43,16 +44,20 @@ class CacheReport(dict[str, Any]):
             with how many layers it holds, most first; none before the first token.
         steps: how `generate` decoded where it was to replay a recorded step: "one graph", or
             "eager: " and what cannot be recorded; None elsewhere.
-        layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
-            `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too. `kind` is
-            "compressed", or the name of transformers' own layer where the layer is not full
-            attention and stays as it is.
+        layers: one dictionary per layer that the model has, with `layer`, `kind`, `seen_tokens`,
+            `kept_tokens`, `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too.
+            `kind` is "compressed", or the name of transformers' own layer where the layer is not
+            full attention and stays as it is.
     """
 
     @classmethod
     def of(cls, policy: str, layers: Sequence[Any], steps: str | None = None) -> "CacheReport":
         """Measure the layers of a cache whose method has that name."""
-        rows = [_layer_report(i, layer) for i, layer in enumerate(layers)]
+        rows = [
+            _layer_report(index, layer)
+            for index, layer in enumerate(layers)
+            if not isinstance(layer, AbsentLayer)
+        ]
         compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
         mean = sum(layer.store.mean_tokens for layer in compressed) / len(compressed)
         full_bytes = sum(row["full_bytes"] for row in rows)

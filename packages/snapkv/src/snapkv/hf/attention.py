@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_group import encode
-from snapkv.cache.prompt_state import PaddingTracker, PromptState
+from snapkv.cache.prompt_state import PaddingTracker, PromptState, interrupted
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
@@ -140,6 +140,11 @@ def attend(call: AttentionCall) -> Attended:
         shared = forward_context.take_shared(call.key)
         return call.attend() if shared is None else _attend_shared(call, shared)
     prompt_state = context.prompt_state
+    if context.reads_end and prompt_state.yet_to_choose:
+        reached = context.layer.identity.layer_idx
+        if prompt_state.yet_to_choose[0] != reached:
+            raise interrupted([each for each in prompt_state.yet_to_choose if each < reached])
+        prompt_state.yet_to_choose = prompt_state.yet_to_choose[1:]
     prompt_state.is_broken = True  # until it comes to its end, as in `PromptState.attending`
     if context.layer.identity.readers or forward_context.current.shared:
         forward_context.share(context, call.key)
@@ -368,13 +373,29 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
     """The layer whose update preceded this call, or None for a cache that is not ours."""
     current = forward_context.current
     context, current.context = current.context, None  # it is left only once
-    if context is None or call.key.shape[2] != context.keys.shape[2]:
+    if context is None:
+        return None
+    if call.key.shape[2] != context.keys.shape[2] and not _is_of_layer(call, context):
+        context.prompt_state.is_broken = True  # another model's call: the layer has missed its own
         return None
     refusal = _refusal(call, context)
     if refusal is not None:
         context.take_back()
         raise refusal
     return context
+
+
+def _is_of_layer(call: AttentionCall, context: ForwardContext) -> bool:
+    """Whether a call to other keys is the attention of the layer whose context was left.
+
+    It may also be a call without this cache, after a forward pass that was interrupted.
+    """
+    layer_idx = getattr(call.module, "layer_idx", None)
+    return (
+        call.module in context.modules
+        and layer_idx in (None, context.layer.identity.layer_idx)
+        and call.query.shape[2] == context.new_tokens
+    )
 
 
 def _require_taken(call: AttentionCall) -> None:
@@ -393,6 +414,13 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
         return CacheMismatchError(
             f"past_key_values: expected the model the cache was made for, got another {name}; make "
             "a CompressedCache for this model"
+        )
+    if (keys := call.key.shape[2]) != (stored := context.keys.shape[2]):
+        return UnsupportedModelError(
+            f"model: expected attention to the {stored:,} keys that the cache has returned, got "
+            f"{keys:,} in layer {layer.identity.layer_idx}, where {name} of "
+            f"{type(call.module).__module__} adds keys of its own, such as a learned null key, or "
+            "leaves some out; its votes would be wrong, so use transformers' own cache for it"
         )
     is_stored = call.key is context.keys and call.value is context.values
     if not is_stored and _rearranges(call, context):

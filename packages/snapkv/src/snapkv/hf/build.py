@@ -14,11 +14,11 @@ from snapkv.cache.hybrid import HybridLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.identity import require_model
-from snapkv.hf.model_parts import output_projections, rotations_of
+from snapkv.hf.model_parts import absent_layers, output_projections, rotations_of
 from snapkv.hf.placement import layer_devices
 from snapkv.policies import Policy
 from snapkv.storage.bits import KVCodes
-from snapkv.storage.uncompressed import CrossAttentionLayer
+from snapkv.storage.uncompressed import AbsentLayer, CrossAttentionLayer
 
 _COMPRESSED = {"DynamicLayer", "LinearAttentionAndFullAttentionLayer"}
 _KEPT_AS_THEY_ARE = {
@@ -38,7 +38,8 @@ def grows(layer: Any) -> bool:
 def plain_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:
     """transformers' own choice of layers for a model that can be compressed.
 
-    But for cross attention: it takes that for full attention.
+    There are two exceptions. It takes cross attention for full attention, and it counts layers that
+    the configuration names and the model does not have.
     """
     require_model(model)
     config = model.config.get_text_config(decoder=True)
@@ -48,13 +49,18 @@ def plain_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:
         CrossAttentionLayer() if index in crossed else layer
         for index, layer in enumerate(DynamicCache(config=config).layers)
     ]
+    attending = [index for index, layer in enumerate(layers) if isinstance(layer, DynamicLayer)]
+    for index in absent_layers(model, attending):
+        layers[index] = AbsentLayer(index)
     _require_kinds(type(model).__name__, layers)
     return layers
 
 
 def other_kinds(layers: Sequence[Any]) -> tuple[str, ...]:
     """Names of the kinds of layers that are not of full attention alone."""
-    return tuple(sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer"}))
+    return tuple(
+        sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer", "AbsentLayer"})
+    )
 
 
 def layers_for(

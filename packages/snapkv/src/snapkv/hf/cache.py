@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from snapkv.cache.layer import CompressedLayer, Turns
-from snapkv.cache.prompt_state import PaddingTracker, PromptState
+from snapkv.cache.prompt_state import PaddingTracker, PromptState, interrupted
 from snapkv.cache.report import CacheReport
 from snapkv.cache.shown import page_of
 from snapkv.cache.slots import require_removable
@@ -45,6 +45,7 @@ from snapkv.policies.spans import Span, Spans
 from snapkv.storage import uncompressed
 from snapkv.storage.bits import Bits, KVCodes, Quantize
 from snapkv.storage.offload import OffloadedTokens, Recall
+from snapkv.storage.uncompressed import AbsentLayer
 from snapkv.validation import path_of, require_int
 
 
@@ -142,7 +143,15 @@ class CompressedCache(Cache):
         self._use = use(model)
         self.policy, self.setup = policy, setup
         self.prompt_state = PromptState(layers=compressed)
-        self._first = compressed[0].identity.layer_idx
+        self._choosing = tuple(self.compressed_layers)
+        self._first = self._choosing[0]
+        # Models ask layer 0 for the sizes of their masks. Where it was taken out, the first that is
+        # there answers.
+        self._asked_of = {
+            index: self._first
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, AbsentLayer)
+        }
         self._padding = PaddingTracker(compressed, has_states=has_states)
         self._check = VoteCheck()
 
@@ -152,6 +161,12 @@ class CompressedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append the new tokens of one layer; returns all its stored keys and values."""
+        if layer_idx >= len(self.layers):
+            raise UnsupportedModelError(
+                f"model: expected the {len(self.layers)} layers that its configuration counts, got "
+                f"keys of layer {layer_idx}; set config.num_hidden_layers to the number of layers, "
+                "and make the cache again"
+            )
         layer, new_tokens = self.layers[layer_idx], key_states.shape[-2]
         if layer_idx <= self._first:
             self._require_coming(new_tokens, rows=len(key_states))
@@ -168,11 +183,14 @@ class CompressedCache(Cache):
         uneven = not (is_piece or layer is first) and seen + new_tokens != first.seen_tokens
         current = forward_context.current
         if uneven or (current.context is not None and forward_context.leave(prompt_state)):
-            raise _interrupted()  # the pass before this one, whose attention a layer has missed
+            raise interrupted()  # the pass before this one, whose attention a layer has missed
         end = prompt_state.prompt_end or prompt_state.end_by(seen + new_tokens)
         seen += new_tokens
         coming = None if seen > end else end - seen
         keys, values = layer.update(key_states, value_states, coming=coming)
+
+        if layer is first and seen == end:
+            prompt_state.yet_to_choose = self._choosing
         if prompt_state.coming_ids is not None:
             layer.remember_ids(prompt_state.coming_ids[1].to(key_states.device))
         turn = layer.turns if layer.slots.is_compressed else None
@@ -182,6 +200,7 @@ class CompressedCache(Cache):
             values=values,
             new_tokens=new_tokens,
             phase=phase_of(seen, new_tokens, end, turn),
+            reads_end=seen >= end,
             prompt_state=prompt_state,
             modules=self._use.modules,
             check=self._check,
@@ -258,9 +277,11 @@ class CompressedCache(Cache):
         prompt_state.require_choice(new_tokens)
         if prompt_state.prompt_end is None:
             prompt_state.require_queries(prompt_state.seen_tokens + new_tokens)
+        if prompt_state.yet_to_choose:
+            raise interrupted(prompt_state.yet_to_choose)
         left_open = self._check.doubts or len(prompt_state.group)
         if left_open or prompt_state.is_broken or not self._use.is_in_place:
-            raise _interrupted()
+            raise interrupted()
         begins_anew = self.setup.states is States.BEGIN_ANEW
         if begins_anew and prompt_state.seen_tokens and not prompt_state.is_piecewise:
             self._require_states(new_tokens)
@@ -355,6 +376,7 @@ class CompressedCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(columns, offset) of a mask, which this thread will make next."""
+        layer_idx = self._asked_of.get(layer_idx, layer_idx)
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer) and not forward_context.current.is_recording:
             self._require_coming(query_length)
@@ -374,13 +396,15 @@ class CompressedCache(Cache):
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Tokens seen, whatever is stored of them."""
-        return int(super().get_seq_length(self._first if layer_idx is None else layer_idx))
+        of = self._first if layer_idx is None else self._asked_of.get(layer_idx, layer_idx)
+        return int(super().get_seq_length(of))
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Where the next query stands; a tensor where the device counts."""
+        layer_idx = self._asked_of.get(layer_idx, layer_idx)
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer) and (count := layer.store.tail.count) is not None:
-            return count + layer.store.unmasked_slots + layer.slots.evicted_tokens
+            return layer.slots.seen(layer.store.unmasked_slots + count)
         return super().get_query_offset(layer_idx)
 
     # What users tell and ask a cache.
@@ -455,7 +479,7 @@ class CompressedCache(Cache):
     def _rows_of(self, spans: RowSpans) -> list[Spans]:
         """The spans of every row, of a cache that can obey."""
         if self.prompt_state.is_broken:
-            raise _interrupted()
+            raise interrupted()
         self.setup.require("drop")
         require_between_turns(self.prompt_state)
         layer = self.prompt_state.layers[0]
@@ -548,7 +572,7 @@ class CompressedCache(Cache):
                 known to the model alone.
         """
         if self.prompt_state.is_broken:
-            raise _interrupted()
+            raise interrupted()
         saved.require_plain_positions(self.model)
         codes = None if bits is None else KVCodes.of(bits, "bits")
         saved.write(self, self.options, path_of("path", path), beside or {}, codes)
@@ -638,14 +662,6 @@ def _refuse_compiled() -> NoReturn:
         "model: expected one that torch.compile has not compiled for a CompressedCache, whose "
         "choices it does not follow, got one that it has; pass the model as it was: on a GPU "
         "generate records its steps by itself"
-    )
-
-
-def _interrupted() -> CacheMismatchError:
-    return CacheMismatchError(
-        "past_key_values: expected every layer's attention to run through snapkv, got a "
-        "forward pass that was interrupted, of another model, or of another attention "
-        "implementation; call cache.reset(), and make a CompressedCache for each model as it is"
     )
 
 

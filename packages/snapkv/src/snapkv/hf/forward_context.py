@@ -69,6 +69,7 @@ class ForwardContext:
     prompt_state: PromptState
     modules: "weakref.WeakSet[Any]"  # of the model that the cache is for
     check: VoteCheck
+    reads_end: bool  # whether the prompt or turn has been read to its end by this pass
     has_own_mask: bool = False  # whether a mask that comes with this pass is the user's own
 
     @property
@@ -82,16 +83,12 @@ class ForwardContext:
         """How many tokens the prompt or turn has, whether it comes in pieces or not."""
         return self.prompt_end - self.prompt_state.turn_start
 
-    @property
-    def reads_end(self) -> bool:
-        """Whether the prompt or turn ends with this pass."""
-        return self.layer.seen_tokens >= self.prompt_end
-
     def take_back(self) -> None:
         """Undo the update, whose attention is refused; what layers before it did stays done."""
         layer, seen = self.layer, self.layer.seen_tokens
         layer.take_back(self.new_tokens)
         self.prompt_state.forget_end_within(seen)
+        self.prompt_state.yet_to_choose = ()
         self.prompt_state.is_broken = layer.identity.layer_idx > 0 or bool(layer.other_states)
 
 

@@ -123,15 +123,24 @@ class AcrossLayers(AroundScores):
                 f"policy: expected the layers of a prompt one after the other, which {self.name} "
                 "compares, got one alone; read the prompt into a CompressedCache"
             )
-        if (means := self.policy.counts(prefix)) == prefix.lengths:
+        if not layer.depth:
+            self.policy.require_room(layer)
+        if not prefix.slots:
             return None
-        if layer.num_kv_heads == 1 and not self.per_query_head:
-            return prefix.select(self.policy.scored(prefix), means)
         own = ops.on_device(prefix.lengths, layer.keys.device)[:, None]
         voted = budget.voted(self.policy.rated(prefix)).clamp(min=budget.least).minimum(own)
         if budget.most is not None:
             voted = voted.clamp(max=budget.most - prefix.window_size)
-        return prefix.select_by_head(self.policy.scored(prefix), voted.tolist())
+        kept = voted.tolist()
+        # Every head is compared, and not the mean of a row's heads. The mean is rounded up, so it
+        # can be all of the row although some head drops a token, and whether that head really
+        # drops it would then depend on the other rows of the stack.
+        if all(set(heads) == {tokens} for heads, tokens in zip(kept, prefix.lengths, strict=True)):
+            return None
+        scores = self.policy.scored(prefix)
+        if layer.num_kv_heads == 1 and not self.per_query_head:
+            return prefix.select(scores, [tokens for (tokens,) in kept])
+        return prefix.select_by_head(scores, kept)
 
     def _prefix(self, layer: PromptLayer) -> Prefix:
         return self.policy.prefix(layer, per_head_budget=True)

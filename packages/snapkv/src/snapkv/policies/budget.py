@@ -164,8 +164,9 @@ class AutoBudget(Budget):
         wanted = prefix.lengths
         if votes is not None and prefix.slots:
             voted = self.voted(votes(prefix))
-            of_row = voted.float().mean(-1).ceil() if prefix.per_head_budget else voted.amax(-1)
-            wanted = of_row.int().tolist()
+            of_row = voted.sum(-1) if prefix.per_head_budget else voted.amax(-1)
+            heads = voted.shape[-1] if prefix.per_head_budget else 1
+            wanted = [-(-tokens // heads) for tokens in of_row.tolist()]  # exact: no mean in floats
         most = math.inf if self.most is None else self.most - prefix.window_size
         return [
             int(min(max(tokens, self.least), most, own))

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 
 
 class CrossAttentionLayer(DynamicLayer):
@@ -12,6 +13,27 @@ class CrossAttentionLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Nothing: the text's last tokens are not here."""
+
+
+class AbsentLayer(DynamicLayer):
+    """Stands for a layer that was taken out of the model, so that the others keep their indices."""
+
+    is_compileable = True  # the layers that are there decide
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refuse keys and values of a layer that no module of the model was found for."""
+        raise UnsupportedModelError(
+            f"model: expected no keys and values of layer {self.layer_idx}, since no module of the "
+            "decoder has it as its `layer_idx`, got some; set `layer_idx` on the attention modules "
+            "before making the cache"
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Do nothing: there are no tokens here."""
 
 
 def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:

@@ -1,0 +1,182 @@
+"""A prompt that some layer does not compress is refused; layers that are gone take no part."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from snapkv import (
+    AcrossLayers,
+    CacheMismatchError,
+    CompressedCache,
+    SnapKV,
+    UnsupportedModelError,
+)
+from snapkv.cache import layer_group
+from tests.families import call, generated, peaked_model, random_ids, tiny_config, tiny_model
+
+SNAPKV = SnapKV(24, window_size=8)
+POLICIES = {"snapkv": SNAPKV, "across-layers": AcrossLayers(SNAPKV)}
+WHERE = {"all": (0, 1, 2, 3), "first": (0,), "middle": (2,), "last": (3,)}
+READ = ("at once", "in pieces", "by generate")
+
+
+@pytest.fixture
+def adds_a_key(monkeypatch):
+    """Has layers of a model attend to one key more than the cache has returned."""
+
+    def in_layers(model, layers):
+        family = sys.modules[type(model).__module__]
+        own = family.ALL_ATTENTION_FUNCTIONS.get_interface
+
+        class Interface(type(family.ALL_ATTENTION_FUNCTIONS)):
+            def get_interface(self, name, default):
+                attend = own(name, default)
+
+                def attention(module, query, key, value, mask, **options):
+                    if module.layer_idx in layers and name.startswith("snapkv|"):
+                        key, value = (nn.functional.pad(one, (0, 0, 1, 0)) for one in (key, value))
+                    return attend(module, query, key, value, mask, **options)
+
+                return attention
+
+        monkeypatch.setattr(family, "ALL_ATTENTION_FUNCTIONS", Interface())
+
+    return in_layers
+
+
+def read(model, cache, ids, how):
+    mask = torch.ones_like(ids)
+    mask[1:, :9] = 0
+    if how == "by generate":
+        return generated(model, cache, ids, attention_mask=mask)
+    cache.expect_prompt(ids.shape[1])
+    step = 20 if how == "in pieces" else ids.shape[1]
+    for start in range(0, ids.shape[1], step):
+        stop = min(start + step, ids.shape[1])
+        logits = call(model, cache, ids[:, start:stop], attention_mask=mask[:, :stop])
+    return logits
+
+
+@pytest.mark.parametrize("how", READ)
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_layer_that_adds_keys_is_refused_by_name(name, implementation, where, how, adds_a_key):
+    model = peaked_model(tiny_config("llama"), implementation)
+    cache, ids = CompressedCache(model, POLICIES[name]), random_ids(2, 70)
+    adds_a_key(model, WHERE[where])
+    said = rf"70|20 keys .* layer {WHERE[where][0]}, where LlamaAttention of .*modeling_llama"
+    with pytest.raises(UnsupportedModelError, match=said):
+        read(model, cache, ids, how)
+    if WHERE[where][0]:
+        with pytest.raises(CacheMismatchError, match=r"cache\.reset"):
+            call(model, cache, ids[:, :1])
+    else:
+        assert cache.get_seq_length() == 0
+
+
+def read_and_step(model, cache, ids):
+    call(model, cache, ids)
+    call(model, cache, ids[:, :1])
+
+
+class Without(nn.Module):
+    """Passes hidden states on in the place of a layer's attention."""
+
+    def forward(self, hidden_states, **kwargs):
+        return hidden_states, None
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("where", [(2,), (3,), (1, 2), (2, 3)])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_layer_that_never_reads_the_end_of_a_prompt_is_named(
+    name, where, most_bytes, monkeypatch
+):
+    """Attention that is taken out behind the cache's back, by `generate` and in plain calls."""
+    monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": most_bytes})
+    model, ids = copy.deepcopy(tiny_model("llama")), random_ids(2, 70)
+    said = rf"layer {', '.join(map(str, where))} did not attend.* cache\.reset"
+    caches = [CompressedCache(model, POLICIES[name]) for _ in range(2)]
+    for index in where:
+        model.model.layers[index].self_attn = Without()
+    with pytest.raises(CacheMismatchError, match=said):
+        generated(model, caches[0], ids)
+    with pytest.raises(CacheMismatchError, match=said):
+        read_and_step(model, caches[1], ids)
+
+
+def test_a_call_without_the_cache_behind_an_interrupted_pass_answers_as_ever():
+    model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 70)
+    expected = model(ids[:, :30]).logits
+    cache = CompressedCache(model, SNAPKV)
+    cache.update(*torch.ones(2, 1, 2, 40, 8), 0)  # whose attention never comes
+    assert torch.equal(model(ids[:, :30]).logits, expected)
+    with pytest.raises(CacheMismatchError, match="interrupted"):
+        call(model, cache, ids)
+    cache.reset()
+    call(model, cache, ids)
+    assert cache.report().kept_tokens == 24
+
+
+# Layers that were taken out.
+
+
+def pruned(layers, *, is_counted):
+    model = copy.deepcopy(tiny_model("llama"))
+    model.model.layers = nn.ModuleList(model.model.layers[index] for index in layers)
+    if is_counted:  # and numbered again
+        model.config.num_hidden_layers = len(layers)
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn.layer_idx = index
+    return model
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1, 2, 3), (0, 3), (2,), (1, 3)], ids=str)
+@pytest.mark.parametrize("name", POLICIES)
+def test_layers_that_are_gone_take_no_part(name, layers, tmp_path):
+    """As if the others were numbered anew; nothing of the budget is theirs."""
+    ids, mask = random_ids(2, 70), torch.ones(2, 70).long()
+    mask[1, :9] = 0
+    found, kept = [], []
+    for is_counted in (False, True):
+        model = pruned(layers, is_counted=is_counted)
+        cache = CompressedCache(model, POLICIES[name])
+        found.append(generated(model, cache, ids, attention_mask=mask))
+        assert cache.compressed_layers == ([*range(len(layers))] if is_counted else [*layers])
+        kept.append([cache.kept_positions(layer) for layer in cache.compressed_layers])
+        report = cache.report()
+        assert report["growing_layers"] == len(report["layers"]) == len(layers)
+        assert report.chosen_tokens == 24
+        assert [row["layer"] for row in report["layers"]] == cache.compressed_layers
+        if not is_counted:
+            cache.save(tmp_path / "cache")
+            again = CompressedCache.load(tmp_path / "cache", model)
+            assert all(map(torch.equal, kept[0], map(again.kept_positions, layers)))
+            step = ids[:, :1]
+            assert torch.equal(call(model, again, step), call(model, copy.copy(cache), step))
+            cache.crop(-1)
+            assert cache.get_seq_length() == cache.get_seq_length(0) == 74
+    assert torch.equal(*found)
+    assert all(map(torch.equal, *kept))
+
+
+def test_a_layer_that_the_configuration_does_not_count_is_refused_by_name():
+    model = copy.deepcopy(tiny_model("llama"))
+    model.model.layers[3].self_attn.layer_idx = 7
+    with pytest.raises(UnsupportedModelError, match=r"4 layers .* keys of layer 7; set config"):
+        call(model, CompressedCache(model, SNAPKV), random_ids(1, 70))
+
+
+def test_another_cache_goes_through_the_wrapper_while_one_is_open():
+    model, ids = tiny_model("llama"), random_ids(1, 70)
+    cache = CompressedCache(model, SNAPKV)
+    call(model, cache, ids)
+    full = DynamicCache(config=model.config)
+    call(model, full, ids[:, :50])
+    call(model, cache, ids[:, :1])
+    assert (full.get_seq_length(), cache.report().chosen_tokens) == (50, 24)
