@@ -161,6 +161,8 @@ class PromptState:
         layers: the compressed ones.
         prompt_end: tokens up to the end of the prompt or of the turn; None until it is known.
         turn_start: tokens before it.
+        question_tokens: the length of the question that comes next, as `expect_question` has it;
+            None where nobody has said.
         is_piecewise: whether one layer after the other is reading.
         verifies_drafts: whether a forward pass may hold drafts.
         coming_ids: after how many tokens the tokens of which ids come; None while not announced.
@@ -177,6 +179,7 @@ class PromptState:
     layers: Sequence[CompressedLayer]
     prompt_end: int | None = None
     turn_start: int = 0
+    question_tokens: int | None = None
     is_piecewise: bool = False
     verifies_drafts: bool = False
     coming_ids: tuple[int, Tensor] | None = None

@@ -379,6 +379,7 @@ class CompressedCache(Cache):
         """
         if question_tokens is not None:
             require_int("question_tokens", question_tokens, minimum=0)
+        self.prompt_state.question_tokens = question_tokens
         asked = asked_by(self.policy, question_tokens)
         for layer in self.prompt_state.layers:
             layer.policy = asked
