@@ -19,7 +19,14 @@ from snapkv.errors import (
     InvalidTypeError,
     UnsupportedModelError,
 )
-from snapkv.policies import AcrossLayers, EvictingPolicy, Policy, PromptLayer, Selection
+from snapkv.policies import (
+    AcrossLayers,
+    EvictingPolicy,
+    Policy,
+    PromptLayer,
+    Selection,
+    checks,
+)
 from snapkv.validation import require_int
 
 
@@ -271,7 +278,8 @@ class PromptState:
                 self.shared = None
             return
         with ops.scoring(group.stack.keys):
-            selection = policy.select(group.stack)
+            layers = [prompt.layer_idx for prompt in group.prompts]
+            selection = checks.select(policy, group.stack, layers)
             if selection is None and once:
                 selection = Selection.whole(group.stack)
         group.keep(selection)

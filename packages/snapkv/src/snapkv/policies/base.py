@@ -94,6 +94,11 @@ class Policy(ABC):
         """Choose the positions to keep; None keeps everything, untouched."""
 
     @property
+    def promised_window(self) -> int:
+        """How many of a prompt's last tokens `select` keeps in every head; 0 if it may drop any."""
+        return 0
+
+    @property
     def chooses_of_stacks(self) -> bool:
         """Whether it does of several layers at once, stacked as rows: see `PromptLayer.stack`."""
         return False

@@ -4,6 +4,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.policies import checks
 from snapkv.policies.base import EvictingPolicy, Need, Policy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.spans import Spans
@@ -90,6 +91,10 @@ class PromptThenDecode(EvictingPolicy):
         return self.prompt.per_query_head
 
     @property
+    def promised_window(self) -> int:
+        return self.prompt.promised_window
+
+    @property
     def needs(self) -> frozenset[Need]:
         return self.prompt.needs | self.decode.needs
 
@@ -110,7 +115,8 @@ class PromptThenDecode(EvictingPolicy):
 
     def select(self, layer: PromptLayer) -> Selection:
         """Keep what `prompt` keeps, with what `decode` notes of it."""
-        selection = self.prompt.select(_with_queries(layer, self.prompt.query_tokens))
+        own = _with_queries(layer, self.prompt.query_tokens)
+        selection = checks.select(self.prompt, own, [layer.layer_idx])
         if selection is None:
             selection = Selection.whole(layer)
         heads = max(layer.num_kv_heads, selection.keep_indices.shape[1])
