@@ -65,7 +65,7 @@ class Document:
         self.input_ids = _one_row(input_ids).to(device_of(model))
         tokens = self.input_ids.shape[1]
         if chunk_tokens is not None:
-            require_int("chunk_tokens", chunk_tokens, minimum=1)
+            chunk_tokens = require_int("chunk_tokens", chunk_tokens, minimum=1)
         self._cache.expect_prompt(tokens + 1)  # evict nothing before a question
         with torch.no_grad():
             for piece in torch.split(self.input_ids, chunk_tokens or tokens, dim=1):

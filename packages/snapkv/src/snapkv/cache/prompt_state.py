@@ -327,7 +327,7 @@ class PromptState:
 
     def expect_prompt(self, prompt_tokens: int) -> None:
         """Announce that the prompt ends after that many tokens; see `CompressedCache`."""
-        require_int("prompt_tokens", prompt_tokens, minimum=1)
+        prompt_tokens = require_int("prompt_tokens", prompt_tokens, minimum=1)
         seen = self.seen_tokens
         if prompt_tokens <= seen:
             raise CacheMismatchError(

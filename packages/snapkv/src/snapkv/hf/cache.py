@@ -126,7 +126,7 @@ class CompressedCache(Cache):
             quantize=quantize,
             turns=turns,
             recall=recall,
-            recall_bytes=recall_bytes,
+            recall_bytes=plain(recall_bytes),
             protect=spans if spans and spans.parts else None,
         )
         setup.require_words()
@@ -378,7 +378,7 @@ class CompressedCache(Cache):
         nobody knows, and the last 16 vote.
         """
         if question_tokens is not None:
-            require_int("question_tokens", question_tokens, minimum=0)
+            question_tokens = require_int("question_tokens", question_tokens, minimum=0)
         self.prompt_state.question_tokens = question_tokens
         asked = asked_by(self.policy, question_tokens)
         for layer in self.prompt_state.layers:

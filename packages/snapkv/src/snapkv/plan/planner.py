@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.parameters import WithParameters
 from snapkv.plan.footprint import Footprint, is_counted
 from snapkv.plan.kept import Keeping
 from snapkv.policies.budget import ByteBudget
@@ -45,7 +46,7 @@ _WORTH_SAYING = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(metaclass=WithParameters):
     """The request to plan: a batch of prompts of one length, and their answers.
 
     Attributes:

@@ -7,7 +7,7 @@ for (`AutoBudget`). `pyramidkv.LayerBudget` gives lower layers more of one of th
 
 import functools
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
@@ -19,6 +19,7 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import BudgetTooSmallError, InvalidArgumentError
 from snapkv.ops import TokenCost
+from snapkv.parameters import WithParameters
 from snapkv.policies.prefix import Prefix
 from snapkv.validation import (
     AUTO,
@@ -45,7 +46,7 @@ def dilution(tokens: float) -> float:
     return max(1.0, tokens / UNDILUTED_TOKENS)
 
 
-class Budget(ABC):
+class Budget(metaclass=WithParameters):
     """How many positions before its window every row of a layer keeps.
 
     Attributes:

@@ -70,10 +70,15 @@ class PromptThenDecode(EvictingPolicy):
                 f"{self.decode!r}, whose heads hold different numbers of tokens; use it by itself"
             )
         if most is None:
+            wanted = (
+                f"the same for all heads, since {self.decode.name} evicts from all of them alike"
+                if self.prompt.per_head_budget
+                else f"a number of tokens, since what stays must fit into the {room} of "
+                f"{self.decode.name} whatever the prompt's length"
+            )
             raise InvalidArgumentError(
-                f"prompt: expected a method with a budget that is the same for all heads, since "
-                f"{self.decode.name} evicts from all of them alike, got {self.prompt!r}; pass for "
-                f"instance SnapKV(budget={room})"
+                f"prompt: expected a method with a budget that is {wanted}, got {self.prompt!r}; "
+                f"pass for instance SnapKV(budget={room})"
             )
         if most > room:
             raise InvalidArgumentError(

@@ -57,7 +57,7 @@ def remember_early_layer(
 
     `measured` says, as JSON for people, how it was found.
     """
-    require_int("layer", layer, minimum=1, maximum=len(decoder_layers(model)) - 1)
+    layer = require_int("layer", layer, minimum=1, maximum=len(decoder_layers(model)) - 1)
     identity = identity_of(model, in_any_dtype=True)
     path = _path(identity)
     with naming(path):

@@ -84,7 +84,7 @@ def _first_layer(model: PreTrainedModel, layer: int | None) -> int:
     """The first that only some tokens reach."""
     count = len(decoder_layers(model))
     if layer is not None:
-        require_int("layer", layer, minimum=1)
+        layer = require_int("layer", layer, minimum=1)
     first = default_early_layer(model) if layer is None else layer
     if not 1 <= first < count:
         raise InvalidArgumentError(
