@@ -6,7 +6,7 @@ The page about them is docs/migrating.md.
 from collections.abc import Sequence
 from typing import Any
 
-from snapkv.validation import nearest, plain
+from snapkv.validation import nearest, plain_number
 
 _INSTEAD = {
     "SnapKVPress": 'SnapKV(keep_ratio={keep}, window_size=64, kernel_size=5, pooling="avg")',
@@ -162,7 +162,7 @@ def _inside(known: Sequence[str], name: str, value: Any) -> str:
 
 def instead_of(name: str, compression_ratio: Any = 0.75) -> str:
     """What to write for a name of kvpress, and the page that says more."""
-    compression_ratio = plain(compression_ratio)
+    compression_ratio = plain_number(compression_ratio)
     is_ratio = isinstance(compression_ratio, int | float) and 0 < compression_ratio < 1
     ratio = compression_ratio if is_ratio else 0.75
     page = "see docs/migrating.md"

@@ -9,7 +9,7 @@ from typing import Any
 
 from snapkv.errors import InvalidTypeError
 from snapkv.kvpress_names import unknown_argument
-from snapkv.validation import plain
+from snapkv.validation import plain_number
 
 
 class WithParameters(ABCMeta):
@@ -38,7 +38,7 @@ class WithParameters(ABCMeta):
             if len(args) > len(by_place):
                 raise InvalidTypeError(_misplaced(cls.__name__, args, by_place, list(known)))
         return super().__call__(
-            *map(plain, args), **{name: plain(value) for name, value in given.items()}
+            *map(plain_number, args), **{name: plain_number(value) for name, value in given.items()}
         )
 
     @property

@@ -67,7 +67,7 @@ MOST_COUNTED = 2**24
 """Of what is read, made or repeated one by one."""
 
 
-def plain(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """Return a number of numpy or torch as Python's int, float or bool; other values as they are.
 
     Numbers in a tuple or list become plain, too.
@@ -75,7 +75,7 @@ def plain(value: Any) -> Any:
     if type(value) in (bool, int, float, str, type(None)):
         return value
     if type(value) in (tuple, list):
-        return type(value)(map(plain, value))
+        return type(value)(map(plain_number, value))
     if getattr(value, "ndim", 0):
         return value
     if str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
@@ -247,7 +247,7 @@ def require_int(argument: str, value: object, minimum: int, maximum: int | None 
         InvalidTypeError: no integer, or a truth value.
         InvalidArgumentError: an integer that is too small or too large.
     """
-    value = plain(value)
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidTypeError(
             f"{argument}: expected an integer, got {value!r} of type {type(value).__name__}; "
@@ -282,7 +282,7 @@ def require_fraction(argument: str, value: object, example: str) -> float:
 def _require_number(
     argument: str, value: object, interval: str, example: str, ends: tuple[int, ...]
 ) -> float:
-    value = plain(value)
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidTypeError(
             f"{argument}: expected a number in {interval}, got {value!r} of type "

@@ -45,7 +45,7 @@ from snapkv.policies.spans import Span, Spans
 from snapkv.storage import uncompressed
 from snapkv.storage.bits import Bits, KVCodes, Quantize
 from snapkv.storage.offload import OffloadedTokens, Recall
-from snapkv.validation import path_of, require_int
+from snapkv.validation import path_of, plain_number, require_int
 
 
 class CompressedCache(Cache):
@@ -126,7 +126,7 @@ class CompressedCache(Cache):
             quantize=quantize,
             turns=turns,
             recall=recall,
-            recall_bytes=plain(recall_bytes),
+            recall_bytes=plain_number(recall_bytes),
             protect=spans if spans and spans.parts else None,
         )
         setup.require_words()
