@@ -44,7 +44,7 @@ class WithParameters(ABCMeta):
     @property
     def __signature__(cls) -> inspect.Signature:
         """That of `__init__`, which `inspect` would not look for behind `__call__`."""
-        signature = inspect.signature(cls.__init__)
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc] # that of the class itself
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 

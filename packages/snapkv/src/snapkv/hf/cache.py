@@ -311,6 +311,20 @@ class CompressedCache(Cache):
         self.prompt_state.forget()
         self.expect_question(None)
 
+    def offload(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse transformers' way of moving layers off the device.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
+        raise InvalidArgumentError(
+            "offloading: expected none with a CompressedCache, whose layers hold more than keys "
+            "and values, got a call of transformers' offload or prefetch; pass recall='host' to "
+            "the CompressedCache to hold evicted tokens in the host's memory"
+        )
+
+    prefetch = offload
+
     def activate_past_recording(self) -> None:
         """Called before drafts are verified: from now on a forward pass may hold drafts."""
         self.setup.require("drafts")
