@@ -304,9 +304,9 @@ def test_other_caches_around_or_beside_one_are_refused(model):
         model.generate(ids, past_key_values=around, max_new_tokens=2)
     beside = {"cache_implementation": "offloaded"}
     for options in (beside, {"generation_config": GenerationConfig(**beside)}):
-        with pytest.raises(InvalidArgumentError, match="^cache_implementation: .*got 'offloaded'"):
+        with pytest.raises(InvalidArgumentError, match=r"^cache_implementation: .*got 'offloaded'"):
             model.generate(ids, past_key_values=cache, **options)
     for move in (cache.offload, cache.prefetch):
-        with pytest.raises(InvalidArgumentError, match="^offloading: .*pass recall='host'"):
+        with pytest.raises(InvalidArgumentError, match=r"^offloading: .*pass recall='host'"):
             move(0, only_non_sliding=True)
     assert not cache.get_seq_length()
