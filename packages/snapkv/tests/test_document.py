@@ -12,6 +12,7 @@ from snapkv import (
     InvalidArgumentError,
     InvalidTypeError,
     SnapKV,
+    default_policy,
 )
 from snapkv.prefill import layer_by_layer
 from tests.families import random_ids, tiny_model
@@ -77,6 +78,23 @@ def test_other_methods_choose_for_each_question_too(policy):
     assert_as_if_read_together(model, inputs, read_together(model, questions, policy))
     with pytest.raises(InvalidArgumentError, match="earlier turns' queries are not held"):
         Document(model, text(), ExpectedAttention(BUDGET, window_size=WINDOW))
+
+
+@pytest.mark.parametrize("tokens", [5, 30, 60, 140])
+def test_a_whole_question_votes_with_the_defaults_method(tokens):
+    """As if both had been read together by a cache that knows how long the question is."""
+    model, (question,) = tiny_model("llama"), asked(tokens)
+    inputs = Document(model, text(), default_policy(BUDGET)).inputs([question])
+    ids = torch.cat([text(), torch.tensor([question])], 1)
+    kept = []
+    for question_tokens in (tokens, None):
+        cache = CompressedCache(model, default_policy(BUDGET))
+        cache.expect_question(question_tokens)
+        answer = answered(model, {"input_ids": ids, "past_key_values": cache})
+        kept.append([cache.kept_positions(layer).tolist() for layer in cache.compressed_layers])
+        if question_tokens:
+            assert_as_if_read_together(model, inputs, [(answer, cache)])
+    assert (kept[0] != kept[1]) == (16 < tokens <= 128)  # else it says nothing
 
 
 def test_asking_leaves_the_document_as_it_was_and_a_conversation_can_follow():

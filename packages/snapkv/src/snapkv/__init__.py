@@ -112,13 +112,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that the command line starts without torch."""
     if name not in __all__:
-        from snapkv.kvpress_names import instead_of, is_kvpress_name
+        from snapkv.kvpress_names import elsewhere
 
-        if is_kvpress_name(name):  # an AttributeError's words do not reach `from snapkv import`
-            raise ImportError(
-                f"snapkv: expected the name of a method, such as SnapKV, got kvpress's {name}; "
-                f"{instead_of(name)}"
-            )
+        if said := elsewhere(name):  # an AttributeError's words do not reach `from snapkv import`
+            raise ImportError(f"snapkv: {said}")
         raise AttributeError(f"module 'snapkv' has no attribute {name!r}")
     usual = "snapkv.errors" if name.endswith("Error") else "snapkv.policies"
     value = getattr(importlib.import_module(_HOMES.get(name, usual)), name)

@@ -34,7 +34,9 @@ class Document:
     Nothing is evicted before a question is known: all keys and values are offloaded, and every
     question votes on all of them with its own observation window. What is kept then, and
     every token of the answers, is as if document and question had been read together; only the
-    question's own tokens are read again. Questions of a batch share the document.
+    question's own tokens are read again. Questions of a batch share the document. With the
+    default's method all tokens of a question vote, up to 128; in a batch as many of every row as
+    the longest question has.
 
     Args:
         model: a decoder-only transformers model.
@@ -65,7 +67,7 @@ class Document:
         self.input_ids = _one_row(input_ids).to(device_of(model))
         tokens = self.input_ids.shape[1]
         if chunk_tokens is not None:
-            require_int("chunk_tokens", chunk_tokens, minimum=1)
+            chunk_tokens = require_int("chunk_tokens", chunk_tokens, minimum=1)
         self._cache.expect_prompt(tokens + 1)  # evict nothing before a question
         with torch.no_grad():
             for piece in torch.split(self.input_ids, chunk_tokens or tokens, dim=1):
@@ -123,6 +125,7 @@ class Document:
         and as much of it as the window reaches back, since only its own queries tell what to keep.
         """
         cache = copy.deepcopy(self._cache)
+        cache.expect_question(longest)
         cache.prompt_state.prompt_end = None
         hybrid = cache.is_hybrid
         if hybrid and bool(pads.any()):
@@ -131,7 +134,7 @@ class Document:
                 f"some of whose layers keep the last tokens only, got lengths that differ by up to "
                 f"{int(pads.max())}; ask them one by one"
             )
-        window, seen = cache.policy.query_tokens, self.tokens
+        window, seen = cache.prompt_state.policy.query_tokens, self.tokens
         if not hybrid and window != ALL_QUERIES:
             seen += longest - max(longest, window)
         if seen <= int(pads.max()):

@@ -1,6 +1,12 @@
-"""kvpress's names (0.5.5) and what to write instead; the page about it is docs/migrating.md."""
+"""Names of kvpress (0.5.5) and of the methods' own code, and what to write instead of them.
 
+The page about them is docs/migrating.md.
+"""
+
+from collections.abc import Sequence
 from typing import Any
+
+from snapkv.validation import nearest, plain_number
 
 _INSTEAD = {
     "SnapKVPress": 'SnapKV(keep_ratio={keep}, window_size=64, kernel_size=5, pooling="avg")',
@@ -70,12 +76,93 @@ _OTHERS = {
 }
 
 
+_PATCHES = (
+    "replace_llama",
+    "replace_mistral",
+    "replace_mixtral",
+    "init_snapkv",
+    "SnapKVCluster",
+    "update_kv",
+    "monkeypatch",
+)
+"""Of the authors' package, which is also imported as `snapkv`."""
+
+_ARGUMENTS = {
+    "max_capacity_prompt": "budget",
+    "max_capacity_prompts": "budget",
+    "max_cache_len": "budget",
+    "cache_size": "budget",
+    "kv_budget": "budget",
+    "max_tokens": "budget",
+    "window": "window_size",
+    "observation_window": "window_size",
+    "recent_window": "window_size",
+    "kernel": "kernel_size",
+    "n_sink": "sink_tokens",
+    "num_sink_tokens": "sink_tokens",
+    "n_future_positions": "future_tokens",
+    "alpha_safeguard": "safeguard",
+    "first_stage_ratio": "first_share",
+    "heavy_budget": "heavy",
+    "hh_size": "heavy",
+    "recent_size": "recent",
+    "recent_budget": "recent",
+    "start_size": "start",
+    "divide_length": "evict_every",
+}
+"""Arguments of other code, and the one that means the same here."""
+
+
 def is_kvpress_name(name: str) -> bool:
     return name.endswith("Press") or name in _INSTEAD
 
 
+def elsewhere(name: str) -> str | None:
+    """What to say to somebody who imports a name of other code from here; None for any name."""
+    if is_kvpress_name(name):
+        said = f"expected the name of a method, such as SnapKV, got kvpress's {name}"
+        return f"{said}; {instead_of(name)}"
+    if name in _PATCHES:
+        return (
+            f"expected a name of this package, which patches no class, got {name} of the authors' "
+            "code; write model.generate(**inputs, past_key_values=CompressedCache(model)), see "
+            "docs/migrating.md"
+        )
+    return None
+
+
+def unknown_argument(method: str, name: str, value: Any, known: Sequence[str]) -> str:
+    """The line about an argument that a method does not have, whose own ones are `known`."""
+    if name == "compression_ratio":
+        return (
+            "compression_ratio: expected keep_ratio=, the share that is kept, or a budget, got "
+            f"kvpress's argument of {method}; {instead_of(f'{method}Press', value)}"
+        )
+    return (
+        f"{name}: expected one of the arguments of {method}, {', '.join(known) or 'none'}, got one "
+        f"that it does not have; {_instead_of_argument(method, name, value, known)}"
+    )
+
+
+def _instead_of_argument(method: str, name: str, value: Any, known: Sequence[str]) -> str:
+    """What to write for an argument that a method does not have, whose own ones are `known`."""
+    if (own := _ARGUMENTS.get(name)) in known:
+        return f"write {own}={value!r}, see docs/migrating.md"
+    if name == "keep_ratio" and "budget" in known:
+        return "pass budget=, a number of tokens, since it holds no more of any prompt"
+    if {"policy", "prompt"} & set(known) and name in ("budget", "keep_ratio", own):
+        return f"pass it to the method inside, as in {method}({_inside(known, own or name, value)})"
+    return nearest(name, known).removeprefix("; ") or "leave it out"
+
+
+def _inside(known: Sequence[str], name: str, value: Any) -> str:
+    own = f"SnapKV({name}={value!r})"
+    return own if "policy" in known else f"prompt={own}"
+
+
 def instead_of(name: str, compression_ratio: Any = 0.75) -> str:
     """What to write for a name of kvpress, and the page that says more."""
+    compression_ratio = plain_number(compression_ratio)
     is_ratio = isinstance(compression_ratio, int | float) and 0 < compression_ratio < 1
     ratio = compression_ratio if is_ratio else 0.75
     page = "see docs/migrating.md"

@@ -4,6 +4,8 @@ Importable without torch, so that options fail at once.
 """
 
 import difflib
+import numbers
+import operator
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -65,9 +67,28 @@ MOST_COUNTED = 2**24
 """Of what is read, made or repeated one by one."""
 
 
-def require_at_least(argument: str, value: int, least: int) -> None:
-    """Raise unless a number of things to be made or read is within reason."""
-    require_int(argument, value, least, MOST_COUNTED)
+def plain_number(value: Any) -> Any:
+    """Return a number of numpy or torch as Python's int, float or bool; other values as they are.
+
+    Numbers in a tuple or list become plain, too.
+    """
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(map(plain_number, value))
+    if getattr(value, "ndim", 0):
+        return value
+    if str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
+        return bool(value)
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value) if isinstance(value, numbers.Real) else value
+
+
+def require_at_least(argument: str, value: object, least: int) -> int:
+    """Return a number of things to be made or read as an int, or raise if it is out of reason."""
+    return require_int(argument, value, least, MOST_COUNTED)
 
 
 def require_each_at_least(argument: str, values: Collection[int], least: int) -> None:
@@ -86,6 +107,11 @@ def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_token
     if keep_ratio is not None:
         require_ratio("keep_ratio", keep_ratio)
         return
+    if isinstance(budget, float) and 0 < budget <= 1:
+        raise InvalidTypeError(
+            f"budget: expected a number of tokens, got {budget} of type float; pass "
+            f"keep_ratio={budget} to keep that share of the prompt before its window"
+        )
     require_int("budget", budget, minimum=1)
     if budget <= window_size:
         raise InvalidArgumentError(
@@ -211,8 +237,17 @@ def require_kernel(kernel_size: Any) -> None:
         )
 
 
-def require_int(argument: str, value: object, minimum: int, maximum: int | None = MOST) -> None:
-    """Raise unless `value` is an integer of at least `minimum` and at most `maximum`."""
+def require_int(argument: str, value: object, minimum: int, maximum: int | None = MOST) -> int:
+    """Return `value` as an int, or raise unless it is an integer between `minimum` and `maximum`.
+
+    Integers of numpy are accepted, and whatever else can be an index; what keeps one keeps what is
+    returned.
+
+    Raises:
+        InvalidTypeError: no integer, or a truth value.
+        InvalidArgumentError: an integer that is too small or too large.
+    """
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidTypeError(
             f"{argument}: expected an integer, got {value!r} of type {type(value).__name__}; "
@@ -226,36 +261,39 @@ def require_int(argument: str, value: object, minimum: int, maximum: int | None 
         raise InvalidArgumentError(
             f"{argument}: expected at most {maximum:,}, got {value:,}; pass a smaller number"
         )
+    return value
 
 
-def require_ratio(argument: str, value: object) -> None:
-    """Raise unless `value` is a number in (0, 1]."""
-    _require_number(argument, value, "(0, 1]", "0.25", value == 1)
+def require_ratio(argument: str, value: object) -> float:
+    """Return a number in (0, 1] as a plain one, or raise."""
+    return _require_number(argument, value, "(0, 1]", "0.25", ends=(1,))
 
 
-def require_share(argument: str, value: object, example: str) -> None:
-    """Raise unless `value` is a number in [0, 1]."""
-    _require_number(argument, value, "[0, 1]", example, value in (0, 1))
+def require_share(argument: str, value: object, example: str) -> float:
+    """Return a number in [0, 1] as a plain one, or raise."""
+    return _require_number(argument, value, "[0, 1]", example, ends=(0, 1))
 
 
-def require_fraction(argument: str, value: object, example: str) -> None:
-    """Raise unless `value` is a number in (0, 1)."""
-    _require_number(argument, value, "(0, 1)", example, False)
+def require_fraction(argument: str, value: object, example: str) -> float:
+    """Return a number in (0, 1) as a plain one, or raise."""
+    return _require_number(argument, value, "(0, 1)", example, ends=())
 
 
 def _require_number(
-    argument: str, value: object, interval: str, example: str, is_end: bool
-) -> None:
+    argument: str, value: object, interval: str, example: str, ends: tuple[int, ...]
+) -> float:
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidTypeError(
             f"{argument}: expected a number in {interval}, got {value!r} of type "
             f"{type(value).__name__}; pass a fraction such as {example}"
         )
-    if not (0 < value < 1 or is_end):
+    if not (0 < value < 1 or value in ends):
         raise InvalidArgumentError(
             f"{argument}: expected a number in {interval}, got {value}; pass a fraction such as "
             f"{example}"
         )
+    return value
 
 
 def path_of(argument: str, value: object) -> Path:

@@ -185,6 +185,7 @@ FORGED = {
     "columns before the first": lambda notes: notes["layers"][0]["slots"].update(start=-5),
     "a kind of store that is none": lambda notes: notes["layers"][0].update(store_kind="sparse"),
     "a parameter that the policy has not": lambda notes: notes["policy"].update(speed=1),
+    "a question that is text": lambda notes: notes.update(question_tokens="some"),
     "options that are text": lambda notes: notes.update(options="text"),
 }
 

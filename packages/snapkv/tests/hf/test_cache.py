@@ -6,7 +6,14 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+)
 
 from snapkv import (
     CacheMismatchError,
@@ -295,3 +302,18 @@ def test_a_refused_forward_pass_leaves_nothing_behind(model):
     fresh = CompressedCache(model, POLICY)
     assert torch.equal(call(model, cache, ids), call(model, fresh, ids))
     assert cache.report().kept_tokens == BUDGET
+
+
+def test_other_caches_around_or_beside_one_are_refused(model):
+    cache, ids = CompressedCache(model, SnapKV(budget=20, window_size=8)), random_ids(1, 30)
+    around = EncoderDecoderCache(cache, DynamicCache())
+    with pytest.raises(InvalidArgumentError, match="cache: expected the CompressedCache itself"):
+        model.generate(ids, past_key_values=around, max_new_tokens=2)
+    beside = {"cache_implementation": "offloaded"}
+    for options in (beside, {"generation_config": GenerationConfig(**beside)}):
+        with pytest.raises(InvalidArgumentError, match=r"^cache_implementation: .*got 'offloaded'"):
+            model.generate(ids, past_key_values=cache, **options)
+    for move in (cache.offload, cache.prefetch):
+        with pytest.raises(InvalidArgumentError, match=r"^offloading: .*pass recall='host'"):
+            move(0, only_non_sliding=True)
+    assert not cache.get_seq_length()

@@ -1,12 +1,17 @@
 """Parameters of the policies: what is refused, and how; what is stored; what is equal."""
 
 import dataclasses
+import json
 import pickle
+from decimal import Decimal
+from functools import partial
 
+import numpy as np
 import pytest
+import torch
 
 import snapkv.policies
-from snapkv import InvalidArgumentError, InvalidTypeError, SnapKVError
+from snapkv import InvalidArgumentError, InvalidTypeError, KVCodes, SnapKVError
 from snapkv.policies import (
     H2O,
     POLICIES,
@@ -14,6 +19,7 @@ from snapkv.policies import (
     TOVA,
     AdaKV,
     AutoBudget,
+    ByteBudget,
     CriticalKV,
     EvictingPolicy,
     ExpectedAttention,
@@ -31,6 +37,8 @@ from snapkv.policies import (
     SnapKV,
     StreamingLLM,
 )
+from snapkv.policies.spans import Spans
+from snapkv.validation import require_fraction, require_int, require_ratio, require_share
 
 WITH_SINKS = [
     policy
@@ -139,7 +147,30 @@ REFUSED = [
     (PromptThenDecode, {"decode": PromptThenDecode()}, TYPE, "decode", "got prompt-then-decode"),
     (PromptThenDecode, {"prompt": AdaKV(SnapKV(64))}, VALUE, "prompt", "got AdaKV"),
     (PromptThenDecode, {"prompt": KVzip(64)}, VALUE, "prompt", "use it by itself"),
-    (PromptThenDecode, {"prompt": SnapKV(keep_ratio=0.5)}, VALUE, "prompt", "keep_ratio=0.5"),
+    *(
+        (PromptThenDecode, {"prompt": policy}, VALUE, "prompt", said)
+        for policy in (SnapKV(keep_ratio=0.5), SnapKV("auto"), SnapKV("12%"), FullCache())
+        for said in ("a budget that is a number of tokens, since what stays must fit", repr(policy))
+    ),
+    (SnapKV, {"budget": 0.25}, TYPE, "budget", "pass keep_ratio=0.25"),
+    (AdaKV, {"keep_ratio": 0.25}, TYPE, "keep_ratio", "AdaKV(SnapKV(keep_ratio=0.25))"),
+    (PromptThenDecode, {"budget": 9}, TYPE, "budget", "PromptThenDecode(prompt=SnapKV(budget=9))"),
+    (SnapKV, {"max_capacity_prompt": 2048}, TYPE, "max_capacity_prompt", "write budget=2048, see"),
+    (SnapKV, {"window": 16}, TYPE, "window", "write window_size=16, see docs/migrating.md"),
+    (SnapKV, {"windowsize": 16}, TYPE, "windowsize", "did you mean window_size"),
+    (H2O, {"hh_size": 16}, TYPE, "hh_size", "write heavy=16, see docs/migrating.md"),
+    (StreamingLLM, {"start_size": 4}, TYPE, "start_size", "write start=4, see docs/migrating"),
+    (AutoBudget, {"lostvote": 0.1}, TYPE, "lostvote", "did you mean lost_vote"),
+    (KVCodes, {"exact_layers": 1}, TYPE, "exact_layers", "leave it out"),
+    *(
+        (policy, {"colour": 1}, TYPE, "colour", said)
+        for policy in POLICIES.values()
+        for said in (f"one of the arguments of {policy.__name__}, ", "leave it out")
+    ),
+    *(
+        (policy, {"keep_ratio": 0.25}, TYPE, "keep_ratio", "pass budget=, a number of tokens")
+        for policy in EVICTING
+    ),
     (PromptThenDecode, {"decode": TOVA(63)}, VALUE, "decode", "of at least 1024"),
     (PromptThenDecode, {"decode": FastGen()}, VALUE, "decode", "got FastGen"),
     (PromptThenDecode, {"decode": StreamingLLM()}, VALUE, "decode", "positions='original'"),
@@ -174,8 +205,17 @@ def test_the_smallest_parameters_are_accepted():
     assert SnapKV(window_size=1023).budget == 1024
     for method in WITH_SINKS:
         assert method(12, window_size=8, sink_tokens=4).budget == 12
-    with pytest.raises(TypeError):
-        SnapKV(512, 16)  # the budget alone goes by place
+    for policy, args, said in (
+        (
+            SnapKV,
+            (512, 16),
+            r"expected budget by place .*got 2 arguments by place; .*keep_ratio=",
+        ),
+        (PromptThenDecode, (SnapKV(64),), r"expected no argument by place .*prompt=SnapKV\(budget"),
+        (FullCache, (1024,), "expected no argument by place"),
+    ):
+        with pytest.raises(InvalidTypeError, match=said):
+            policy(*args)
 
 
 def test_parameters_are_stored_unchanged_and_defaults_are_filled_in():
@@ -254,6 +294,85 @@ def test_what_a_wrapper_says_of_itself():
 def test_a_ratio_to_remove_becomes_one_to_keep(ratio, kept):
     with pytest.raises(InvalidTypeError, match=rf"write SnapKV\(keep_ratio={kept}, window_size=64"):
         SnapKV(compression_ratio=ratio)
+
+
+@pytest.mark.parametrize("name", ["replace_llama", "replace_mistral", "SnapKVCluster"])
+def test_names_of_the_authors_package_point_to_the_page_about_it(name):
+    with pytest.raises(ImportError, match=rf"got {name} of the authors'.*see docs/migrating\.md"):
+        getattr(snapkv, name)
+
+
+# Numbers of other libraries: what is made is what Python's numbers make.
+
+INTEGERS = [np.int64, np.int32, np.uint8, np.array, torch.tensor, torch.tensor([0]).new_tensor]
+NUMBERS = [np.float32, np.float64, np.float16]
+HALF = 0.5  # which all of them hold
+
+
+@pytest.mark.parametrize("number", INTEGERS)
+def test_integers_of_other_libraries_are_pythons(number):
+    n = number
+    pairs = [
+        (SnapKV(n(64), window_size=n(8), voters=n(9)), SnapKV(64, window_size=8, voters=9)),
+        (SnapKV(kernel_size=(n(0), n(12))), SnapKV(kernel_size=(0, 12))),
+        (SnapKV(AutoBudget(least=n(4))), SnapKV(AutoBudget(least=4))),
+        (SnapKV({"auto": {"least": n(4)}}), SnapKV({"auto": {"least": 4}})),
+        (SnapKV(ByteBudget(bytes=n(99))), SnapKV(ByteBudget(bytes=99))),
+        (AdaKV(SnapKV(64), page_tokens=n(16)), AdaKV(SnapKV(64), page_tokens=16)),
+        (FastGen(special_ids=(n(1), (n(2), n(3)))), FastGen(special_ids=(1, (2, 3)))),
+        (KVCodes(n(8), n(4)), KVCodes(8, 4)),
+        (Random(64, seed=n(3)), Random(64, seed=3)),
+        (LagKV(64, lag_size=n(3)), LagKV(64, lag_size=3)),
+        *((policy(n(64)), policy(64)) for policy in EVICTING),
+    ]
+    for found, expected in pairs:
+        assert found == expected
+        assert repr(found) == repr(expected)
+        assert hash(found) == hash(expected)
+        assert json.dumps(dataclasses.asdict(found)) == json.dumps(dataclasses.asdict(expected))
+    assert Spans.of("protect", [(n(0), n(9))]) == Spans(((0, 9),))
+    assert type(require_int("count", n(7), minimum=0)) is int
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_of_other_libraries_are_pythons(number):
+    half = number(HALF)
+    pairs = [
+        (SnapKV(keep_ratio=half), SnapKV(keep_ratio=HALF)),
+        (SnapKV(pooling="fading", decay=half), SnapKV(pooling="fading", decay=HALF)),
+        (SnapKV(AutoBudget(lost_vote=half)), SnapKV(AutoBudget(lost_vote=HALF))),
+        (SnapKV(ByteBudget(share=half)), SnapKV(ByteBudget(share=HALF))),
+        (AdaKV(safeguard=half), AdaKV(safeguard=HALF)),
+        (RKV(mix_lambda=half), RKV(mix_lambda=HALF)),
+        (FastGen(half), FastGen(HALF)),
+        (Scissorhands(gamma=half, threshold="slots"), Scissorhands(gamma=HALF, threshold="slots")),
+    ]
+    for found, expected in pairs:
+        assert repr(found) == repr(expected)
+        assert json.dumps(found.describe()) == json.dumps(expected.describe())
+    for require in (require_ratio, partial(require_share, example="1"), require_fraction):
+        arguments = ("0.1",) if require is require_fraction else ()
+        assert type(require("share", half, *arguments)) is float
+
+
+@pytest.mark.parametrize("truth", [True, np.True_, torch.tensor(True)])
+def test_truth_values_are_no_numbers(truth):
+    for make in (
+        lambda: SnapKV(truth),
+        lambda: SnapKV(window_size=truth),
+        lambda: SnapKV(keep_ratio=truth),
+        lambda: require_int("count", truth, minimum=0),
+        lambda: require_ratio("share", truth),
+    ):
+        with pytest.raises(InvalidTypeError, match="got True"):
+            make()
+    assert PyramidKV(published=truth).published is True
+
+
+def test_what_is_no_number_stays_refused():
+    for given in (np.array([64]), np.float64(64), torch.tensor(64.0), "64", Decimal(64)):
+        with pytest.raises(InvalidTypeError, match="budget: expected"):
+            SnapKV(given)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -19,7 +19,14 @@ from snapkv.errors import (
     InvalidTypeError,
     UnsupportedModelError,
 )
-from snapkv.policies import AcrossLayers, EvictingPolicy, Policy, PromptLayer, Selection
+from snapkv.policies import (
+    AcrossLayers,
+    EvictingPolicy,
+    Policy,
+    PromptLayer,
+    Selection,
+    checks,
+)
 from snapkv.validation import require_int
 
 
@@ -123,6 +130,8 @@ class PromptState:
         layers: the compressed ones.
         prompt_end: tokens up to the end of the prompt or of the turn; None until it is known.
         turn_start: tokens before it.
+        question_tokens: the length of the question that comes next, as `expect_question` has it;
+            None where nobody has said.
         is_piecewise: whether one layer after the other is reading.
         verifies_drafts: whether a forward pass may hold drafts.
         coming_ids: after how many tokens the tokens of which ids come; None while not announced.
@@ -140,6 +149,7 @@ class PromptState:
     layers: Sequence[CompressedLayer]
     prompt_end: int | None = None
     turn_start: int = 0
+    question_tokens: int | None = None
     is_piecewise: bool = False
     verifies_drafts: bool = False
     coming_ids: tuple[int, Tensor] | None = None
@@ -231,7 +241,8 @@ class PromptState:
                 self.shared = None
             return
         with ops.scoring(group.stack.keys):
-            selection = policy.select(group.stack)
+            layers = [prompt.layer_idx for prompt in group.prompts]
+            selection = checks.select(policy, group.stack, layers)
             if selection is None and once:
                 selection = Selection.whole(group.stack)
         group.keep(selection)
@@ -279,7 +290,7 @@ class PromptState:
 
     def expect_prompt(self, prompt_tokens: int) -> None:
         """Announce that the prompt ends after that many tokens; see `CompressedCache`."""
-        require_int("prompt_tokens", prompt_tokens, minimum=1)
+        prompt_tokens = require_int("prompt_tokens", prompt_tokens, minimum=1)
         seen = self.seen_tokens
         if prompt_tokens <= seen:
             raise CacheMismatchError(

@@ -30,7 +30,9 @@ from snapkv.policies import (
     DecodeStep,
     EvictingPolicy,
     PromptLayer,
+    checks,
 )
+from snapkv.policies.states import Unasked
 
 _PREFIX = "snapkv|"
 
@@ -219,7 +221,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     attended = attend_stored(call, layer)
     prompt = _prompt_layer(call, layer, layer.slots.padding_slots, context.check.unasked)
     with ops.scoring(call.key):
-        selection = layer.policy.select(prompt)
+        selection = checks.select(layer.policy, prompt, [prompt.layer_idx])
     _close(call, context)
     stored = prompt.keys.shape[2]
     if selection is None:
@@ -335,7 +337,7 @@ def _prompt_layer(
     call: AttentionCall,
     layer: CompressedLayer,
     pads: Tensor | None,
-    unasked: list[tuple[Tensor, str]] | None,
+    unasked: Unasked | None,
 ) -> PromptLayer:
     """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
     options, ids, slots = call.options, layer.state.token_ids, call.key.shape[2]

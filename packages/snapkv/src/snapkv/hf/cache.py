@@ -46,7 +46,7 @@ from snapkv.storage import uncompressed
 from snapkv.storage.bits import Bits, KVCodes, Quantize
 from snapkv.storage.offload import OffloadedTokens, Recall
 from snapkv.storage.uncompressed import AbsentLayer
-from snapkv.validation import path_of, require_int
+from snapkv.validation import path_of, plain_number, require_int
 
 
 class CompressedCache(Cache):
@@ -127,7 +127,7 @@ class CompressedCache(Cache):
             quantize=quantize,
             turns=turns,
             recall=recall,
-            recall_bytes=recall_bytes,
+            recall_bytes=plain_number(recall_bytes),
             protect=spans if spans and spans.parts else None,
         )
         setup.require_words()
@@ -362,6 +362,20 @@ class CompressedCache(Cache):
         self.prompt_state.forget()
         self.expect_question(None)
 
+    def offload(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse transformers' way of moving layers off the device.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
+        raise InvalidArgumentError(
+            "offloading: expected none with a CompressedCache, whose layers hold more than keys "
+            "and values, got a call of transformers' offload or prefetch; pass recall='host' to "
+            "the CompressedCache to hold evicted tokens in the host's memory"
+        )
+
+    prefetch = offload
+
     def activate_past_recording(self) -> None:
         """Called before drafts are verified: from now on a forward pass may hold drafts."""
         self.setup.require("drafts")
@@ -432,7 +446,8 @@ class CompressedCache(Cache):
         nobody knows, and the last 16 vote.
         """
         if question_tokens is not None:
-            require_int("question_tokens", question_tokens, minimum=0)
+            question_tokens = require_int("question_tokens", question_tokens, minimum=0)
+        self.prompt_state.question_tokens = question_tokens
         asked = asked_by(self.policy, question_tokens)
         for layer in self.prompt_state.layers:
             layer.policy = asked

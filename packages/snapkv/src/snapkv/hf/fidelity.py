@@ -17,7 +17,7 @@ from torch import Tensor
 from snapkv.cache.layer_group import LayerGroup
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
-from snapkv.policies.prefix import require_numbers
+from snapkv.policies.states import Asked, Unasked, require_answers
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
@@ -42,18 +42,40 @@ class Doubt:
     attention: str
     layers: Sequence[int]
 
+    def judge(self, numbers: Sequence[float]) -> None:
+        """Raise unless rounding explains the numbers of `found`.
+
+        Attention that rounds its scores errs by their size times epsilon.
+        """
+        for layer_idx, at in zip(self.layers, range(0, len(numbers), 3), strict=True):
+            difference, size, largest = numbers[at : at + 3]
+            difference /= max(size, _SMALLEST)
+            if not math.isfinite(difference):
+                raise UnsupportedModelError(
+                    f"model: expected attention that gives numbers, got NaN or infinity from "
+                    f"{self.attention} in layer {layer_idx}; load the model in bfloat16 or "
+                    "float32 if float16 overflows, else mend its weights"
+                )
+            explained = self.tolerance + math.expm1(min(self.epsilon * largest, _MOST_ROUNDING))
+            if not difference <= explained:
+                raise UnsupportedModelError(
+                    f"model: expected attention that scaling, soft-cap and sinks describe, got "
+                    f"{self.attention}, whose output differs by {difference:.1%} in layer "
+                    f"{layer_idx}; its votes would be wrong, so it cannot be compressed"
+                )
+
 
 class VoteCheck:
     """Whether the votes of one cache are what its model's attention computes."""
 
     def __init__(self) -> None:
         self.doubts: list[Doubt] = []  # what layers have left open in this forward pass
-        self.unasked: list[tuple[Tensor, str]] = []  # of all layers, see `PromptLayer`
+        self.unasked: Unasked = []  # of all layers, see `PromptLayer`
 
     def close(self) -> None:
         """Ask for all that layers have left open, once the last one has read a pass."""
-        self._require_faithful()
-        require_numbers(self.unasked)
+        require_faithful(self.doubts, self.unasked)
+        self.doubts.clear()
         self.unasked.clear()
 
     def judge(self, group: LayerGroup, module: Any, *, rounds_scores: bool) -> None:
@@ -67,11 +89,8 @@ class VoteCheck:
             layers = [prompt.layer_idx for prompt in group.prompts]
             self.doubts.append(replace(found, layers=layers))
         if not group.stack.depth:
-            self._require_faithful()
-
-    def _require_faithful(self) -> None:
-        require_faithful(self.doubts)
-        self.doubts.clear()
+            require_faithful(self.doubts)
+            self.doubts.clear()
 
 
 @torch.no_grad()
@@ -108,31 +127,12 @@ def doubt_scores(
     )
 
 
-def require_faithful(doubts: Sequence[Doubt]) -> None:
-    """Raise unless every difference is one that rounding explains; a GPU is waited for once.
+def require_faithful(doubts: Sequence[Doubt], unasked: Sequence[Asked] = ()) -> None:
+    """Raise unless every difference is one that rounding explains, and ask for what is `unasked`.
 
-    Attention that rounds its scores errs by their size times epsilon.
+    A GPU is waited for once.
     """
-    if not doubts:
-        return
-    device = doubts[-1].found.device
-    found = torch.cat([doubt.found.to(device) for doubt in doubts]).tolist()
-    of_layers = [(doubt, layer_idx) for doubt in doubts for layer_idx in doubt.layers]
-    for (doubt, layer_idx), (difference, size, largest) in zip(of_layers, found, strict=True):
-        difference /= max(size, _SMALLEST)
-        if not math.isfinite(difference):
-            raise UnsupportedModelError(
-                f"model: expected attention that gives numbers, got NaN or infinity from "
-                f"{doubt.attention} in layer {layer_idx}; load the model in bfloat16 or "
-                "float32 if float16 overflows, else mend its weights"
-            )
-        explained = doubt.tolerance + math.expm1(min(doubt.epsilon * largest, _MOST_ROUNDING))
-        if not difference <= explained:
-            raise UnsupportedModelError(
-                f"model: expected attention that scaling, soft-cap and sinks describe, got "
-                f"{doubt.attention}, whose output differs by {difference:.1%} in layer "
-                f"{layer_idx}; its votes would be wrong, so it cannot be compressed"
-            )
+    require_answers([*((doubt.found, doubt.judge) for doubt in doubts), *unasked])
 
 
 def _epsilon(output: Tensor, rounds_scores: bool) -> float:

@@ -337,7 +337,14 @@ def stop_announcing(model: PreTrainedModel) -> None:
 
 def _prompt_state_of(kwargs: dict[str, Any]) -> PromptState | None:
     """What a compressed cache among the arguments is told of its reading; None for other caches."""
-    prompt_state = getattr(cache_among(kwargs), "prompt_state", None)
+    cache = cache_among(kwargs)
+    inside = getattr(cache, "self_attention_cache", None)
+    if isinstance(getattr(inside, "prompt_state", None), PromptState):
+        raise InvalidArgumentError(
+            f"cache: expected the CompressedCache itself, since a decoder-only model has no cross "
+            f"attention, got a {type(cache).__name__} around it; pass the CompressedCache"
+        )
+    prompt_state = getattr(cache, "prompt_state", None)
     return prompt_state if isinstance(prompt_state, PromptState) else None
 
 
@@ -366,10 +373,23 @@ def _asked(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str)
 def _require_plain_prompt(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse what would leave the cache with something else than the prompt."""
     _require_no_learned_tokens(model)
+    _require_no_other_cache(kwargs)
     if _asked(model, args, kwargs, "token_healing"):
         raise InvalidArgumentError(
             "token_healing: expected False with a CompressedCache, since healing changes the "
             "prompt's length, got True; heal the tokens before calling generate"
+        )
+
+
+def _require_no_other_cache(kwargs: dict[str, Any]) -> None:
+    """Refuse the name of a cache of transformers, such as its offloaded one, beside a cache."""
+    name = kwargs.get("cache_implementation")
+    name = name or getattr(kwargs.get("generation_config"), "cache_implementation", None)
+    if name is not None:
+        raise InvalidArgumentError(
+            f"cache_implementation: expected none with a CompressedCache, got {name!r}; leave it "
+            "out, and pass recall='host' to the CompressedCache to hold evicted tokens in the "
+            "host's memory"
         )
 
 

@@ -86,6 +86,7 @@ def encoded(
         "seen_tokens": prompt_state.seen_tokens,
         "prompt_end": prompt_state.prompt_end,
         "turn_start": prompt_state.turn_start,
+        "question_tokens": prompt_state.question_tokens,
         "layers": [
             encode_layer(layer, f"layers.{index}", tensors, codes)
             for index, layer in enumerate(cache.layers)
@@ -157,6 +158,10 @@ def _rebuilt(
         decode_layer(layer, saved, tensors, places.get(index, elsewhere))
     cache.prompt_state.prompt_end = notes["prompt_end"]
     cache.prompt_state.turn_start = notes["turn_start"]
+    question_tokens = notes.get("question_tokens")  # which files of 0.3 and before do not have
+    if not isinstance(question_tokens, int | None):
+        raise TypeError(f"a question of {question_tokens!r} tokens")
+    cache.expect_question(question_tokens)
     cache.prompt_state.read_ids = ReadIds.restored(tensors, cache.prompt_state.rows)
     return cache
 

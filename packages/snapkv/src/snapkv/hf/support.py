@@ -12,10 +12,11 @@ from snapkv.cache.layer import Turns
 from snapkv.errors import InvalidArgumentError, SnapKVError, UnsupportedModelError
 from snapkv.hf.model_parts import States
 from snapkv.policies import EvictingPolicy, Policy
+from snapkv.policies.default import method_name
 from snapkv.policies.spans import Spans
 from snapkv.storage.bits import KVCodes, Quantize
 from snapkv.storage.offload import OffloadPool, Recall, pool_for
-from snapkv.validation import require_choice
+from snapkv.validation import DEFAULT, require_choice
 
 Use = Literal["made", "drop", "drafts"]
 """What a cache is asked for: to be made so, to drop spans, or to verify drafts."""
@@ -114,6 +115,12 @@ class Setup:
         return most is not None and most == getattr(self.policy, "budget", None)
 
     @property
+    def method(self) -> str:
+        """The method as made, and whether it is what somebody gets who chooses none."""
+        is_default = method_name(self.policy.describe()) == DEFAULT
+        return f"the default, {self.policy!r}" if is_default else repr(self.policy)
+
+    @property
     def turns_asked(self) -> str:
         """The option by which later prompts choose, as a user wrote it."""
         return "recall" if self.recalls else "turns='compress'"
@@ -189,7 +196,8 @@ RULES = (
         ),
         line="policy: expected one with a budget that is the same for all heads and layers, and "
         "that does not ask for positions, for turns='compress' without recall, got "
-        "{s.policy!r}; use SnapKV(budget=...), or recall='host'",
+        "{s.method}; pass policy=SnapKV(budget=...), or recall='host' instead of turns, "
+        "which also goes with budgets that heads and layers share",
     ),
     Rule(
         use="drop",

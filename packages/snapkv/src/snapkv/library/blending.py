@@ -74,7 +74,7 @@ def blend(
         UnsupportedModelError: layers that are not compressed, keys that cannot be turned, or
             attention that takes no masks.
     """
-    require_share("recompute", recompute, str(DEFAULT_RECOMPUTE))
+    recompute = require_share("recompute", recompute, str(DEFAULT_RECOMPUTE))
     require_joinable(model, parts)
     cache = CompressedCache(model, policy, **options)
     ids = joined_ids(parts).to(device_of(model))

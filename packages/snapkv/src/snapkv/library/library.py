@@ -198,7 +198,7 @@ class Library:
             LibraryError: there is no library, or another process is adding.
         """
         if max_bytes is not None:
-            require_int("max_bytes", max_bytes, minimum=0, maximum=None)
+            max_bytes = require_int("max_bytes", max_bytes, minimum=0, maximum=None)
         self.required()
         with self._changing():
             entries = self._passages.asked(lambda index: index.entries())
@@ -299,7 +299,7 @@ class Library:
         Raises:
             LibraryError: there is no library, or this Python's SQLite has no full-text search.
         """
-        require_int("documents", documents, minimum=1)
+        documents = require_int("documents", documents, minimum=1)
         self.required()
         return self._passages.best(question, documents)
 

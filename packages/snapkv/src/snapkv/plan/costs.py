@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from snapkv.errors import BudgetTooSmallError, InvalidArgumentError
+from snapkv.parameters import WithParameters
 from snapkv.plan.footprint import Footprint, FullLayer
 from snapkv.storage.bits import KVCodes
 from snapkv.token_cost import TokenCost, share_of
@@ -30,7 +31,7 @@ _MOST_TOKENS = 2**27
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(metaclass=WithParameters):
     """The request to plan: a batch of prompts of one length, and their answers.
 
     Attributes:

@@ -36,6 +36,10 @@ class AroundScores(Policy):
         return self.policy.per_query_head
 
     @property
+    def promised_window(self) -> int:
+        return self.policy.promised_window
+
+    @property
     def needs(self) -> frozenset[Need]:
         return self.policy.needs
 

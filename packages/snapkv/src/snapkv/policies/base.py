@@ -1,14 +1,14 @@
 """What a policy is: tensors of one layer in, positions to keep out. It holds no request state."""
 
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.kvpress_names import instead_of
+from snapkv.parameters import WithParameters
 from snapkv.policies.spans import Spans, require_room
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection, VotesAtStake
 
@@ -30,7 +30,7 @@ ALL_QUERIES = sys.maxsize
 
 
 @dataclass(frozen=True)
-class Policy(ABC):
+class Policy(metaclass=WithParameters):
     """Decides what a layer keeps when the prompt has been read.
 
     Attributes:
@@ -39,15 +39,6 @@ class Policy(ABC):
 
     name: ClassVar[str]
     per_head_budget: ClassVar[bool] = False
-
-    def __new__(cls, *_: Any, **parameters: Any) -> Self:
-        if "compression_ratio" in parameters:
-            raise InvalidTypeError(
-                "compression_ratio: expected keep_ratio=, the share that is kept, or a budget, got "
-                f"kvpress's argument of {cls.__name__}; "
-                f"{instead_of(f'{cls.__name__}Press', parameters['compression_ratio'])}"
-            )
-        return super().__new__(cls)
 
     def __call__(self, model: Any) -> NoReturn:
         """Refuse kvpress's idiom, in which a press is entered around a model."""
@@ -92,6 +83,11 @@ class Policy(ABC):
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection | None:
         """Choose the positions to keep; None keeps everything, untouched."""
+
+    @property
+    def promised_window(self) -> int:
+        """How many of a prompt's last tokens `select` keeps in every head; 0 if it may drop any."""
+        return 0
 
     @property
     def chooses_of_stacks(self) -> bool:

@@ -7,7 +7,7 @@ for (`AutoBudget`). `pyramidkv.LayerBudget` gives lower layers more of one of th
 
 import functools
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self
@@ -18,6 +18,7 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import TokenCost
+from snapkv.parameters import WithParameters
 from snapkv.policies.prefix import Prefix
 from snapkv.token_cost import share_of
 from snapkv.validation import (
@@ -45,7 +46,7 @@ def dilution(tokens: float) -> float:
     return max(1.0, tokens / UNDILUTED_TOKENS)
 
 
-class Budget(ABC):
+class Budget(metaclass=WithParameters):
     """How many positions before its window every row of a layer keeps.
 
     Attributes:

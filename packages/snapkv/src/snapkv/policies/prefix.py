@@ -11,21 +11,16 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.states import PromptLayer, Selection
+from snapkv.policies.states import PromptLayer, Selection, Unasked, require_answers
 
 
-def require_numbers(unasked: Sequence[tuple[Tensor, str]]) -> None:
-    """Raise where somebody's scores are NaN; as `PromptLayer.unasked` has them. Waits once."""
-    if not unasked:
-        return
-    last = unasked[-1][0].device
-    highest = torch.stack([score.to(last) for score, _ in unasked]).tolist()
-    for score, (_, name) in zip(highest, unasked, strict=True):
-        if math.isnan(score):
-            raise InvalidArgumentError(
-                f"score: expected numbers from {name}, of which the best are kept, got NaN; divide "
-                "by nothing that may be 0, and compute in float32"
-            )
+def _require_number(name: str, highest: Sequence[float]) -> None:
+    """Raise where somebody's highest score is NaN."""
+    if math.isnan(highest[0]):
+        raise InvalidArgumentError(
+            f"score: expected numbers from {name}, of which the best are kept, got NaN; divide "
+            "by nothing that may be 0, and compute in float32"
+        )
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,8 @@ class Prefix:
         if tokens:
             pads, unasked = self.layer.pad_tokens, self.layer.unasked
             own = scores if pads is None else ops.fill_first(scores, 0, 0.0, pads)
-            asked = [(own.amax(), name)]
-            require_numbers(asked) if unasked is None else unasked.extend(asked)
+            asked: Unasked = [(own.amax(), functools.partial(_require_number, name))]
+            require_answers(asked) if unasked is None else unasked.extend(asked)
         return scores
 
     def ranked(self, scores: Tensor) -> Tensor:

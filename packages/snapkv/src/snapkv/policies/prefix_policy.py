@@ -94,6 +94,10 @@ class PrefixPolicy(Policy):
         """The budget."""
         return self.allocation.most_tokens
 
+    @property
+    def promised_window(self) -> int:
+        return self.window_size
+
     @abstractmethod
     def score(self, layer: PromptLayer) -> Tensor:
         """Rate the prefix: (B, num_kv_heads or Hq, T - window_size) float32, higher first."""

@@ -4,6 +4,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.policies import checks
 from snapkv.policies.base import EvictingPolicy, Need, Policy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.spans import Spans
@@ -69,10 +70,15 @@ class PromptThenDecode(EvictingPolicy):
                 f"{self.decode!r}, whose heads hold different numbers of tokens; use it by itself"
             )
         if most is None:
+            wanted = (
+                f"the same for all heads, since {self.decode.name} evicts from all of them alike"
+                if self.prompt.per_head_budget
+                else f"a number of tokens, since what stays must fit into the {room} of "
+                f"{self.decode.name} whatever the prompt's length"
+            )
             raise InvalidArgumentError(
-                f"prompt: expected a method with a budget that is the same for all heads, since "
-                f"{self.decode.name} evicts from all of them alike, got {self.prompt!r}; pass for "
-                f"instance SnapKV(budget={room})"
+                f"prompt: expected a method with a budget that is {wanted}, got {self.prompt!r}; "
+                f"pass for instance SnapKV(budget={room})"
             )
         if most > room:
             raise InvalidArgumentError(
@@ -88,6 +94,10 @@ class PromptThenDecode(EvictingPolicy):
     @property
     def per_query_head(self) -> bool:
         return self.prompt.per_query_head
+
+    @property
+    def promised_window(self) -> int:
+        return self.prompt.promised_window
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -110,7 +120,8 @@ class PromptThenDecode(EvictingPolicy):
 
     def select(self, layer: PromptLayer) -> Selection:
         """Keep what `prompt` keeps, with what `decode` notes of it."""
-        selection = self.prompt.select(_with_queries(layer, self.prompt.query_tokens))
+        own = _with_queries(layer, self.prompt.query_tokens)
+        selection = checks.select(self.prompt, own, [layer.layer_idx])
         if selection is None:
             selection = Selection.whole(layer)
         heads = max(layer.num_kv_heads, selection.keep_indices.shape[1])

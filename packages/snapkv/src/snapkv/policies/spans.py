@@ -87,9 +87,7 @@ def require_span(argument: str, span: Any) -> Span:
             f"{argument}: expected pairs of positions, got {span!r} of type {type(span).__name__} "
             "among them; pass for instance (0, 20) for the first twenty tokens"
         )
-    start, stop = span
-    require_int(argument, start, minimum=0)
-    require_int(argument, stop, minimum=0)
+    start, stop = (require_int(argument, each, minimum=0) for each in span)
     if start >= stop:
         raise InvalidArgumentError(
             f"{argument}: expected a start below its stop, got ({start}, {stop}), which holds no "

@@ -14,6 +14,22 @@ from snapkv.validation import DEFAULT_DECAY, FADING_SINKS
 
 _Found = TypeVar("_Found")
 
+Asked = tuple[Tensor, Callable[[Sequence[float]], None]]
+"""Numbers on a device, and what judges them, or raises, once they are known."""
+
+Unasked = list[Asked]
+
+
+def require_answers(unasked: Sequence[Asked]) -> None:
+    """Ask for all numbers at once, for which a GPU is waited for, and let each be judged."""
+    if not unasked:
+        return
+    device = unasked[-1][0].device
+    flat = [numbers.flatten().to(device, torch.float32) for numbers, _ in unasked]
+    answers = iter(torch.cat(flat).tolist())
+    for numbers, judge in unasked:
+        judge([next(answers) for _ in range(numbers.numel())])
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStates:
@@ -81,8 +97,8 @@ class PromptLayer(LayerStates):
             while the text was read again; None where it was read once.
         token_cost: what a token costs in bytes, for a `ByteBudget`.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
-        unasked: takes the highest score, NaN where one is, and whose it is, to be asked behind the
-            last layer, since a GPU is waited for then; None to ask at once.
+        unasked: takes the highest score, NaN where one is, and the faults of a selection, to be
+            asked for behind the last layer, since a GPU is waited for then; None to ask at once.
         stacked: how many layers it stands for, see `stack`.
     """
 
@@ -93,7 +109,7 @@ class PromptLayer(LayerStates):
     received: Tensor | None = None
     token_cost: Callable[[], TokenCost] | None = None
     votes_impl: Implementation = "auto"
-    unasked: list[tuple[Tensor, str]] | None = None
+    unasked: Unasked | None = None
     stacked: int = 1
 
     @classmethod

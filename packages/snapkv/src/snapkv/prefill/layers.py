@@ -52,7 +52,7 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
         OutOfMemoryError: from within the block; the message says what would fit. The cache has been
             emptied, the model is as it was.
     """
-    require_int("chunk_tokens", chunk_tokens, minimum=1)
+    chunk_tokens = require_int("chunk_tokens", chunk_tokens, minimum=1)
     watch = MemoryWatch(model)
     forwards: dict[nn.Module, Callable[..., Any]] = {
         layer: functools.partial(_read_layer, watch, layer.forward, index, chunk_tokens)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.parameters import WithParameters
 from snapkv.validation import code_bits
 
 Bits = Literal["int8", "int4", "K8V4"]
@@ -16,7 +17,7 @@ _GROUP_SIZES = (32, 64)
 
 
 @dataclass(frozen=True)
-class KVCodes:
+class KVCodes(metaclass=WithParameters):
     """How many bits hold what is kept of a prompt.
 
     Args:

@@ -137,7 +137,7 @@ class PooledTensors:
 def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
     """The pool that a user names: "host", or a folder."""
     if limit_bytes is not None:
-        require_int("recall_bytes", limit_bytes, minimum=1)
+        limit_bytes = require_int("recall_bytes", limit_bytes, minimum=1)
     if recall == "host":
         return OffloadPool(limit_bytes)
     if not isinstance(recall, str | Path) or not str(recall):

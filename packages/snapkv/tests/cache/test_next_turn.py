@@ -1,0 +1,150 @@
+"""In every state a cache can be saved, copied or have rows chosen, and goes on as it was."""
+
+import copy
+
+import pytest
+import torch
+
+from snapkv import AdaKV, CompressedCache, default_policy
+from snapkv.cache.saving.files import read_sealed, write_sealed
+from tests.cache.rows import Rows
+from tests.families import random_ids
+from tests.methods import METHODS
+
+DEFAULT, SNAPKV, HOST = default_policy(40), METHODS["snapkv"], {"recall": "host"}
+PROMPT, TURN, QUESTION, PADS = 90, 50, 45, (0, 7)
+
+
+def told_of(question_tokens):
+    return lambda rows: rows.cache.expect_question(question_tokens)
+
+
+def crop_into_the_prompt(rows):
+    """What was read is recalled with the next tokens."""
+    rows.read(ids(3, 2))
+    rows.cache.crop(-5)
+
+
+def read_half_a_turn(rows):
+    rows.cache.expect_prompt(PROMPT + 20 + TURN)
+    rows.read(ids(20, 3))
+
+
+def drop_spans(rows):
+    rows.cache.drop([(5, 20), (40, 60)])
+
+
+def generate_a_little(rows):
+    for token in ids(6, 4).split(1, dim=1):
+        rows.read(token)
+
+
+# method, options, what brings the cache into the state behind a prompt
+STATES = {
+    "a question is expected": (DEFAULT, HOST, told_of(QUESTION)),
+    "a short question is expected": (DEFAULT, HOST, told_of(20)),
+    "a text before its question is expected": (DEFAULT, HOST, told_of(0)),
+    "a question was expected, and is not": (
+        DEFAULT,
+        HOST,
+        lambda rows: [told_of(QUESTION)(rows), told_of(None)(rows)],
+    ),
+    "nothing is expected": (DEFAULT, HOST, generate_a_little),
+    "spans were dropped": (SNAPKV, HOST, drop_spans),
+    "spans were dropped of heads": (AdaKV(SNAPKV), HOST, drop_spans),
+    "tokens are protected": (
+        SNAPKV,
+        {**HOST, "protect": [(2, 9), (PROMPT, PROMPT + 9)]},
+        generate_a_little,
+    ),
+    "recall is due": (SNAPKV, HOST, crop_into_the_prompt),
+    "recall is due for a question": (
+        DEFAULT,
+        HOST,
+        lambda rows: [told_of(QUESTION)(rows), crop_into_the_prompt(rows)],
+    ),
+    "half a turn was read": (SNAPKV, HOST, read_half_a_turn),
+    "half a turn was read, compress": (SNAPKV, {"turns": "compress"}, read_half_a_turn),
+    "half a turn was read, append": (METHODS["h2o"], {}, read_half_a_turn),
+    "scores are noted": (METHODS["h2o"], {}, generate_a_little),
+    "heads have notes": (METHODS["fastgen"], {}, generate_a_little),
+    "sinks have moved": (METHODS["streaming-llm moved"], {}, generate_a_little),
+    "queries are held": (METHODS["r-kv"], {}, generate_a_little),
+    "codes": (SNAPKV, {**HOST, "quantize": "int8"}, generate_a_little),
+}
+
+
+def ids(tokens, seed=0):
+    return random_ids(2, tokens, seed=seed)
+
+
+def saved(cache, tmp_path):
+    cache.save(tmp_path / "one")
+    return CompressedCache.load(tmp_path / "one", cache.model)
+
+
+def same_rows(cache, _):
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    return cache
+
+
+WAYS = {
+    "saved": saved,
+    "copied": lambda cache, _: copy.copy(cache),
+    "deeply copied": lambda cache, _: copy.deepcopy(cache),
+    "rows chosen": same_rows,
+}
+
+
+def in_state(name):
+    policy, options, change = STATES[name]
+    rows = Rows(policy, options, PADS)
+    rows.turn(ids(PROMPT), PROMPT, ids(1, 9))
+    change(rows)
+    return rows
+
+
+def next_turn(rows):
+    """What every layer keeps of the next turn, and the logits of it and of some tokens more."""
+    cache, rows.passes = rows.cache, []
+    end = cache.prompt_state.prompt_end
+    tokens = end - cache.get_seq_length() if cache.prompt_state.is_announced else TURN
+    rows.turn(ids(tokens, 5), 17, ids(4, 6))
+    kept = [cache.kept_positions(layer) for layer in cache.compressed_layers]
+    return kept, torch.cat(rows.passes, dim=1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", STATES)
+def test_the_next_turn_is_chosen_as_without(name, way, tmp_path):
+    kept, logits = next_turn(in_state(name))
+    rows = in_state(name)
+    rows.cache = WAYS[way](rows.cache, tmp_path)
+    other_kept, other_logits = next_turn(rows)
+    for layer, other in zip(kept, other_kept, strict=True):
+        assert torch.equal(layer, other)
+    assert torch.equal(logits, other_logits)
+
+
+def test_a_question_that_is_expected_changes_what_is_kept():
+    """Otherwise the test above would say nothing about it."""
+    kept = [next_turn(in_state(name))[0] for name in list(STATES)[:3]]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert any(
+            not torch.equal(layer, another)
+            for layer, another in zip(kept[one], kept[other], strict=True)
+        )
+
+
+def test_a_file_that_does_not_know_of_questions_is_read(tmp_path):
+    """Those of 0.3: the next turn goes by the method as it is."""
+    in_state("nothing is expected").cache.save(tmp_path / "one")
+    tensors, notes, _ = read_sealed(tmp_path / "one")
+    assert notes.pop("question_tokens", "none") is None
+    write_sealed(tmp_path / "old", tensors, notes)
+    rows = in_state("nothing is expected")
+    kept, _ = next_turn(in_state("nothing is expected"))
+    rows.cache = CompressedCache.load(tmp_path / "old", rows.model)
+    for layer, other in zip(kept, next_turn(rows)[0], strict=True):
+        assert torch.equal(layer, other)

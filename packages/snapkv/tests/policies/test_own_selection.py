@@ -1,0 +1,222 @@
+"""A selection of a method of somebody's own: used as it is if it is right, or refused by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from snapkv import TOVA, CompressedCache, InvalidArgumentError, PromptThenDecode
+from snapkv.policies import Policy, PrefixPolicy, Selection
+from tests.families import call, random_ids, read, tiny_model
+
+TOKENS, KEPT = 60, 20
+
+
+@dataclass(frozen=True)
+class Chosen(Policy):
+    """Selects what a function gives of the layer, and of the indices that would be right."""
+
+    name: ClassVar[str] = "chosen"
+    query_tokens: ClassVar[int] = 0
+    most_tokens: ClassVar[int] = KEPT
+    made_by: Callable[..., Any] = Selection.of
+
+    def select(self, layer):
+        return self.made_by(layer, right_indices(layer))
+
+
+@dataclass(frozen=True)
+class Budgeted(Chosen):
+    """The same for later turns that choose of what is stored."""
+
+    budget: ClassVar[int] = KEPT
+
+
+@dataclass(frozen=True)
+class Stacked(Chosen):
+    """The same of several layers at once."""
+
+    chooses_of_stacks: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class WithWindow(PrefixPolicy):
+    """The same of a kind of method that promises to keep the last tokens."""
+
+    name: ClassVar[str] = "with-window"
+    query_tokens: ClassVar[int] = 0
+    made_by: Callable[..., Any] = Selection.of
+
+    def score(self, layer):
+        raise AssertionError("it selects without scores")
+
+    def select(self, layer):
+        return self.made_by(layer, right_indices(layer))
+
+
+def right_indices(layer):
+    T = layer.keys.shape[2]
+    return torch.arange(T - KEPT, T).expand(*layer.keys.shape[:2], -1).clone()
+
+
+def with_entries(*changes):
+    """Indices of which some are others, in the last row and head alone."""
+
+    def made_by(layer, indices):
+        for place, index in changes:
+            indices[-1, -1, place] = index
+        return Selection.of(layer, indices)
+
+    return made_by
+
+
+def with_indices(change):
+    return lambda layer, indices: Selection.of(layer, change(indices))
+
+
+def saying(**noted):
+    return lambda layer, indices: Selection(
+        **{"keep_indices": indices, "prompt_tokens": layer.keys.shape[2], **noted}
+    )
+
+
+def counting_a_filler(layer, indices):
+    indices[..., 0] = -1
+    return saying(head_tokens=torch.full((2, 2), KEPT))(layer, indices)
+
+
+WRONG = {
+    "unsorted": (with_entries((3, 44), (4, 43)), "indices that do not ascend", "sort keep_ind"),
+    "descending": (with_indices(lambda each: each.flip(-1)), "do not ascend", "sort keep_ind"),
+    "duplicate": (with_entries((3, 44)), "an index twice", "name each position once"),
+    "negative": (with_entries((3, -2)), "negative indices", "padding_slots"),
+    "a leading -1 that is not counted": (with_entries((0, -1)), "negative ind", "padding_slots"),
+    "beyond": (with_entries((19, TOKENS)), "indices of 60 or more", "layer.keys"),
+    "far beyond": (with_entries((19, 10**12)), "indices of 60 or more", "layer.keys"),
+    "axes": (with_indices(lambda each: each[0]), r"shape \(2, 20\) for 2 rows", "make them"),
+    "rows": (with_indices(lambda each: each[:1]), r"shape \(1, 2, 20\) for 2 rows", "make them"),
+    "heads": (with_indices(lambda each: each[:, [0, 1, 1]]), r"shape \(2, 3, 20\)", "make them"),
+    "query heads": (
+        with_indices(lambda each: each.repeat_interleave(4, dim=1)),
+        r"shape \(2, 8, 20\)",
+        "make them",
+    ),
+    "int32": (with_indices(torch.Tensor.int), "keep_indices of torch.int32", "an int64 tensor"),
+    "floats": (with_indices(torch.Tensor.float), "keep_indices of torch.float32", "an int64"),
+    "a list": (saying(keep_indices=[1, 2]), "keep_indices of list", "an int64"),
+    "a tensor alone": (lambda layer, indices: indices, "a Tensor", "return a Selection"),
+    "another prompt": (saying(prompt_tokens=7), "prompt_tokens=7, where .* has 60", "layer.keys"),
+    "counts beyond": (
+        saying(head_tokens=torch.tensor([[20, 20], [20, 21]])),
+        "head_tokens that are negative or larger",
+        "count the leading",
+    ),
+    "counts of other rows": (saying(head_tokens=torch.tensor([[9]])), "head_tokens of", "pass"),
+    "counts that include a -1": (counting_a_filler, "negative indices", "head_tokens"),
+    "padding beyond": (saying(padding_slots=torch.tensor([0, 21])), "negative or larger", "count"),
+    "padding of other rows": (saying(padding_slots=torch.zeros(3)), r"shape \(3,\)", "count"),
+}
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["alone", "then tova"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_selection_is_refused_by_name(name, is_wrapped):
+    made_by, said, remedy = WRONG[name]
+    policy = Chosen(made_by)
+    if is_wrapped:
+        policy = PromptThenDecode(prompt=policy, decode=TOVA(64))
+    cache = CompressedCache(tiny_model("llama"), policy)
+    line = rf"^select: expected .* from Chosen, got .*{said}.*; .*{remedy}"
+    with pytest.raises(InvalidArgumentError, match=line):
+        call(cache.model, cache, random_ids(2, TOKENS))
+
+
+def test_the_layer_is_named_and_the_cache_can_be_used_again():
+    layers = []
+
+    def wrong_in_the_third(layer, indices):
+        layers.append(layer.layer_idx)
+        return Selection.of(layer, indices.flip(-1) if layers == [0, 1, 2] else indices)
+
+    cache = CompressedCache(tiny_model("llama"), Chosen(wrong_in_the_third))
+    with pytest.raises(InvalidArgumentError, match=r"from Chosen, got .* in layer 2; sort"):
+        call(cache.model, cache, random_ids(2, TOKENS))
+    assert layers == [0, 1, 2, 3]  # a GPU is waited for behind the last one
+    cache.reset()
+    call(cache.model, cache, random_ids(2, TOKENS))
+    assert cache.report().kept_tokens == KEPT
+
+
+def test_of_stacked_layers_the_right_one_is_named():
+    def wrong_in_the_third(layer, indices):
+        assert layer.stacked == 4
+        indices[5, 1, 3] = 44  # of two rows in each layer
+        return Selection.of(layer, indices)
+
+    cache = CompressedCache(tiny_model("llama"), Stacked(wrong_in_the_third))
+    with pytest.raises(InvalidArgumentError, match=r"from Stacked, got an index twice.* layer 2;"):
+        call(cache.model, cache, random_ids(2, TOKENS))
+
+
+@pytest.mark.parametrize("turns", ["compress", "recall"])
+def test_a_wrong_selection_of_a_later_turn_is_refused(turns):
+    calls = []
+
+    def wrong_later(layer, indices):
+        calls.append(layer)
+        return with_entries(*[(3, 0)] * (len(calls) > 4))(layer, indices)
+
+    cache = read(tiny_model("llama"), Budgeted(wrong_later), random_ids(1, TOKENS), turns=turns)
+    cache.expect_prompt(TOKENS + 9)
+    with pytest.raises(InvalidArgumentError, match="from Budgeted, got indices that do not asc"):
+        call(cache.model, cache, random_ids(1, 9))
+
+
+@pytest.mark.parametrize("change", [lambda each: each - KEPT, lambda each: each[..., :0]])
+def test_a_window_that_is_promised_is_kept(change):
+    policy = WithWindow(24, window_size=8, made_by=with_indices(change))
+    said = "got less than the window of the last 8 tokens in layer 0; .*subclass Policy"
+    with pytest.raises(InvalidArgumentError, match=said):
+        read(tiny_model("llama"), policy, random_ids(2, TOKENS))
+
+
+def by_heads(layer, indices):
+    """Heads of different length; rows may have 9 pads."""
+    kept = torch.zeros(2, 2, TOKENS, dtype=torch.bool)
+    kept[0, 0, 30:50] = kept[1, :, 40:] = True
+    kept[0, 1, [10, 59]] = True
+    return Selection.of_mask(kept, per_head_budget=True)
+
+
+def fewer_in_a_row(layer, indices):
+    kept = torch.zeros(2, 2, TOKENS, dtype=torch.bool)
+    kept[0, :, 55:] = kept[1, :, 20:33] = True
+    return Selection.of_mask(kept, per_head_budget=False)
+
+
+RIGHT = {
+    "even": Selection.of,
+    "without the last tokens": with_indices(lambda each: each - KEPT),
+    "heads": by_heads,
+    "rows": fewer_in_a_row,
+    "one set": with_indices(lambda each: each[:, :1]),
+    "whole": lambda layer, indices: Selection.whole(layer),
+    "none": lambda layer, indices: None,
+}
+
+
+@pytest.mark.parametrize("pads", [0, 9])
+@pytest.mark.parametrize("made_by", RIGHT.values(), ids=RIGHT)
+def test_a_right_selection_passes(made_by, pads):
+    mask = torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[0, :pads] = 0
+    read(tiny_model("llama"), Chosen(made_by), random_ids(2, TOKENS), mask)
+
+
+def test_padding_is_not_kept_for_a_token():
+    mask = torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, :50] = 0
+    with pytest.raises(InvalidArgumentError, match=r"got indices of padding among .*pad_tokens"):
+        read(tiny_model("llama"), Chosen(saying()), random_ids(2, TOKENS), mask)
