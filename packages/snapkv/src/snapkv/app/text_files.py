@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from snapkv.errors import DocumentError, missing_package
-from snapkv.library.records import Text
+from snapkv.library.records import Text, settled_stamp
 from snapkv.validation import format_bytes, nearest, printable, without_controls
 
 STDIN = "-"
@@ -115,7 +115,8 @@ class _Files:
 
     def read(self, source: str) -> list[Text]:
         if source == STDIN:
-            return [self._parsed(None, self._content(sys.stdin.buffer, "standard input"))]
+            data, _ = self._content(sys.stdin.buffer, "standard input")
+            return [self._parsed(None, data)]
         if not source:
             raise DocumentError(
                 "file: expected a file or folder, got an empty name; pass a path or -"
@@ -131,7 +132,7 @@ class _Files:
                 return self._below(path)
             _require_file(path)
             with path.open("rb") as file:
-                return [self._parsed(path, self._content(file, printable(str(path))))]
+                return [self._parsed(path, *self._content(file, printable(str(path))))]
         except OSError as error:
             raise _unreadable(error, source) from error
 
@@ -162,7 +163,7 @@ class _Files:
         """The document in a file; none where it is empty, or binary and not called a text."""
         try:
             with path.open("rb") as file:
-                data = self._content(file, printable(str(path)))
+                data, stamp = self._content(file, printable(str(path)))
         except OSError as error:
             raise _unreadable(error, str(path)) from error
         if not data.strip():
@@ -172,13 +173,18 @@ class _Files:
             if kind.startswith("text/") or path.suffix.lower() in _OTHER_DOCUMENTS:
                 raise DocumentError("file: expected text, got binary data; export it as PDF")
             return []
-        return [self._parsed(path, data)]
+        return [self._parsed(path, data, stamp)]
 
-    def _content(self, file: BinaryIO, name: str) -> bytes:
-        """All bytes of a PDF, which may have large images, or of a text, which is bounded."""
+    def _content(self, file: BinaryIO, name: str) -> tuple[bytes, str]:
+        """Read all bytes of a PDF, which may have large images, or of a text, which is bounded.
+
+        Returns:
+            The bytes, and the stamp of the file before they were read.
+        """
+        stamp = settled_stamp(os.fstat(file.fileno())) if file is not sys.stdin.buffer else ""
         begun = file.read(self._left + 1)
         if b"%PDF-" in begun[:1024]:
-            return begun + file.read()
+            return begun + file.read(), stamp
         if not _is_binary(begun):
             self._left -= len(begun)
         if self._left < 0:
@@ -187,9 +193,9 @@ class _Files:
                 f"file: expected at most {most} of text, got more with {name}; pass less, for "
                 "instance a part that split -C 32M makes"
             )
-        return begun
+        return begun, stamp
 
-    def _parsed(self, path: Path | None, data: bytes) -> Text:
+    def _parsed(self, path: Path | None, data: bytes, stamp: str = "") -> Text:
         """The text of a file's content, by suffix or, without a telling one, by its first bytes."""
         name = "standard input" if path is None else printable(str(path))
         suffix, lost = "" if path is None else path.suffix.lower(), list[str]()
@@ -207,8 +213,9 @@ class _Files:
             )
         if lost:
             self.notices[f"partly read: {name}"] = "; ".join(lost)
-        source = None if path is None else os.path.abspath(name)
-        return Text(name=name, text=text.strip("\n"), source=source)
+        # What a pipe such as <(command) held cannot be read again.
+        source = os.path.abspath(name) if path is not None and path.is_file() else None
+        return Text(name=name, text=text.strip("\n"), source=source, stamp=stamp)
 
 
 def _unreadable(error: OSError, name: str) -> DocumentError:

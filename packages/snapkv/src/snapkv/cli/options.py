@@ -309,6 +309,13 @@ class AskOptions(RunOptions):
         panels.library(help="How many documents of the library to answer from", show_default="3"),
         WholeNumber(1),
     ] = None
+    allow_changed: Annotated[
+        bool,
+        panels.library(
+            "--allow-changed",
+            help="Answer even if the files of documents have changed since they were read",
+        ),
+    ] = False
     recompute: Annotated[
         float | None,
         panels.library(
@@ -327,6 +334,7 @@ class AskOptions(RunOptions):
         if self.library is None:
             expected = "--library with it"
             given = {"documents": self.documents, "recompute": self.recompute}
+            given["allow_changed"] = self.allow_changed or None
         else:
             expected = "none with --library"
             given = {name: getattr(self, name) or None for name in (*DRAFTS, "protect_first")}

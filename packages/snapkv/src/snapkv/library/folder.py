@@ -24,7 +24,7 @@ from snapkv.errors import (
     SnapKVError,
 )
 from snapkv.library.about import About
-from snapkv.library.records import Record, Text, passages
+from snapkv.library.records import SETTLED_NS, Record, Text, passages
 from snapkv.validation import format_bytes
 
 _ABOUT, _LOCK, _INDEX = "library.json", "library.lock", "words.sqlite"
@@ -47,9 +47,6 @@ _RECORD = re.compile(_NAMES[_DOCUMENTS])
 
 _MOST_RECORD_BYTES = 1 << 28
 """Of a text and what is known of it; any model's positions are fewer."""
-
-_SETTLED_NS = 2_000_000_000
-"""No file system's clock is coarser."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +164,7 @@ class Folder:
     def settled(self) -> str | None:
         """The mark, if no other change can get the same one; else None."""
         mark = self.mark()
-        is_old = mark and int(mark.split()[1]) < time.time_ns() - _SETTLED_NS
+        is_old = mark and int(mark.split()[1]) < time.time_ns() - SETTLED_NS
         return mark if is_old else None
 
     def new_mark(self) -> str | None:
@@ -292,6 +289,7 @@ class Folder:
             size=len(text.text.encode("utf-8", "surrogatepass")),
             sha256=sha256,
             text=text.text,
+            stamp=text.stamp,
             chunks=tuple(passages(text.text)),
             tokens=tokens,
             bytes=file.stat().st_size,

@@ -303,6 +303,17 @@ class Library:
         self.required()
         return self._passages.best(question, documents)
 
+    def record(self, hit: Hit) -> Record:
+        """Return the document of a hit, with its text.
+
+        Raises:
+            LibraryError: the document was removed after the search.
+        """
+        record = self._folder.record(hit.key)
+        if record is None:
+            raise _gone(hit)
+        return record
+
     def inputs(
         self,
         model: "PreTrainedModel",
@@ -379,7 +390,7 @@ class Library:
 
         _require_some(hits)
         reader = self._reader(model, tokenizer)
-        read = [reader.own_ids(self._record(hit)) for hit in hits]
+        read = [reader.own_ids(self.record(hit)) for hit in hits]
         asked = question_ids(tokenizer, question, answer_start)
         ids = [reader.about.prefix_ids, *read, asked]
         return torch.tensor([[token for part in ids for token in part]], device=device_of(model))
@@ -421,12 +432,6 @@ class Library:
         about = self.required()
         about.require_same(About.of(model, tokenizer, None, None, model_name))
         return Reader(model, tokenizer, about)
-
-    def _record(self, hit: Hit) -> Record:
-        record = self._folder.record(hit.key)
-        if record is None:
-            raise _gone(hit)
-        return record
 
     def _add(
         self,
