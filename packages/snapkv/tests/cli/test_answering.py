@@ -11,6 +11,7 @@ import pytest
 
 from snapkv import default_policy
 from snapkv.app.prefills import Exact, LayerByLayer, Selective
+from snapkv.cli.notes import SAME
 from snapkv.cli.options import RunOptions, read_prefill, read_prefills
 from snapkv.cli.policy import usual_bits
 from snapkv.decoding import MedusaHeads, save_heads
@@ -134,7 +135,7 @@ def test_compare_shows_both_caches_side_by_side(snapkv, asked, demo_only, docume
     assert "across-layers" in header
     assert "full" in header
     assert done.out.count("The key is under the blue stone.") == 2
-    assert done.out.splitlines()[-1] == "same answer"
+    assert done.out.splitlines()[-1] == SAME
     record = asked(*SMALL, "--compare")
     compressed, full = record["runs"]
     assert [compressed["policy"]["name"], full["policy"]["name"]] == ["across-layers", "full"]

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 
 from snapkv.cache.saving.records import from_record, record_of
+from snapkv.cli.notes import SAME
 from tests.library.conftest import TEXTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -106,11 +107,11 @@ def test_everything_computed_anew_and_kept_is_what_reading_in_full_gives(snapkv,
     assert done.status == 0, done.err
     assert "check: the first 8 tokens are the full cache's" in done.err
     compared = snapkv(*ask, *whole, "--compare")
-    assert "same answer" in compared.out
+    assert SAME in compared.out
     assert "source: " in compared.out
     small = ("--recompute", 0, "--policy", "snapkv", "--budget", 40, "--compare")
     compared = snapkv(*ask, *small)
-    assert "--recompute 1" in compared.out or "same answer" in compared.out
+    assert "--recompute 1" in compared.out or SAME in compared.out
 
 
 LOAN = ("ask", "--library", "lib", "-q", "What does the bank lend?", "--max-new-tokens", 3)
@@ -139,7 +140,7 @@ CHANGES = {
     "binary": (lambda path: path.write_bytes(b"\0\1\2"), "cannot be compared with what was read"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "cannot be compared with what was"),
 }
-SAME = {
+UNCHANGED = {
     "touched": lambda path: os.utime(path, (0, 0)),
     "written-again": lambda path: path.write_text(TEXTS["loan"]),
     "other-documents": lambda path: path.with_name("garden.txt").write_text("No roses."),
@@ -173,9 +174,9 @@ def test_a_change_is_noticed_whenever_the_file_was_written(refused, aged, change
     assert "papers/loan.txt has changed since" in refused(*LOAN, "--documents", 1)
 
 
-@pytest.mark.parametrize("change", SAME)
+@pytest.mark.parametrize("change", UNCHANGED)
 def test_a_file_with_the_same_text_is_answered_from(snapkv, added, change):
-    SAME[change](added / "papers/loan.txt")
+    UNCHANGED[change](added / "papers/loan.txt")
     record = json.loads(snapkv(*LOAN, "--documents", 1, "--json").out)
     assert record["warnings"] == []
     assert record["sources"][0]["name"] == "papers/loan.txt"

@@ -15,6 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from snapkv.app.file_kinds import FileKind, kind_of
 from snapkv.errors import DocumentError, missing_package
 from snapkv.library.records import Text, settled_stamp
 from snapkv.validation import format_bytes, nearest, printable, without_controls
@@ -115,8 +116,7 @@ class _Files:
 
     def read(self, source: str) -> list[Text]:
         if source == STDIN:
-            data, _ = self._content(sys.stdin.buffer, "standard input")
-            return [self._parsed(None, data)]
+            return [self._parsed(None, self._content(sys.stdin.buffer, "standard input"))]
         if not source:
             raise DocumentError(
                 "file: expected a file or folder, got an empty name; pass a path or -"
@@ -132,7 +132,8 @@ class _Files:
                 return self._below(path)
             _require_file(path)
             with path.open("rb") as file:
-                return [self._parsed(path, *self._content(file, printable(str(path))))]
+                stamp = settled_stamp(os.fstat(file.fileno()))  # before it is read
+                return [self._parsed(path, self._content(file, printable(str(path))), stamp)]
         except OSError as error:
             raise _unreadable(error, source) from error
 
@@ -163,7 +164,8 @@ class _Files:
         """The document in a file; none where it is empty, or binary and not called a text."""
         try:
             with path.open("rb") as file:
-                data, stamp = self._content(file, printable(str(path)))
+                stamp = settled_stamp(os.fstat(file.fileno()))  # before it is read
+                data = self._content(file, printable(str(path)))
         except OSError as error:
             raise _unreadable(error, str(path)) from error
         if not data.strip():
@@ -171,20 +173,15 @@ class _Files:
         if _is_binary(data):
             kind = str(mimetypes.guess_type(path.name)[0])
             if kind.startswith("text/") or path.suffix.lower() in _OTHER_DOCUMENTS:
-                raise DocumentError("file: expected text, got binary data; export it as PDF")
+                raise _no_text(printable(str(path)), data)
             return []
         return [self._parsed(path, data, stamp)]
 
-    def _content(self, file: BinaryIO, name: str) -> tuple[bytes, str]:
-        """Read all bytes of a PDF, which may have large images, or of a text, which is bounded.
-
-        Returns:
-            The bytes, and the stamp of the file before they were read.
-        """
-        stamp = settled_stamp(os.fstat(file.fileno())) if file is not sys.stdin.buffer else ""
+    def _content(self, file: BinaryIO, name: str) -> bytes:
+        """All bytes of a PDF, which may have large images, or of a text, which is bounded."""
         begun = file.read(self._left + 1)
         if b"%PDF-" in begun[:1024]:
-            return begun + file.read(), stamp
+            return begun + file.read()
         if not _is_binary(begun):
             self._left -= len(begun)
         if self._left < 0:
@@ -193,7 +190,7 @@ class _Files:
                 f"file: expected at most {most} of text, got more with {name}; pass less, for "
                 "instance a part that split -C 32M makes"
             )
-        return begun, stamp
+        return begun
 
     def _parsed(self, path: Path | None, data: bytes, stamp: str = "") -> Text:
         """The text of a file's content, by suffix or, without a telling one, by its first bytes."""
@@ -302,15 +299,14 @@ def _is_binary(data: bytes) -> bool:
 def _decode(name: str, data: bytes, declared: str = "utf-8") -> str:
     """Text of bytes in UTF-8, in what their mark says, or in the encoding they declare."""
     if _is_binary(data):
-        raise DocumentError(
-            f"file: expected text, got binary data in {name}; pass text, Markdown, source code, "
-            "HTML or PDF, or export it as PDF"
-        )
+        raise _no_text(name, data)
     encoding = _unicode_encoding(data)
     try:
         encoding = encoding or _IN_BROWSERS.get(codecs.lookup(declared).name, declared)
         return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
+        if kind_of(data) is not None:  # compressed data without a NUL byte
+            raise _no_text(name, data) from error
         raise DocumentError(
             f"file: expected {encoding} text, got byte 0x{data[error.start]:02x} at offset "
             f"{error.start:,} in {name}; convert it with iconv -f WINDOWS-1252 (GB18030 if it is "
@@ -321,6 +317,15 @@ def _decode(name: str, data: bytes, declared: str = "utf-8") -> str:
             f"file: expected an encoding that Python knows, got {declared!r} declared in {name}; "
             "convert it to UTF-8"
         ) from error
+
+
+def _no_text(name: str, data: bytes) -> DocumentError:
+    """The error for a file that is not text, which names what it is if that is known."""
+    kind = kind_of(data) or FileKind("binary data")
+    remedy = kind.remedy.format(shlex.quote(name)) or (
+        "pass text, Markdown, source code, HTML or PDF, or export it as PDF"
+    )
+    return DocumentError(f"file: expected text, got {kind.name} in {name}; {remedy}")
 
 
 def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
@@ -385,10 +390,7 @@ def _pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:
             "or export it again"
         ) from error
     if len(drawn) == len(texts):
-        raise DocumentError(
-            f"file: expected a PDF with text, got {name} with images only; run it through OCR, for "
-            "instance ocrmypdf"
-        )
+        raise _pdf_without_text(name, drawn)
     lost = list(_damage(data, repairs))
     if silent := sum(drawn):
         lost.append(
@@ -396,6 +398,15 @@ def _pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:
             "through OCR, for instance ocrmypdf"
         )
     return "\n\n".join(texts), lost
+
+
+def _pdf_without_text(name: str, drawn: Sequence[bool]) -> DocumentError:
+    """The error for a PDF without text; `drawn` says of each page whether anything is on it."""
+    got, remedy = "images only", "run it through OCR, for instance ocrmypdf"
+    if not any(drawn):
+        got = f"{len(drawn):,} blank pages" if drawn else "no pages"
+        remedy = "download or export it again, or pass another file"
+    return DocumentError(f"file: expected a PDF with text, got {name} with {got}; {remedy}")
 
 
 def _draws(page: Any) -> bool:
