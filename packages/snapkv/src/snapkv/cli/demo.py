@@ -16,7 +16,7 @@ from snapkv.cli import panels
 from snapkv.cli.amounts import TokenBudgetParameter, WholeNumber
 from snapkv.cli.announcing import announce_model
 from snapkv.cli.fields import with_options
-from snapkv.cli.options import ModelOptions
+from snapkv.cli.options import ModelOptions, PolicyOptions
 from snapkv.cli.standard_output import write
 from snapkv.packages import demo_file
 from snapkv.validation import AUTO, format_bytes
@@ -44,8 +44,13 @@ class DemoOptions(ModelOptions):
         panels.policy(
             metavar="INTEGER|auto|12%|64MiB", help="Tokens kept per head and layer, or bytes"
         ),
-        TokenBudgetParameter(),
+        TokenBudgetParameter(None),  # checked together with the window
     ] = AUTO
+
+    def __post_init__(self) -> None:
+        """Also refuse a budget without room for the window."""
+        super().__post_init__()
+        PolicyOptions(budget=self.budget)
 
 
 @with_options(DemoOptions)

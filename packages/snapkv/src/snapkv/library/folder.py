@@ -247,6 +247,12 @@ class Folder:
             with naming(path):
                 lock.truncate(0)
 
+    def require_unlocked(self) -> None:
+        """Raise if another process changes the library now; nothing is written."""
+        path = self.path / _LOCK
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as lock:
+            self._take(lock.fileno(), path)
+
     def _take(self, descriptor: int, path: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -127,6 +127,14 @@ class Library:
             )
         return about
 
+    def require_unlocked(self) -> None:
+        """Check that documents can be added now, before a model is loaded for it.
+
+        Raises:
+            LibraryError: another process is changing the library.
+        """
+        self._folder.require_unlocked()
+
     def add(
         self,
         model: "PreTrainedModel",
