@@ -212,6 +212,34 @@ def test_the_command_in_the_message_reads_it_again(
     assert [source["passage"] for source in sources] == ["The bank lends fifty thousand crowns."]
 
 
+COMMANDS = (
+    ("library", "list", "lib"),
+    ("library", "check", "lib"),
+    ("library", "limit", "lib", "1GiB"),
+    ("library", "remove", "lib", "a"),
+    ("ask", "--library", "lib", "-q", "bank?"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("end", [KeyboardInterrupt, MemoryError])
+def test_a_library_whose_first_document_was_interrupted_says_how_to_go_on(
+    snapkv, refused, tiny_only, here, monkeypatch, command, end
+):
+    def interrupted(*_):
+        for own in COMMANDS[:2]:
+            assert "which changes it now; wait for it to end" in refused(*own)
+        raise end
+
+    monkeypatch.setattr("snapkv.library.reader.Reader.read", interrupted)
+    assert snapkv("library", "add", "papers", "--to", "lib").status in (1, 130)
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    said = refused(*command)
+    assert "got the folder 'lib', in which no document was read to its end" in said
+    assert "run the same snapkv library add again, or delete the folder" in said
+
+
 def test_what_a_pipe_held_is_not_compared(snapkv, tiny_only, here):
     reading, writing = os.pipe()
     os.write(writing, b"The bank lends wool.")

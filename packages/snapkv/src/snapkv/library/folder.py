@@ -93,6 +93,11 @@ class Folder:
                 f"{error.strerror}; choose another place"
             ) from error
 
+    @property
+    def was_begun(self) -> bool:
+        """Whether anybody has begun to add documents."""
+        return (self.path / _LOCK).exists()
+
     def begin(self, about: About) -> None:
         """Make it the folder of a library; who does so must be the only one who changes it."""
         replace_file(self.path / _ABOUT, about.as_json())

@@ -117,10 +117,18 @@ class Library:
         """How its documents are read.
 
         Raises:
-            LibraryError: there is no library yet.
+            LibraryError: there is no library yet; the message says if its first document is being
+                read, or was not read to its end.
         """
         about = self._folder.about()
         if about is None:
+            self._folder.require_unlocked()
+            if self._folder.was_begun:
+                raise LibraryError(
+                    f"library: expected a library, got the folder {str(self.path)!r}, in which no "
+                    "document was read to its end; run the same snapkv library add again, or "
+                    "delete the folder"
+                )
             raise LibraryError(
                 f"library: expected a library, got none at {str(self.path)!r}; make one with "
                 "snapkv library add FILES --to FOLDER"
