@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from snapkv.app.conversion import convert_once
-from snapkv.app.model_places import DEMO, known_names, local_place, not_found
+from snapkv.app.model_places import DEMO as DEMO  # `snapkv.cli.plan` imports it from here
+from snapkv.app.model_places import known_names, local_place, not_found
 from snapkv.errors import (
     InvalidArgumentError,
     MissingDependencyError,

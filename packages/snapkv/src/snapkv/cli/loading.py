@@ -28,7 +28,8 @@ from rich.progress import (
 
 from snapkv.app import conversion
 from snapkv.app.answering import TextSink
-from snapkv.app.models import DEMO, LoadedModel, load
+from snapkv.app.model_places import DEMO
+from snapkv.app.models import LoadedModel, load
 from snapkv.app.reading import telling_of_reading
 from snapkv.cli.announcing import announce
 from snapkv.cli.interrupts import started
