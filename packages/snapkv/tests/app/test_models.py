@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, MambaConfig, T5Config
 
 from snapkv import cache_folder as where
-from snapkv.app import conversion, models
+from snapkv.app import conversion, model_places, models
 from snapkv.cli.loading import load_model
 from snapkv.cli.options import ModelOptions
 from snapkv.errors import (
@@ -175,7 +175,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
 
 def test_special_tokens_are_those_of_the_files_header(demo):
     """transformers 5.17 takes the one that begins a text for the one that ends it."""
-    tokenizer, header = demo.tokenizer, gguf.GGUFReader(models.demo_file()).fields
+    tokenizer, header = demo.tokenizer, gguf.GGUFReader(model_places.demo_file()).fields
     for name, key in {"eos": "eos", "bos": "bos", "unk": "unknown", "pad": "padding"}.items():
         expected = int(header[f"tokenizer.ggml.{key}_token_id"].contents())
         assert getattr(tokenizer, f"{name}_token_id") == expected
@@ -192,7 +192,8 @@ def test_the_demo_is_the_packaged_model(demo):
         "attn_implementation": "sdpa",
         "max_tokens": 8192,
     }
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(models.demo_file()).tensors}
+    header = gguf.GGUFReader(model_places.demo_file())
+    tensors = {tensor.name: tensor for tensor in header.tensors}
     mlp = demo.model.model.layers[7].mlp
     for name, module in [("blk.7.ffn_down", mlp.down_proj), ("blk.7.ffn_gate", mlp.gate_proj)]:
         tensor = tensors[f"{name}.weight"]

@@ -1,9 +1,17 @@
 """Reading documents: every format as text, every bad file refused in one line."""
 
+import bz2
+import contextlib
+import gzip
 import io
 import json
+import lzma
+import shlex
+import sqlite3
 import sys
+import tarfile
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -33,6 +41,14 @@ def write_pdf(path, pages, password=None):
         writer.encrypt(password, algorithm="RC4-128")
     writer.write(path)
     return path
+
+
+def blank_pdf(folder):
+    writer = PdfWriter()
+    for _ in range(2):
+        writer.add_blank_page(width=300, height=300)
+    writer.write(folder / "blank.pdf")
+    return folder / "blank.pdf"
 
 
 def text_of(path):
@@ -241,7 +257,8 @@ def misspelt(folder):
         (lambda folder: "", "got an empty name"),
         (lambda folder: "/dev/null", "got the device /dev/null"),
         (bad_file("empty.txt", b""), "got nothing"),
-        (bad_file("image.png", b"\x89PNG\0\0"), "got binary data"),
+        (bad_file("image.png", b"\x89PNG\0\0"), "got a PNG image in"),
+        (bad_file("image.raw", b"\x01\0\0"), "got binary data"),
         (bad_file("old.txt", "Zoë".encode("latin-1")), "got byte 0xeb at offset 2"),
         (bad_file("odd.html", b'<meta charset="klingon"><p>x</p>'), "'klingon' declared"),
         (bad_file("odd.html", b'<meta charset="undefined"><p>x</p>'), "'undefined' declared"),
@@ -249,6 +266,8 @@ def misspelt(folder):
         (bad_file("cut.pdf", b"%PDF-1.7\n"), "; download or export it again"),
         (bad_file("no.pdf", b"not a pdf"), "expected a complete PDF"),
         (lambda folder: write_pdf(folder / "scan.pdf", [""]), "with images only"),
+        (lambda folder: write_pdf(folder / "none.pdf", []), "none.pdf with no pages"),
+        (blank_pdf, "blank.pdf with 2 blank pages; download"),
         (lambda folder: write_pdf(folder / "locked.pdf", ["no"], "sesame"), "got the encrypted"),
         (bad_file("old.ipynb", b'{"worksheets": []}'), "with cells, as format 4 has them"),
         (bad_file("odd.ipynb", b'{"cells": [{"source": 3}]}'), "export it with jupyter"),
@@ -262,6 +281,80 @@ def test_bad_files_are_refused(tmp_path, make, message):
         text_files.read([str(make(tmp_path))])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+PLAIN = b"A line of text.\n" * 40
+
+
+def zipped(*names):
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names:
+            archive.writestr(name, PLAIN)
+    return made.getvalue()
+
+
+def tarred():
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a.txt"))
+    return made.getvalue()
+
+
+def database(folder):
+    with contextlib.closing(sqlite3.connect(folder / "a.db")) as made:
+        made.execute("create table notes(text)")
+        made.commit()
+    return (folder / "a.db").read_bytes()
+
+
+KINDS = {
+    "a gzip file": gzip.compress(PLAIN),
+    "a bzip2 file": bz2.compress(PLAIN),
+    "an xz file": lzma.compress(PLAIN),
+    "a Zstandard file": b"\x28\xb5\x2f\xfd\x24\x00\x01\xff",
+    "a 7z archive": b"7z\xbc\xaf\x27\x1c\0\4",
+    "a tar archive": tarred(),
+    "a ZIP archive": zipped("a.txt"),
+    "an empty ZIP archive": zipped(),
+    "a Word document": zipped("[Content_Types].xml", "word/document.xml"),
+    "an Excel workbook": zipped("[Content_Types].xml", "xl/workbook.xml"),
+    "an SQLite database": database,
+    "a JPEG image": b"\xff\xd8\xff\xe0\x10JFIF",
+    "a WebP image": b"RIFF\xff\1\0\0WEBPVP8 ",
+    "a WAV recording": b"RIFF\xff\1\0\0WAVEfmt ",
+    "an MP3 recording": b"ID3\4\0\0\xff",
+    "an MP4 recording": b"\0\0\0\x20ftypisom",
+    "a HEIC image": b"\0\0\0\x20ftypheic",
+    "a GGUF model": b"GGUF\3\0\0\0",
+    "a program": b"\x7fELF\2\1\1\0",
+}
+
+
+@pytest.mark.parametrize("name", ["it's.txt", "a.bin"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_not_text_is_named_by_what_it_is(tmp_path, monkeypatch, kind, name):
+    made = KINDS[kind]
+    data = made(tmp_path) if callable(made) else made
+    path = bad_file(name, data)(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    for source, shown in ((str(path), path), ("-", "standard input")):
+        with pytest.raises(DocumentError) as error:
+            text_files.read([source])
+        assert f"file: expected text, got {kind} in {shown}; " in str(error.value)
+    with pytest.raises(DocumentError) as error:
+        text_files.read([str(path)])
+    assert kind != "a gzip file" or f"with gunzip --keep {shlex.quote(str(path))}, and" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["BZhang writes.", "PK\3\4", "GIF89a is a format.", "MZ", "ID3 tags", "PAR1", "BM"]
+)
+def test_a_text_that_begins_as_another_kind_of_file_does_is_read(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    assert text_of(tmp_path / "a.txt") == text
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,15 @@ def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):
     assert known.startswith("/stats")
 
 
+@pytest.mark.parametrize("line", ["/foo", "/", "/sav x", "/quit now", "//"])
+def test_a_command_that_does_not_exist_is_named_and_is_no_failure(chat, line):
+    done = chat(line, FIRST)
+    assert done.status == 0
+    assert len(done.out.splitlines()) == 1
+    assert done.err.startswith("snapkv: command: expected one of /stats")
+    assert done.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_a_line_that_is_no_text_ends_a_turn_only(snapkv, tiny_only, document, monkeypatch, errors):
     lines = io.BytesIO(b"What \xff?\n" + FIRST.encode() + b"\n")

@@ -27,7 +27,10 @@ def test_without_options_the_demo_keeps_what_ask_keeps():
 @pytest.mark.slow
 def test_the_demo_answers_from_both_caches_says_what_is_saved_and_what_to_type(snapkv, demo_only):
     done = snapkv("demo", "--characters", 10_000, "--budget", 96)
-    assert (done.status, done.err) == (0, "")
+    assert done.status == 0
+    assert done.err.startswith("snapkv: this is the demo model, a small one for trying the comm")
+    assert "name another with --model, such as Qwen/Qwen3-4B, " in done.err
+    assert done.err.count("\n") == 1
     told_first, _, told_last = done.out.partition("\n\n")
     document, question, *answers, saved = told_first.splitlines()
     heading, *commands = told_last.splitlines()
@@ -44,6 +47,7 @@ def test_the_demo_answers_from_both_caches_says_what_is_saved_and_what_to_type(s
     assert [line.split()[:2] for line in commands] == [["snapkv", name] for name in NEXT_COMMANDS]
     for line in commands:  # each is one, whatever it would say
         assert snapkv(*shlex.split(line)[1:], "--help").status == 0
+        assert "--answer-start" not in line  # which would give away a part of the answer
 
 
 def test_without_the_demo_models_package_the_demo_names_it_before_torch(refused, monkeypatch):

@@ -3,10 +3,15 @@
 import errno
 import json
 import os
+import re
+import shlex
+import time
 
 import pytest
 import safetensors.torch
 
+from snapkv.cache.saving.records import from_record, record_of
+from snapkv.cli.notes import SAME
 from tests.library.conftest import TEXTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -102,11 +107,158 @@ def test_everything_computed_anew_and_kept_is_what_reading_in_full_gives(snapkv,
     assert done.status == 0, done.err
     assert "check: the first 8 tokens are the full cache's" in done.err
     compared = snapkv(*ask, *whole, "--compare")
-    assert "same answer" in compared.out
+    assert SAME in compared.out
     assert "source: " in compared.out
     small = ("--recompute", 0, "--policy", "snapkv", "--budget", 40, "--compare")
     compared = snapkv(*ask, *small)
-    assert "--recompute 1" in compared.out or "same answer" in compared.out
+    assert "--recompute 1" in compared.out or SAME in compared.out
+
+
+LOAN = ("ask", "--library", "lib", "-q", "What does the bank lend?", "--max-new-tokens", 3)
+
+
+def rewritten_in_place(path):
+    """Another text of the same length, with the file's modification time set back."""
+    before = path.stat()
+    path.write_text(TEXTS["loan"].replace("forty", "fifty"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replaced_by_an_old_file(path):
+    other = path.with_name("old")
+    other.write_text("The bank lends nothing.")
+    os.utime(other, (0, 0))
+    other.rename(path)
+
+
+CHANGES = {
+    "appended": (lambda path: path.write_text(TEXTS["loan"] + " No more."), "has changed since"),
+    "in-place": (rewritten_in_place, "has changed since it was read"),
+    "replaced": (replaced_by_an_old_file, "has changed since it was read"),
+    "deleted": (lambda path: path.unlink(), "was deleted or moved since it was read"),
+    "emptied": (lambda path: path.write_text(""), "cannot be compared with what was read"),
+    "binary": (lambda path: path.write_bytes(b"\0\1\2"), "cannot be compared with what was read"),
+    "folder": (lambda path: (path.unlink(), path.mkdir()), "cannot be compared with what was"),
+}
+UNCHANGED = {
+    "touched": lambda path: os.utime(path, (0, 0)),
+    "written-again": lambda path: path.write_text(TEXTS["loan"]),
+    "other-documents": lambda path: path.with_name("garden.txt").write_text("No roses."),
+}
+
+
+@pytest.fixture(params=[0, 10], ids=["just-written", "written-before"])
+def aged(request, snapkv, tiny_only, here, monkeypatch):
+    """A library of files that were written just before they were read, or long before."""
+    now = time.time_ns() + request.param * 10**9
+    monkeypatch.setattr("snapkv.library.records.time.time_ns", lambda: now)
+    assert snapkv("library", "add", "papers", "--to", "lib").status == 0
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    return here
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("more", [(), ("--json",), ("--compare",), ("--check", 1)], ids=str)
+def test_no_answer_is_from_a_file_that_has_changed(refused, added, nothing_is_loaded, more, change):
+    make, said = CHANGES[change]
+    make(added / "papers/loan.txt")
+    line = refused(*LOAN, "--documents", 1, *more)
+    assert f"papers/loan.txt {said}" in line
+    assert "run snapkv library add papers/loan.txt --to lib, or pass --allow-changed" in line
+
+
+@pytest.mark.parametrize("change", ["in-place", "replaced"])
+def test_a_change_is_noticed_whenever_the_file_was_written(refused, aged, change):
+    CHANGES[change][0](aged / "papers/loan.txt")
+    assert "papers/loan.txt has changed since" in refused(*LOAN, "--documents", 1)
+
+
+@pytest.mark.parametrize("change", UNCHANGED)
+def test_a_file_with_the_same_text_is_answered_from(snapkv, added, change):
+    UNCHANGED[change](added / "papers/loan.txt")
+    record = json.loads(snapkv(*LOAN, "--documents", 1, "--json").out)
+    assert record["warnings"] == []
+    assert record["sources"][0]["name"] == "papers/loan.txt"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_is_answered_from_when_that_is_allowed(snapkv, added, change):
+    CHANGES[change][0](added / "papers/loan.txt")
+    done = snapkv(*LOAN, "--documents", 1, "--allow-changed", "--json")
+    assert done.status == 0, done.err
+    (warning,) = json.loads(done.out)["warnings"]
+    assert warning.startswith(f"papers/loan.txt {CHANGES[change][1]}")
+    shown = snapkv(*LOAN, "--documents", 1, "--allow-changed")
+    assert f"warning: {warning}\n" in shown.err
+
+
+@pytest.mark.parametrize("folder", [".", "papers"])
+@pytest.mark.parametrize("name", ["loan.txt", "it's a loan.txt", "-loan.txt"])
+def test_the_command_in_the_message_reads_it_again(
+    snapkv, refused, tiny_only, here, monkeypatch, name, folder
+):
+    (here / "papers/loan.txt").rename(here / name)
+    snapkv("library", "add", "--to", "my lib", "--", "papers", name)
+    (here / name).write_text("The bank lends fifty thousand crowns.")
+    (here / "papers/lease.txt").unlink()
+    monkeypatch.chdir(here / folder)
+    ask = ("ask", "--library", here / "my lib", "-q", "bank lease?", "--max-new-tokens", 2)
+    said = refused(*ask)
+    assert "papers/lease.txt was deleted or moved since it was read" in said
+    (command,) = re.findall("run snapkv (.*), or pass", said)
+    assert snapkv(*shlex.split(command)).status == 0
+    sources = json.loads(snapkv(*ask, "--json").out)["sources"]
+    assert [source["passage"] for source in sources] == ["The bank lends fifty thousand crowns."]
+
+
+COMMANDS = (
+    ("library", "list", "lib"),
+    ("library", "check", "lib"),
+    ("library", "limit", "lib", "1GiB"),
+    ("library", "remove", "lib", "a"),
+    ("ask", "--library", "lib", "-q", "bank?"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("end", [KeyboardInterrupt, MemoryError])
+def test_a_library_whose_first_document_was_interrupted_says_how_to_go_on(
+    snapkv, refused, tiny_only, here, monkeypatch, command, end
+):
+    def interrupted(*_):
+        for own in COMMANDS[:2]:
+            assert "which changes it now; wait for it to end" in refused(*own)
+        raise end
+
+    monkeypatch.setattr("snapkv.library.reader.Reader.read", interrupted)
+    assert snapkv("library", "add", "papers", "--to", "lib").status in (1, 130)
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    said = refused(*command)
+    assert "got the folder 'lib', in which no document was read to its end" in said
+    assert "run the same snapkv library add again, or delete the folder" in said
+
+
+def test_what_a_pipe_held_is_not_compared(snapkv, tiny_only, here):
+    reading, writing = os.pipe()
+    os.write(writing, b"The bank lends wool.")
+    os.close(writing)
+    name = f"/dev/fd/{reading}"
+    assert snapkv("library", "add", name, "--to", "lib").status == 0
+    os.close(reading)
+    record = json.loads(snapkv(*LOAN, "--json").out)
+    assert (record["sources"][0]["name"], record["warnings"]) == (name, [])
+
+
+def test_records_of_0_3_0_are_read_and_compared_by_their_text(snapkv, refused, added):
+    for file in (added / "lib/documents").iterdir():
+        body = {**from_record(file.read_text())}
+        assert body.pop("stamp") is not None
+        file.write_text(record_of(body))
+    assert json.loads(snapkv(*LOAN, "--json").out)["warnings"] == []
+    rewritten_in_place(added / "papers/loan.txt")
+    assert "papers/loan.txt has changed since" in refused(*LOAN)
 
 
 def test_documents_for_which_there_are_no_positions_are_left_out_by_name(
@@ -221,7 +373,7 @@ def test_names_are_removed_and_others_refused(snapkv, refused, added):
 
 
 def test_a_method_that_reads_twice_is_for_adding(refused, added):
-    said = refused("ask", "--library", "lib", "-q", "Why?", "--policy", "kvzip")
+    said = refused("ask", "--library", "lib", "-q", "The bank?", "--policy", "kvzip")
     assert "compress the documents by it when they are added" in said
 
 

@@ -18,6 +18,7 @@ from snapkv.cli.app import program
 from snapkv.cli.options import RunOptions
 from snapkv.cli.outputs import require_outputs
 from snapkv.cli.policy import build_policy
+from snapkv.errors import InvalidArgumentError
 from tests.app.test_text_files import write_pdf
 from tests.cli.commands import commands, options_of
 from tests.cli.conftest import run_python
@@ -231,3 +232,29 @@ def test_no_command_takes_an_option_that_it_then_ignores():
         kind = taken.get("options", object)
         names = {*taken, *getattr(kind, "__dataclass_fields__", {})} - {"return"}
         assert names - read_by(command, kind) == set(), name
+
+
+@pytest.mark.parametrize("budget", [-(10**18), -5, 0, 1, 7])
+@pytest.mark.parametrize(
+    ("given", "least"),
+    [
+        ({}, 20),
+        ({"pooling": "max"}, 17),
+        ({"window_size": 64}, 68),
+        ({"policy": "snapkv"}, 33),
+        ({"policy": "snapkv", "pooling": "fading"}, 36),
+        ({"policy": "adakv", "window_size": 8}, 9),
+        ({"policy": "kvzip"}, 36),
+        ({"policy": "r-kv"}, 9),
+        ({"policy": "prompt-then-decode"}, 33),
+    ],
+    ids=str,
+)
+def test_a_budget_that_is_too_small_is_told_the_smallest_one(given, least, budget):
+    with pytest.raises(InvalidArgumentError) as error:
+        RunOptions(**given, budget=budget)
+    said = str(error.value)
+    assert f"at least {least} " in said or f"more than window_size={least - 1}," in said
+    assert build_policy(RunOptions(**given, budget=least))
+    with pytest.raises(InvalidArgumentError):
+        RunOptions(**given, budget=least - 1)

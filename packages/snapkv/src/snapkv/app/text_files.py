@@ -15,8 +15,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from snapkv.app.file_kinds import FileKind, kind_of
 from snapkv.errors import DocumentError, missing_package
-from snapkv.library.records import Text
+from snapkv.library.records import Text, settled_stamp
 from snapkv.validation import format_bytes, nearest, printable, without_controls
 
 STDIN = "-"
@@ -131,7 +132,8 @@ class _Files:
                 return self._below(path)
             _require_file(path)
             with path.open("rb") as file:
-                return [self._parsed(path, self._content(file, printable(str(path))))]
+                stamp = settled_stamp(os.fstat(file.fileno()))  # before it is read
+                return [self._parsed(path, self._content(file, printable(str(path))), stamp)]
         except OSError as error:
             raise _unreadable(error, source) from error
 
@@ -162,6 +164,7 @@ class _Files:
         """The document in a file; none where it is empty, or binary and not called a text."""
         try:
             with path.open("rb") as file:
+                stamp = settled_stamp(os.fstat(file.fileno()))  # before it is read
                 data = self._content(file, printable(str(path)))
         except OSError as error:
             raise _unreadable(error, str(path)) from error
@@ -170,9 +173,9 @@ class _Files:
         if _is_binary(data):
             kind = str(mimetypes.guess_type(path.name)[0])
             if kind.startswith("text/") or path.suffix.lower() in _OTHER_DOCUMENTS:
-                raise DocumentError("file: expected text, got binary data; export it as PDF")
+                raise _no_text(printable(str(path)), data)
             return []
-        return [self._parsed(path, data)]
+        return [self._parsed(path, data, stamp)]
 
     def _content(self, file: BinaryIO, name: str) -> bytes:
         """All bytes of a PDF, which may have large images, or of a text, which is bounded."""
@@ -189,7 +192,7 @@ class _Files:
             )
         return begun
 
-    def _parsed(self, path: Path | None, data: bytes) -> Text:
+    def _parsed(self, path: Path | None, data: bytes, stamp: str = "") -> Text:
         """The text of a file's content, by suffix or, without a telling one, by its first bytes."""
         name = "standard input" if path is None else printable(str(path))
         suffix, lost = "" if path is None else path.suffix.lower(), list[str]()
@@ -207,8 +210,9 @@ class _Files:
             )
         if lost:
             self.notices[f"partly read: {name}"] = "; ".join(lost)
-        source = None if path is None else os.path.abspath(name)
-        return Text(name=name, text=text.strip("\n"), source=source)
+        # What a pipe such as <(command) held cannot be read again.
+        source = os.path.abspath(name) if path is not None and path.is_file() else None
+        return Text(name=name, text=text.strip("\n"), source=source, stamp=stamp)
 
 
 def _unreadable(error: OSError, name: str) -> DocumentError:
@@ -295,15 +299,14 @@ def _is_binary(data: bytes) -> bool:
 def _decode(name: str, data: bytes, declared: str = "utf-8") -> str:
     """Text of bytes in UTF-8, in what their mark says, or in the encoding they declare."""
     if _is_binary(data):
-        raise DocumentError(
-            f"file: expected text, got binary data in {name}; pass text, Markdown, source code, "
-            "HTML or PDF, or export it as PDF"
-        )
+        raise _no_text(name, data)
     encoding = _unicode_encoding(data)
     try:
         encoding = encoding or _IN_BROWSERS.get(codecs.lookup(declared).name, declared)
         return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
+        if kind_of(data) is not None:  # compressed data without a NUL byte
+            raise _no_text(name, data) from error
         raise DocumentError(
             f"file: expected {encoding} text, got byte 0x{data[error.start]:02x} at offset "
             f"{error.start:,} in {name}; convert it with iconv -f WINDOWS-1252 (GB18030 if it is "
@@ -314,6 +317,15 @@ def _decode(name: str, data: bytes, declared: str = "utf-8") -> str:
             f"file: expected an encoding that Python knows, got {declared!r} declared in {name}; "
             "convert it to UTF-8"
         ) from error
+
+
+def _no_text(name: str, data: bytes) -> DocumentError:
+    """The error for a file that is not text, which names what it is if that is known."""
+    kind = kind_of(data) or FileKind("binary data")
+    remedy = kind.remedy.format(shlex.quote(name)) or (
+        "pass text, Markdown, source code, HTML or PDF, or export it as PDF"
+    )
+    return DocumentError(f"file: expected text, got {kind.name} in {name}; {remedy}")
 
 
 def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
@@ -378,10 +390,7 @@ def _pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:
             "or export it again"
         ) from error
     if len(drawn) == len(texts):
-        raise DocumentError(
-            f"file: expected a PDF with text, got {name} with images only; run it through OCR, for "
-            "instance ocrmypdf"
-        )
+        raise _pdf_without_text(name, drawn)
     lost = list(_damage(data, repairs))
     if silent := sum(drawn):
         lost.append(
@@ -389,6 +398,15 @@ def _pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:
             "through OCR, for instance ocrmypdf"
         )
     return "\n\n".join(texts), lost
+
+
+def _pdf_without_text(name: str, drawn: Sequence[bool]) -> DocumentError:
+    """The error for a PDF without text; `drawn` says of each page whether anything is on it."""
+    got, remedy = "images only", "run it through OCR, for instance ocrmypdf"
+    if not any(drawn):
+        got = f"{len(drawn):,} blank pages" if drawn else "no pages"
+        remedy = "download or export it again, or pass another file"
+    return DocumentError(f"file: expected a PDF with text, got {name} with {got}; {remedy}")
 
 
 def _draws(page: Any) -> bool:

@@ -68,8 +68,13 @@ def kernel(text: str) -> int | tuple[int, int]:
     return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
 
 
-def token_budget(text: str) -> int | str | dict[str, Any]:
-    """A budget: a whole number of at least 1, auto or auto:most=4k, or bytes: 12% or 64MiB."""
+def token_budget(text: str, least: int | None = 1) -> int | str | dict[str, Any]:
+    """Read a budget: a whole number, auto or auto:most=4k, or bytes: 12% or 64MiB.
+
+    Args:
+        text: the budget.
+        least: the smallest number; None if the caller checks it.
+    """
     word, _, rest = text.strip().partition(":")
     if word.lower() == AUTO:
         given = dict(_auto_parameter(part) for part in rest.split(",") if part.strip())
@@ -84,7 +89,8 @@ def token_budget(text: str) -> int | str | dict[str, Any]:
             f"budget: expected tokens as 4096 or 4k, a share as 12%, bytes as 64MiB, or {AUTO}, "
             f"got {text!r}; write for instance --budget 4k, or --policy full to keep everything"
         ) from None
-    require_int("budget", number, 1)
+    if least is not None:
+        require_int("budget", number, least)
     return number
 
 
@@ -183,10 +189,13 @@ class WholeNumber:
 POSITIVE = WholeNumber(1, is_counted=False)
 
 
+@dataclass(frozen=True)
 class TokenBudgetParameter(WholeNumber):
     """Marks an option that takes a number of tokens, or auto."""
+
+    least: int | None = 1
 
     def read(self, name: str, text: str) -> Any:
         """The budget in the form that policies take."""
         del name
-        return token_budget(text)
+        return token_budget(text, self.least)

@@ -1,17 +1,19 @@
 """`snapkv ask`, a question about documents, and `snapkv generate`, which continues a text."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from snapkv.app import text_files
+from snapkv.app.library_hits import changed_sources, search
 from snapkv.app.prompts import Prompt, chat_prompt, require_question, require_unicode, text_prompt
 from snapkv.cli import panels
 from snapkv.cli.announcing import announce, announce_model
 from snapkv.cli.fields import with_options
-from snapkv.cli.library import opened
 from snapkv.cli.options import AskOptions, RunOptions
 from snapkv.errors import InvalidArgumentError
+from snapkv.library.library import Library
 from snapkv.library.records import Text
 
 EXAMPLES = {
@@ -21,6 +23,9 @@ EXAMPLES = {
     ),
     "generate": ("snapkv generate notes.txt --prompt 'In short:' --budget 512",),
 }
+
+_DOCUMENTS = 3
+"""How many documents of a library an answer is from by default."""
 
 
 @with_options(AskOptions)
@@ -40,17 +45,28 @@ def ask(
             f"{EXAMPLES['ask'][0]}"
         )
     if not files:
-        opened(str(options.library), quiet=True).required()
-        announce(f"opening {options.library}")
-        from snapkv.cli.from_library import answer_from_library  # imports torch
-
-        answer_from_library(options, question, context.obj)
+        _ask_library(options, question, context.obj)
         return
     read, policy, request = _begun(files, options)
 
     from snapkv.cli.from_passages import answer_from_passages
 
     answer_from_passages(options, policy, read, question, request, context.obj)
+
+
+def _ask_library(options: AskOptions, question: str, typed: Sequence[str]) -> None:
+    """Find documents in the library and check them, then load the model and answer."""
+    options.settings()
+    warnings = list[str]()
+    library = Library(str(options.library), on_notice=warnings.append)
+    library.required()
+    announce(f"opening {options.library}")
+    found = search(library, question, options.documents or _DOCUMENTS)
+    warnings += changed_sources(library, found.hits, is_allowed=options.allow_changed)
+
+    from snapkv.cli.from_library import answer_from_library  # imports torch, after the checks above
+
+    answer_from_library(library, found, options, question, typed, warnings)
 
 
 @with_options(RunOptions)

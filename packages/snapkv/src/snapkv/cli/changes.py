@@ -28,7 +28,9 @@ def has_few_bits(report: Mapping[str, Any]) -> bool:
 
 
 def next_change(exactly: Change, options: RunOptions, answer: Answer) -> Change | None:
-    """The most likely remedy: an exact prefill, more bits, or a larger budget.
+    """The most likely remedy for an answer that differs from the full cache's, shown beside it.
+
+    That is an exact prefill, more bits, or a larger budget; None if only the full cache has more.
 
     `exactly` is the change that makes the prefill exact; empty if it is. Recall is not among them,
     since it brings tokens back only for later questions.
@@ -37,7 +39,8 @@ def next_change(exactly: Change, options: RunOptions, answer: Answer) -> Change 
         return exactly
     if has_few_bits(answer.cache):  # a budget of tokens is not quantized
         return MORE_BITS
-    return larger_budget(options, answer)
+    change = larger_budget(options, answer)
+    return None if change == FULL else change  # the full cache's answer stands beside it
 
 
 def larger_budget(options: RunOptions, answer: Answer) -> Change | None:

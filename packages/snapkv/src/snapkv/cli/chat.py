@@ -61,7 +61,7 @@ def chat(
     from snapkv.app.conversation import Conversation
     from snapkv.cli.changes import asked_with_passages, explained_length
     from snapkv.cli.from_files import protection_of
-    from snapkv.cli.loading import load_model
+    from snapkv.cli.loading import load_model, say_if_demo
     from snapkv.cli.policy import usual_bits
 
     ways: dict[str, Any] = {"recall": recall, "prefill": options.reading}
@@ -69,6 +69,7 @@ def chat(
     quantize, own_bits = usual_bits(policy, loaded.model, options)
     if own_bits:
         sys.stderr.write(f"bits: {own_bits}\n")
+    say_if_demo(loaded)
     document, protection = text_files.join(read), protection_of(options, system=None)
     Chat(
         conversation=Conversation(
@@ -190,9 +191,12 @@ class Chat:
         name, _, argument = line.partition(" ")
         if name not in commands:
             known = [*commands, "/quit"]
-            raise InvalidArgumentError(
-                f"command: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
+            # Nothing failed that was asked for, so the exit status stays 0.
+            self._note(
+                f"snapkv: command: expected one of {', '.join(known)}, got {name!r}"
+                f"{nearest(name, known)}"
             )
+            return
         commands[name](argument.strip())
 
     def _answer(self, question: str) -> None:

@@ -16,7 +16,7 @@ from snapkv.cli import panels
 from snapkv.cli.amounts import TokenBudgetParameter, WholeNumber
 from snapkv.cli.announcing import announce_model
 from snapkv.cli.fields import with_options
-from snapkv.cli.options import ModelOptions
+from snapkv.cli.options import ModelOptions, PolicyOptions
 from snapkv.cli.standard_output import write
 from snapkv.packages import demo_file
 from snapkv.validation import AUTO, format_bytes
@@ -28,7 +28,7 @@ START = "The FNAME field is required to be Latin-1 by RFC"
 """About the source of Python's gzip module, and how the answer begins."""
 
 NEXT = (
-    "ask {} -q 'Whose minigzip.py is this based on?' --answer-start 'It is based on Andrew'",
+    "ask {} -q 'Whose minigzip.py is this based on?'",
     "chat {}",
     "plan --model llama-3.1-8b --context 120k --gpu-memory 80GB",
 )
@@ -44,8 +44,13 @@ class DemoOptions(ModelOptions):
         panels.policy(
             metavar="INTEGER|auto|12%|64MiB", help="Tokens kept per head and layer, or bytes"
         ),
-        TokenBudgetParameter(),
+        TokenBudgetParameter(None),  # checked together with the window
     ] = AUTO
+
+    def __post_init__(self) -> None:
+        """Also refuse a budget without room for the window."""
+        super().__post_init__()
+        PolicyOptions(budget=self.budget)
 
 
 @with_options(DemoOptions)
@@ -68,7 +73,7 @@ def demo(
     from snapkv.app.answering import answer
     from snapkv.app.prompts import question_prompt
     from snapkv.cli.grid import say
-    from snapkv.cli.loading import load_model, reading_progress
+    from snapkv.cli.loading import load_model, reading_progress, say_if_demo
     from snapkv.cli.policy import usual_bits
     from snapkv.policies import FullCache, default_policy
     from snapkv.policies.default import method_name
@@ -99,6 +104,7 @@ def demo(
     on_path = shutil.which("snapkv") or Path(typed).name != "snapkv"
     program = "snapkv" if on_path else shlex.quote(typed)
     say(Text(f"  {program} {line.format(shlex.quote(gzip.__file__))}") for line in NEXT)
+    say_if_demo(loaded)
 
 
 def _label(text: str) -> str:

@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 from rich.text import Text
 
 from snapkv.app.answering import Answer, TextSink
-from snapkv.app.library_answers import search, take
+from snapkv.app.library_answers import take
+from snapkv.app.library_hits import Found
 from snapkv.cli.announcing import announce_model
 from snapkv.cli.library import like
 from snapkv.cli.loading import load_model, reading_progress
@@ -20,21 +21,32 @@ from snapkv.policies import FullCache
 from snapkv.policies.default import method_name
 from snapkv.validation import DEFAULT, DEFAULT_RECOMPUTE
 
-_DOCUMENTS = 3
 
+def answer_from_library(
+    library: Library,
+    hits: Found,
+    options: AskOptions,
+    question: str,
+    typed: Sequence[str],
+    warnings: list[str],
+) -> None:
+    """Answer from the caches of the documents that a question found; print their names.
 
-def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]) -> None:
-    """Find documents in the library, answer from their caches, print their names."""
-    settings, warnings = options.settings(), list[str]()
-    library = Library(str(options.library), on_notice=warnings.append)
+    Args:
+        library: a library, whose notices are added to `warnings`.
+        hits: the documents.
+        options: of the command.
+        question: what is asked.
+        typed: the command line.
+        warnings: lines to print below the answer.
+    """
+    settings = options.settings()
     is_compressed = library.required().policy["name"] != FullCache.name
     is_partial = is_compressed and options.recompute != 1
     policy = build_policy(options, alone=is_partial)
     require_one_reading(policy, "compress the documents by it when they are added")
     if is_compressed and options.policy == DEFAULT and not options.has_parameters:
         options, policy = replace(options, policy=FullCache.name), FullCache()  # not changed
-    documents = _DOCUMENTS if options.documents is None else options.documents
-    hits = search(library, question, documents)
     options = like(library, options)
     announce_model(options.model)
     loaded = load_model(options)

@@ -87,7 +87,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
 
     from snapkv.app.answering import prompt_ids
     from snapkv.cli.changes import asked_with_passages, explained_length
-    from snapkv.cli.loading import answers_progress, load_model
+    from snapkv.cli.loading import answers_progress, load_model, say_if_demo
     from snapkv.cli.session import versions
     from snapkv.inspector import inspect_prompt
     from snapkv.policies.default import method_name
@@ -123,6 +123,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
             write(f"{method.label}: {method.chosen.answer.text.strip()}\n")
         raise
     typer.echo(f"{target}: {len(page.encode()):,} bytes, open it in a browser")
+    say_if_demo(loaded)
 
 
 def _sizes(options: InspectOptions) -> list[int] | None:

@@ -115,6 +115,7 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
     from snapkv.library.library import Outcome
 
     library = opened(options.to)
+    library.require_unlocked()
     found = library_files.find(sources, library)
     policy, notices = None, found.notices
     if found.texts or options.policy != _AS_IT_IS:

@@ -34,8 +34,12 @@ from snapkv.cli.announcing import announce
 from snapkv.cli.interrupts import started
 from snapkv.cli.options import ModelOptions
 from snapkv.errors import SnapKVError
+from snapkv.packages import DEMO
 
 _LOAD_OPTIONS = ("device", "dtype", "revision", "attn_implementation", "trust_remote_code")
+
+_OTHERS = ("Qwen/Qwen3-4B", "microsoft/Phi-4-mini-instruct", "HuggingFaceTB/SmolLM3-3B")
+"""Small models that answer, for a suggestion."""
 
 
 def load_model(options: ModelOptions) -> LoadedModel:
@@ -57,6 +61,16 @@ def load_other(name: str, options: ModelOptions) -> LoadedModel:
         return load_model(replace(options, model=name, revision=None, attn_implementation=None))
     except SnapKVError as error:  # the message names the main model's option
         raise type(error)(re.sub("^model: ", "assistant: ", str(error))) from error
+
+
+def say_if_demo(loaded: LoadedModel) -> None:
+    """Say on standard error what to expect of the demo model's answers, and what else to name."""
+    if loaded.name == DEMO:
+        sys.stderr.write(
+            "snapkv: this is the demo model, a small one for trying the commands, whose answers "
+            f"are often wrong; name another with --model, such as {', '.join(_OTHERS[:-1])} or "
+            f"{_OTHERS[-1]}\n"
+        )
 
 
 def begin(*, verbose: bool) -> None:

@@ -21,6 +21,10 @@ from snapkv.validation import AUTO
 DIFFERS = 3
 """Exit status of `--check` where the answer is not the full cache's."""
 
+SAME = "the compressed cache gives the full cache's answer"
+DIFFERENT = "the compressed cache gives another answer than the full cache"
+"""What `--compare` compared. Neither says whether an answer is right."""
+
 LITTLE_VOTE = 0.00125
 """Little is lost if every dropped position had less than this share of the window's attention, on
 average over heads and layers, and all of them together less than `LITTLE_SUM`. Both are for prompts
@@ -151,6 +155,6 @@ def compared_note(
     is_told = not (found.same or options.temperature)  # sampled answers differ by chance
     change = next_change(exactly, options, ours) if is_told else None
     command = None if change is None else changed_command(typed, change)
-    lines = [Text("same answer", "green") if found.same else Text("different", "bold red")]
+    lines = [Text(SAME, "green") if found.same else Text(DIFFERENT, "bold red")]
     lines += [Text(f"next to try: {command}")] if command else []
     return Note(key="comparison", record={**asdict(found), "command": command}, lines=lines)

@@ -18,21 +18,25 @@ from snapkv.cli.amounts import (
     storage_bits,
     token_budgets,
 )
-from snapkv.cli.methods import known_method, require_known
+from snapkv.cli.methods import (
+    assignments,
+    known_method,
+    parameters_by_default,
+    require_known,
+    require_parameters,
+)
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
     DEFAULT,
-    DEFAULT_BUDGET,
-    DEFAULT_WINDOW,
     FADING_SINKS,
     GROUP_REDUCTIONS,
-    SMALL_WINDOW,
     WINDOW_REDUCTIONS,
     nearest,
     require_budget,
     require_choice,
     require_device,
     require_dtype,
+    require_int,
     require_pooling,
     require_share,
 )
@@ -66,7 +70,11 @@ class ModelOptions:
     ] = False
 
     def __post_init__(self) -> None:
-        """Refuse unknown devices and dtypes before torch is imported."""
+        """Refuse missing files of models, unknown devices and dtypes before torch is imported."""
+        if self.model is not None:
+            from snapkv.app.model_places import local_place  # imports the hub's client
+
+            local_place(self.model)
         if self.device is not None:
             require_device(self.device)
         if self.dtype is not None:
@@ -104,7 +112,7 @@ class PolicyOptions(ModelOptions):
             help="Tokens kept per head and layer, window included; or a total in bytes",
             show_default="auto, set from the votes; 1024 with another --policy",
         ),
-        TokenBudgetParameter(),
+        TokenBudgetParameter(None),  # checked together with the window
     ] = None
     keep_ratio: panels.KeepRatio = None
     window_size: Annotated[
@@ -145,6 +153,10 @@ class PolicyOptions(ModelOptions):
         super().__post_init__()
         if self.policy:
             object.__setattr__(self, "policy", known_method(self.policy))
+            given = [
+                (name, value) for name in OWN_FLAGS if (value := getattr(self, name)) is not None
+            ]
+            require_parameters(self.policy, [*given, *assignments(self.set_ or ())])
         width = None if self.kernel_size is None else kernel(self.kernel_size)
         is_default = self.policy == DEFAULT
         pooling = self.pooling or ("fading" if is_default and width is None else "max")
@@ -156,12 +168,24 @@ class PolicyOptions(ModelOptions):
             require_choice("window_reduce", self.window_reduce, WINDOW_REDUCTIONS)
         if self.keep_ratio is not None:
             require_budget(self.budget, self.keep_ratio, 1)
-        elif self.policy in (DEFAULT, "snapkv") and not self.set_:
-            tokens = DEFAULT_BUDGET if self.budget is None and not is_default else self.budget
-            window = self.window_size or (SMALL_WINDOW if is_default else DEFAULT_WINDOW)
-            if isinstance(tokens, int):
-                sinks = FADING_SINKS if pooling == "fading" else 0
-                require_budget(tokens, None, window, sinks)
+        else:
+            self._require_room(pooling)
+
+    def _require_room(self, pooling: str) -> None:
+        """Refuse a budget of tokens without room for the method's window and sinks."""
+        own = parameters_by_default(self.policy) if self.policy else {}
+        tokens = self.budget
+        if tokens is None and self.policy != DEFAULT:
+            tokens = own.get("budget")
+        if not isinstance(tokens, int):
+            return
+        if self.set_ or "window_size" not in own:
+            require_int("budget", tokens, 1)
+            return
+        sinks = FADING_SINKS if pooling == "fading" else own.get("sink_tokens") or 0
+        if self.policy == DEFAULT and pooling != "fading":
+            sinks = 0
+        require_budget(tokens, None, self.window_size or own["window_size"], sinks)
 
     @property
     def has_parameters(self) -> bool:
@@ -261,6 +285,10 @@ class RunOptions(MethodOptions):
     def __post_init__(self) -> None:
         """Refuse an unknown prefill, and a check of sampled or of too many tokens."""
         super().__post_init__()
+        if self.assistant is not None:
+            from snapkv.app.model_places import local_place  # imports the hub's client
+
+            local_place(self.assistant, argument="assistant")
         _ = self.reading
         if self.check is None:
             return
@@ -306,6 +334,13 @@ class AskOptions(RunOptions):
         panels.library(help="How many documents of the library to answer from", show_default="3"),
         WholeNumber(1),
     ] = None
+    allow_changed: Annotated[
+        bool,
+        panels.library(
+            "--allow-changed",
+            help="Answer even if the files of documents have changed since they were read",
+        ),
+    ] = False
     recompute: Annotated[
         float | None,
         panels.library(
@@ -324,6 +359,7 @@ class AskOptions(RunOptions):
         if self.library is None:
             expected = "--library with it"
             given = {"documents": self.documents, "recompute": self.recompute}
+            given["allow_changed"] = self.allow_changed or None
         else:
             expected = "none with --library"
             given = {name: getattr(self, name) or None for name in (*DRAFTS, "protect_first")}

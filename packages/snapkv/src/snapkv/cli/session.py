@@ -16,6 +16,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.changes import Change
 from snapkv.cli.grid import Grid, say, show
+from snapkv.cli.loading import say_if_demo
 from snapkv.cli.notes import Note, notes_on, said_of_votes
 from snapkv.cli.options import RunOptions
 from snapkv.cli.standard_output import write, write_json
@@ -77,6 +78,7 @@ def show_answers(
         write_json({"answer": runs[0]["text"]} | about | {"runs": runs} | told | versions())
     else:
         say([line for note in notes for line in note.lines], to_errors=not options.compare)
+    say_if_demo(asked.loaded)
     if status := max(note.status for note in notes):
         raise typer.Exit(status)
 

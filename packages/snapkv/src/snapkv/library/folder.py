@@ -24,7 +24,7 @@ from snapkv.errors import (
     SnapKVError,
 )
 from snapkv.library.about import About
-from snapkv.library.records import Record, Text, passages
+from snapkv.library.records import SETTLED_NS, Record, Text, passages
 from snapkv.validation import format_bytes
 
 _ABOUT, _LOCK, _INDEX = "library.json", "library.lock", "words.sqlite"
@@ -47,9 +47,6 @@ _RECORD = re.compile(_NAMES[_DOCUMENTS])
 
 _MOST_RECORD_BYTES = 1 << 28
 """Of a text and what is known of it; any model's positions are fewer."""
-
-_SETTLED_NS = 2_000_000_000
-"""No file system's clock is coarser."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +92,11 @@ class Folder:
                 f"library: expected a folder that can be read, got {str(self.path)!r}: "
                 f"{error.strerror}; choose another place"
             ) from error
+
+    @property
+    def was_begun(self) -> bool:
+        """Whether anybody has begun to add documents."""
+        return (self.path / _LOCK).exists()
 
     def begin(self, about: About) -> None:
         """Make it the folder of a library; who does so must be the only one who changes it."""
@@ -167,7 +169,7 @@ class Folder:
     def settled(self) -> str | None:
         """The mark, if no other change can get the same one; else None."""
         mark = self.mark()
-        is_old = mark and int(mark.split()[1]) < time.time_ns() - _SETTLED_NS
+        is_old = mark and int(mark.split()[1]) < time.time_ns() - SETTLED_NS
         return mark if is_old else None
 
     def new_mark(self) -> str | None:
@@ -250,6 +252,12 @@ class Folder:
             with naming(path):
                 lock.truncate(0)
 
+    def require_unlocked(self) -> None:
+        """Raise if another process changes the library now; nothing is written."""
+        path = self.path / _LOCK
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as lock:
+            self._take(lock.fileno(), path)
+
     def _take(self, descriptor: int, path: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -292,6 +300,7 @@ class Folder:
             size=len(text.text.encode("utf-8", "surrogatepass")),
             sha256=sha256,
             text=text.text,
+            stamp=text.stamp,
             chunks=tuple(passages(text.text)),
             tokens=tokens,
             bytes=file.stat().st_size,

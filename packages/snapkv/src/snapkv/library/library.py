@@ -117,15 +117,31 @@ class Library:
         """How its documents are read.
 
         Raises:
-            LibraryError: there is no library yet.
+            LibraryError: there is no library yet; the message says if its first document is being
+                read, or was not read to its end.
         """
         about = self._folder.about()
         if about is None:
+            self._folder.require_unlocked()
+            if self._folder.was_begun:
+                raise LibraryError(
+                    f"library: expected a library, got the folder {str(self.path)!r}, in which no "
+                    "document was read to its end; run the same snapkv library add again, or "
+                    "delete the folder"
+                )
             raise LibraryError(
                 f"library: expected a library, got none at {str(self.path)!r}; make one with "
                 "snapkv library add FILES --to FOLDER"
             )
         return about
+
+    def require_unlocked(self) -> None:
+        """Check that documents can be added now, before a model is loaded for it.
+
+        Raises:
+            LibraryError: another process is changing the library.
+        """
+        self._folder.require_unlocked()
 
     def add(
         self,
@@ -303,6 +319,17 @@ class Library:
         self.required()
         return self._passages.best(question, documents)
 
+    def record(self, hit: Hit) -> Record:
+        """Return the document of a hit, with its text.
+
+        Raises:
+            LibraryError: the document was removed after the search.
+        """
+        record = self._folder.record(hit.key)
+        if record is None:
+            raise _gone(hit)
+        return record
+
     def inputs(
         self,
         model: "PreTrainedModel",
@@ -379,7 +406,7 @@ class Library:
 
         _require_some(hits)
         reader = self._reader(model, tokenizer)
-        read = [reader.own_ids(self._record(hit)) for hit in hits]
+        read = [reader.own_ids(self.record(hit)) for hit in hits]
         asked = question_ids(tokenizer, question, answer_start)
         ids = [reader.about.prefix_ids, *read, asked]
         return torch.tensor([[token for part in ids for token in part]], device=device_of(model))
@@ -421,12 +448,6 @@ class Library:
         about = self.required()
         about.require_same(About.of(model, tokenizer, None, None, model_name))
         return Reader(model, tokenizer, about)
-
-    def _record(self, hit: Hit) -> Record:
-        record = self._folder.record(hit.key)
-        if record is None:
-            raise _gone(hit)
-        return record
 
     def _add(
         self,

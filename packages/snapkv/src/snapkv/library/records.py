@@ -1,6 +1,9 @@
 """The texts of a library: as they are given, and with what is known of them once they are read."""
 
+import os
 import re
+import stat
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self, get_type_hints
@@ -33,11 +36,13 @@ class Text:
         text: all of it; not empty.
         source: the file it comes from, as an absolute path; None for a text that was given. Adding
             the same source again, or without one the same name, replaces the document.
+        stamp: the `file_stamp` of that file when the text was read; empty if it is unknown.
     """
 
     name: str
     text: str
     source: str | None = None
+    stamp: str = ""
 
     def __post_init__(self) -> None:
         for argument in ("name", "text"):
@@ -89,8 +94,11 @@ class Record(Text):
 
     @classmethod
     def from_json(cls, content: str) -> Self:
-        """The record that `as_json` has written; refused where it has changed since."""
-        body = from_record(content)
+        """The record that `as_json` has written; refused where it has changed since.
+
+        Records of 0.3.0 have no stamp.
+        """
+        body = {"stamp": ""} | from_record(content)
         kinds = get_type_hints(cls) | {"chunks": list}
         if set(body) != {field.name for field in fields(cls)} or not all(
             isinstance(value, kinds[name]) for name, value in body.items()
@@ -100,6 +108,26 @@ class Record(Text):
         if [list(map(type, pair)) for pair in pairs] != [[int, int]] * len(body["chunks"]):
             raise LibraryError("its passages are no spans of characters")
         return cls(**{**body, "chunks": tuple(pairs)})
+
+
+SETTLED_NS = 2_000_000_000
+"""No file system's clock is coarser."""
+
+
+def file_stamp(status: os.stat_result) -> str:
+    """Size and times of a regular file, which change with its content; empty for other files.
+
+    The time of the last status change is among them, since programs can set the other one back.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        return ""
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+
+def settled_stamp(status: os.stat_result) -> str:
+    """The `file_stamp` of a file that is being read; empty if a later change could get the same."""
+    is_old = max(status.st_mtime_ns, status.st_ctime_ns) < time.time_ns() - SETTLED_NS
+    return file_stamp(status) if is_old else ""
 
 
 def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:

@@ -1,0 +1,86 @@
+"""The kinds of files that hold no text, told by their first bytes, to name them in errors."""
+
+from typing import NamedTuple
+
+_PHOTO = "run it through OCR, for instance tesseract"
+_SOUND = "pass a transcript, for instance from whisper"
+_OFFICE = "export it as PDF"
+
+
+class FileKind(NamedTuple):
+    """What a file is, and how its text can be had.
+
+    Attributes:
+        name: the kind, with an article.
+        remedy: what to do, with braces where the quoted name of the file stands; empty if there is
+            nothing special to do.
+    """
+
+    name: str
+    remedy: str = ""
+
+
+def _unpack(command: str) -> str:
+    return f"unpack it, for instance with {command}, and pass what was in it"
+
+
+_BEGINNINGS: tuple[tuple[int, bytes, FileKind], ...] = (
+    (0, b"\x1f\x8b", FileKind("a gzip file", _unpack("gunzip --keep {}"))),
+    (0, b"BZh", FileKind("a bzip2 file", _unpack("bunzip2 --keep {}"))),
+    (0, b"\xfd7zXZ\0", FileKind("an xz file", _unpack("unxz --keep {}"))),
+    (0, b"\x28\xb5\x2f\xfd", FileKind("a Zstandard file", _unpack("unzstd {}"))),
+    (0, b"\x04\x22\x4d\x18", FileKind("an LZ4 file", _unpack("unlz4 {}"))),
+    (0, b"7z\xbc\xaf\x27\x1c", FileKind("a 7z archive", _unpack("7z x {}"))),
+    (0, b"Rar!\x1a\x07", FileKind("a RAR archive", _unpack("unrar x {}"))),
+    (257, b"ustar", FileKind("a tar archive", _unpack("tar xf {}"))),
+    (0, b"PK\x03\x04", FileKind("a ZIP archive", _unpack("unzip {}"))),
+    (0, b"PK\x05\x06", FileKind("an empty ZIP archive")),
+    (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", FileKind("an old Office document", _OFFICE)),
+    (0, b"SQLite format 3\0",
+     FileKind("an SQLite database", "export its text, for instance with sqlite3 {} .dump")),
+    (0, b"PAR1", FileKind("a Parquet table", "export it as CSV")),
+    (0, b"\x89HDF\r\n\x1a\n", FileKind("an HDF5 file")),
+    (0, b"\x93NUMPY", FileKind("a NumPy array")),
+    (0, b"GGUF", FileKind("a GGUF model", "pass it with --model instead")),
+    (0, b"\x89PNG", FileKind("a PNG image", _PHOTO)),
+    (0, b"\xff\xd8\xff", FileKind("a JPEG image", _PHOTO)),
+    (0, b"GIF8", FileKind("a GIF image", _PHOTO)),
+    (0, b"II*\0", FileKind("a TIFF image", _PHOTO)),
+    (0, b"MM\0*", FileKind("a TIFF image", _PHOTO)),
+    (0, b"BM", FileKind("a BMP image", _PHOTO)),
+    (8, b"WEBP", FileKind("a WebP image", _PHOTO)),
+    (4, b"ftypheic", FileKind("a HEIC image", _PHOTO)),
+    (4, b"ftypavif", FileKind("an AVIF image", _PHOTO)),
+    (8, b"WAVE", FileKind("a WAV recording", _SOUND)),
+    (0, b"ID3", FileKind("an MP3 recording", _SOUND)),
+    (0, b"\xff\xfb", FileKind("an MP3 recording", _SOUND)),
+    (0, b"fLaC", FileKind("a FLAC recording", _SOUND)),
+    (0, b"OggS", FileKind("an Ogg recording", _SOUND)),
+    (4, b"ftyp", FileKind("an MP4 recording", _SOUND)),
+    (0, b"\x1aE\xdf\xa3", FileKind("a Matroska or WebM recording", _SOUND)),
+    (0, b"\x7fELF", FileKind("a program")),
+    (0, b"MZ", FileKind("a program for Windows")),
+    (0, b"\0asm", FileKind("a WebAssembly program")),
+)  # fmt: skip
+
+_IN_ZIP: tuple[tuple[bytes, FileKind], ...] = (
+    (b"word/document.xml", FileKind("a Word document", _OFFICE)),
+    (b"xl/workbook.xml", FileKind("an Excel workbook", "export it as CSV or PDF")),
+    (b"ppt/presentation.xml", FileKind("a PowerPoint presentation", _OFFICE)),
+    (b"application/vnd.oasis.opendocument", FileKind("an OpenDocument file", _OFFICE)),
+    (b"application/epub+zip", FileKind("an EPUB book", _OFFICE)),
+)
+"""Names of files in a ZIP archive that tell what it is."""
+
+
+def kind_of(data: bytes) -> FileKind | None:
+    """Return the kind of a file that is not text, or None if it is unknown.
+
+    The caller must know already that the data is not text, since a text may begin with the same
+    letters.
+    """
+    for start, letters, kind in _BEGINNINGS:
+        if data.startswith(letters, start):
+            held = (each for name, each in _IN_ZIP if name in data)
+            return next(held, kind) if letters.startswith(b"PK") else kind
+    return None
