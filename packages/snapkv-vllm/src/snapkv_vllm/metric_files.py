@@ -34,7 +34,7 @@ def write_without_mapping() -> None:
     """Have prometheus_client write the counts of this process with `WrittenCounts` from now on."""
     from prometheus_client import values
 
-    values.MmapedDict = WrittenCounts  # type: ignore[misc, assignment] # it is used in its place
+    values.MmapedDict = WrittenCounts
 
 
 def require_room(folder: str) -> None:

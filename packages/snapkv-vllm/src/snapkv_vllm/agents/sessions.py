@@ -411,7 +411,7 @@ class HeldSessions:
         elif not turn.compressed.tokens:
             return None
         tokens = DigestedTokens.of(request.all_token_ids[:seen])
-        prompt = hashlib.sha256(turn.prompt.ids).digest()
+        prompt = hashlib.sha256(turn.prompt.ids.data).digest()
         return History(owner=turn.owner, prompt=prompt, tokens=tokens, compressed=turn.compressed)
 
     def _replaced(self, made: History, before: History | None) -> list[History]:

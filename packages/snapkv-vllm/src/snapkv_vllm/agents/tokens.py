@@ -30,7 +30,7 @@ class DigestedTokens:
         copied = np.array(ids, dtype=np.int32)
         digest, digests = hashlib.blake2b(digest_size=16), []
         for end in range(BLOCK, len(copied) + 1, BLOCK):
-            digest.update(copied[end - BLOCK : end])
+            digest.update(copied[end - BLOCK : end].data)
             digests.append(digest.digest())  # of all so far; the digest can be continued
         return cls(copied, digests)
 
