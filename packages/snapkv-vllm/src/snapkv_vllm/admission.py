@@ -7,7 +7,7 @@ What does not go together is in `compatibility`, and what the server makes of th
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from itertools import islice
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -56,14 +56,27 @@ _MOST_FIELDS, _ALIKE = 100, 0.8
 """How many fields are compared with words of ours, and from which likeness on they are meant."""
 
 
+_MOST_NAMES = 1000
+"""Fields of a body, and settings inside: far more than any server knows. What a client sends is
+looked at on the loop that answers all requests, and again in the scheduler."""
+
+
 # Names and what they stand for.
+
+
+def require_few_names(argument: str, given: Mapping[Any, Any]) -> None:
+    """Raise InvalidArgumentError unless an object has at most 1,000 names."""
+    if len(given) > _MOST_NAMES:
+        most = f"at most {_MOST_NAMES:,} names in the object"
+        raise wrong(argument, most, f"{len(given):,}", "leave out what no server reads")
 
 
 def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
     """A request's settings by their names without the prefix; other names belong to others.
 
-    A name that lacks the prefix, or spells it otherwise, is refused.
+    A name that lacks the prefix, or spells it otherwise, is refused, and so are too many names.
     """
+    require_few_names(XARGS, given)
     own = {}
     for name, value in given.items():
         right = meant(name)
@@ -151,12 +164,15 @@ def require_settings(
     if not isinstance(body, dict):
         return
     sampling = _mapping(body.get("sampling_params"))  # of /inference/v1/generate
-    outside = [body, sampling]  # and what clients wrap around the right place
-    for beside in (_mapping(body.get(name)) for name in _BESIDE):
-        outside += [beside, _mapping(beside.get(XARGS))]
+    outside = {"body": body, "sampling_params": sampling}
+    for name in _BESIDE:  # what clients wrap around the right place
+        beside = _mapping(body.get(name))
+        outside |= {name: beside, f"{name}: {XARGS}": _mapping(beside.get(XARGS))}
+    for place, fields in outside.items():
+        require_few_names(place, fields)
     for name, word in misspelt(body):
         raise wrong(shown(name), word, f"'{shown(name)}', which is unknown", f"write {word}")
-    for name in (name for fields in outside for name in fields):
+    for name in chain.from_iterable(outside.values()):
         if (right := meant(name)) is not None:
             remedy = f'write "{XARGS}": {{"{shown(right)}": ...}}'
             raise wrong(shown(name), f"inside {XARGS}", "it outside, where it is ignored", remedy)

@@ -7,7 +7,9 @@ cache is found by requests of the same key alone.
 """
 
 import json
-from collections.abc import Awaitable, Callable, Iterable
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from fastapi import HTTPException
 
@@ -40,6 +42,9 @@ _TOO_DEEP = f"body: expected at most {_DEEPEST} lists in lists, got more; nest t
 
 _NO_TEXT = "body: expected texts of Unicode, got half a surrogate pair; leave it out"
 """The engine's client cannot send it."""
+
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""Stands in every UTF-8 body that has half a surrogate pair, and in those that have whole ones."""
 
 
 class SettingsCheck:
@@ -145,19 +150,26 @@ def _body_of(text: bytes) -> object:
         return None
     except RecursionError as error:
         raise HTTPException(400, detail=_TOO_DEEP) from error
-    level = [body]
-    for _ in range(_DEEPEST):
-        level = [inner for one in level for inner in _inside(one) if isinstance(inner, dict | list)]
-    if level:
+    may_be_deep = text.count(b"[") + text.count(b"{") > _DEEPEST
+    if may_be_deep and _is_deeper(body, _DEEPEST):
         raise HTTPException(400, detail=_TOO_DEEP)
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise HTTPException(400, detail=_NO_TEXT) from error
+    if b"\0" in text or _HALF_A_PAIR.search(text):  # with zeros it is UTF-16 or UTF-32
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise HTTPException(400, detail=_NO_TEXT) from error
     return body
 
 
-def _inside(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+def _is_deeper(body: Any, most: int) -> bool:
+    """Whether more than `most` lists and objects lie in each other."""
+    nests = (dict, list)  # exactly these are made from JSON
+    level = [body] if type(body) in nests else []
+    for _ in range(most):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if type(one) is dict else one)
+            if type(inner) in nests
+        ]
+    return bool(level)

@@ -25,6 +25,7 @@ _OURS = "SNAPKV_METRICS_DIR"
 def register() -> None:
     """Make the compressed block spec known (entry point ``vllm.general_plugins``).
 
+    Where processes count through files, these are written without a mapping, see `metric_files`.
     Nothing else happens until an engine asks for it. A process of a server that this package has
     started ends with its parent from here on; by vLLM's own command, from where its worker, its
     scheduler or its web application is made.
@@ -33,6 +34,10 @@ def register() -> None:
 
     if own_folder():
         end_with_parent()
+    if METRICS in os.environ:
+        from snapkv_vllm.metric_files import write_without_mapping
+
+        write_without_mapping()
     if supported_version():
         with contextlib.suppress(ImportError, AttributeError):  # an engine that asks for us is told
             from snapkv_vllm.blocks import register_spec
@@ -42,8 +47,18 @@ def register() -> None:
 
 @contextlib.contextmanager
 def metrics_folder() -> Iterator[None]:
-    """Have the processes that are started meanwhile count in a folder of their own."""
-    with tempfile.TemporaryDirectory(prefix="snapkv-metrics-") as folder:
+    """Have the processes that are started meanwhile count in a folder of their own.
+
+    Raises InvalidArgumentError if there is no room for one.
+    """
+    from snapkv_vllm.metric_files import no_room, require_room
+
+    try:
+        made = tempfile.TemporaryDirectory(prefix="snapkv-metrics-")
+    except OSError as error:
+        raise no_room(tempfile.tempdir or "a temporary folder", error) from error
+    with made as folder:
+        require_room(folder)
         os.environ[METRICS] = os.environ[_OURS] = folder
         try:
             yield
@@ -54,20 +69,28 @@ def metrics_folder() -> Iterator[None]:
 
 @contextlib.contextmanager
 def users_folder() -> Iterator[None]:
-    """Hold the folder that the user has named, in which the counts of two servers would add up."""
+    """Hold the folder that the user has named, in which the counts of two servers would add up.
+
+    Raises InvalidArgumentError if another server holds it, or there is no room in it.
+    """
     import fcntl
 
+    from snapkv_vllm.metric_files import no_room, require_room
     from snapkv_vllm.names import wrong
 
     folder = os.environ[METRICS]
-    os.makedirs(folder, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise no_room(folder, error) from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             alone, got = "a folder of this server alone", f"'{folder}', which another one uses"
             raise wrong(METRICS, alone, got, "leave it out, or name another folder") from None
+        require_room(folder)
         yield
     finally:
         os.close(handle)

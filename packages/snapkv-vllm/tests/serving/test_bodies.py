@@ -124,3 +124,34 @@ def test_a_name_of_any_length_is_refused_on_one_short_line():
         require_settings({"vllm_xargs": {"snapkv_" + "é\n" * 100_000: 1}}, SETTINGS)
     assert len(str(refused.value)) < 400
     assert str(refused.value).isprintable()
+
+
+MANY = {f"theirs_{number}": number for number in range(1001)}
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (MANY, "body"),
+        ({"vllm_xargs": MANY}, "vllm_xargs"),
+        ({"sampling_params": MANY}, "sampling_params"),
+        ({"sampling_params": {"extra_args": MANY}}, "vllm_xargs"),
+        ({"extra_body": MANY}, "extra_body"),
+        ({"extra_args": MANY}, "extra_args"),
+        ({"extra_body": {"vllm_xargs": MANY}}, "extra_body: vllm_xargs"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_more_settings_than_exist_are_refused_before_any_is_looked_at(body, place, monkeypatch):
+    """Wherever settings are looked for: each would hold up all other requests for a moment."""
+    looked_at = []
+    monkeypatch.setattr("snapkv_vllm.admission.meant", looked_at.append)
+    said = f"^{place}: expected at most 1,000 names in the object, got 1,001; leave out"
+    with pytest.raises(InvalidArgumentError, match=said):
+        require_settings(body, SETTINGS)
+    assert len(looked_at) <= 100  # fields of an ordinary body around them
+
+
+def test_a_thousand_settings_of_others_pass():
+    fewer = dict(list(MANY.items())[:1000])
+    require_settings({"vllm_xargs": fewer, "metadata": MANY, "extra_body": fewer}, SETTINGS)

@@ -1,7 +1,10 @@
-"""Spans that must stay, worked by hand."""
+"""Spans that must stay, worked by hand, and against a loop over them."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
@@ -34,8 +37,62 @@ def test_spans_are_merged_and_counted():
     ]
 
 
+# Overlapping, touching, nested and repeated spans in any order, and now and then a far one.
+SPAN = st.tuples(st.integers(0, 40), st.integers(1, 12)).map(lambda one: (one[0], sum(one)))
+FAR = st.just((2**40, 2**41))
+POSITIONS = st.lists(st.one_of(st.integers(-3, 60), st.just(-(2**31))), max_size=30)
+
+
+def covered_by_a_loop(spans, positions):
+    """Compare every position with every span, in plain Python."""
+    return [any(start <= one < stop for start, stop in spans) for one in positions]
+
+
+@given(
+    spans=st.lists(st.one_of(SPAN, FAR), max_size=12),
+    positions=POSITIONS,
+    dtype=st.sampled_from([torch.int64, torch.int32]),
+)
+def test_spans_cover_what_a_loop_over_them_covers(spans, positions, dtype):
+    given_positions = torch.tensor(positions, dtype=dtype)
+    covered = Spans.of("protect", spans).cover(given_positions)
+    assert covered.dtype == torch.bool
+    assert covered.tolist() == covered_by_a_loop(spans, positions)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 1, 8), (2, 3, 4)], ids=str)
+def test_positions_of_any_shape_and_layout_are_covered(shape):
+    spans = [(1, 3), (5, 6)]
+    positions = torch.arange(torch.tensor(shape).prod().item() if shape else 1).reshape(shape)
+    positions = positions.expand(2, *shape).transpose(0, -1)
+    covered = Spans.of("protect", spans).cover(positions)
+    assert covered.shape == positions.shape
+    assert covered.flatten().tolist() == covered_by_a_loop(spans, positions.flatten().tolist())
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that torch runs."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_thousand_spans_take_no_more_operations_than_one():
+    """A request may name 1,024 spans, and whoever is scheduled with it would wait."""
+    counts = []
+    for number in (1, 1024):
+        spans = Spans.of("protect", [(3 * n, 3 * n + 2) for n in range(number)])
+        with Counting() as counting:
+            spans.cover(torch.arange(4096))
+        counts.append(counting.operations)
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("wrong", "error", "words"),
     [
         ("0:3", InvalidTypeError, "pairs of positions"),
         (7, InvalidTypeError, "pairs of positions"),
@@ -49,8 +106,8 @@ def test_spans_are_merged_and_counted():
         ([(0, 10**30)], InvalidArgumentError, "at most"),
     ],
 )
-def test_bad_spans_are_refused(given, error, words):
+def test_bad_spans_are_refused(wrong, error, words):
     with pytest.raises(error, match=words) as caught:
-        Spans.of("protect", given)
+        Spans.of("protect", wrong)
     assert str(caught.value).startswith("protect: expected")
     assert "\n" not in str(caught.value)

@@ -14,7 +14,7 @@ from typing import Any
 
 from snapkv.errors import SnapKVError
 from snapkv.policies.spans import Span, Spans
-from snapkv_vllm.admission import meant
+from snapkv_vllm.admission import meant, require_few_names
 from snapkv_vllm.agents.edits import Applied, applied, edits_of
 from snapkv_vllm.agents.messages import (
     Marked,
@@ -106,7 +106,9 @@ def note_body(body: object, path: str) -> None:
 def as_checked(prompt: Any, sampling_params: Any) -> Any:
     """The prompt of a request that names no setting in a body that is no JSON, as forms."""
     if not current().is_checked:
-        for name in getattr(sampling_params, "extra_args", None) or ():
+        given = getattr(sampling_params, "extra_args", None) or {}
+        require_few_names(XARGS, given)
+        for name in given:
             if meant(name) is not None:
                 raise wrong(shown(name), "none in a form", "it", "leave it out")
     return prompt

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from vllm.utils.math_utils import cdiv
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.spans import Spans
+from snapkv_vllm.agents.tokens import DigestedTokens
 from snapkv_vllm.blocks import CompressedManager
 from snapkv_vllm.documents.registry import block_bytes, room_of
 from snapkv_vllm.metrics import Metrics, labels_of
@@ -38,6 +37,10 @@ _NONE = Spans(())
 
 _MOST_HISTORIES = 512
 """However few blocks they take: the ids of all their tokens are held, too. Tenants share it."""
+
+_MOST_OF_A_NAME = 32
+"""Histories of one session name: a conversation, its retries and branches. A request of the session
+is compared with each of them."""
 
 Owner = tuple[str, str, str]
 """Whose a history is: the session, the adapter that has read it, and the salt of its cache."""
@@ -83,7 +86,7 @@ class History:
 
     owner: Owner
     prompt: bytes  # a digest of its request's, which is the same when a turn is tried again
-    token_ids: NDArray[np.int32]
+    tokens: DigestedTokens
     compressed: Compressed
     blocks: Sequence[list[Any]] = ()  # of every KV cache group
     requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
@@ -101,21 +104,24 @@ class History:
 
     @property
     def held_tokens(self) -> int:
-        return len(self.token_ids) - self.compressed.dropped_tokens
+        return len(self.tokens) - self.compressed.dropped_tokens
 
     def block_count(self, sizes: Sequence[int]) -> int:
         """How many it takes in groups of such blocks, those among them that others hold, too."""
         return sum(cdiv(self.held_tokens, size) for size in sizes)
 
-    def beginning(self, prompt: NDArray[np.int32], most_tokens: int, block_tokens: int) -> int:
-        """How many of a prompt's first tokens its blocks stand for; 0 where they are others.
+    def usable_tokens(self, same: int, block_tokens: int) -> int:
+        """Return how many first tokens a request can take from its blocks; 0 for none.
 
         In full blocks if there are some after what was compressed. Else no other request may begin
         with it, and what it held after those tokens is written over.
+
+        Args:
+            same: the first tokens that it has in common with the request's prompt. The result does
+                not fall when these are more.
+            block_tokens: tokens in a block.
         """
-        most = min(len(self.token_ids), most_tokens)
-        differ = np.flatnonzero(self.token_ids[:most] != prompt[:most])
-        same, at = int(differ[0]) if len(differ) else most, self.compressed
+        at = self.compressed
         if same < max(1, at.tokens):
             return 0
         dropped = at.dropped_tokens
@@ -131,7 +137,7 @@ class _Turn:
 
     owner: Owner
     given: Mapping[str, Any]  # its settings
-    prompt: NDArray[np.int32]
+    prompt: DigestedTokens
     may_go_on: bool  # from a history, of whose tokens nothing is known but what they leave behind
     spans: RequestSpans
     whole: Spans  # what it wants to stay
@@ -139,6 +145,7 @@ class _Turn:
     compressed: Compressed = Compressed()  # of what it begins with, then its own
     history: History | None = None
     first_block: int | None = None  # of those that hold what was compressed
+    has_searched: bool = False  # and found no history, since its session's last changed
 
 
 class HeldSessions:
@@ -193,7 +200,7 @@ class HeldSessions:
         turn = self._turns[request.request_id] = _Turn(
             owner=owner,
             given=given,
-            prompt=np.array(request.prompt_token_ids, dtype=np.int32),
+            prompt=DigestedTokens.of(request.prompt_token_ids),
             may_go_on=may_go_on,
             spans=spans,
             whole=self._settings.whole_of(given, tokens),
@@ -206,39 +213,68 @@ class HeldSessions:
         turn = self._turns.get(request_id)
         if turn is None:
             return None
-        if turn.may_go_on and turn.history is None:
+        if turn.may_go_on and turn.history is None and not turn.has_searched:
+            turn.has_searched = True
             self._go_on(turn)
             if turn.history is not None:
                 self._take_up(turn.history, request_id, turn.plan)
         return turn.plan
 
     def _go_on(self, turn: _Turn) -> None:
-        """Choose the history that stands for most of the prompt."""
-        given, tokens, longest = turn.given, len(turn.prompt), 0
+        """Choose the history that stands for most of the prompt.
+
+        Tokens are compared before anything is planned, and a history is planned with only if it may
+        stand for more of the prompt than the best one so far.
+        """
+        tokens, longest = len(turn.prompt), 0
+        candidates = []
         for history in self._held:
-            at = history.compressed
-            is_own = history.owner == turn.owner
-            left = at.left(turn.spans, turn.whole) if is_own else None
-            if left is None:
+            if history.owner == turn.owner:
+                same = turn.prompt.common_tokens(history.tokens)
+                most = history.usable_tokens(min(same, tokens - 1), self._block_tokens)
+                candidates.append((most, same, history))
+        for most, same, history in sorted(candidates, key=lambda one: one[0], reverse=True):
+            if most <= longest:
+                return
+            planned = self._planned_after(turn, history)
+            if planned is None:
                 continue
-            plan = self._settings.plan_of_turn(given, tokens - at.dropped_tokens, left)
-            ends = plan.next(0, 0)
-            voters = 0 if ends is None else max(1, ends.choice.query_tokens)
-            if tokens - voters < at.tokens:  # too few have come to vote: next time
-                plan = self._settings.plan_of_turn(
-                    given, tokens - at.dropped_tokens, left, votes=False
-                )
-                voters = 1
-            begins = history.beginning(turn.prompt, tokens - max(1, voters), self._block_tokens)
-            if begins > longest:
-                longest, turn.history, turn.compressed = begins, history, at
+            plan, voters = planned
+            begins = history.usable_tokens(min(same, tokens - voters), self._block_tokens)
+            if begins > longest and history.tokens.begins_like(turn.prompt, begins):
+                longest, turn.history, turn.compressed = begins, history, history.compressed
                 turn.plan = TurnPlan(
                     prompt_tokens=tokens,
                     policy=plan.policy,
                     protect_first=plan.protect_first,
                     prefix_tokens=begins,
-                    dropped_tokens=at.dropped_tokens,
+                    dropped_tokens=history.compressed.dropped_tokens,
                 )
+
+    def _planned_after(self, turn: _Turn, history: History) -> tuple[PromptPlan, int] | None:
+        """Plan a request that goes on from a history; None where what it asks for is too late.
+
+        Returns:
+            The plan, and how many last tokens of the prompt must be read, at least 1.
+        """
+        at, tokens = history.compressed, len(turn.prompt)
+        left = at.left(turn.spans, turn.whole)
+        if left is None:
+            return None
+        held_tokens = tokens - at.dropped_tokens
+        plan = self._settings.plan_of_turn(turn.given, held_tokens, left)
+        ends = plan.next(0, 0)
+        voters = max(1, 0 if ends is None else ends.choice.query_tokens)
+        if tokens - voters >= at.tokens:
+            return plan, voters
+        # Too few have come to vote: next time.
+        return self._settings.plan_of_turn(turn.given, held_tokens, left, votes=False), 1
+
+    def _note_change(self, owner: Owner) -> None:
+        """Have requests that have found no history look again, since there are others now."""
+        for turn in self._turns.values():
+            if turn.owner == owner:
+                turn.has_searched = False
 
     def _take_up(self, history: History, request_id: str, plan: TurnPlan) -> None:
         """Make a history the most recently used, for as long as the request is under way."""
@@ -247,7 +283,8 @@ class HeldSessions:
         self._held.remove(history)
         self._held.append(history)
         if (plan.prefix_tokens - plan.dropped_tokens) % self._block_tokens:
-            history.token_ids = history.token_ids[: plan.prefix_tokens]
+            history.tokens = history.tokens.first(plan.prefix_tokens)
+        self._note_change(history.owner)
 
     def reused_blocks(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
         """What a request begins with: its plan, and the blocks of every group."""
@@ -314,7 +351,7 @@ class HeldSessions:
         return [
             {
                 "session": one.owner[0].removeprefix(whose),
-                "tokens": len(one.token_ids),
+                "tokens": len(one.tokens),
                 "kept_tokens": one.held_tokens,
                 "bytes": one.block_count(self._sizes) * self._block_bytes,
                 "requests": len(one.requests),
@@ -344,6 +381,7 @@ class HeldSessions:
             return
         if turn.history is not None:
             turn.history.requests.discard(request.request_id)
+            self._note_change(turn.owner)
             if request.num_computed_tokens >= request.num_prompt_tokens:
                 self._metrics.count("session_requests")
                 self._metrics.count("session_tokens_not_read", turn.plan.prefix_tokens)
@@ -354,6 +392,7 @@ class HeldSessions:
                 tokens = made.held_tokens
                 made.blocks = [*made.blocks, manager.keep_for_others(request.request_id, tokens)]
             self._held.append(made)
+            self._note_change(turn.owner)
             for one in replaced:
                 self._forget(one)
         elif turn.first_block is not None:
@@ -371,9 +410,9 @@ class HeldSessions:
             seen = full + dropped  # what is after is read again in any case
         elif not turn.compressed.tokens:
             return None
-        ids = np.array(request.all_token_ids[:seen], dtype=np.int32)
-        prompt = hashlib.sha256(turn.prompt.tobytes()).digest()
-        return History(owner=turn.owner, prompt=prompt, token_ids=ids, compressed=turn.compressed)
+        tokens = DigestedTokens.of(request.all_token_ids[:seen])
+        prompt = hashlib.sha256(turn.prompt.ids.data).digest()
+        return History(owner=turn.owner, prompt=prompt, tokens=tokens, compressed=turn.compressed)
 
     def _replaced(self, made: History, before: History | None) -> list[History]:
         """What a history takes the place of: what it went on from, and what its turn left before.
@@ -390,7 +429,12 @@ class HeldSessions:
     def _make_room(self, made: History, replaced: Sequence[History]) -> bool:
         """Whether there is room for a history, once others that nobody uses have gone for it."""
         others = [one for one in self._held if one not in replaced]
-        gone: list[History] = []
+        of_name = [one for one in others if one.owner[0] == made.owner[0]]
+        idle_of_name = [one for one in of_name if not one.requests]
+        beyond = max(0, len(of_name) + 1 - _MOST_OF_A_NAME)
+        if beyond > len(idle_of_name):
+            return False
+        gone = idle_of_name[:beyond]
         measures: tuple[tuple[int, Callable[[History], int]], ...] = (
             (self._most_blocks, lambda one: one.block_count(self._sizes)),
             (_MOST_HISTORIES, lambda one: 1),
@@ -429,6 +473,7 @@ class HeldSessions:
 
     def _forget(self, history: History) -> None:
         self._held.remove(history)
+        self._note_change(history.owner)
         self._forgotten.append(history.first_block)
         for manager, blocks in zip(self._managers, history.blocks, strict=True):
             manager.give_up(blocks)

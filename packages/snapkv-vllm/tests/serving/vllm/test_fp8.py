@@ -228,7 +228,7 @@ def test_a_history_holds_the_bytes_that_were_stored(small, name):
 
 def require_bytes(engine, layers, history, last, stays, coded):
     """Every layer holds of its positions the bytes that were computed last."""
-    compressor, seen = engine.runner._compressor, len(history.token_ids)
+    compressor, seen = engine.runner._compressor, len(history.tokens)
     noted = compressor.positions._noted[history.first_block]
     numbers = [block.block_id for block in history.blocks[0]]
     for run in compressor._runs:

@@ -83,6 +83,14 @@ def test_the_servers_own_caps_hold(client):
     assert "at most 40 on this server" in client.post("/raw", json=body).text
 
 
+def test_a_form_has_no_more_settings_than_exist(client):
+    fields = {"vllm_xargs": json.dumps(FOREIGN), "stream": "true"}
+    refused = client.post("/form", data=fields, files={"file": b"a sound"})
+    said = "vllm_xargs: expected at most 1,000 names in the object, got 30,000"
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith(said)
+
+
 @pytest.mark.parametrize("name", ["snapkv_budget", "snapkv_forget", "snapkv-session", "budget"])
 def test_a_form_names_no_setting(client, name):
     def sent(xargs):
@@ -162,6 +170,71 @@ def test_half_a_surrogate_pair_is_refused(client, text):
         "body: expected texts of Unic",
     )
     assert client.post("/raw", content=b'{"a": "\\ud83d\\ude42"}').status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be", "utf-32-le"])
+@pytest.mark.parametrize("where", ["value", "name", "deep"])
+def test_half_a_pair_is_found_in_every_encoding_and_place(client, encoding, where):
+    """Written as it is and as an escape; whole pairs and what only looks like one may pass."""
+    for text, status in (("\ud800", 400), ("x\udfff", 400), ("\U0001f642", 200)):
+        for is_escaped in (True, False):
+            body = {"value": {"a": text}, "name": {text: 1}, "deep": {"a": [[{"b": [text]}]]}}
+            written = json.dumps(body[where], ensure_ascii=is_escaped)
+            content = written.encode(encoding, "surrogatepass")
+            answer = client.post("/raw", content=content)
+            assert answer.status_code == status, (text, is_escaped)
+    assert client.post("/raw", content=b'{"a": "\\\\ud800"}').status_code == 200
+
+
+class Calls:
+    """Counts calls of functions in Python and in C while it is entered."""
+
+    number = 0
+
+    def __enter__(self):
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *error):
+        sys.setprofile(None)
+
+    def _count(self, frame, event, called):
+        self.number += event in ("call", "c_call")
+
+
+SIZE = 30_000
+FOREIGN = {f"theirs_{number}": number for number in range(SIZE)}
+
+
+@pytest.mark.parametrize(
+    ("body", "is_refused"),
+    [
+        ({"vllm_xargs": FOREIGN}, True),
+        (FOREIGN, True),
+        ({"sampling_params": FOREIGN}, True),
+        ({"extra_body": {"vllm_xargs": FOREIGN}}, True),
+        ({"metadata": FOREIGN}, False),
+        ({"vllm_xargs": {"theirs": FOREIGN}}, False),
+        ({"prompt": list(range(SIZE)), "vllm_xargs": {"snapkv_budget": 300}}, False),
+        ({"metadata": [[number] for number in range(SIZE)]}, False),
+        ({"prompt": "\U0001f642" * SIZE}, False),
+    ],
+    ids=["xargs", "fields", "sampling", "beside", "others", "inside", "ids", "lists", "pairs"],
+)
+def test_how_much_is_done_about_a_body_does_not_grow_with_what_is_not_ours(body, is_refused):
+    """What is done by Python for each of many settings holds up all other requests."""
+    from fastapi import HTTPException
+
+    from snapkv_vllm.middleware import _body_of, _checked
+
+    settings, refused, text = ServingSettings(budget=512), False, json.dumps(body).encode()
+    with Calls() as calls:
+        try:
+            _checked(_body_of(text), settings, "/v1/completions")
+        except HTTPException as error:
+            refused = error.status_code == 400
+    assert refused == is_refused
+    assert calls.number < 3000 < SIZE
 
 
 def test_vllm_adds_it_by_its_name_and_keeps_its_arguments_where_it_finds_them():

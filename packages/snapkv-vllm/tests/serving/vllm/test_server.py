@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
+import psutil
 import pytest
 
 from snapkv import default_policy
@@ -141,6 +142,19 @@ def test_metrics_tell_what_compression_does(server, client, many_ids):
     assert gained == [1400, BUDGET + 700, 18, 1, 1, 2, 1]
     assert server.metric("vllm:prompt_tokens_total") > 0
     assert 0 < server.metric("snapkv:compression_seconds_sum") < 60
+
+
+def test_no_process_maps_the_files_of_metrics(server):
+    """A mapped file ends its process when the disk is full."""
+    server.get("/metrics")
+    parent = psutil.Process(server.process.pid)
+    counting = set()
+    for process in (parent, *parent.children(recursive=True)):
+        files = [*process.open_files(), *process.memory_maps()]
+        counts = [file for file in files if file.path.endswith(".db")]
+        counting |= {process.pid} if counts else set()
+        assert not [file for file in counts if hasattr(file, "rss")], process
+    assert len(counting) >= 2  # the one that answers, and the engine's
 
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

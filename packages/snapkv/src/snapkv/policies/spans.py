@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.ops.numbers import on_device
 from snapkv.validation import require_int
 
 Span = tuple[int, int]
@@ -73,11 +74,20 @@ class Spans:
         return sum(max(0, min(stop, tokens) - start) for start, stop in self.parts)
 
     def cover(self, positions: Tensor) -> Tensor:
-        """Which positions lie in a span: bool, the shape of `positions`; negative ones never do."""
-        covered = torch.zeros_like(positions, dtype=torch.bool)
-        for start, stop in self.parts:
-            covered |= (positions >= start) & (positions < stop)
-        return covered
+        """Return which positions lie in a span; the work does not grow with the number of spans.
+
+        Args:
+            positions: whole numbers of any shape; negative ones, such as those of padding, lie in
+                no span.
+
+        Returns:
+            Bool of the same shape.
+        """
+        # The bounds ascend (start, stop, start, ...), so a position lies in a span if an odd number
+        # of them is at or below it.
+        bounds = on_device([bound for part in self.parts for bound in part], positions.device)
+        passed = torch.searchsorted(bounds, positions.long().contiguous(), right=True)
+        return passed % 2 == 1
 
 
 def require_span(argument: str, span: Any) -> Span:

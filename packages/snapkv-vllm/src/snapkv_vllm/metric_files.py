@@ -1,0 +1,134 @@
+"""Metrics of several processes, in files that cannot end a process when the disk is full.
+
+prometheus_client maps the files of its multi-process mode into memory, and they are sparse: if the
+disk is full, the first count on another page ends the process with SIGBUS. Here counts are written
+to the same files by system calls, which report what goes wrong. Allocating the files in advance
+would not do on file systems that write every page to a new place.
+"""
+
+import errno
+import logging
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from snapkv.validation import format_bytes
+from snapkv_vllm.names import RefusedError, wrong
+
+_logger = logging.getLogger("vllm.snapkv")
+
+_HEADER = struct.Struct("i4x")  # the bytes in use, these among them
+_COUNT = struct.Struct("dd")  # a value and its time
+
+_SECONDS_BETWEEN_TRIES = 10.0
+
+_ROOM = 1 << 20
+"""Bytes that must be free at the start: about what the files of a server with one engine take."""
+
+
+def write_without_mapping() -> None:
+    """Have prometheus_client write the counts of this process with `WrittenCounts` from now on."""
+    from prometheus_client import values
+
+    values.MmapedDict = WrittenCounts
+
+
+def require_room(folder: str) -> None:
+    """Raise InvalidArgumentError unless the metrics of a server can be written to `folder`."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM))
+    except OSError as error:
+        raise no_room(folder, error) from error
+
+
+def no_room(folder: str, error: OSError) -> RefusedError:
+    """Say that metrics cannot be written to a folder, and why."""
+    expected = f"a folder with {format_bytes(_ROOM)} of room for metrics"
+    got = f"'{folder}' ({error.strerror})"
+    return wrong("PROMETHEUS_MULTIPROC_DIR", expected, got, "free some, or name another folder")
+
+
+class WrittenCounts:
+    """The counts of one process, in a file of the format of `prometheus_client.mmap_dict`.
+
+    A count that does not fit on the disk is missing from the file until it does. prometheus_client
+    makes one such file for each kind of metric, and holds a lock during all calls.
+    """
+
+    def __init__(self, filename: str) -> None:
+        self._path, self._file, self._used = Path(filename), -1, _HEADER.size
+        self._counts: dict[str, tuple[float, float]] = {}  # values and their times
+        self._places: dict[str, int] = {}  # of those in the file
+        self._next_try, self._has_failed = 0.0, False
+        self._try(self._open)
+
+    def read_value(self, key: str) -> tuple[float, float]:
+        """Return a value and its time; a new one is 0."""
+        if key not in self._counts:
+            self.write_value(key, 0.0, 0.0)
+        return self._counts[key]
+
+    def write_value(self, key: str, value: float, timestamp: float) -> None:
+        """Set a value and its time."""
+        self._counts[key] = value, timestamp
+        if key in self._places:
+            self._try(self._write, self._places[key], _COUNT.pack(value, timestamp))
+        elif time.monotonic() >= self._next_try:
+            self._try(self._append_missing)
+
+    def close(self) -> None:
+        """Close the file; a later value opens it again."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            self._places.clear()
+
+    def _try(self, step: Callable[..., None], *given: Any) -> None:
+        """Do a step; what goes wrong is logged once, and done again with a later count."""
+        try:
+            step(*given)
+        except OSError as error:
+            self._next_try = time.monotonic() + _SECONDS_BETWEEN_TRIES
+            if not self._has_failed:
+                self._has_failed = True
+                said = "Metrics are missing from %s until it can be written: %s; free some space"
+                _logger.warning(said, self._path, error.strerror)
+
+    def _open(self) -> None:
+        """Open the file, which may be that of an ended process with the same number."""
+        from prometheus_client.mmap_dict import MmapedDict
+
+        if not self._path.exists() or not self._path.stat().st_size:
+            new = self._path.with_suffix(".new")  # nobody reads it before it has its header
+            try:
+                new.write_bytes(_HEADER.pack(_HEADER.size))
+                new.replace(self._path)
+            finally:
+                new.unlink(missing_ok=True)
+        self._file, self._used = os.open(self._path, os.O_RDWR), _HEADER.size
+        for key, *count, place in MmapedDict.read_all_values_from_file(str(self._path)):
+            self._counts.setdefault(key, (count[0], count[1]))
+            self._places[key] = place
+            self._used = place + _COUNT.size
+
+    def _append_missing(self) -> None:
+        """Append all counts that are not in the file."""
+        if self._file < 0:
+            self._open()
+        for key in [one for one in self._counts if one not in self._places]:
+            name = key.encode()
+            padding = b" " * (8 - (len(name) + 4) % 8)
+            entry = struct.pack("i", len(name)) + name + padding + _COUNT.pack(*self._counts[key])
+            self._write(self._used, entry)
+            end = self._used + len(entry)
+            self._write(0, _HEADER.pack(end))  # readers see the entry from here on
+            self._places[key], self._used = end - _COUNT.size, end
+
+    def _write(self, place: int, part: bytes) -> None:
+        if os.pwrite(self._file, part, place) < len(part):  # the rest found no room
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

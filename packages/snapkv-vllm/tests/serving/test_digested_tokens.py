@@ -1,0 +1,56 @@
+"""Comparisons by digests, against plain ones."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapkv_vllm.agents.tokens import BLOCK, DigestedTokens
+
+
+def common_by_a_loop(one, other):
+    for number, (mine, its) in enumerate(zip(one, other, strict=False)):
+        if mine != its:
+            return number
+    return min(len(one), len(other))
+
+
+LENGTHS = st.one_of(st.integers(0, 5), st.integers(BLOCK - 2, 3 * BLOCK + 2))
+
+
+@given(length=LENGTHS, other_length=LENGTHS, differs_at=st.none() | LENGTHS, cut=LENGTHS)
+def test_common_tokens_are_those_of_a_plain_comparison(length, other_length, differs_at, cut):
+    """Of texts of any length that differ nowhere, or at one place and from there on or not."""
+    one, other = list(range(length)), list(range(other_length))
+    if differs_at is not None and differs_at < other_length:
+        other[differs_at] = -1
+    digested, others = DigestedTokens.of(one), DigestedTokens.of(other)
+    expected = common_by_a_loop(one, other)
+    assert digested.common_tokens(others) == others.common_tokens(digested) == expected
+    assert digested.begins_like(others, expected)
+    assert not others.begins_like(digested, expected + 1) or one == other
+    shortened = digested.first(cut)
+    assert len(shortened) == min(cut, length)
+    assert shortened.common_tokens(others) == common_by_a_loop(one[:cut], other)
+
+
+def test_a_comparison_looks_at_few_digests_and_one_block():
+    """However long the texts are: the tokens before are known by their digest."""
+    looked_at = []
+
+    class Noting(list):
+        def __getitem__(self, number):
+            looked_at.append(number)
+            return super().__getitem__(number)
+
+    ids = np.arange(1000 * BLOCK)
+    one, other = DigestedTokens.of(ids), DigestedTokens.of(ids)
+    noting = DigestedTokens(one.ids, Noting(one.digests))
+    assert noting.common_tokens(other) == len(ids)
+    assert len(looked_at) <= 10
+
+
+def test_equal_digests_of_other_tokens_are_found_by_the_tokens():
+    one, other = DigestedTokens.of(range(BLOCK)), DigestedTokens.of(range(1, BLOCK + 1))
+    forged = DigestedTokens(other.ids, one.digests)
+    assert one.common_tokens(forged) == BLOCK
+    assert not one.begins_like(forged, BLOCK)
