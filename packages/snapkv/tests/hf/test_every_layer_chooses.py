@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import threading
 
 import pytest
 import torch
@@ -180,3 +181,27 @@ def test_another_cache_goes_through_the_wrapper_while_one_is_open():
     call(model, full, ids[:, :50])
     call(model, cache, ids[:, :1])
     assert (full.get_seq_length(), cache.report().chosen_tokens) == (50, 24)
+
+
+def test_two_threads_that_use_one_cache_at_once_are_told_so():
+    model, ids = tiny_model("llama"), random_ids(1, 40)
+    cache, alone = CompressedCache(model, SNAPKV), CompressedCache(model, SNAPKV)
+    may_go_on, has_begun = threading.Event(), threading.Event()
+
+    def wait(*_):
+        has_begun.set()
+        assert may_go_on.wait(60)
+
+    hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(wait)
+    first = threading.Thread(target=call, args=(model, cache, ids))
+    first.start()
+    assert has_begun.wait(60)
+    hook.remove()
+    try:
+        with pytest.raises(CacheMismatchError, match="another thread has begun a forward pass"):
+            call(model, cache, ids)
+    finally:
+        may_go_on.set()
+        first.join()
+    call(model, alone, ids)  # the thread that came first is not disturbed
+    assert torch.equal(cache.kept_positions(3), alone.kept_positions(3))

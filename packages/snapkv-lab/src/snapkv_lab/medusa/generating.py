@@ -113,7 +113,7 @@ class Medusa:
         cache = cache_among(model_inputs)
         if not isinstance(cache, CompressedCache):
             raise CacheMismatchError(
-                f"past_key_values: expected a CompressedCache where drafts are verified, got "
+                f"cache: expected a CompressedCache where drafts are verified, got "
                 f"{type(cache).__name__}; pass CompressedCache(model, FullCache()) to keep "
                 "everything"
             )

@@ -1,6 +1,7 @@
 """What a cache is told of what it reads: where a prompt ends, how it comes, what its masks hide."""
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,17 +37,6 @@ def one_reading_refusal(policy: Policy, remedy: str) -> InvalidArgumentError:
         f"policy: expected one that chooses when a layer has read a prompt, got {policy.name}, "
         "which chooses when all of them have read a text, before any question is known; "
         f"{remedy}"
-    )
-
-
-def interrupted(layers: Sequence[int] = ()) -> CacheMismatchError:
-    """Return the error of a forward pass some of whose layers did not attend through snapkv."""
-    of = f", in which layer {', '.join(map(str, layers))} did not attend" if layers else ""
-    return CacheMismatchError(
-        "past_key_values: expected every layer's attention to run through snapkv, got a "
-        f"forward pass that was interrupted, of another model, or of another attention "
-        f"implementation{of}; call cache.reset(), and make a CompressedCache for each model as it "
-        "is"
     )
 
 
@@ -139,6 +129,7 @@ class PromptState:
         ids_start: columns before the ids that `generate` goes on with; None while it reads a
             prompt, whose ids may come in pieces.
         is_broken: whether a layer's attention has begun and not come to its end.
+        thread: identifier of the thread whose forward pass began last; None before the first.
         yet_to_choose: indices of the layers, in order, that have yet to read the end of the prompt
             or turn in this forward pass; those of a pass that is over were missed.
         shared: the budget that the layers of the prompt share whose end is being read, if any.
@@ -156,6 +147,7 @@ class PromptState:
     read_ids: ReadIds = field(default_factory=ReadIds)
     ids_start: int | None = 0
     is_broken: bool = False
+    thread: int | None = None
     yet_to_choose: tuple[int, ...] = ()
     shared: SharedBudget | None = None
     group: LayerGroup = field(default_factory=LayerGroup, init=False)
@@ -260,13 +252,13 @@ class PromptState:
         """Refuse a pass that may hold drafts, or more tokens than the prompt that it ends."""
         if self.prompt_end is None and self.verifies_drafts:
             raise CacheMismatchError(
-                "past_key_values: expected to know where the prompt ends before drafts are "
+                "cache: expected to know where the prompt ends before drafts are "
                 "verified, got a first forward pass that may hold drafts; call "
                 "cache.expect_prompt(prompt_tokens)"
             )
         if tokens := self.tokens_behind(new_tokens):
             raise CacheMismatchError(
-                "past_key_values: expected a forward pass to end where the prompt does, got one "
+                "cache: expected a forward pass to end where the prompt does, got one "
                 f"with {tokens:,} tokens after it; read them in a pass of their own"
             )
 
@@ -294,7 +286,7 @@ class PromptState:
         seen = self.seen_tokens
         if prompt_tokens <= seen:
             raise CacheMismatchError(
-                f"past_key_values: expected a prompt longer than the {seen} tokens the cache has "
+                f"cache: expected a prompt longer than the {seen} tokens the cache has "
                 f"already seen, got {prompt_tokens} tokens; pass the whole conversation, or call "
                 "cache.reset() before another one"
             )
@@ -323,7 +315,7 @@ class PromptState:
         whole = int((of_layers.all(dim=0) if together else of_layers.any(dim=0)).sum())
         if whole:
             raise CacheMismatchError(
-                f"past_key_values: expected rows that were all compressed where a turn is stored "
+                f"cache: expected rows that were all compressed where a turn is stored "
                 f"after them, got {whole} of {self.rows} rows that have kept everything; give "
                 "each conversation a cache of its own, or pass recall='host'"
             )
@@ -378,7 +370,26 @@ class PromptState:
                 "cache for it"
             )
         if self.yet_to_choose:
-            raise interrupted(self.yet_to_choose)
+            raise self.interrupted(self.yet_to_choose)
+
+    def interrupted(self, layers: Sequence[int] = ()) -> CacheMismatchError:
+        """Return the error of a forward pass that some layers have not read to its end.
+
+        Args:
+            layers: indices of those that did not attend through snapkv, if they are known.
+        """
+        if self.thread not in (None, threading.get_ident()):
+            return CacheMismatchError(
+                "cache: another thread has begun a forward pass with this cache and not finished "
+                "it, so the tokens of both would be mixed. Give each thread a CompressedCache of "
+                "its own, and call cache.reset() before this one is used again"
+            )
+        of = f", in which layer {', '.join(map(str, layers))} did not attend" if layers else ""
+        return CacheMismatchError(
+            "cache: expected every layer's attention to run through snapkv, got a forward pass "
+            "that was interrupted, of another model, or of another attention implementation"
+            f"{of}; call cache.reset(), and make a CompressedCache for each model as it is"
+        )
 
     # Which tokens come.
 

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_group import encode
-from snapkv.cache.prompt_state import PaddingTracker, PromptState, interrupted
+from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
@@ -145,7 +145,9 @@ def attend(call: AttentionCall) -> Attended:
     if context.reads_end and prompt_state.yet_to_choose:
         reached = context.layer.identity.layer_idx
         if prompt_state.yet_to_choose[0] != reached:
-            raise interrupted([each for each in prompt_state.yet_to_choose if each < reached])
+            raise prompt_state.interrupted(
+                [each for each in prompt_state.yet_to_choose if each < reached]
+            )
         prompt_state.yet_to_choose = prompt_state.yet_to_choose[1:]
     prompt_state.is_broken = True  # until it comes to its end, as in `PromptState.attending`
     if context.layer.identity.readers or forward_context.current.shared:
@@ -414,7 +416,7 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     name, layer = type(call.module).__name__, context.layer
     if call.module not in context.modules:
         return CacheMismatchError(
-            f"past_key_values: expected the model the cache was made for, got another {name}; make "
+            f"cache: expected the model the cache was made for, got another {name}; make "
             "a CompressedCache for this model"
         )
     if (keys := call.key.shape[2]) != (stored := context.keys.shape[2]):

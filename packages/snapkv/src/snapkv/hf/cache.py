@@ -1,6 +1,7 @@
 """The drop-in cache: a transformers `Cache` that keeps only what its policy chooses."""
 
 import copy
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from snapkv.cache.layer import CompressedLayer, Turns
-from snapkv.cache.prompt_state import PaddingTracker, PromptState, interrupted
+from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.cache.report import CacheReport
 from snapkv.cache.shown import page_of
 from snapkv.cache.slots import require_removable
@@ -183,12 +184,12 @@ class CompressedCache(Cache):
         uneven = not (is_piece or layer is first) and seen + new_tokens != first.seen_tokens
         current = forward_context.current
         if uneven or (current.context is not None and forward_context.leave(prompt_state)):
-            raise interrupted()  # the pass before this one, whose attention a layer has missed
+            # In the forward pass before this one, some layer's attention did not run.
+            raise prompt_state.interrupted()
         end = prompt_state.prompt_end or prompt_state.end_by(seen + new_tokens)
         seen += new_tokens
         coming = None if seen > end else end - seen
         keys, values = layer.update(key_states, value_states, coming=coming)
-
         if layer is first and seen == end:
             prompt_state.yet_to_choose = self._choosing
         if prompt_state.coming_ids is not None:
@@ -252,7 +253,7 @@ class CompressedCache(Cache):
                 more = f"cache.batch_repeat_interleave({rows // read})"
                 remedy = f"call {more} first for several beams or answers of each, or cache.reset()"
             raise CacheMismatchError(
-                f"past_key_values: expected a batch of {read}, the size the cache was filled "
+                f"cache: expected a batch of {read}, the size the cache was filled "
                 f"with, got {rows}; {remedy}"
             )
 
@@ -278,10 +279,11 @@ class CompressedCache(Cache):
         if prompt_state.prompt_end is None:
             prompt_state.require_queries(prompt_state.seen_tokens + new_tokens)
         if prompt_state.yet_to_choose:
-            raise interrupted(prompt_state.yet_to_choose)
+            raise prompt_state.interrupted(prompt_state.yet_to_choose)
         left_open = self._check.doubts or len(prompt_state.group)
         if left_open or prompt_state.is_broken or not self._use.is_in_place:
-            raise interrupted()
+            raise prompt_state.interrupted()
+        prompt_state.thread = threading.get_ident()
         begins_anew = self.setup.states is States.BEGIN_ANEW
         if begins_anew and prompt_state.seen_tokens and not prompt_state.is_piecewise:
             self._require_states(new_tokens)
@@ -381,7 +383,7 @@ class CompressedCache(Cache):
         self.setup.require("drafts")
         if self.get_seq_length() and self.prompt_state.is_coming:
             raise InvalidArgumentError(
-                f"past_key_values: expected an empty cache where drafts are verified (assistant "
+                f"cache: expected an empty cache where drafts are verified (assistant "
                 f"model, prompt lookup), since transformers reads the text from its start into it, "
                 f"got one that has seen {self.get_seq_length():,} tokens; generate without drafts"
             )
@@ -494,7 +496,7 @@ class CompressedCache(Cache):
     def _rows_of(self, spans: RowSpans) -> list[Spans]:
         """The spans of every row, of a cache that can obey."""
         if self.prompt_state.is_broken:
-            raise interrupted()
+            raise self.prompt_state.interrupted()
         self.setup.require("drop")
         require_between_turns(self.prompt_state)
         layer = self.prompt_state.layers[0]
@@ -587,7 +589,7 @@ class CompressedCache(Cache):
                 known to the model alone.
         """
         if self.prompt_state.is_broken:
-            raise interrupted()
+            raise self.prompt_state.interrupted()
         saved.require_plain_positions(self.model)
         codes = None if bits is None else KVCodes.of(bits, "bits")
         saved.write(self, self.options, path_of("path", path), beside or {}, codes)

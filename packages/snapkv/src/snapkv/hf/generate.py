@@ -247,7 +247,7 @@ def _generate_batch(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
     """Continuous batching would pass over a cache in silence."""
     if _prompt_state_of(kwargs) is not None:
         raise InvalidArgumentError(
-            "past_key_values: expected none in generate_batch, which pages a cache of its own, got "
+            "cache: expected none in generate_batch, which pages a cache of its own, got "
             "a CompressedCache; call generate, or serve many requests with `snapkv serve`"
         )
     return own(model, *args, **kwargs)

@@ -220,7 +220,7 @@ class Use:
         model = self._model()
         if model is None:
             raise CacheMismatchError(
-                "past_key_values: expected the model the cache was made for to be there, got none; "
+                "cache: expected the model the cache was made for to be there, got none; "
                 "keep the model as long as its cache"
             )
         return model
