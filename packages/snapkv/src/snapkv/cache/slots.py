@@ -67,12 +67,16 @@ class SlotMap(RowRecord):
     def is_whole(self) -> bool:
         return self.kept is None
 
-    def columns_by(self, slots: int) -> int:
+    def columns_by(self, slots: Any) -> Any:
         """Columns that a store of so many slots stands for."""
         return self.start + slots - self.chosen_slots
 
-    def seen(self, slots: int) -> int:
-        """Tokens seen, whatever became of them."""
+    def seen(self, slots: Any) -> Any:
+        """Return how many tokens a layer has seen that holds so many slots.
+
+        Args:
+            slots: an int, or a tensor where the device counts; the result is the same.
+        """
         return self.removed_tokens + self.columns_by(slots)
 
     @functools.cached_property
