@@ -22,7 +22,7 @@ from snapkv_vllm.documents.protocol import document_request
 from snapkv_vllm.documents.registry import Registry
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.metrics import PromptMetrics
-from snapkv_vllm.names import ASKED
+from snapkv_vllm.names import ASKED, reason_of
 from snapkv_vllm.plans import Order, PrefixReuse, PromptPlan, RequestPlan
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.refusals import compressed_managers
@@ -79,6 +79,7 @@ class _CompressingScheduler(Scheduler):
             self._require_blocks(request)
         except SnapKVError as error:  # front ends answer 400; one of another make did not ask
             logger.error("Request %s is refused: %s", request.request_id, error)
+            self._metrics.refused(reason_of(error))
             self.encoder_cache_mismatch_reqs.add(request.request_id)  # ended in the next step
         super().add_request(request)
 
