@@ -28,6 +28,7 @@ from snapkv_vllm.names import (
     OF_A_REQUEST,
     PREFIX,
     SESSION,
+    SESSIONS_AT,
     SPANS,
     XARGS,
     shown,
@@ -138,11 +139,19 @@ def require_document_name(argument: str, value: object) -> None:
 
 
 def require_session_name(argument: str, value: object, pattern: re.Pattern[str] = _SESSION) -> None:
-    """Refuse what is no name of a session."""
+    """Raise RefusedError unless `value` can name a session.
+
+    The name becomes the end of a URL's path, by which the session is deleted. Clients and proxies
+    change control characters and segments of dots there, even if these are percent-encoded.
+    """
+    expected = f"a text of 1 to {_LONGEST_SESSION} characters"
+    remedy = "pass one, such as a random one"
     if not isinstance(value, str) or not pattern.fullmatch(value):
         got = "a longer text" if isinstance(value, str) and value else "another value"
-        expected = f"a text of 1 to {_LONGEST_SESSION} characters"
-        raise wrong(argument, expected, got, "pass one, such as a random one")
+        raise wrong(argument, expected, got, remedy)
+    if not value.isprintable() or {".", ".."} & set(value.split("/")):
+        expected += ", all of them printable, without . or .. between slashes"
+        raise wrong(argument, expected, f"'{shown(value)}'", remedy)
 
 
 # Bodies.
@@ -195,13 +204,12 @@ def _of_a_prompt(
     """Settings as they are when the prompt is known, once what it takes to know it is checked."""
     own = dict(given)
     spans, edits, session = PREFIX + SPANS, PREFIX + EDITS, PREFIX + SESSION
-    for name in (spans, edits, session):
-        chats = path in CHATS
-        if name in own and not (chats or (path in ENDPOINTS and name != edits)):
+    places = {spans: (*ENDPOINTS, MESSAGES), edits: CHATS, session: SESSIONS_AT}
+    for name, where in places.items():
+        if name in own and path not in where:
             got, remedy = f"it in a request to {shown(path)}", "send the request there"
-            where = " or ".join(CHATS if name == edits else (*ENDPOINTS, MESSAGES))
             said = called.get(name, name)
-            raise wrong(said, f"it at {where}", got, f"{remedy}, or leave it out")
+            raise wrong(said, f"it at {' or '.join(where)}", got, f"{remedy}, or leave it out")
     if own.get(session) is not None:
         require_session_name(called.get(session, session), own[session])
     if edits in own:

@@ -338,7 +338,7 @@ class CompressedBlocks:
 
 def register_spec() -> None:
     """Make the spec and its manager known to vLLM in this process; without effect until used."""
-    KVCacheSpecRegistry._ensure_registered()  # else vLLM would skip its own
+    KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers vLLM's own, if ours are first
     for spec in COUNTERPARTS.values():
         KVCacheSpecRegistry.register(
             spec, CompressedManager, uniform_type_base_spec=FullAttentionSpec

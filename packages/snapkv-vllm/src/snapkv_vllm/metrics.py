@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from snapkv_vllm.plans import Order
+from snapkv_vllm.streams import Message, Send
+from snapkv_vllm.visits import Visit
 
 _RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -27,6 +29,8 @@ _COUNTERS = {
     "requests": "Requests whose prompt has ended: compressed, or whole.",
     "waits": "Requests preempted or not started because blocks for the kept tokens were missing.",
     "standstills": "Times that a request lacked blocks and no running request would free some.",
+    "refusals": "Requests that the plugin refused, by the status of the answer and by the field or "
+    "setting that was wrong.",
     "session_waits": "Requests that waited for blocks while histories pinned some.",
     "session_requests": "Requests that reused the stored history of their session.",
     "session_tokens_not_read": "Tokens of histories that requests did not recompute.",
@@ -130,6 +134,24 @@ def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
     return Stopwatch(device, seconds.observe)
 
 
+class Refusals(Metrics):
+    """Counts the requests that a front end refuses."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(**labels_of(vllm_config) | {"engine": ""})
+
+    def counting(self, visit: Visit, send: Send) -> Send:
+        """Return what sends a response, and counts it if `visit` says that it is a refusal."""
+
+        async def send_and_count(message: Message) -> None:
+            starts = message["type"] == "http.response.start"
+            if starts and visit.refused is not None and message["status"] >= 400:
+                self.count("refusals", status=str(message["status"]), reason=visit.refused)
+            await send(message)
+
+        return send_and_count
+
+
 class PromptMetrics(Metrics):
     """Counts prompts as they end."""
 
@@ -138,6 +160,11 @@ class PromptMetrics(Metrics):
         self._counted: set[str] = set()
         for name in ("waits", "standstills"):
             self.count(name, 0)
+        self.refused("prompt", by=0)
+
+    def refused(self, reason: str, by: int = 1) -> None:
+        """Count a request that only the engine refuses, which vLLM's server answers with a 500."""
+        self.count("refusals", by, status="500", reason=reason)
 
     def compressed(self, order: Order, blocks_freed: int) -> None:
         """Count one compression; what a preempted request frees again counts again."""

@@ -25,11 +25,12 @@ from snapkv_vllm.agents.front import (
 from snapkv_vllm.agents.routes import router
 from snapkv_vllm.documents.catalogue import PATH
 from snapkv_vllm.documents.front import FrontEnd
+from snapkv_vllm.metrics import Refusals
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.streams import FirstEvent, Message, Send
 from snapkv_vllm.tenants import has_keys, kept_apart, tenant_of
-from snapkv_vllm.visits import EVERYBODY, Visit, answering, before_engine
+from snapkv_vllm.visits import EVERYBODY, Visit, answering, before_engine, current, noting_refusals
 
 _Receive = Callable[[], Awaitable[Message]]
 _App = Callable[[Message, _Receive, Send], Awaitable[None]]
@@ -62,12 +63,15 @@ class SettingsCheck:
         self._settings: ServingSettings | None = None
         self._documents: FrontEnd | None = None
         self._has_keys = False
+        self._refusals: Refusals | None = None
 
     async def __call__(self, scope: Message, receive: _Receive, send: Send) -> None:
         """Answer one request, or the server's start, which is the first to come."""
         settings = self._settings_of(scope)
         has_owner = self._has_keys and "headers" in scope
         visit = Visit(tenant_of(scope["headers"]) if has_owner else EVERYBODY)
+        if scope["type"] == "http" and self._refusals is not None:
+            send = self._refusals.counting(visit, send)
         if scope["type"] == "http" and scope["method"] == "POST":
             visit.is_checked, path = False, scope["path"].removeprefix(scope.get("root_path", ""))
             receive = receive if _is_form(scope) else _checking(receive, settings, path)
@@ -85,6 +89,8 @@ class SettingsCheck:
             state = app.state
             self._settings = ServingSettings.from_config(state.args.additional_config or {})
             self._has_keys = has_keys(state.args)
+            if (client := getattr(state, "engine_client", None)) is not None:
+                self._refusals = Refusals(client.vllm_config)
             resolve_requests(state, self._settings)
             before_engine(state, as_checked)
             sharing = self._settings.sharing
@@ -111,7 +117,11 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
                 return message
             text.extend(message.get("body", b""))
             more = message.get("more_body", False)
-        body = _body_of(bytes(text))
+        try:
+            body = _body_of(bytes(text))
+        except HTTPException:
+            current().refused = "body"
+            raise
         checked = _checked(body, None if about_documents else settings, path)
         if checked is not body:
             text = bytearray(json.dumps(checked).encode())
@@ -124,11 +134,12 @@ def _checked(body: object, settings: ServingSettings | None, path: str) -> objec
     """As `moved_inside`; without settings where a body has fields of its own for its route."""
     checked = body
     try:
-        if settings is not None:
-            has_sessions = settings.sessions is not None
-            checked, called = moved_inside(body, path, has_sessions=has_sessions)
-            require_settings(checked, settings, path, called)
-        note_body(body, path)
+        with noting_refusals():
+            if settings is not None:
+                has_sessions = settings.sessions is not None
+                checked, called = moved_inside(body, path, has_sessions=has_sessions)
+                require_settings(checked, settings, path, called)
+            note_body(body, path)
     except SnapKVError as error:
         # FastAPI answers with it wherever it comes up while a body is read.
         raise HTTPException(400, detail=str(error)) from error

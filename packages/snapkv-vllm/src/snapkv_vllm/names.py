@@ -21,7 +21,9 @@ CONTEXT = "context_management"
 """The field of a body that holds edits, and of a response that says which were applied."""
 
 HINT, HINTED = "agent_hint", "session_id"
-"""The field of a body that says whose session a request belongs to, and the one inside."""
+"""The field of a body that says whose session a request belongs to, and the one inside.
+
+The latter is also a field of vLLM's own beside it."""
 
 SPANS, EDITS = "spans", "edits"
 """Name what a request says of spans of its prompt, and the edits that make spans of a chat."""
@@ -52,7 +54,19 @@ OF_METHODS = ("window_size", "voters", "kernel_size", "pooling", "decay", "safeg
 OF_A_REQUEST = ("budget", *OF_METHODS, PROTECT_FIRST, DECODE_BUDGET)
 """What a request may set for itself."""
 
-DEAF = ("/generative_scoring", "/v1/systemone", "/cohere/v2/chat", "/inference/v1/generate")
+SESSIONS_AT = (*ENDPOINTS, MESSAGES, "/v1/responses")
+"""Where a request may name the session that it goes on from."""
+
+SILENT = (COUNT, "/tokenize")
+"""Where bodies are those of chats, though nothing is generated: they may name a session as well."""
+
+DEAF = (
+    "/generative_scoring",
+    "/v1/systemone",
+    "/v1/decisions",
+    "/cohere/v2/chat",
+    "/inference/v1/generate",
+)
 """Where vLLM generates, and reads no `XARGS`."""
 
 LONGEST = 60
@@ -79,6 +93,19 @@ def status_of(error: SnapKVError) -> int:
     if isinstance(error, RefusedError):
         return error.status
     return NO_ROOM if isinstance(error, OutOfMemoryError) else 400
+
+
+_REASONS = {HINT, HINTED, CONTEXT, XARGS, "body", "prompt", SESSION}
+_REASONS |= {PREFIX + name for name in (*OF_A_REQUEST, SPANS, EDITS, SESSION, DOCUMENT)}
+
+
+def reason_of(error: Exception) -> str:
+    """Return the field or setting that an error is about, which its message begins with.
+
+    "other" stands for words that a client has made up, so that there are few reasons.
+    """
+    name = str(error).partition(":")[0]
+    return name if name in _REASONS else "other"
 
 
 def shown(name: str) -> str:

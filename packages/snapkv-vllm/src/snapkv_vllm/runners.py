@@ -18,8 +18,8 @@ from snapkv_vllm.memory_profile import Largest, profiled
 from snapkv_vllm.metrics import Stopwatch, compression_stopwatch
 from snapkv_vllm.plans import Move, Order, PrefixReuse
 from snapkv_vllm.refusals import compressible_layers, require_heads_apart
-from snapkv_vllm.scheduler import FORGOTTEN, ORDERS, PREFIX_REUSES
 from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.steps import CompressingStep
 
 
 class CompressingRunner:
@@ -29,7 +29,7 @@ class CompressingRunner:
     told the tokens that a request holds, and new tokens go to the slots after those.
     """
 
-    _orders: dict[str, Order]
+    _orders: Mapping[str, Order]
     _dropped: dict[str, int]
     _compressed: dict[str, Order]
     _recorder: QueryRecorder
@@ -122,16 +122,18 @@ class CompressingRunner:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step, and carry out the orders that came with it after the model."""
         self._forget(requests_that_begin_anew(scheduler_output))
-        self._begin(getattr(scheduler_output, PREFIX_REUSES, {}))
-        if forgotten := getattr(scheduler_output, FORGOTTEN, ()):
-            self._compressor.positions.forget(forgotten)
+        if not isinstance(scheduler_output, CompressingStep):  # in which vLLM measures something
+            scheduler_output = CompressingStep.of(scheduler_output)
+        self._begin(scheduler_output.snapkv_prefix_reuses)
+        if scheduler_output.snapkv_forgotten:
+            self._compressor.positions.forget(scheduler_output.snapkv_forgotten)
         for request_id, order in self._compressed.items():
             if order.steps_back:
                 self._step_back(request_id, order.steps_back)
             if order.moves:
                 self._enter_blocks(request_id, order.moves)
         self._compressed = {}
-        self._orders = getattr(scheduler_output, ORDERS, {})
+        self._orders = scheduler_output.snapkv_orders
         self._parts_heads = self._heads.holds_any(scheduler_output.num_scheduled_tokens)
         try:
             output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]

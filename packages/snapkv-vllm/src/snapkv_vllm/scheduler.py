@@ -1,6 +1,6 @@
 """vLLM's schedulers, which also decide when a request is compressed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,24 +22,16 @@ from snapkv_vllm.documents.protocol import document_request
 from snapkv_vllm.documents.registry import Registry
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.metrics import PromptMetrics
-from snapkv_vllm.names import ASKED
+from snapkv_vllm.names import ASKED, reason_of
 from snapkv_vllm.plans import Order, PrefixReuse, PromptPlan, RequestPlan
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.refusals import compressed_managers
 from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.steps import CompressingStep
 
 logger = init_logger("vllm.snapkv")
 
-ORDERS = "snapkv_orders"
-"""Attribute of vLLM's `SchedulerOutput` that carries `Order`s to the workers, by request."""
-
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-
-PREFIX_REUSES = "snapkv_prefix_reuses"
-"""Attribute of the same that carries a `PrefixReuse` for every request that begins with blocks."""
-
-FORGOTTEN = "snapkv_forgotten"
-"""Attribute of the same that says which histories are gone, by their first blocks."""
 
 
 class _CompressingScheduler(Scheduler):
@@ -64,7 +56,7 @@ class _CompressingScheduler(Scheduler):
         self._blocks = CompressedBlocks(compressed, self._plans)
         blocks = self.kv_cache_manager
         self._allocate_slots, blocks.allocate_slots = blocks.allocate_slots, self._slots_and_room
-        self._lacks_room, self._waiting_for_room = False, set[str]()
+        self._preempts_for_room, self._waiting_for_room = False, set[str]()
         self._waits, self._stands_still = "", False  # for a block; a request, since when none can
         self._metrics = PromptMetrics(self.vllm_config)
         given = compressed, self._settings, self.vllm_config, self.kv_cache_config
@@ -79,6 +71,7 @@ class _CompressingScheduler(Scheduler):
             self._require_blocks(request)
         except SnapKVError as error:  # front ends answer 400; one of another make did not ask
             logger.error("Request %s is refused: %s", request.request_id, error)
+            self._metrics.refused(reason_of(error))
             self.encoder_cache_mismatch_reqs.add(request.request_id)  # ended in the next step
         super().add_request(request)
 
@@ -127,29 +120,35 @@ class _CompressingScheduler(Scheduler):
         while slots is None and self._sessions is not None and self._sessions.give_back():
             slots = self._allocate_slots(*given, **kwargs)
         runs, blocks = request.status == RequestStatus.RUNNING, self._blocks
-        self._lacks_room = slots is None and (blocks.lack_room or (runs and blocks.hold_room))
+        lacks_room = slots is None and (blocks.lack_room or (runs and blocks.hold_room))
         if slots is not None:
             self._waiting_for_room.discard(request.request_id)
             seen = request.num_computed_tokens + num_new_computed_tokens
             others = len(self.running) * len(self.kv_cache_config.kv_cache_groups)
             blocks.take_room(request.request_id, seen, num_new_tokens, others_blocks=others)
-        elif not runs:
-            self._count_wait(request)
+        elif runs:  # vLLM preempts a request for it
+            self._preempts_for_room |= lacks_room
+        else:
+            if lacks_room:
+                self._count_wait(request.request_id)
             self._waits = request.request_id
             if self._sessions is not None:
                 self._sessions.waits(request.request_id)
         return slots
 
-    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        self._count_wait(request)
-        if self._sessions is not None:
-            self._sessions.preempted(request.request_id)
-        super()._preempt_request(request, *args, **kwargs)
+    def _note_preempted(self, request_ids: Iterable[str]) -> None:
+        """Note which requests have given their blocks up since the step before."""
+        for request_id in request_ids:
+            if self._preempts_for_room:
+                self._count_wait(request_id)
+            if self._sessions is not None:
+                self._sessions.preempted(request_id)
+        self._preempts_for_room = False
 
-    def _count_wait(self, request: Any) -> None:
-        """Count that a request waits, if it does for want of room for what is kept."""
-        if self._lacks_room and request.request_id not in self._waiting_for_room:
-            self._waiting_for_room.add(request.request_id)
+    def _count_wait(self, request_id: str) -> None:
+        """Count that a request waits for want of room for what is kept."""
+        if request_id not in self._waiting_for_room:
+            self._waiting_for_room.add(request_id)
             self._metrics.count("waits")
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -201,19 +200,22 @@ class _CompressingScheduler(Scheduler):
         held = num_computed_tokens - self._blocks.dropped_tokens(request.request_id)
         return plan.step_tokens(num_computed_tokens, held, tokens)
 
-    def _update_after_schedule(self, scheduler_output: Any) -> None:
-        super()._update_after_schedule(scheduler_output)
-        self._lacks_room = False
+    def schedule(self, *args: Any, **kwargs: Any) -> CompressingStep:
+        """Schedule one of vLLM's steps, and order what is compressed in it."""
+        output = super().schedule(*args, **kwargs)
+        self._note_preempted(output.preempted_req_ids or ())
         self._note_standstill()
         orders = {}
-        for request_id, step_tokens in scheduler_output.num_scheduled_tokens.items():
+        for request_id, step_tokens in output.num_scheduled_tokens.items():
             order = self._order(self.requests[request_id], step_tokens)
             if order is not None:
                 orders[request_id] = order
-        setattr(scheduler_output, ORDERS, orders)
-        setattr(scheduler_output, PREFIX_REUSES, self._reuses(scheduler_output))
-        forgotten = () if self._sessions is None else self._sessions.forgotten()
-        setattr(scheduler_output, FORGOTTEN, forgotten)
+        return CompressingStep.of(
+            output,
+            snapkv_orders=orders,
+            snapkv_prefix_reuses=self._reuses(output),
+            snapkv_forgotten=() if self._sessions is None else self._sessions.forgotten(),
+        )
 
     def _note_standstill(self) -> None:
         """Log and count when a request lacks blocks, and none is running that would free some."""

@@ -6,6 +6,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from snapkv.errors import SnapKVError
+from snapkv_vllm.names import reason_of
+
 EVERYBODY = ""
 """The one tenant of a server without API keys, or of what its keys share."""
 
@@ -17,6 +20,7 @@ class Visit:
     tenant: str = EVERYBODY
     is_checked: bool = True  # whether settings in its body were, as in JSON alone
     counted_edits: str | None = None  # where tokens are counted
+    refused: str | None = None  # why it is, see `names.reason_of`
     said: dict[str, Any] | None = None  # of the edits that were applied
     cleared_tokens: int = 0  # by those
     tokens_not_read: int = 0  # of the document that it names
@@ -40,6 +44,16 @@ def current() -> Visit:
     return _current.get() or Visit()
 
 
+@contextmanager
+def noting_refusals() -> Iterator[None]:
+    """Note why the current request is refused, if an error of this package leaves the block."""
+    try:
+        yield
+    except SnapKVError as error:
+        current().refused = reason_of(error)
+        raise
+
+
 def before_engine(state: Any, look: Callable[[Any, Any], Any]) -> None:
     """Have a server's engine get what `look` makes of each prompt and its sampling parameters.
 
@@ -51,6 +65,8 @@ def before_engine(state: Any, look: Callable[[Any, Any], Any]) -> None:
     generate = client.generate
 
     def generate_looked_at(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        return generate(look(prompt, sampling_params), sampling_params, *args, **kwargs)
+        with noting_refusals():
+            prompt = look(prompt, sampling_params)
+        return generate(prompt, sampling_params, *args, **kwargs)
 
     client.generate = generate_looked_at

@@ -14,6 +14,7 @@ from snapkv.inspector.record import CHOSEN
 from snapkv.plan.shapes import SHAPES
 from snapkv_vllm import server
 from snapkv_vllm.documents.sharing import Sharing
+from snapkv_vllm.methods import METHODS
 from tests.families import tiny_config
 
 NEXT_COMMANDS = ("ask", "chat", "plan")
@@ -189,3 +190,8 @@ def test_a_server_has_what_the_options_say(settings_of):
     assert (limits.decode_budget, limits.evict_every) == (2048, 64)
     found = settings_of("--set", "kernel_size=13", "--protect-first", 8)
     assert (found.parameters["kernel_size"], found.protect_first) == (13, 8)
+
+
+def test_the_help_names_every_method_that_a_server_knows(snapkv):
+    help_of_policy = snapkv("serve", "--help").out.partition("--policy")[2].partition("--budget")[0]
+    assert all(re.search(rf"[ :]{name}\b", help_of_policy) for name in METHODS), help_of_policy

@@ -16,6 +16,7 @@ from snapkv.errors import SnapKVError
 from snapkv.policies.spans import Span, Spans
 from snapkv_vllm.admission import meant, require_few_names
 from snapkv_vllm.agents.edits import Applied, applied, edits_of
+from snapkv_vllm.agents.hints import session_named
 from snapkv_vllm.agents.messages import (
     Marked,
     TokenizedChat,
@@ -32,9 +33,6 @@ from snapkv_vllm.names import (
     COUNT,
     DOCUMENT,
     EDITS,
-    ENDPOINTS,
-    HINT,
-    HINTED,
     PREFIX,
     SESSION,
     XARGS,
@@ -46,7 +44,7 @@ from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.spans import DROP, NAME, PROTECT, SpanEdit, entries_of
 from snapkv_vllm.streams import Message, Send
 from snapkv_vllm.tenants import owned
-from snapkv_vllm.visits import Visit, current
+from snapkv_vllm.visits import Visit, current, noting_refusals
 
 _EDITS, _SESSION = PREFIX + EDITS, PREFIX + SESSION
 
@@ -66,18 +64,16 @@ def moved_inside(
     if not isinstance(body, dict):
         return body, {}
     found: dict[str, Any] = {}
+    fields = {_EDITS: CONTEXT}
     if NAME in body:
         found[NAME] = json.dumps(body[NAME])
-    edits, hint = body.get(CONTEXT), body.get(HINT)
+    edits = body.get(CONTEXT)
     is_own = isinstance(edits, dict) or (path in CHATS and edits is not None)  # OpenAI's is a list
     if is_own and path != COUNT:
         found[_EDITS] = json.dumps(edits)
-    if has_sessions and path in (*ENDPOINTS, *CHATS):  # a hint: elsewhere it says nothing
-        if not isinstance(hint, dict | None):
-            got = f"something of type {type(hint).__name__}"
-            raise wrong(HINT, f'an object such as {{"{HINTED}": "a-random-name"}}', got, "pass one")
-        if hint and hint.get(HINTED) is not None:
-            found[_SESSION] = hint[HINTED]
+    named = session_named(body, path) if has_sessions else None
+    if named is not None:
+        fields[_SESSION], found[_SESSION] = named
     if not found:
         return body, {}
     inside = {} if (given := body.get(XARGS)) is None else given
@@ -86,7 +82,6 @@ def moved_inside(
     for name in found.keys() & inside.keys():
         raise wrong(name, "it once", f"it inside {XARGS}, too", "leave one of them out")
     others = {name: value for name, value in body.items() if name not in (NAME, CONTEXT)}
-    fields = {_EDITS: CONTEXT, _SESSION: f"{HINT}: {HINTED}"}
     called = {name: fields[name] for name in found.keys() & fields.keys()}
     return {**others, XARGS: {**inside, **found}}, called
 
@@ -152,10 +147,11 @@ class _Resolver:
         before = request.model_copy()  # rendering may change it
         made = await render(request, **options)
         try:
-            found = await resolve(before, made, dict(given))
-            if found:
-                self._require_spans_fit(found, made)
-                setattr(request, XARGS, found)
+            with noting_refusals():
+                found = await resolve(before, made, dict(given))
+                if found:
+                    self._require_spans_fit(found, made)
+                    setattr(request, XARGS, found)
         except SnapKVError as error:
             status = HTTPStatus(status_of(error))
             return self._renderer.create_error_response(str(error), status.phrase, status)

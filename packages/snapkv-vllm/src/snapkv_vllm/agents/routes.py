@@ -1,6 +1,7 @@
 """The sessions whose histories a server holds: listed and deleted over HTTP."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -8,8 +9,20 @@ from fastapi import APIRouter, Response
 from snapkv_vllm.documents.front import Route
 from snapkv_vllm.names import ASKED, TAKEN, UNKNOWN, shown, wrong
 from snapkv_vllm.tenants import owned
+from snapkv_vllm.visits import noting_refusals
 
 PATH = "/v1/snapkv/sessions"
+
+
+def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
+    """Raise RefusedError unless the engines, by their answers, have deleted a session."""
+    if any(one["requests"] for one in answers):
+        remedy = "delete it when its requests have ended"
+        raise wrong("session", "one without requests under way", "some", remedy, status=TAKEN)
+    if not any(one["histories"] for one in answers):
+        asked_for, remedy = f"'{shown(name)}'", f"see GET {PATH}"
+        held = "one of this key's sessions that are held"
+        raise wrong("session", held, asked_for, remedy, status=UNKNOWN)
 
 
 def router(client: Any) -> APIRouter:
@@ -25,13 +38,8 @@ def router(client: Any) -> APIRouter:
 
     async def delete(name: str) -> Response:
         answers = await asked("deleted", owned(name))
-        if any(one["requests"] for one in answers):
-            remedy = "delete it when its requests have ended"
-            raise wrong("session", "one without requests under way", "some", remedy, status=TAKEN)
-        if not any(one["histories"] for one in answers):
-            asked_for, remedy = f"'{shown(name)}'", f"see GET {PATH}"
-            held = "one of this key's sessions that are held"
-            raise wrong("session", held, asked_for, remedy, status=UNKNOWN)
+        with noting_refusals():
+            _require_deleted(name, answers)
         return Response(status_code=204)
 
     routes = APIRouter(prefix=PATH, route_class=Route)

@@ -36,6 +36,7 @@ OF_NO_RUNNER = {
     "test_heads_models.py",
     "test_middleware.py",
     "test_refusals.py",
+    "test_routes.py",
     "test_safety.py",
     "test_seams.py",
     "test_server.py",

@@ -19,7 +19,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from snapkv_vllm.layouts import slots
 from snapkv_vllm.plans import Move, Order
-from snapkv_vllm.scheduler import ORDERS, PREFIX_REUSES
 
 Token = int | tuple[int, int]
 """One of a request's own by its position; else its id and position, where it is read ahead."""
@@ -61,7 +60,7 @@ class SimulatedWorker:
         begin = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         begin |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        orders = getattr(output, ORDERS)
+        orders = output.snapkv_orders
         self._take_over(output, begin)
         ends = {}
         for name, tokens in output.num_scheduled_tokens.items():
@@ -95,7 +94,7 @@ class SimulatedWorker:
             elif new is not None:
                 for blocks, more in zip(self.blocks[name], new, strict=True):
                     blocks += more
-        reuses = getattr(output, PREFIX_REUSES)
+        reuses = output.snapkv_prefix_reuses
         for name in (*(one.req_id for one in output.scheduled_new_reqs), *cached.resumed_req_ids):
             self.held[name] = [list(range(begin[name])) for _ in self.windows]
             reuse = reuses.get(name)

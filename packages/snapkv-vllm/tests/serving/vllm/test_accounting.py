@@ -274,8 +274,11 @@ def test_a_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
 
     running = simulation(config, caching=True, ahead=0)
     scheduler = running.scheduler
+    refused = scheduler._metrics.of("refusals", status="500", reason="prompt")._value.get()
     running.send("long", [1] * (BLOCKS * PAGE), 1, {})
     assert scheduler.encoder_cache_mismatch_reqs == {"long"}
+    labels = {"status": "500", "reason": "prompt"}
+    assert scheduler._metrics.of("refusals", **labels)._value.get() == refused + 1
     with pytest.raises(InvalidArgumentError, match=r"the cache's 25 blocks.*which need 26;"):
         scheduler._require_blocks(scheduler.requests["long"])
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+from urllib.parse import quote
 
 import pytest
 
 from snapkv import default_policy
 from snapkv.app.prompts import Prompt
 from snapkv.policies.default import asked_by, by_layer
-from snapkv_vllm.admission import misspelt
+from snapkv_vllm.admission import misspelt, require_session_name
 from snapkv_vllm.agents import front
 from snapkv_vllm.agents.edits import ClearThinking, ClearToolUses
 from snapkv_vllm.agents.held import Sessions
@@ -328,6 +329,12 @@ def test_a_stream_says_it_in_an_event(client):
     assert second == {}
 
 
+def named(session):
+    """The ways in which a body names a session, with what errors call them."""
+    yield "agent_hint: session_id", {"agent_hint": {"session_id": session}}
+    yield "session_id", {"session_id": session}
+
+
 def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monkeypatch):
     site = Answering(config, monkeypatch, shares=False, sessions=Sessions())
     hint = {"agent_hint": {"session_id": "run"}}
@@ -335,25 +342,36 @@ def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monk
         (hint, "mine"),
         (hint, "theirs"),
         ({"vllm_xargs": {"snapkv_session": "run"}}, "mine"),
+        ({"session_id": "run", **hint}, "mine"),
+        ({"session_id": "run"}, "mine"),
         ({"agent_hint": {"session_id": "other"}}, "mine"),
     ]
     with site.asking() as client:
-        for path in (CHAT, TEXT):
+        for path in (CHAT, TEXT, RESPONSES, ANTHROPIC):
             for body, key in bodies:
                 own = {"model": "demo", "messages": MESSAGES, "prompt": "One two"}
+                if path == ANTHROPIC:
+                    own = {"model": "demo", "messages": as_anthropic(MESSAGES), "max_tokens": 5}
+                elif path == RESPONSES:
+                    own = {"model": "demo", "input": "One two"}
                 headers = {"Authorization": f"Bearer {key}"}
                 assert client.post(path, json=own | body, headers=headers).status_code == 200
-            mine, theirs, again, other = [xargs["snapkv_session"] for xargs, _ in site.seen[-4:]]
-            assert mine == again
+            names = [xargs["snapkv_session"] for xargs, _ in site.seen[-len(bodies) :]]
+            mine, theirs, *again, other = names
+            assert {mine} == set(again)
             assert len({mine, theirs, other}) == 3
             assert mine.partition("/")[0] == other.partition("/")[0] != theirs.partition("/")[0]
         longest = "y" * 256
         for wrong in (7, "", "x" * 300, *(f"{owner}/{longest}" for owner in ("", "a" * 32, "x"))):
-            body = {"model": "demo", "messages": [], "agent_hint": {"session_id": wrong}}
-            answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
-            assert answer.status_code == 400
-            said = answer.json()["error"]["message"]
-            assert said.startswith("agent_hint: session_id: expected a text of 1 to 256 characters")
+            for field, body in named(wrong):
+                answer = client.post(
+                    CHAT,
+                    json={"model": "demo", "messages": [], **body},
+                    headers={"Authorization": "Bearer mine"},
+                )
+                assert answer.status_code == 400
+                said = answer.json()["error"]["message"]
+                assert said.startswith(f"{field}: expected a text of 1 to 256 characters")
         body = {"model": "demo", "messages": MESSAGES, "agent_hint": "run"}
         answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
         assert answer.json()["error"]["message"].startswith("agent_hint: expected an object such")
@@ -427,10 +445,58 @@ def test_sessions_are_listed_and_deleted_by_their_key(config, monkeypatch, key):
         assert client.get(SESSION_PATH).status_code == 401
 
 
+NAMES = ["a b", "a/b", "/a/", "a//b", "a?b=c#d", "50%", "é🙂", "..a", "a.b/c..", "a+b;c&d", "~"]
+NAMES += [*"\n\r\t\0\x1b\x7f\u2028\xa0\u200b", "a\nb", "run\n", ".", "..", "a/../b", "./a", "a/.."]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_session_that_is_begun_can_be_deleted_by_its_name(config, monkeypatch, name):
+    """The others are refused before any begins."""
+    site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
+    site.client.told = {"histories": 1, "requests": 0}
+    with site.asking() as client:
+        answer = client.post(TEXT, json={"model": "demo", "prompt": "One two", "session_id": name})
+        if answer.status_code == 400:
+            assert "all of them printable" in answer.json()["error"]["message"]
+            assert not site.client.asked
+            return
+        begun = site.seen[-1][0]["snapkv_session"]
+        gone = client.delete(f"{SESSION_PATH}/{quote(name, safe='')}")
+        assert gone.status_code == 204, gone.text
+        assert site.client.asked[-1][3] == [begun]
+
+
+def test_names_that_clients_use_are_not_refused():
+    for name in NAMES[:11]:
+        require_session_name("session_id", name)
+
+
+@pytest.mark.parametrize("stray", ["id", "sessionid", "parent", "session-id"])
+def test_a_field_of_a_hint_that_does_not_exist_is_refused_with_the_one_that_does(
+    config, monkeypatch, stray
+):
+    site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
+    hint = {"session_id": "run", stray: "a"}
+    with site.asking() as client:
+        answer = client.post(TEXT, json={"model": "demo", "prompt": "One", "agent_hint": hint})
+    said = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert said.startswith(f"agent_hint: expected the field session_id alone, got '{stray}'")
+
+
+def test_two_fields_that_name_different_sessions_are_refused(config, monkeypatch):
+    site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
+    body = {"model": "demo", "prompt": "One", "agent_hint": {"session_id": "a"}, "session_id": "b"}
+    with site.asking() as client:
+        answer = client.post(TEXT, json=body)
+    assert answer.status_code == 400
+    assert "session_id: expected the same name" in answer.json()["error"]["message"]
+
+
 def test_a_server_without_sessions_ignores_the_hint_and_refuses_the_setting(client):
     body = {"model": "demo", "messages": MESSAGES}
-    hint = {"agent_hint": {"session_id": "run"}}
-    assert client.post(CHAT, json=body | hint).status_code == 200
+    for _, hint in named("run\n"):
+        assert client.post(CHAT, json=body | hint).status_code == 200
     answer = client.post(CHAT, json=body | {"vllm_xargs": {"snapkv_session": "run"}})
     assert answer.status_code == 400
     assert "--sessions" in answer.json()["error"]["message"]

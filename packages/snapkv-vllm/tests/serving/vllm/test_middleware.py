@@ -28,7 +28,13 @@ def client():
     app = FastAPI()
     config = ServingSettings(budget=512, max_window_size=40).to_config()
     app.state.args = SimpleNamespace(additional_config=config, api_key=None, log_error_stack=False)
-    engine = SimpleNamespace(generate=lambda prompt, sampling_params: sampling_params.extra_args)
+    engine = SimpleNamespace(
+        generate=lambda prompt, sampling_params: sampling_params.extra_args,
+        vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_index=0),
+            model_config=SimpleNamespace(served_model_name="demo"),
+        ),
+    )
     app.state.engine_client = engine
     app.exception_handler(ValueError)(exception_handler)
     app.add_middleware(SettingsCheck)
@@ -101,6 +107,47 @@ def test_a_form_names_no_setting(client, name):
     refused = sent({name: "run"})
     said = f"{name}: expected none in a form, got it; leave it out"
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, said)
+
+
+def refusals():
+    """How many requests were refused, by the status of the answer and the reason."""
+    from prometheus_client import REGISTRY
+
+    return {
+        (sample.labels["status"], sample.labels["reason"]): sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == "snapkv:refusals_total" and sample.labels["engine"] == ""
+    }
+
+
+REFUSED = [
+    ({"json": WRONG}, "snapkv_budget"),
+    ({"json": {"snapkv_budget": 64}}, "snapkv_budget"),
+    ({"json": {"agent_hints": {}}}, "other"),
+    ({"json": {"vllm_xargs": {"snapkv_mine": 1}}}, "other"),
+    ({"json": {"vllm_xargs": {"snapkv_session": "a"}}}, "snapkv_session"),
+    ({"content": b"[" * 200 + b"]" * 200, "headers": JSON}, "body"),
+    ({"content": b'{"a": "\\ud800"}', "headers": JSON}, "body"),
+]
+
+
+@pytest.mark.parametrize(("sent", "reason"), REFUSED, ids=[str(n) for n in range(len(REFUSED))])
+def test_every_refusal_is_counted_once_by_its_status_and_what_was_wrong(client, sent, reason):
+    client.post("/raw", json=RIGHT)  # counts nothing
+    before = refusals()
+    assert client.post("/raw", **sent).status_code == 400
+    counted = {key: value for key, value in refusals().items() if value != before.get(key, 0)}
+    assert counted == {("400", reason): before.get(("400", reason), 0) + 1}
+
+
+def test_a_refused_form_is_counted_and_an_error_of_the_servers_is_not(client):
+    before = refusals()
+    fields = {"vllm_xargs": json.dumps({"snapkv_budget": 64})}
+    assert client.post("/form", data=fields, files={"file": b"a sound"}).status_code == 400
+    assert client.post("/parsed", content=b"{", headers=JSON).status_code == 422
+    key = "400", "snapkv_budget"
+    assert refusals() == before | {key: before.get(key, 0) + 1}
 
 
 @pytest.mark.parametrize(("kind", "pieces"), [(b"Multipart/Form-Data; boundary=x", 3), (b"", 1)])

@@ -1,10 +1,12 @@
 """The inner parts of vLLM that the plugin stands on; these fail first when vLLM changes one."""
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import pkgutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -104,15 +106,27 @@ def test_processes_have_the_names_by_which_they_are_known():
         assert name in inspect.getsource(part(owner))
 
 
-def test_scheduler_output_carries_further_attributes_between_processes():
+def test_a_step_of_ours_has_all_that_vllms_has_and_travels_between_processes():
     import pickle
 
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    assert dataclasses.is_dataclass(SchedulerOutput)
+    from snapkv_vllm.steps import CompressingStep
+
     output = SchedulerOutput.make_empty()
-    output.snapkv_orders = {"a": 1}
-    assert pickle.loads(pickle.dumps(output)).snapkv_orders == {"a": 1}
+    output.num_scheduled_tokens["a"] = 3
+    step = CompressingStep.of(output, snapkv_orders={"a": 1})
+    assert step.num_scheduled_tokens is output.num_scheduled_tokens
+    travelled = pickle.loads(pickle.dumps(step))
+    assert travelled == step
+    assert (travelled.snapkv_orders, travelled.snapkv_forgotten) == ({"a": 1}, ())
+    assert not any(one.name.startswith("snapkv") for one in dataclasses.fields(SchedulerOutput))
+
+
+def test_a_step_says_which_requests_were_preempted():
+    scheduler = part("v1.core.sched.scheduler.Scheduler")
+    assert "reset_preempted_req_ids.add(" in inspect.getsource(scheduler._preempt_request)
+    assert "preempted_req_ids=self.reset_preempted_req_ids" in inspect.getsource(scheduler.schedule)
 
 
 def test_a_spec_of_ones_own_has_a_manager_of_ones_own():
@@ -320,6 +334,122 @@ def test_nothing_of_a_runner_that_is_not_there_is_asked_for(monkeypatch, absent,
     assert issubclass(check, kind)
     with pytest.raises(ValueError, match="snapkv_budget"):
         check.validate_params(SimpleNamespace(extra_args={"snapkv_budget": -1}))
+
+
+ROOT = Path(__file__).parents[5]
+SOURCE = Path(importlib.import_module("snapkv_vllm").__file__).parent
+
+SEAMS = {
+    # Private methods of vLLM's that ours stand in for or go on with, by class.
+    "Scheduler._get_local_prefix_cache_hit",
+    "Scheduler._reserve_prefill_lookahead",
+    "Scheduler._free_request",
+    "FullAttentionManager._has_partial_local_hit",
+    "GPUModelRunner._prepare_inputs",
+    "GPUModelRunner._is_uniform_decode",
+    # Attributes of vLLM's objects that are set, by file.
+    "runners.py: runner.__class__",
+    "runners.py: state.block_ids",
+    "scheduler.py: setattr(EngineCore, ASKED)",
+    "scheduler.py: blocks.allocate_slots",
+    "scheduler.py: request.num_computed_tokens",
+    "blocks.py: coordinator.cache_blocks",
+    "kept_lengths.py: builder.build",
+    "heads.py: builder.build",
+    "heads.py: impl.forward",
+    "heads.py: impl.do_kv_cache_update",
+    "heads.py: alone.num_heads",
+    "heads.py: alone.num_kv_heads",
+    "layers.py: impl.forward",
+    "layers.py: self.wrapped.forward_impl",
+    "visits.py: client.generate",
+    "agents/front.py: setattr(renderer, name)",
+    "agents/front.py: setattr(request, XARGS)",
+    "worker.py: config.logits_processors",
+    "ray.py: app.state.server",
+    # Private attributes of vLLM's objects that are read, by file.
+    "agents/routes.py: core._call_utility_async",
+    "layers.py: layer.wrapped._k_scale",
+    "layers.py: self.wrapped._q_scale",
+    "refusals.py: layer._k_scale",
+    # Of shared documents.
+    "documents/front.py: renderer.render_chat",
+    "documents/front.py: renderer.render_completion",
+    "documents/prompts.py: request.messages",
+    "documents/prompts.py: request.prompt",
+    "documents/prompts.py: setattr(request, XARGS)",
+    "worker.py: self.model_runner._compressor",
+}
+"""Whatever of vLLM the plugin changes, or uses though its name is private; docs/serving.md says
+what needs it, and what vLLM offers in its place."""
+
+OUR_OBJECTS = ("visit", "current()", "history", "turn", "made", "mine", "manager", "held", "found")
+OUR_OBJECTS += ("document", "self._recorder")
+"""What names of the source stand for objects of our own."""
+
+PARSED = {"args", "own"}
+"""Names for options that vLLM's parser has read, and for a tokenizer that we have loaded."""
+
+
+def is_ours(node):
+    """Whether an attribute belongs to what has it: to `self`, or to an object of our own."""
+    of = ast.unparse(node.value)
+    if of == "runner":  # whose attributes are those of the class that is laid over it
+        return node.attr != "__class__"
+    return of in ("self", "cls", "super()", *OUR_OBJECTS, *PARSED) or of.startswith("type(")
+
+
+def touched(path):
+    """What a file of the plugin sets or uses of vLLM's objects, as `SEAMS` spells it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and not is_ours(node):
+            is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+            if is_private or isinstance(node.ctx, ast.Store | ast.Del):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            of, name = map(ast.unparse, node.args[:2])
+            if of not in PARSED:
+                yield f"setattr({of}, {name})"
+
+
+def overridden():
+    """The private methods of vLLM's that ours replace, by the class of vLLM's that has them."""
+    for module in OURS:
+        for name, own, _ in replaced(importlib.import_module(f"snapkv_vllm.{module}")):
+            if name.startswith("_"):
+                yield f"{own.__qualname__.partition('.')[0]}.{name}"
+
+
+def test_nothing_of_vllm_is_changed_or_privately_used_that_is_not_listed():
+    """Another one belongs into the list and into the table of docs/serving.md, with its reason."""
+    files = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
+    by_file = {f"{name}: {one}" for name, path in files.items() for one in touched(path)}
+    assert {one for one in SEAMS if ": " in one} == by_file
+    methods = {one.partition(".")[2] for one in SEAMS if ": " not in one}
+    assert methods == {one.partition(".")[2] for one in overridden()}
+
+
+def test_the_page_about_serving_says_why_of_each():
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    table = page.partition("## What it uses of vLLM")[2]
+    for seam in SEAMS:
+        name = seam.partition(": ")[2] or seam
+        assert f"`{name}`" in table, name
+
+
+def test_a_seam_that_nobody_has_listed_is_found(tmp_path):
+    lines = (
+        "scheduler.running = []",
+        "setattr(request, 'extra', 1)",
+        "del output.orders",
+        "runner.__class__ = Other",
+        "engine._private()",
+        "worker.step += 1",
+    )
+    for line in lines:
+        path = tmp_path / "source.py"
+        path.write_text(line)
+        assert len(list(touched(path))) == 1, line
 
 
 def test_which_runner_it_is_says_the_runner(monkeypatch):

@@ -22,6 +22,7 @@ from snapkv.app.prompts import Prompt
 from snapkv.errors import SnapKVError
 from snapkv.policies.default import asked_by, by_layer
 from snapkv.policies.kvzip import INSTRUCTION
+from snapkv_vllm.names import SESSIONS_AT
 from snapkv_vllm.settings import ServingSettings
 from tests.serving.fuzzing import random_settings
 from tests.serving.vllm.models import ids_of
@@ -173,12 +174,35 @@ MISTAKES = {
 }
 
 
+def forget(server, session):
+    """The status of the answer to a request that deletes a session."""
+    url = f"{server.url}/v1/snapkv/sessions/{session}"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="DELETE")) as answer:
+            return answer.status
+    except urllib.error.HTTPError as refused:
+        return refused.code
+
+
+def is_chat(path):
+    """Whether a body of `BODIES` leaves a history there: others have not a block of tokens."""
+    return path in SESSIONS_AT and path != "/v1/completions"
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", BODIES)
 def test_every_endpoint_refuses_before_it_answers(server, path, stream):
+    refused = server.metric("snapkv:refusals_total", status="400")
     for words, mistake in MISTAKES.items():
         status, said = server.post(path, BODIES[path] | {"stream": stream} | mistake)
         assert (status, words in said) == (400, True), said
+    counted = server.metric("snapkv:refusals_total", status="400") - refused
+    assert counted == len(MISTAKES)
+    for hint in ({"agent_hint": {"session_id": "short"}}, {"session_id": "short"}):
+        status, said = server.post(path, BODIES[path] | {"stream": stream} | hint)
+        is_refused = "session_id: expected it at /v1/completions" in said
+        assert (status, is_refused) == ((200, False) if path in SESSIONS_AT else (400, True)), said
+    assert forget(server, "short") == (204 if is_chat(path) else 404)
     named = own(document="nowhere")
     status, said = server.post(path, BODIES[path] | {"stream": stream} | named)
     is_for_documents = path in ("/v1/completions", "/v1/chat/completions")

@@ -44,8 +44,8 @@ class ServeOptions:
     policy: Annotated[
         str,
         typer.Option(
-            help="Method: snapkv, adakv, across-layers, streaming-llm or tova",
-            show_default="snapkv's largest votes",
+            help="Method: default (snapkv's largest votes), snapkv, adakv, across-layers, "
+            "streaming-llm or tova",
         ),
     ] = DEFAULT
     budget: Annotated[

@@ -1,0 +1,100 @@
+"""Every endpoint of vLLM's server that takes a body hears what it says about compression."""
+
+import typing
+
+import pytest
+
+from snapkv.errors import SnapKVError
+from snapkv_vllm.admission import require_settings
+from snapkv_vllm.agents.held import Sessions
+from snapkv_vllm.agents.hints import session_named
+from snapkv_vllm.names import DEAF, SESSIONS_AT, SILENT
+from snapkv_vllm.settings import ServingSettings
+
+HEARING = {*SESSIONS_AT, "/v1/chat/completions/batch", "/invocations"}
+"""Where settings inside `vllm_xargs` reach the engine."""
+
+FORMS = {"/v1/audio/transcriptions", "/v1/audio/translations"}
+"""Where a body is a form, whose settings are refused where they reach the engine's client."""
+
+RENDERED = {
+    *(f"/v1/{of}/render" for of in ("completions", "chat/completions", "messages", "responses")),
+    "/cohere/v2/chat/render",
+}
+"""Where a request's tokens and settings are answered, to be sent on to another endpoint."""
+
+OTHERS = {
+    *SILENT,
+    "/detokenize",
+    "/v1/completions/derender",
+    "/v1/chat/completions/derender",
+    "/v1/responses/{response_id}/cancel",
+    # Pooling models, which are refused at the start.
+    *("/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+    *("/v1/embeddings", "/v2/embed"),
+    # Of whoever runs the server.
+    *("/ping", "/adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/abort_requests", "/inference/v1/abort_requests", "/collective_rpc"),
+    *("/fault_tolerance/apply", "/scale_elastic_ep", "/is_scaling_elastic_ep"),
+    *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+    *("/sleep", "/wake_up", "/release_kv_cache_memory", "/pause", "/resume"),
+    *("/start_profile", "/stop_profile"),
+    *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"),
+    *("/start_weight_update", "/start_draft_weight_update", "/finish_weight_update"),
+    *("/update_weights", "/update_weight_version", "/weight_checker"),
+}
+"""Where nothing is generated."""
+
+
+@pytest.fixture(scope="module")
+def paths():
+    """Where vLLM's application takes a POST, with everything that can be switched on."""
+    from vllm import tasks
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    named = [one for one in vars(tasks).values() if typing.get_origin(one) is typing.Literal]
+    every = tuple(dict.fromkeys(word for one in named for word in typing.get_args(one)))
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "demo"])
+    args.enable_fault_tolerance = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        app = build_app(args, every, None)
+    found = {one.path for one in app.routes if "POST" in (getattr(one, "methods", None) or ())}
+    assert found >= set(SESSIONS_AT)
+    return found
+
+
+def test_every_endpoint_is_known(paths):
+    """Another one may generate: it must carry settings, or be among those that refuse them."""
+    assert paths <= HEARING | FORMS | RENDERED | set(DEAF) | OTHERS
+
+
+@pytest.mark.parametrize("hint", [{"agent_hint": {"session_id": "a"}}, {"session_id": "a"}])
+def test_a_session_is_gone_on_from_or_refused_wherever_something_is_generated(paths, hint):
+    for path in paths - OTHERS - FORMS:
+        if path in SESSIONS_AT:
+            assert session_named(hint, path)[1] == "a"
+        else:
+            with pytest.raises(SnapKVError, match="session_id: expected it at /v1/completions"):
+                session_named(hint, path)
+
+
+def test_settings_are_checked_or_refused_wherever_something_is_generated(paths):
+    settings = ServingSettings(budget=512, sessions=Sessions())
+    for path in paths - OTHERS - FORMS:
+        with pytest.raises(SnapKVError, match="snapkv_budget: expected"):
+            require_settings({"vllm_xargs": {"snapkv_budget": 3}}, settings, path)
+        right = {"vllm_xargs": {"snapkv_budget": 64}}
+        if path in DEAF:
+            with pytest.raises(SnapKVError, match="where it is ignored"):
+                require_settings(right, settings, path)
+        else:
+            require_settings(right, settings, path)
+
+
+def test_a_body_that_is_only_counted_may_name_a_session():
+    for path in SILENT:
+        assert session_named({"agent_hint": {"session_id": "a", "other": 1}}, path) is None
