@@ -13,21 +13,13 @@ from fastapi import HTTPException
 
 from snapkv.errors import SnapKVError
 from snapkv_vllm.admission import require_settings
-from snapkv_vllm.agents.front import (
-    Saying,
-    as_checked,
-    moved_inside,
-    note_body,
-    resolve_requests,
-)
+from snapkv_vllm.agents.front import as_checked, moved_inside, resolve_requests
 from snapkv_vllm.agents.routes import router
-from snapkv_vllm.documents.catalogue import PATH
-from snapkv_vllm.documents.front import FrontEnd
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.streams import FirstEvent, Message, Send
 from snapkv_vllm.tenants import has_keys, kept_apart, tenant_of
-from snapkv_vllm.visits import EVERYBODY, Visit, answering, before_engine
+from snapkv_vllm.visits import EVERYBODY, Visit, answering, before_engine, current
 
 _Receive = Callable[[], Awaitable[Message]]
 _App = Callable[[Message, _Receive, Send], Awaitable[None]]
@@ -55,7 +47,6 @@ class SettingsCheck:
         end_with_parent()  # one of several API servers has a parent
         self._app = app
         self._settings: ServingSettings | None = None
-        self._documents: FrontEnd | None = None
         self._has_keys = False
 
     async def __call__(self, scope: Message, receive: _Receive, send: Send) -> None:
@@ -66,13 +57,9 @@ class SettingsCheck:
         if scope["type"] == "http" and scope["method"] == "POST":
             visit.is_checked, path = False, scope["path"].removeprefix(scope.get("root_path", ""))
             receive = receive if _is_form(scope) else _checking(receive, settings, path)
-            send = Saying(visit, send)
-            if self._documents is not None:
-                send = self._documents.counting(visit, send)
             send = FirstEvent(send)
         with answering(visit):
-            async with visit.until_answered:
-                await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
 
     def _settings_of(self, scope: Message) -> ServingSettings:
         if self._settings is None:
@@ -82,11 +69,7 @@ class SettingsCheck:
             self._has_keys = has_keys(state.args)
             resolve_requests(state, self._settings)
             before_engine(state, as_checked)
-            sharing = self._settings.sharing
-            if sharing is None or not sharing.across_keys:
-                before_engine(state, kept_apart)
-            if sharing is not None:
-                self._documents = FrontEnd(app, self._settings)
+            before_engine(state, kept_apart)
             if self._settings.sessions is not None:
                 app.include_router(router(state.engine_client))
         return self._settings
@@ -94,8 +77,6 @@ class SettingsCheck:
 
 def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Receive:
     """What receives a whole body in one message, checked."""
-    is_documents = path == PATH or path.startswith(f"{PATH}/")
-    about_documents = is_documents and settings.sharing is not None
 
     async def receive_whole() -> Message:
         text = bytearray()
@@ -107,7 +88,7 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
             text.extend(message.get("body", b""))
             more = message.get("more_body", False)
         body = _body_of(bytes(text))
-        checked = _checked(body, None if about_documents else settings, path)
+        checked = _checked(body, settings, path)
         if checked is not body:
             text = bytearray(json.dumps(checked).encode())
         return {"type": "http.request", "body": bytes(text), "more_body": False}
@@ -115,18 +96,16 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
     return receive_whole
 
 
-def _checked(body: object, settings: ServingSettings | None, path: str) -> object:
-    """As `moved_inside`; without settings where a body has fields of its own for its route."""
-    checked = body
+def _checked(body: object, settings: ServingSettings, path: str) -> object:
+    """As `moved_inside`."""
     try:
-        if settings is not None:
-            has_sessions = settings.sessions is not None
-            checked, called = moved_inside(body, path, has_sessions=has_sessions)
-            require_settings(checked, settings, path, called)
-        note_body(body, path)
+        has_sessions = settings.sessions is not None
+        checked, called = moved_inside(body, path, has_sessions=has_sessions)
+        require_settings(checked, settings, path, called)
     except SnapKVError as error:
         # FastAPI answers with it wherever it comes up while a body is read.
         raise HTTPException(400, detail=str(error)) from error
+    current().is_checked = body is not None
     return checked
 
 

@@ -15,8 +15,6 @@ from snapkv_vllm.versions import require_supported_version
 
 require_supported_version()
 
-from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.documents.protocol import document_request
 from snapkv_vllm.settings import ServingSettings
 
 
@@ -32,11 +30,7 @@ class RequestCheck:
     def validate_params(cls, sampling_params: Any) -> None:
         """Raise a ValueError, which `LLM` hands on and vLLM's server turns into status 400."""
         try:
-            given = sampling_params.extra_args or {}
-            if document_request(given) is None:
-                cls.settings.plan_for(given, prompt_tokens=1)
-            else:
-                require_compatible(settings=cls.settings, given=given, params=sampling_params)
+            cls.settings.for_request(sampling_params.extra_args)
         except TypeError as error:
             raise ValueError(str(error)) from error
 
