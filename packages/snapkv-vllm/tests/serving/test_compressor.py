@@ -192,7 +192,7 @@ def test_the_pages_of_a_prompts_blocks_hold_what_the_librarys_cache_keeps(
     cache = CompressedCache(model, policy)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-    kept = torch.stack(list(apart.kept_of("a").values()))
+    kept = torch.stack(list(apart._kept["a"].of_layers.values()))
     pages = HeadPages.of(*memory)
     places = HeadPlaces(kept.flatten(), BLOCK).of_pages(torch.arange(len(blocks))[None])
     for depth, (_, keys, values) in enumerate(states):

@@ -84,11 +84,12 @@ def test_the_log_is_told_all_that_decides_what_is_kept():
         "decode_budget 0, decode_policy r-kv, evict_every 128, sessions no"
     )
     own = {"safeguard": 0.5, "pooling": "fading", "decay": 0.9}
-    sessions = Sessions(most_bytes=2 << 30)
-    said = ServingSettings(policy="adakv", budget=0, parameters=own, sessions=sessions).summary
+    said = ServingSettings(policy="adakv", budget=0, parameters=own).summary
     words = ("policy adakv", "budget 0", "decay 0.9", "safeguard 0.5")
     assert all(word in said.split(", ") for word in words)
-    assert said.endswith(", sessions 2.0 GiB")
+    assert ServingSettings(sessions=Sessions(most_bytes=2 << 30)).summary.endswith(
+        "sessions 2.0 GiB"
+    )
     limits = Limits(decode_budget=4096)
     assert "decode_budget 4096" in ServingSettings(limits=limits).summary
 

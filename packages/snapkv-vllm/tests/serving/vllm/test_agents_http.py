@@ -46,7 +46,7 @@ def site(config, monkeypatch):
     return Answering(config, monkeypatch, keys=())
 
 
-DROP = {"start": 4, "end": 9, "do": "drop"}
+DROP = {"start": 1, "end": 4, "do": "drop"}
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC])
