@@ -20,10 +20,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch
 
 from snapkv.app.models import place_of
+from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import InterleavedTimings
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.prompts import NeedlePrompt
+from snapkv_lab.experiments.prompts import NeedlePrompt, quoted_document
 from snapkv_lab.experiments.records import describe_environment
 from snapkv_lab.measure.timing import spread
 from snapkv_lab.rows import Row, grouped
@@ -38,7 +39,13 @@ class Engine:
     """vLLM that works step by step, over a pool of blocks; without a budget it is stock vLLM."""
 
     def __init__(
-        self, given: RunContext, budget: int | None, blocks: int, cache_dtype: str = "auto"
+        self,
+        given: RunContext,
+        budget: int | None,
+        blocks: int,
+        cache_dtype: str = "auto",
+        *,
+        caches_prefixes: bool = False,
     ) -> None:
         from vllm import LLM
 
@@ -51,7 +58,7 @@ class Engine:
             "max_model_len": given.prompt_tokens + given.new_tokens,
             "block_size": BLOCK_TOKENS,
             "kv_cache_memory_bytes": blocks * BLOCK_TOKENS * numbers * torch.bfloat16.itemsize,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": caches_prefixes,
             "max_num_batched_tokens": 2048,
             "enforce_eager": True,
             "disable_log_stats": True,
@@ -180,6 +187,50 @@ def _speed(given: RunContext) -> Iterator[Row]:
                 }
 
 
+def _questions(given: RunContext) -> Iterator[Row]:
+    """Questions on one text, one after the other, of which the first reads the text."""
+    document = quoted_document(
+        given.loaded.tokenizer,
+        load_haystack().text,
+        tokens=given.prompt_tokens,
+        questions=given.questions,
+    )
+    prompts = [[*document.ids, *quote.question_ids] for quote in document.quotes]
+    blocks = 2 * -(-(given.prompt_tokens + given.new_tokens) // BLOCK_TOKENS) + 1
+    engines = {
+        name: Engine(given, budget, blocks, caches_prefixes=True)
+        for name, budget in (("stock", None), ("snapkv", given.budget))
+    }
+    seconds: dict[str, list[list[float]]] = {name: [] for name in engines}
+    right: dict[str, int] = {}
+    for _ in range(given.readings + 1):  # the first warms up
+        for name, engine in engines.items():
+            engine.llm.reset_prefix_cache()
+            answered = [_answered(engine, ids) for ids in prompts]
+            seconds[name].append([took for _, took in answered])
+            pairs = zip(answered, document.quotes, strict=True)
+            right[name] = sum(answer == quote.answer_ids for (answer, _), quote in pairs)
+    for name, engine in engines.items():
+        engine.close()
+        yield {
+            "engine": name,
+            "questions": given.questions,
+            "prompt_tokens": given.prompt_tokens,
+            "budget": given.budget if name == "snapkv" else None,
+            "readings": given.readings,
+            "first_seconds": spread([first for first, *_ in seconds[name][1:]], 3),
+            "other_seconds": spread([one for _, *rest in seconds[name][1:] for one in rest], 3),
+            "right": right[name],
+        }
+
+
+def _answered(engine: Engine, ids: list[int]) -> tuple[list[int], float]:
+    """The first four tokens of an answer, which are those of a quotation, and the seconds."""
+    start = time.perf_counter()
+    (answer,), _ = engine.answers([ids], 4)
+    return answer, time.perf_counter() - start
+
+
 def _right(documents: Sequence[NeedlePrompt], answers: Sequence[list[int]]) -> int:
     pairs = zip(documents, answers, strict=True)
     return sum(answer[: len(one.answer_ids)] == one.answer_ids for one, answer in pairs)
@@ -202,7 +253,7 @@ SERVING = Experiment(
     name="serving",
     title="Serving: stock vLLM and compressed prompts",
     takes="hours",
-    measure={"reading": _reading, "speed": _speed},
+    measure={"reading": _reading, "speed": _speed, "questions": _questions},
     options={
         "requests": Size(16, 3),
         "prompt_tokens": Size(4000, 600),
@@ -211,6 +262,8 @@ SERVING = Experiment(
         "rounds": Size(2, 1),
         "budget": Size(512, 128),
         "pairs": Size(16, 2),
+        "questions": Size(8, 2),
+        "readings": Size(5, 1),
     },
     fields={"votes": VOTES},
     described=_on,
@@ -240,6 +293,16 @@ SERVING = Experiment(
             },
             "Reading a prompt alone, in pairs",
             {"part": "reading"},
+        ),
+        Listing(
+            {
+                "engine": _engine_name,
+                "first": "{first_seconds[p50]:.2f} s",
+                "each of the others": "{other_seconds[p50]:.2f} s",
+                "right": "{right}/{questions}",
+            },
+            "{questions} questions on one text of {prompt_tokens:,} tokens",
+            {"part": "questions"},
         ),
     ],
 )

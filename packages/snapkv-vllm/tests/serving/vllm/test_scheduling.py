@@ -56,7 +56,7 @@ def test_shared_prefixes_are_reused_and_stay_intact(small):
 
 def test_eight_questions_on_one_text_read_it_once_and_are_answered_as_each_alone(small):
     """A hit ends before what votes, also where that reaches back into the text."""
-    policy, text = by_layer(default_policy(BUDGET)), ids_of(22 * PAGE)
+    policy, text = by_layer(default_policy(BUDGET)), ids_of(11 * PAGE)
     prompts = [text + ids_of(length, seed=length) for length in (1, 5, 9, 16, 33, 41, 80, 130)]
     cached = [(len(ids) - policy.query_tokens) // PAGE * PAGE for ids in prompts]
     with small_engine(small, policy="default", budget=BUDGET, enable_prefix_caching=True) as engine:
