@@ -257,7 +257,7 @@ SERVING = Experiment(
     options={
         "requests": Size(16, 3),
         "prompt_tokens": Size(4000, 600),
-        "new_tokens": Size(256, 16),
+        "new_tokens": Size(256, 64),
         "blocks": Size(112, 12),
         "rounds": Size(2, 1),
         "budget": Size(512, 128),
