@@ -26,7 +26,7 @@ from snapkv_lab.experiments.measuring import InterleavedTimings
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import NeedlePrompt, quoted_document
 from snapkv_lab.experiments.records import describe_environment
-from snapkv_lab.measure.timing import spread
+from snapkv_lab.measure.timing import Spent, spent_on, spread
 from snapkv_lab.rows import Row, grouped
 from snapkv_vllm import engine_args
 from snapkv_vllm.versions import installed
@@ -201,13 +201,13 @@ def _questions(given: RunContext) -> Iterator[Row]:
         name: Engine(given, budget, blocks, caches_prefixes=True)
         for name, budget in (("stock", None), ("snapkv", given.budget))
     }
-    seconds: dict[str, list[list[float]]] = {name: [] for name in engines}
+    took: dict[str, list[list[Spent]]] = {name: [] for name in engines}
     right: dict[str, int] = {}
     for _ in range(given.readings + 1):  # the first warms up
         for name, engine in engines.items():
             engine.llm.reset_prefix_cache()
             answered = [_answered(engine, ids) for ids in prompts]
-            seconds[name].append([took for _, took in answered])
+            took[name].append([spent for _, spent in answered])
             pairs = zip(answered, document.quotes, strict=True)
             right[name] = sum(answer == quote.answer_ids for (answer, _), quote in pairs)
     for name, engine in engines.items():
@@ -218,17 +218,25 @@ def _questions(given: RunContext) -> Iterator[Row]:
             "prompt_tokens": given.prompt_tokens,
             "budget": given.budget if name == "snapkv" else None,
             "readings": given.readings,
-            "first_seconds": spread([first for first, *_ in seconds[name][1:]], 3),
-            "other_seconds": spread([one for _, *rest in seconds[name][1:] for one in rest], 3),
+            **_spreads("first", [first for first, *_ in took[name][1:]]),
+            **_spreads("other", [one for _, *others in took[name][1:] for one in others]),
             "right": right[name],
         }
 
 
-def _answered(engine: Engine, ids: list[int]) -> tuple[list[int], float]:
-    """The first four tokens of an answer, which are those of a quotation, and the seconds."""
-    start = time.perf_counter()
-    (answer,), _ = engine.answers([ids], 4)
-    return answer, time.perf_counter() - start
+def _spreads(which: str, spent: Sequence[Spent]) -> Row:
+    """Seconds by the clock, and of all threads together."""
+    return {
+        f"{which}_seconds": spread([one.wall_ms / 1000 for one in spent], 3),
+        f"{which}_processor_seconds": spread([one.cpu_ms / 1000 for one in spent], 3),
+    }
+
+
+def _answered(engine: Engine, ids: list[int]) -> tuple[list[int], Spent]:
+    """The first four tokens of an answer, which are those of a quotation, and their time."""
+    answers: list[list[int]] = []
+    spent = spent_on(lambda: answers.extend(engine.answers([ids], 4)[0]))
+    return answers[0], spent
 
 
 def _right(documents: Sequence[NeedlePrompt], answers: Sequence[list[int]]) -> int:
@@ -263,7 +271,7 @@ SERVING = Experiment(
         "budget": Size(512, 128),
         "pairs": Size(16, 2),
         "questions": Size(8, 2),
-        "readings": Size(5, 1),
+        "readings": Size(3, 1),
     },
     fields={"votes": VOTES},
     described=_on,
@@ -299,6 +307,8 @@ SERVING = Experiment(
                 "engine": _engine_name,
                 "first": "{first_seconds[p50]:.2f} s",
                 "each of the others": "{other_seconds[p50]:.2f} s",
+                "first, processor time": "{first_processor_seconds[p50]:.2f} s",
+                "each of the others, processor time": "{other_processor_seconds[p50]:.2f} s",
                 "right": "{right}/{questions}",
             },
             "{questions} questions on one text of {prompt_tokens:,} tokens",
