@@ -271,7 +271,7 @@ SERVING = Experiment(
         "budget": Size(512, 128),
         "pairs": Size(16, 2),
         "questions": Size(8, 2),
-        "readings": Size(3, 1),
+        "readings": Size(3, 2),
     },
     fields={"votes": VOTES},
     described=_on,
