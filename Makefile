@@ -103,7 +103,7 @@ test-serving-first: $(SERVING)
 
 test-serving-slow: $(SERVING) ## The tests of the vLLM plugin that take minutes each
 	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
-	    -m 'vllm and slow' $(addprefix $(PLUGIN)/vllm/test_,bounded.py parallel.py documents_generated.py)
+	    -m 'vllm and slow' $(addprefix $(PLUGIN)/vllm/test_,bounded.py parallel.py)
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and slow' $(PLUGIN)/vllm
 
 MINUTES ?= 5

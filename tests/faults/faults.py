@@ -914,40 +914,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "vllm/test_engine.py",
         ),
     ],
-    "snapkv_vllm/documents/content.py": [
-        (
-            "control words stay where a whole text is given",
-            "inside is None or inside[number]",
-            "inside is not None and inside[number]",
-            "documents/test_content.py",
-        ),
-        (
-            "a chat with as many control words as its template is not looked at",
-            "if sum(one in words for one in ids) == sum(",
-            "if sum(one in words for one in ids) <= 1 + sum(",
-            "documents/test_content.py",
-        ),
-    ],
-    "snapkv_vllm/documents/plans.py": [
-        (
-            "a preempted document goes on with the piece that was due",
-            "            self._piece = 0\n",
-            "",
-            "documents/test_plans.py",
-        ),
-        (
-            "a piece may reach beyond the model's positions",
-            "min(text_tokens, room) - instruction_tokens",
-            "text_tokens - instruction_tokens",
-            "documents/test_plans.py",
-        ),
-        (
-            "a step of the second reading runs into the next piece",
-            "return min(offered_tokens, STEP_TOKENS, rest)",
-            "return min(offered_tokens, STEP_TOKENS)",
-            "documents/test_plans.py",
-        ),
-    ],
     "snapkv_vllm/heads.py": [
         (
             "a head's last full page lies behind the others'",
@@ -957,8 +923,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a page that is not full has no place",
-            "-(-self.kept // self.page_tokens))",
-            "self.kept // self.page_tokens)",
+            "pages = -(-self.kept // self.page_tokens)",
+            "pages = self.kept // self.page_tokens",
             "heads/test_places.py",
         ),
         (
@@ -1009,6 +975,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "queries_of(growth.policy)",
             "test_plans.py",
         ),
+        (
+            "a cached prefix is reused up to the prompt's last token, so that voters are missing",
+            "max(0, first.at - max(1, first.choice.query_tokens))",
+            "max(0, first.at - 1)",
+            "vllm/test_scheduling.py",
+        ),
     ],
     "snapkv_vllm/runners.py": [
         (
@@ -1025,13 +997,13 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "who has least gives back first",
             "max(beyond, key=lambda one: taken[one.tenant])",
             "min(beyond, key=lambda one: taken[one.tenant])",
-            "documents/test_catalogue.py",
+            "test_shares.py",
         ),
         (
             "what is within a tenant's share goes",
             "taken[one.tenant] > share]",
             "taken[one.tenant] >= share]",
-            "documents/test_catalogue.py",
+            "test_shares.py",
         ),
     ],
     "snapkv_vllm/spans.py": [

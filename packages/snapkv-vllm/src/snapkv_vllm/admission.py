@@ -11,20 +11,13 @@ from itertools import chain, islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from snapkv.errors import InvalidTypeError
-from snapkv_vllm.agents.edits import edits_of
 from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.names import (
-    CHATS,
-    CONTEXT,
     DEAF,
-    DOCUMENT,
-    EDITS,
     ENDPOINTS,
     HINT,
     HINTED,
     LONGEST,
-    MESSAGES,
     OF_A_REQUEST,
     PREFIX,
     SESSION,
@@ -34,17 +27,11 @@ from snapkv_vllm.names import (
     shown,
     wrong,
 )
-from snapkv_vllm.spans import entries_of
 
 if TYPE_CHECKING:  # which asks for what is here
     from snapkv_vllm.settings import ServingSettings
 
-_OF_AGENTS = (SPANS, EDITS, SESSION)
-
-_LONGEST_NAME = 100
-"""Characters of a document's name."""
-
-_LONGEST_PATH = 4096
+_OF_AGENTS = (SPANS, SESSION)
 
 _LONGEST_SESSION = 256
 
@@ -95,7 +82,7 @@ def meant(name: object) -> str | None:
         return name if isinstance(name, str) else None
     begun = name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
     bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ") if begun else name
-    if bare in (*OF_A_REQUEST, DOCUMENT) or (begun and bare in _OF_AGENTS):
+    if bare in OF_A_REQUEST or (begun and bare in _OF_AGENTS):
         return PREFIX + bare
     return f"{PREFIX}budget" if begun else None
 
@@ -103,39 +90,12 @@ def meant(name: object) -> str | None:
 def misspelt(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
     """Fields of a body that are nearly words of this server's, and the right words."""
     hint = body.get(HINT)
-    places = ((body, (CONTEXT, HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (HINTED,)))
+    places = ((body, (HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (HINTED,)))
     for fields, words in places:
         for name in islice(fields, _MOST_FIELDS):
             if isinstance(name, str) and name not in words and len(name) <= LONGEST:
                 for right in get_close_matches(name.lower(), words, 1, _ALIKE):
                     yield name, right
-
-
-def _text(argument: str, value: object) -> str:
-    if isinstance(value, str):
-        return value
-    raise InvalidTypeError(
-        f"{argument}: expected a document's name, got something of type {type(value).__name__}; "
-        "pass a text such as contract"
-    )
-
-
-def require_named(argument: str, value: object) -> None:
-    """Refuse what no document is called, be it of this server or a file's of a library."""
-    name = _text(argument, value)
-    if not (1 <= len(name) <= _LONGEST_PATH and name.isprintable()):
-        characters = f"1 to {_LONGEST_PATH} printable characters"
-        raise wrong(argument, characters, f"'{shown(name)}'", "pass a name such as contract")
-
-
-def require_document_name(argument: str, value: object) -> None:
-    """Refuse what is no name to register a document by; it also stands in the path of a URL."""
-    name = _text(argument, value)
-    fits = 1 <= len(name) <= _LONGEST_NAME and name.isprintable() and "/" not in name
-    if not fits or not name.strip("."):
-        characters = f"1 to {_LONGEST_NAME} printable characters"
-        expected = f"{characters}, none of them a slash and not dots alone"
-        raise wrong(argument, expected, f"'{shown(name)}'", "pass a name such as contract")
 
 
 def require_session_name(argument: str, value: object, pattern: re.Pattern[str] = _SESSION) -> None:
@@ -188,35 +148,22 @@ def require_settings(
     if path in DEAF and (own := own_settings(_mapping(body.get(XARGS)))):
         none, name = f"none inside {XARGS} at {path}, where it is ignored", PREFIX + next(iter(own))
         raise wrong(called.get(name, name), none, "it", "leave it out")
-    beside, found = _mapping(sampling.get("extra_args")), path in ENDPOINTS
-    for given, is_read in ((_mapping(body.get(XARGS)), found), (beside, False)):
+    for given in (_mapping(body.get(XARGS)), _mapping(sampling.get("extra_args"))):
         require_compatible(given=given, body=body, called=called)
-        settings.for_request(_of_a_prompt(given, path, called))
-        if PREFIX + DOCUMENT in given and not is_read:
-            expected = f"inside {XARGS} at {' or '.join(ENDPOINTS)}"
-            got, remedy = f"it in a request to {shown(path)}", "send the request there"
-            raise wrong(PREFIX + DOCUMENT, expected, got, f"{remedy}, or leave it out")
+        _require_of_a_prompt(given, path, called)
+        settings.for_request(given)
 
 
-def _of_a_prompt(
-    given: Mapping[str, Any], path: str, called: Mapping[str, str]
-) -> Mapping[str, Any]:
-    """Settings as they are when the prompt is known, once what it takes to know it is checked."""
-    own = dict(given)
-    spans, edits, session = PREFIX + SPANS, PREFIX + EDITS, PREFIX + SESSION
-    places = {spans: (*ENDPOINTS, MESSAGES), edits: CHATS, session: SESSIONS_AT}
-    for name, where in places.items():
-        if name in own and path not in where:
+def _require_of_a_prompt(given: Mapping[str, Any], path: str, called: Mapping[str, str]) -> None:
+    """Raise RefusedError for spans or a session that are not read there, or a wrong name of one."""
+    session = PREFIX + SESSION
+    for name, places in ((PREFIX + SPANS, ENDPOINTS), (session, SESSIONS_AT)):
+        if name in given and path not in places:
             got, remedy = f"it in a request to {shown(path)}", "send the request there"
-            said = called.get(name, name)
-            raise wrong(said, f"it at {' or '.join(where)}", got, f"{remedy}, or leave it out")
-    if own.get(session) is not None:
-        require_session_name(called.get(session, session), own[session])
-    if edits in own:
-        edits_of(own.pop(edits))
-    if spans in own and path in CHATS:
-        own[spans] = [one.as_json for one in entries_of(own[spans]) if one.span is not None]
-    return own
+            said, where = called.get(name, name), " or ".join(places)
+            raise wrong(said, f"it at {where}", got, f"{remedy}, or leave it out")
+    if given.get(session) is not None:
+        require_session_name(called.get(session, session), given[session])
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from snapkv.errors import UnsupportedModelError
-from snapkv_vllm.plans import Move, Order, RequestPlan
+from snapkv_vllm.plans import Move, Order, PromptPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,7 @@ class CompressedManager(FullAttentionManager):
     """Counts the tokens a request holds, which are those it has seen less those it dropped.
 
     Attributes:
-        dropped_tokens: of every request that was compressed; less than none where more is held than
-            counts as computed.
+        dropped_tokens: of every request that was compressed.
         plans: of all requests that are known, by request; the scheduler's.
         lacking_blocks: that the request vLLM asked about last needs more for what it will keep.
         rooms: blocks set aside for what a step keeps of a request: fresh ones, and of its own.
@@ -72,7 +71,7 @@ class CompressedManager(FullAttentionManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dropped_tokens: dict[str, int] = {}
-        self.plans: Mapping[str, RequestPlan] = {}
+        self.plans: Mapping[str, PromptPlan] = {}
         self.lacking_blocks = 0
         self._reusable: Counter[int] = Counter()
         self._reuses: set[str] = set()
@@ -100,7 +99,7 @@ class CompressedManager(FullAttentionManager):
         """Whether others may read the blocks of a request."""
         if request_id in self._reuses:
             return True
-        return bool(self.enable_caching) and self.dropped_tokens.get(request_id, 0) <= 0
+        return bool(self.enable_caching) and not self.dropped_tokens.get(request_id, 0)
 
     def take_room(self, request_id: str, blocks: int, fresh_blocks: int) -> None:
         """Set blocks aside for what a step keeps: some fresh ones, and of its own for the rest.
@@ -125,12 +124,6 @@ class CompressedManager(FullAttentionManager):
         self.dropped_tokens[request_id] = order.seen_tokens - room
         return Move(group=self.kv_cache_group_id, sources=sources, targets=_ids(blocks))
 
-    def stay(self, request_id: str, order: Order) -> Move:
-        """Count what a request holds, and leave its blocks as they are."""
-        blocks = _ids(self.req_to_blocks[request_id])
-        self.dropped_tokens[request_id] = order.dropped_tokens
-        return Move(group=self.kv_cache_group_id, sources=blocks, targets=blocks)
-
     def holds(self, request_id: str, tokens: int, dropped_tokens: int) -> bool:
         """Whether a request has so many tokens in blocks, and has dropped so many."""
         dropped = self.dropped_tokens.get(request_id, 0)
@@ -145,14 +138,8 @@ class CompressedManager(FullAttentionManager):
         self._reusable.update(_ids(blocks))
         return blocks
 
-    def take_for_others(self, tokens: int) -> list[KVCacheBlock]:
-        """Free blocks for so many tokens, for workers to fill; there must be as many."""
-        blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(cdiv(tokens, self.block_size))
-        self._reusable.update(_ids(blocks))
-        return blocks
-
     def give_up(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Free what `keep_for_others` has kept, or `take_for_others` taken."""
+        """Free what `keep_for_others` has kept."""
         self._reusable -= Counter(_ids(blocks))
         self.block_pool.free_blocks(reversed(blocks))
 
@@ -160,12 +147,6 @@ class CompressedManager(FullAttentionManager):
         """How many of the blocks that `keep_for_others` has kept no request holds."""
         blocks = {block.block_id: block for of_one in kept for block in of_one}
         return sum(one.ref_cnt <= self._reusable[number] for number, one in blocks.items())
-
-    def copies(self, request_id: str, blocks: Sequence[KVCacheBlock], reused_tokens: int) -> Move:
-        """Where a request that reuses the first of these blocks has copies of the others."""
-        own, reused = self.req_to_blocks[request_id], reused_tokens // self.block_size
-        targets = _ids(own[reused : len(blocks)])
-        return Move(group=self.kv_cache_group_id, sources=_ids(blocks[reused:]), targets=targets)
 
     def begin_with(self, request_id: str, dropped_tokens: int) -> None:
         """Count that the blocks which a request reuses hold fewer tokens than they stand for."""
@@ -191,7 +172,7 @@ class CompressedManager(FullAttentionManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Give a request the blocks that it begins with; documents come without prefix caching."""
+        """Give a request the blocks that it begins with; histories come without prefix caching."""
         if self.enable_caching or not new_computed_blocks:
             super().add_local_computed_blocks(
                 request_id,
@@ -260,7 +241,7 @@ class CompressedManager(FullAttentionManager):
         return [*super().pop_blocks_for_free(request_id), *fresh]
 
 
-def share_exact_blocks(coordinator: Any, plans: Mapping[str, RequestPlan]) -> None:
+def share_exact_blocks(coordinator: Any, plans: Mapping[str, PromptPlan]) -> None:
     """Let vLLM's coordinator of all groups offer no block of what was read after a compression.
 
     Layers with a window or a recurrent state are not compressed, but what they store then comes out
@@ -285,7 +266,7 @@ class CompressedBlocks:
     """The blocks of compressed requests, in all KV cache groups with full attention."""
 
     def __init__(
-        self, managers: Mapping[int, CompressedManager], plans: Mapping[str, RequestPlan]
+        self, managers: Mapping[int, CompressedManager], plans: Mapping[str, PromptPlan]
     ) -> None:
         self._managers = managers
         for manager in managers.values():
@@ -326,14 +307,8 @@ class CompressedBlocks:
             manager.take_room(request_id, room, min(room, spare + least.pop(manager)))
 
     def compress(self, request_id: str, order: Order) -> tuple[Move, ...]:
-        """Free the blocks that the kept tokens of a request do not need, in every group.
-
-        Where the order does not end with a choice the blocks stay, and are counted again.
-        """
-        managers = self._managers.values()
-        if not order.ends:
-            return tuple(manager.stay(request_id, order) for manager in managers)
-        return tuple(manager.keep(request_id, order) for manager in managers)
+        """Free the blocks that the kept tokens of a request do not need, in every group."""
+        return tuple(manager.keep(request_id, order) for manager in self._managers.values())
 
 
 def register_spec() -> None:

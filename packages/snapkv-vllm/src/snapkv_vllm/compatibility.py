@@ -5,12 +5,10 @@ One table, asked in one place. No vLLM is needed here.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import RKV, TOVA, AcrossLayers, AdaKV
-from snapkv_vllm.documents.protocol import DOCUMENT, VERBS
 from snapkv_vllm.layouts import FP8
 from snapkv_vllm.names import DECODE_BUDGET, PREFIX, SESSION, SPANS, shown, wrong
 
@@ -24,12 +22,10 @@ class Parts(TypedDict, total=False):
 
     settings: Any  # the server's `ServingSettings`
     engine: Any  # vLLM's configuration
-    options: Any  # the words of its command line, parsed
     given: Mapping[Any, Any]  # a request's `extra_args`
-    params: Any  # its `SamplingParams`
     body: Mapping[str, Any]  # its JSON body
     called: Mapping[str, str]  # what its client calls some of these settings
-    request: Any  # what an endpoint or the scheduler makes of it
+    request: Any  # what the scheduler makes of it
 
 
 _Look = Callable[[Any], object]
@@ -91,7 +87,7 @@ def _typed(part: str, name: str) -> str:
     """An option as the user typed it; "" if the user cannot leave it out."""
     if name in ("model", "prompt"):
         return ""
-    return name if part in ("given", "params", "request") else f"--{name.replace('_', '-')}"
+    return name if part in ("given", "request") else f"--{name.replace('_', '-')}"
 
 
 def require_compatible(**parts: Unpack[Parts]) -> None:
@@ -162,36 +158,17 @@ MODEL_DRAFTS = Option(
 DECODE_CONTEXTS = _several("decode_context_parallel_size")
 CONTEXTS = _several("prefill_context_parallel_size")
 TENSOR, PIPELINE = _several("tensor_parallel_size"), _several("pipeline_parallel_size")
-DATA = _several("data_parallel_size")
-API_PROCESSES = _several("api_server_count", "_api_process_count")
 TOO_PARALLEL = Option("engine", "tensor_parallel_size", _too_parallel, "a KV head for each process")
 MICRO_BATCHES = Option("engine", "enable_dbo", lambda c: c.parallel_config.use_ubatching and "it")
 CONNECTOR = Option("engine", "kv_transfer_config", lambda c: c.kv_transfer_config and "a connector")
-ADAPTERS = Option("engine", "enable_lora", lambda c: c.lora_config and "it")
 LATENT = _of_model("use_mla", "one with latent attention (MLA)")
 DIMENSIONS = _of_model("uses_mrope", "one with positions in several dimensions (M-RoPE)")
 NO_ATTENTION = _of_model("is_attention_free", "one without attention")
 ENCODER = _of_model("is_encoder_decoder", "an encoder-decoder")
 POOLING = _is("model", "pooling", lambda c: c.model_config.runner_type)
 SLEEP = _of_model("enable_sleep_mode", "it", "enable_sleep_mode")
-CHANGED = _of_model("hf_overrides", "some", "hf_overrides")
-QUANTIZED = Option("engine", "quantization", lambda c: c.model_config.quantization)
-RAY = _is(
-    "distributed_executor_backend", "ray", lambda c: c.parallel_config.distributed_executor_backend
-)
-MADE_UP = _is("load_format", "dummy", lambda c: c.load_config.load_format)
-NO_FOLDER = Option(
-    "engine",
-    "model",
-    lambda c: not Path(model := c.model_config.model).is_dir() and f"'{shown(model)}'",
-    "a folder",
-)
-OTHER_WEIGHTS = QUANTIZED, CHANGED, MADE_UP
 NOT_MOVABLE, NOT_PLAIN = _other_format(MOVABLE), _other_format(_PLAIN)
 GRAPHS = Option("engine", "cudagraph_mode", _graphs_of_prompts, "none of whole prompt steps")
-API_SERVERS = Option(
-    "options", "api_server_count", lambda o: (o.api_server_count or 1) > 1 and o.api_server_count
-)
 
 WITH_LATENTS = Case("engine", "with latent attention (MLA)", LATENT.found)
 IN_PARALLEL = Case("engine", "in several processes", TENSOR.found)
@@ -208,10 +185,6 @@ def _method(*names: str) -> _Look:
     return lambda s: s.policy in names and s.policy
 
 
-def _shares(look: _Look) -> _Look:
-    return lambda s: s.sharing is not None and look(s)
-
-
 HELD = Option("settings", DECODE_BUDGET, lambda s: s.limits.decode_budget)
 UNEVEN = Option(
     "settings",
@@ -226,63 +199,30 @@ HELD_BY_RKV = Case("settings", "where answers are held by r-kv", _evicts_by(RKV.
 HELD_BY_TOVA = Case("settings", "where answers are held by tova", _evicts_by(TOVA.name))
 BY_TOVA = Case("settings", "with tova", lambda s: s.policy == TOVA.name, "--policy tova")
 WHERE_UNEVEN = Case("settings", "where heads differ in length", UNEVEN.found, "--policy")
-ACROSS = Option("settings", "policy", _method(AcrossLayers.name), "one that every layer decides by")
-BY_ACROSS = Case("settings", "with across-layers", ACROSS.found, "--policy across-layers")
-SHARED = Case("settings", "where documents are shared", lambda s: s.sharing, "--share")
-SHARED_BY_ADAKV = Case(
-    "settings", "where documents are shared by adakv", _shares(_method(AdaKV.name))
-)
-LIBRARY = Case(
-    "settings",
-    "with a library's documents",
-    _shares(lambda s: s.sharing.library),
-    "--share-library",
+BY_ACROSS = Case(
+    "settings", "with across-layers", _method(AcrossLayers.name), "--policy across-layers"
 )
 SESSIONS = Case("settings", "where sessions are held", lambda s: s.sessions, "--sessions")
-UNSHARED = Case("settings", "on a server that shares no documents", lambda s: not s.sharing)
 NO_SESSIONS = Case("settings", "on a server that holds no sessions", lambda s: not s.sessions)
 
 # Of requests.
 
 
-def _first_own(given: Mapping[Any, Any], but: str = "") -> object:
+def _first_own(given: Mapping[Any, Any]) -> object:
     own = (name for name in given if isinstance(name, str) and name.startswith(PREFIX))
-    return next((name for name in own if name != but), None)
+    return next(own, None)
 
 
-def _field(name: str) -> Option:
-    return Option("request", name, lambda r: getattr(r, name, None) is not None and "some")
-
-
-def _echo(request: Any) -> object:
-    asks = (getattr(request, name, None) for name in ("logprobs", "top_logprobs"))
-    return getattr(request, "echo", False) and any(asks) and "it, with logprobs"
-
-
-def _not_text(request: Any) -> object:
-    has_embeddings = getattr(request, "prompt_token_ids", ()) is None
-    return (has_embeddings or getattr(request, "mm_features", ())) and "embeddings or images"
-
-
-ABOUT_DOCUMENT = Option("given", "", lambda g: next((verb for verb in VERBS if verb in g), None))
 IN_SESSION = Option(
     "given", PREFIX + SESSION, lambda g: g.get(PREFIX + SESSION) is not None and "one"
 )
 SPANS_NAMED = Option("given", PREFIX + SPANS, lambda g: PREFIX + SPANS in g and "some")
 ANYTHING = Option("given", "", _first_own)
-ANYTHING_ELSE = Option("given", "", lambda g: _first_own(g, but=DOCUMENT))
-ECHO = Option("request", "echo", _echo)
-PROMPT_LOGPROBS, EMBEDS = _field("prompt_logprobs"), _field("prompt_embeds")
-TRUNCATED, TRANSFER = _field("truncate_prompt_tokens"), _field("kv_transfer_params")
-LOGPROBS = Option("params", "prompt_logprobs", lambda p: p.prompt_logprobs is not None and "some")
-NOT_TEXT = Option("request", "prompt", _not_text, "tokens alone")
 IMAGES = Option("request", "prompt", lambda r: r.mm_features and "images", "text alone")
 GROWING = Option(
     "request", "prompt", lambda r: getattr(r, "resumable", False) and "a session's", "a whole one"
 )
 
-WITH_DOCUMENT = Case("given", f"with {DOCUMENT}", lambda g: DOCUMENT in g)
-ABOUT_ANY = Case("given", "with a document", ABOUT_DOCUMENT.found)
 WITH_SPANS = Case("given", f"with {PREFIX}{SPANS}", SPANS_NAMED.found)
 WITH_BEAMS = Case(
     "body", "with use_beam_search", lambda b: b.get("use_beam_search"), "use_beam_search"
@@ -294,8 +234,6 @@ STOCK = "serve the model with stock vLLM"
 _SNAPKV = "use --policy snapkv"
 _AVERAGES = "it averages over heads of other processes"
 _GOES_ON = "the prompt of a session goes on after its end"
-_SLEEPS = "an engine that sleeps forgets its cache"
-_UNREAD = "a document is not read with the request"
 _UNTESTED = "the two were never tested together"
 
 _TABLE: dict[Case, tuple[tuple[Option, *tuple[str, ...]], ...]] = {
@@ -330,48 +268,14 @@ _TABLE: dict[Case, tuple[tuple[Option, *tuple[str, ...]], ...]] = {
         (several, "a process has a part of the heads that share a budget", "use --policy adakv")
         for several in (TENSOR, PIPELINE)
     ),
-    SHARED: (
-        (ACROSS, "a document's heads are those of a layer", "use --policy adakv"),
-        (HELD, "requests that name one stay whole"),
-        (DRAFTS, _UNTESTED),
-        (ADAPTERS, "a document would have to be read with each of them"),
-        (LATENT, _UNTESTED),
-        (DIMENSIONS, "a text is read again by positions of one dimension"),
-        (SLEEP, _SLEEPS),
-        (API_SERVERS, "each would have documents of its own"),
-        (API_PROCESSES, "each would have documents of its own"),
-        (DATA, "a request may reach an engine that has not read its document"),
-    ),
-    SHARED_BY_ADAKV: ((TENSOR, _UNTESTED, _SNAPKV),),
     SESSIONS: (
         (HELD, "histories say at which token they begin"),
         (UNEVEN, "a later prompt goes on from what all of them hold"),
-        (SLEEP, _SLEEPS),
+        (SLEEP, "an engine that sleeps forgets its cache"),
         *((untested, _UNTESTED) for untested in (DIMENSIONS, DRAFTS, LATENT, PIPELINE)),
     ),
-    LIBRARY: (
-        (NOT_PLAIN, "files hold numbers as the model has them"),
-        *((several, "each process has a part of every document") for several in (TENSOR, PIPELINE)),
-        (RAY, "workers may run where the library is not"),
-        *((other, "files name the weights in the model's folder") for other in OTHER_WEIGHTS),
-        (NO_FOLDER, "files name the weights in it", "pass the folder of the downloaded model"),
-    ),
-    UNSHARED: ((ABOUT_DOCUMENT, "", "leave it out, or start the server with --share"),),
     NO_SESSIONS: ((IN_SESSION, "", "leave it out, or start the server with --sessions"),),
     WITH_DIMENSIONS: ((IMAGES, "none was ever compressed so", f"send it with {PREFIX}budget 0"),),
-    WITH_DOCUMENT: (
-        (ANYTHING_ELSE, "it was compressed when it was registered; what follows it stays whole"),
-        (ECHO, _UNREAD),
-        (PROMPT_LOGPROBS, _UNREAD),
-        (EMBEDS, "a document's tokens come before the request's"),
-        (TRUNCATED, "a document's tokens must all be there"),
-        (TRANSFER, "vLLM may take the request's tokens from there"),
-    ),
-    ABOUT_ANY: (
-        (LOGPROBS, _UNREAD),
-        (NOT_TEXT, "no document has others", "leave them out"),
-        (GROWING, _GOES_ON, "send it as a request of its own"),
-    ),
     WITH_SPANS: ((GROWING, _GOES_ON, "send it as a request of its own"),),
     WITH_BEAMS: ((ANYTHING, "requests of a beam carry no settings inside vLLM"),),
 }

@@ -1,6 +1,6 @@
 """Carries out the scheduler's orders on one worker's tensors."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,10 +10,8 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
-from snapkv.policies.kvzip import most_attention
 from snapkv_vllm.across_layers import across_layers, kept_across
 from snapkv_vllm.agents.positions import HeldPositions
-from snapkv_vllm.documents.states import DocumentStates
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
 from snapkv_vllm.layers import LayerRun, VotingLayer, layer_runs, voting_layer
 from snapkv_vllm.layouts import padded, slots
@@ -73,7 +71,6 @@ class Compressor:
         self._device, self._heads = device, heads
         self._runs: list[LayerRun] = []
         self._block_tokens: dict[int, int] = {}
-        self._received: dict[str, dict[str, Tensor]] = {}
         self.positions = HeldPositions()
         for name, layer in self._layers.items():
             recorder.listen(name, layer)
@@ -90,44 +87,9 @@ class Compressor:
                         f"cut into, got {found} in {name}; pass --block-size {found}"
                     )
         self._runs = list(layer_runs(self._groups))
-        self.documents = DocumentStates(
-            self._runs, self._block_tokens, device=self._device, heads=self._heads
-        )
-
-    def copy(self, moves: Iterable[Move]) -> None:
-        """Copy blocks as they are, in every layer of their group."""
-        for move in moves:
-            for run in self._runs:
-                if run.group == move.group:
-                    size = self._block_tokens[move.group]
-                    sources, targets = (
-                        run.blocks_of(blocks, size) for blocks in (move.sources, move.targets)
-                    )
-                    for layer in run.layers.values():
-                        layer.cache[targets] = layer.cache[sources]
 
     def forget(self, request: str) -> None:
         self._recorder.forget(request)
-        self._received.pop(request, None)
-
-    def note(self, orders: Mapping[str, Order]) -> None:
-        """Note the attention that a text gets while a step reads it again, by request."""
-        for request, order in orders.items():
-            if order.noted_tokens:
-                for move in order.moves:
-                    self._note(request, order, move)
-                self._recorder.forget(request)
-
-    def _note(self, request: str, order: Order, move: Move) -> None:
-        received = self._received.setdefault(request, {})
-        for run in self._runs_of(move, order.held_tokens, 0):
-            sources = run.blocks_of(move.sources, self._block_tokens[move.group])
-            keys = run.layout.read_keys(sources, order.held_tokens)
-            layer = self._layer_of(run, request, order.query_tokens, run.keys_of(keys))
-            most = most_attention(layer, order.noted_tokens)
-            for name, of_layer in zip(run.layers, most, strict=True):
-                before = received.get(name)
-                received[name] = of_layer if before is None else before.maximum(of_layer)
 
     def compress(self, orders: Mapping[str, Order]) -> None:
         """Compress the requests of which a choice is due after the step that has just run."""
@@ -211,9 +173,6 @@ class Compressor:
         """What is kept of a run of layers: (layers, H, K), as many as the scheduler counts."""
         voters = min(order.choice.query_tokens, order.seen_tokens)  # fewer where a prompt has fewer
         layer = self._layer_of(run, request, voters, keys)
-        if order.noted_tokens:
-            received = self._received[request]
-            layer = replace(layer, received=torch.stack([received[name] for name in run.layers]))
         if isinstance(order.choice, EndOfTurn):
             keep = self.positions.kept(run, order, order.choice, layer)
         else:

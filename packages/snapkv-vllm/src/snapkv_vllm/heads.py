@@ -10,7 +10,7 @@ handed out are those of a layer; or those of all layers, whose pages then lie in
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -27,9 +27,6 @@ class HeadPlaces:
 
     kept: Tensor  # (..., H) int64, tokens that every head kept at the prompt's end
     page_tokens: int
-    # (..., H or 1) bool, whether others read the full pages of these; pages that are not full lie
-    # after them then, side by side, to be copied
-    are_reused: Tensor | bool = False
 
     def of_pages(self, pages: Tensor) -> Tensor:
         """The places of some pages of every head.
@@ -44,15 +41,6 @@ class HeadPlaces:
         first, before, turn = (one.unsqueeze(-1) for one in self._at_the_end)
         grown = first.sum(dim=-2, keepdim=True) + (pages - first) * heads + turn
         return torch.where(pages < first, before + pages, grown)
-
-    def spread(self, states: Tensor, slots: int) -> Tensor:
-        """What the heads kept, (..., H, K, D), of each the last `kept`, as blocks hold it.
-
-        That is (..., H, slots, D), what lies in the place of every head, zero where nothing does.
-        """
-        found = self.empty(states, slots)
-        self.put(states, found, slots)
-        return found[..., :-1, :].reshape(*self.kept.shape, slots, states.shape[-1])
 
     def empty(self, states: Tensor, slots: int) -> Tensor:
         """What `put` fills: (..., H * slots + 1, D) zeros, and in the last row then anything."""
@@ -85,11 +73,9 @@ class HeadPlaces:
     def _at_the_end(self) -> tuple[Tensor, Tensor, Tensor]:
         """(..., H) pages at the prompt's end, pages of the heads before, and each head's turn.
 
-        Heads with the least room take a place first. Where pages are reused, the full ones count.
+        Heads with the least room take a place first.
         """
-        full = self.kept // self.page_tokens
-        reused = torch.as_tensor(self.are_reused, device=full.device)
-        pages = torch.where(reused, full, -(-self.kept // self.page_tokens))
+        pages = -(-self.kept // self.page_tokens)
         turn = (pages * self.page_tokens - self.kept).argsort(dim=-1, stable=True).argsort(dim=-1)
         return pages, pages.cumsum(dim=-1) - pages, turn
 
@@ -279,7 +265,6 @@ class _KeptHeads:
     """What the heads of a request kept of its prompt, layer by layer."""
 
     prompt_tokens: int
-    are_reused: bool = False  # whether it begins with a document, whose pages others read
     most_tokens: int = 0
     of_layers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -316,7 +301,6 @@ class HeadsAttention:
     def __init__(self, *, across_layers: bool = False) -> None:
         self._across_layers = across_layers
         self._kept: dict[str, _KeptHeads] = {}
-        self._documents: dict[int, _KeptHeads] = {}
         self._batch = UnevenRows()
         self._layers: dict[str, Any] = {}
         self._steps: dict[str, _LayerStep] = {}
@@ -330,22 +314,6 @@ class HeadsAttention:
         mine = self._kept.setdefault(request, _KeptHeads(prompt_tokens))
         mine.of_layers[layer] = kept
         mine.most_tokens = max(mine.most_tokens, int(kept.max()))
-
-    def keep_document(self, first_block: int, kept: Mapping[str, Tensor], tokens: int) -> None:
-        """A document of so many tokens lies in blocks from this one on.
-
-        Its heads hold (Hkv,) `kept` tokens in every layer, by name.
-        """
-        most = max(int(one.max()) for one in kept.values())
-        self._documents[first_block] = _KeptHeads(tokens, True, most, dict(kept))
-
-    def kept_of(self, request: str) -> Mapping[str, Tensor]:
-        """(Hkv,) tokens that the heads of a request hold of its prompt, by layer."""
-        return self._kept[request].of_layers
-
-    def begin_with(self, request: str, first_block: int) -> None:
-        """A request begins with such a document, whose heads hold what they kept of it."""
-        self._kept[request] = self._documents[first_block]
 
     def forget(self, request: str) -> None:
         if self._kept.pop(request, None) is not None:
@@ -457,9 +425,8 @@ class HeadsAttention:
         requests, places = self._places.get(names[0], ((), None))
         if places is None or requests != self._batch.requests:
             layers = [torch.stack([one.of_layers[name] for one in kept]) for name in names]
-            reused = torch.tensor([[one.are_reused] for one in kept], device=layers[0].device)
             together = _together(torch.stack(layers), pages.layers)
-            places = HeadPlaces(together, pages.cache.shape[2], reused)
+            places = HeadPlaces(together, pages.cache.shape[2])
             self._places[names[0]] = self._batch.requests, places
         return places
 

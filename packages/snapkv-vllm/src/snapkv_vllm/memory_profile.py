@@ -18,9 +18,7 @@ import torch
 
 from snapkv import ops
 from snapkv.policies import Policy, PromptLayer
-from snapkv.policies.kvzip import most_attention
 from snapkv_vllm.across_layers import across_layers, best_across, scores_across
-from snapkv_vllm.documents.plans import STEP_TOKENS
 from snapkv_vllm.layers import voting_layer
 from snapkv_vllm.methods import kept_tokens
 from snapkv_vllm.settings import ServingSettings
@@ -34,9 +32,8 @@ class Largest:
     prompt_tokens: int  # that are held at most when a prompt is compressed
     step_tokens: int  # that one step computes, and so the most that short prompts keep in it
     # whose queries may wait in all layers: those of the prompts that end in one step, of one window
-    # that began before it, of answers that are evicted from, and of a document that is read again
+    # that began before it, and of answers that are evicted from
     recorded_tokens: int
-    reads_again: bool  # whether documents are
 
     @classmethod
     def of(cls, vllm_config: Any) -> "Largest":
@@ -53,9 +50,7 @@ class Largest:
             step_tokens=step_tokens,
             recorded_tokens=min(step_tokens, scheduler.max_num_seqs * window)
             + window
-            + scheduler.max_num_seqs * limits.queries_of_answers
-            + (STEP_TOKENS if settings.sharing is not None else 0),
-            reads_again=settings.sharing is not None,
+            + scheduler.max_num_seqs * limits.queries_of_answers,
         )
 
 
@@ -67,17 +62,12 @@ def profiled(
     kind: dict[str, Any] = {"dtype": dtype, "device": device}
     tokens = largest.recorded_tokens
     waiting = [torch.empty(tokens, layer.num_heads, layer.head_size, **kind) for layer in layers]
-    if largest.reads_again:  # what is noted of a document
-        noted = [(layer.num_kv_heads, largest.prompt_tokens) for layer in layers]
-        waiting += [torch.empty(shape, dtype=torch.float32, device=device) for shape in noted]
     yield
     if layers:
         widest = max(layers, key=lambda layer: layer.num_heads * layer.head_size)
         for policy in largest.policies:
             vote = _vote if across_layers(policy) is None else partial(_vote_across, len(layers))
             vote(widest, policy, largest, kind)
-        if largest.reads_again:
-            _read_again(widest, largest, kind)
     del waiting
 
 
@@ -94,12 +84,6 @@ def _prompt(layer: Any, tokens: int, query_tokens: int, kind: dict[str, Any]) ->
         depth=0,
         num_layers=1,
     )
-
-
-@torch.inference_mode()
-def _read_again(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
-    seen = _prompt(layer, largest.prompt_tokens, STEP_TOKENS, kind)
-    most_attention(seen, largest.prompt_tokens - seen.queries.shape[2])
 
 
 @torch.inference_mode()

@@ -25,7 +25,7 @@ _COUNTERS = {
     "prompt_tokens_seen": "Prompt tokens read.",
     "prompt_tokens_kept": "Prompt tokens kept.",
     "blocks_freed": "Blocks freed by compression.",
-    "compressions": "Compressions, by what was compressed: a prompt, a document or an answer.",
+    "compressions": "Compressions, by what was compressed: a prompt or an answer.",
     "requests": "Requests whose prompt has ended: compressed, or whole.",
     "waits": "Requests preempted or not started because blocks for the kept tokens were missing.",
     "standstills": "Times that a request lacked blocks and no running request would free some.",
@@ -35,18 +35,12 @@ _COUNTERS = {
     "session_requests": "Requests that reused the stored history of their session.",
     "session_tokens_not_read": "Tokens of histories that requests did not recompute.",
     "session_histories_dropped": "Histories evicted, least recently used first, to free blocks.",
-    "document_requests": "Requests answered from a shared document.",
-    "document_tokens_not_read": "Tokens of shared documents that requests did not recompute.",
-    "documents_dropped": "Shared documents removed: deleted, or least recently used when blocks "
-    "were needed.",
 }
 _GAUGES = {
     "session_histories": "Stored histories of sessions.",
     "session_bytes": "Bytes of the cache that they take.",
     "session_blocks": "Blocks that histories hold: idle ones are given to requests that wait for "
     "blocks, pinned ones stay for requests that have begun with them, or are to.",
-    "documents": "Shared documents.",
-    "document_bytes": "Bytes of the cache that they take.",
 }
 _HISTOGRAMS = {
     "request_kept_ratio": ("Kept tokens of a request's prompt, as a fraction of it.", _RATIOS),

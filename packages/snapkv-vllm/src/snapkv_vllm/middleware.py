@@ -15,16 +15,8 @@ from fastapi import HTTPException
 
 from snapkv.errors import SnapKVError
 from snapkv_vllm.admission import require_settings
-from snapkv_vllm.agents.front import (
-    Saying,
-    as_checked,
-    moved_inside,
-    note_body,
-    resolve_requests,
-)
+from snapkv_vllm.agents.front import as_checked, moved_inside, resolve_requests
 from snapkv_vllm.agents.routes import router
-from snapkv_vllm.documents.catalogue import PATH
-from snapkv_vllm.documents.front import FrontEnd
 from snapkv_vllm.metrics import Refusals
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.settings import ServingSettings
@@ -61,7 +53,6 @@ class SettingsCheck:
         end_with_parent()  # one of several API servers has a parent
         self._app = app
         self._settings: ServingSettings | None = None
-        self._documents: FrontEnd | None = None
         self._has_keys = False
         self._refusals: Refusals | None = None
 
@@ -75,13 +66,9 @@ class SettingsCheck:
         if scope["type"] == "http" and scope["method"] == "POST":
             visit.is_checked, path = False, scope["path"].removeprefix(scope.get("root_path", ""))
             receive = receive if _is_form(scope) else _checking(receive, settings, path)
-            send = Saying(visit, send)
-            if self._documents is not None:
-                send = self._documents.counting(visit, send)
             send = FirstEvent(send)
         with answering(visit):
-            async with visit.until_answered:
-                await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
 
     def _settings_of(self, scope: Message) -> ServingSettings:
         if self._settings is None:
@@ -93,11 +80,7 @@ class SettingsCheck:
                 self._refusals = Refusals(client.vllm_config)
             resolve_requests(state, self._settings)
             before_engine(state, as_checked)
-            sharing = self._settings.sharing
-            if sharing is None or not sharing.across_keys:
-                before_engine(state, kept_apart)
-            if sharing is not None:
-                self._documents = FrontEnd(app, self._settings)
+            before_engine(state, kept_apart)
             if self._settings.sessions is not None:
                 app.include_router(router(state.engine_client))
         return self._settings
@@ -105,8 +88,6 @@ class SettingsCheck:
 
 def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Receive:
     """What receives a whole body in one message, checked."""
-    is_documents = path == PATH or path.startswith(f"{PATH}/")
-    about_documents = is_documents and settings.sharing is not None
 
     async def receive_whole() -> Message:
         text = bytearray()
@@ -122,7 +103,7 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
         except HTTPException:
             current().refused = "body"
             raise
-        checked = _checked(body, None if about_documents else settings, path)
+        checked = _checked(body, settings, path)
         if checked is not body:
             text = bytearray(json.dumps(checked).encode())
         return {"type": "http.request", "body": bytes(text), "more_body": False}
@@ -130,19 +111,17 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
     return receive_whole
 
 
-def _checked(body: object, settings: ServingSettings | None, path: str) -> object:
-    """As `moved_inside`; without settings where a body has fields of its own for its route."""
-    checked = body
+def _checked(body: object, settings: ServingSettings, path: str) -> object:
+    """As `moved_inside`."""
     try:
         with noting_refusals():
-            if settings is not None:
-                has_sessions = settings.sessions is not None
-                checked, called = moved_inside(body, path, has_sessions=has_sessions)
-                require_settings(checked, settings, path, called)
-            note_body(body, path)
+            has_sessions = settings.sessions is not None
+            checked, called = moved_inside(body, path, has_sessions=has_sessions)
+            require_settings(checked, settings, path, called)
     except SnapKVError as error:
         # FastAPI answers with it wherever it comes up while a body is read.
         raise HTTPException(400, detail=str(error)) from error
+    current().is_checked = body is not None
     return checked
 
 

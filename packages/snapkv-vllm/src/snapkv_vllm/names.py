@@ -17,36 +17,25 @@ PROTECT_FIRST = "protect_first"
 
 DECODE_BUDGET = "decode_budget"
 
-CONTEXT = "context_management"
-"""The field of a body that holds edits, and of a response that says which were applied."""
-
 HINT, HINTED = "agent_hint", "session_id"
 """The field of a body that says whose session a request belongs to, and the one inside.
 
 The latter is also a field of vLLM's own beside it."""
 
-SPANS, EDITS = "spans", "edits"
-"""Name what a request says of spans of its prompt, and the edits that make spans of a chat."""
+SPANS = "spans"
+"""Names what a request says of spans of its prompt."""
 
 SESSION = "session"
 """Names whose history a request goes on from, on servers that hold some."""
 
 ASKED = PREFIX + "asked"
-"""The method of vLLM's engine that asks what its scheduler holds: documents, or sessions."""
+"""The method of vLLM's engine that asks which sessions its scheduler holds."""
 
 MESSAGES = "/v1/messages"
 """Anthropic's endpoint, of whose requests vLLM makes chats."""
 
-COUNT = f"{MESSAGES}/count_tokens"
-
-DOCUMENT = "document"
-"""Names what a request's prompt begins with, on servers that share documents."""
-
-ENDPOINTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
-"""Where requests may name a document, and the field that it is the beginning of."""
-
-CHATS = ("/v1/chat/completions", MESSAGES)
-"""Where a prompt is made of messages."""
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", MESSAGES)
+"""Where requests may have spans and a session."""
 
 OF_METHODS = ("window_size", "voters", "kernel_size", "pooling", "decay", "safeguard")
 """What a request may set for itself where the server's method has it."""
@@ -54,10 +43,10 @@ OF_METHODS = ("window_size", "voters", "kernel_size", "pooling", "decay", "safeg
 OF_A_REQUEST = ("budget", *OF_METHODS, PROTECT_FIRST, DECODE_BUDGET)
 """What a request may set for itself."""
 
-SESSIONS_AT = (*ENDPOINTS, MESSAGES, "/v1/responses")
+SESSIONS_AT = (*ENDPOINTS, "/v1/responses")
 """Where a request may name the session that it goes on from."""
 
-SILENT = (COUNT, "/tokenize")
+SILENT = (f"{MESSAGES}/count_tokens", "/tokenize")
 """Where bodies are those of chats, though nothing is generated: they may name a session as well."""
 
 DEAF = (
@@ -72,7 +61,7 @@ DEAF = (
 LONGEST = 60
 """Characters of what a client sent that are said again, or looked at, in one piece."""
 
-UNKNOWN, TAKEN, BUSY, NO_ROOM = 404, 409, 503, 507
+UNKNOWN, TAKEN, NO_ROOM = 404, 409, 507
 
 
 class RefusedError(InvalidArgumentError):
@@ -95,8 +84,8 @@ def status_of(error: SnapKVError) -> int:
     return NO_ROOM if isinstance(error, OutOfMemoryError) else 400
 
 
-_REASONS = {HINT, HINTED, CONTEXT, XARGS, "body", "prompt", SESSION}
-_REASONS |= {PREFIX + name for name in (*OF_A_REQUEST, SPANS, EDITS, SESSION, DOCUMENT)}
+_REASONS = {HINT, HINTED, XARGS, "body", "prompt", SESSION}
+_REASONS |= {PREFIX + name for name in (*OF_A_REQUEST, SPANS, SESSION)}
 
 
 def reason_of(error: Exception) -> str:

@@ -5,7 +5,6 @@ it keeps must not depend on either, so a plan looks at nothing but how many toke
 how many of them are held, and steps end where the plan says.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -27,7 +26,6 @@ class Choice:
     """Chooses by what the workers have put aside and by the keys that a request holds."""
 
     stage: ClassVar[str]  # when it does, in a word for the metrics
-    fills_pages: ClassVar[bool] = False  # whether every head then keeps whole pages
 
     policy: Policy
     protect_first: int = field(default=0, kw_only=True)  # first tokens that stay
@@ -107,22 +105,6 @@ class WhileGenerating(Choice):
         return self.policy.evict(step).keep_indices
 
 
-@dataclass(frozen=True)
-class ReconstructionPass(Choice):
-    """What stays of a document that has been read twice, by `KVzip`, or `AdaKV` around it."""
-
-    stage = "document"
-    fills_pages = True
-    query_tokens = 0
-
-    document_tokens: int  # of those held, the first ones
-
-    def keep(self, layer: PromptLayer) -> Tensor | None:
-        first = slice(self.document_tokens)
-        document = replace(layer, keys=layer.keys[:, :, first], values=layer.values[:, :, first])
-        return super().keep(document)
-
-
 # What the scheduler tells the workers.
 
 
@@ -136,31 +118,15 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookaheadTokens:
-    """Tokens of a text that is read again after the prompt; forgotten when they have voted."""
-
-    first_position: int
-    token_ids: tuple[int, ...]
-
-    @property
-    def rows(self) -> tuple[Sequence[int], Sequence[int]]:
-        first = self.first_position
-        return self.token_ids, range(first, first + len(self.token_ids))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Order:
     """What the workers do with one request in the step that carries the order."""
 
     choice: Choice
     query_tokens: int  # of the step's last ones, whose queries are put aside for the choice
     seen_tokens: int  # that count as computed when the step is done
-    held_tokens: int  # of which keys and values are cached then, those read again among them
+    held_tokens: int  # of which keys and values are cached then
     ends: bool  # whether the choice is made after this step; what was put aside is then forgotten
     kept_tokens: int  # how many stay
-    ahead: LookaheadTokens | None = None  # the step's last tokens, where they are not the next ones
-    steps_back: int = 0  # how many tokens that were computed do not count from then on
-    noted_tokens: int = 0  # first ones, of which the attention is noted that the queries pay them
     moves: tuple[Move, ...] = ()  # what happens to the blocks of each compressed KV cache group
 
     @property
@@ -183,68 +149,12 @@ def room_tokens(choice: Choice, kept: int, held: int, block_tokens: int) -> int:
     The last page of a head may hold a single token, so where heads keep different numbers,
     `block_tokens` - 1 more are counted than the mean; but no head keeps more than was held.
     """
-    if choice.per_head_budget and not choice.fills_pages:
+    if choice.per_head_budget:
         return min(kept + block_tokens - 1, held)
     return kept
 
 
-@dataclass(frozen=True)
-class PrefixReuse:
-    """What workers are told of a request that begins with a document.
-
-    `first_block` tells documents apart whose heads hold different numbers of tokens; None for
-    others. `copies` are of the blocks that are not full, which the request fills.
-    """
-
-    dropped_tokens: int
-    first_block: int | None
-    copies: tuple[Move, ...] = ()
-
-
 # Plans.
-
-
-class RequestPlan:
-    """When a request is compressed, as the scheduler asks and the blocks do; here never."""
-
-    @property
-    def shared_tokens(self) -> int | None:
-        """First tokens whose keys and values are those of every request's; None: all.
-
-        After them a request may read a text again, or have dropped what others would see.
-        """
-        return None
-
-    @property
-    def reusable_tokens(self) -> int | None:
-        """How much of a cached prefix the request may reuse; None: all."""
-        return None
-
-    def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """How many tokens a step computes, those read again among them.
-
-        So that none runs past the next compression.
-        """
-        return offered_tokens
-
-    def order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
-        """What the workers do in a step; None if there is nothing else to do."""
-        return None
-
-    def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
-        """Tokens to count, in blocks of so many, for what the first compression of a step keeps.
-
-        0 where nothing is compressed. The other arguments are those of `order`.
-        """
-        return 0
-
-    def most_held(self, tokens: int) -> int:
-        """The most that the request holds at any time until it has seen that many tokens."""
-        return tokens
-
-    def spare_tokens(self, block_tokens: int) -> int:
-        """What heads of different length leave empty in their last blocks, at most."""
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,8 +176,8 @@ class Compression:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptPlan(RequestPlan):
-    """When a request is compressed that has a prompt of its own, and to how much."""
+class PromptPlan:
+    """When a request is compressed, and to how much, as the scheduler asks and the blocks do."""
 
     ends_by: ClassVar[type[EndOfPrompt]] = EndOfPrompt
 
@@ -299,12 +209,14 @@ class PromptPlan(RequestPlan):
         return Compression(at=at, kept_tokens=kept, choice=choice)
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
+        """How many tokens a step computes, so that none runs past the next compression."""
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return offered_tokens
         return min(offered_tokens, compression.at - seen_tokens)
 
     def order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
+        """What the workers do in a step; None if there is nothing else to do."""
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return None
@@ -323,6 +235,10 @@ class PromptPlan(RequestPlan):
         )
 
     def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
+        """Tokens to count, in blocks of so many, for what the first compression of a step keeps.
+
+        0 where nothing is compressed. The other arguments are those of `order`.
+        """
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return 0
@@ -334,15 +250,24 @@ class PromptPlan(RequestPlan):
 
     @property
     def shared_tokens(self) -> int | None:
+        """First tokens whose keys and values are those of every request's; None: all.
+
+        After them a request may have dropped what others would see.
+        """
         first = self.next(0, 0)
         return None if first is None else first.at
 
     @property
     def reusable_tokens(self) -> int | None:
+        """How much of a cached prefix the request may reuse, so that its voters are computed.
+
+        None: all.
+        """
         first = self.next(0, 0)
         return None if first is None else max(0, first.at - max(1, first.choice.query_tokens))
 
     def most_held(self, tokens: int) -> int:
+        """The most that the request holds at any time until it has seen that many tokens."""
         read = min(tokens, self.prompt_tokens)
         if tokens <= self.prompt_tokens:
             return read
@@ -353,6 +278,7 @@ class PromptPlan(RequestPlan):
         return max(read, grown)
 
     def spare_tokens(self, block_tokens: int) -> int:
+        """What heads of different length leave empty in their last blocks, at most."""
         apart = self.policy is not None and self.policy.per_head_budget
         return block_tokens - 1 if apart else 0
 
@@ -372,7 +298,7 @@ class TurnPlan(PromptPlan):
 
     @property
     def reusable_tokens(self) -> int | None:
-        """See `RequestPlan`; what a request with a history reuses is that alone."""
+        """See `PromptPlan`; what a request with a history reuses is that alone."""
         return 0 if self.prefix_tokens else super().reusable_tokens
 
     def most_held(self, tokens: int) -> int:

@@ -15,8 +15,6 @@ from snapkv_vllm.versions import require_supported_version
 
 require_supported_version()
 
-from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.documents.protocol import document_request
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.visits import noting_refusals
 
@@ -32,13 +30,9 @@ class RequestCheck:
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Raise a ValueError, which `LLM` hands on and vLLM's server turns into status 400."""
-        given = sampling_params.extra_args or {}
         try:
             with noting_refusals():
-                if document_request(given) is None:
-                    cls.settings.plan_for(given, prompt_tokens=1)
-                else:
-                    require_compatible(settings=cls.settings, given=given, params=sampling_params)
+                cls.settings.for_request(sampling_params.extra_args)
         except TypeError as error:
             raise ValueError(str(error)) from error
 

@@ -16,7 +16,7 @@ from snapkv_vllm.kept_lengths import KeptLengths
 from snapkv_vllm.layers import attention_layers
 from snapkv_vllm.memory_profile import Largest, profiled
 from snapkv_vllm.metrics import Stopwatch, compression_stopwatch
-from snapkv_vllm.plans import Move, Order, PrefixReuse
+from snapkv_vllm.plans import Move, Order
 from snapkv_vllm.refusals import compressible_layers, require_heads_apart
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.steps import CompressingStep
@@ -64,10 +64,6 @@ class CompressingRunner:
     @abstractmethod
     def _enter_blocks(self, request_id: str, moves: Sequence[Move]) -> None:
         """Let a request that was compressed go on with the blocks it was left."""
-
-    @abstractmethod
-    def _step_back(self, request_id: str, tokens: int) -> None:
-        """Let a request forget that it computed so many tokens."""
 
     # What they share.
 
@@ -124,14 +120,11 @@ class CompressingRunner:
         self._forget(requests_that_begin_anew(scheduler_output))
         if not isinstance(scheduler_output, CompressingStep):  # in which vLLM measures something
             scheduler_output = CompressingStep.of(scheduler_output)
-        self._begin(scheduler_output.snapkv_prefix_reuses)
+        self._dropped.update(scheduler_output.snapkv_dropped)
         if scheduler_output.snapkv_forgotten:
             self._compressor.positions.forget(scheduler_output.snapkv_forgotten)
         for request_id, order in self._compressed.items():
-            if order.steps_back:
-                self._step_back(request_id, order.steps_back)
-            if order.moves:
-                self._enter_blocks(request_id, order.moves)
+            self._enter_blocks(request_id, order.moves)
         self._compressed = {}
         self._orders = scheduler_output.snapkv_orders
         self._parts_heads = self._heads.holds_any(scheduler_output.num_scheduled_tokens)
@@ -151,14 +144,6 @@ class CompressingRunner:
             self._compressor.forget(request_id)
             self._heads.forget(request_id)
 
-    def _begin(self, reuses: Mapping[str, PrefixReuse]) -> None:
-        for request_id, reuse in reuses.items():
-            self._compressor.copy(reuse.copies)
-            if reuse.first_block is not None:
-                self._heads.begin_with(request_id, reuse.first_block)
-            elif reuse.dropped_tokens:
-                self._dropped[request_id] = reuse.dropped_tokens
-
     def _enter_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
         """Note what this step's requests hold, and whose queries to put aside.
 
@@ -172,37 +157,22 @@ class CompressingRunner:
             if request_id in self._orders and self._orders[request_id].query_tokens
         }
 
-    def _read_ahead(self, requests: Sequence[str], query_ends: Sequence[int], inputs: Any) -> None:
-        """Put the tokens of a text where a step reads it again; their slots stay.
-
-        `inputs` are the (ids, positions) of the batch, each (tokens,).
-        """
-        for request_id, end in zip(requests, query_ends, strict=True):
-            order = self._orders.get(request_id)
-            if order is not None and order.ahead is not None:
-                rows = slice(end - len(order.ahead.token_ids), end)
-                for states, numbers in zip(inputs, order.ahead.rows, strict=True):
-                    states[rows] = torch.tensor(numbers, dtype=states.dtype).to(states.device)
-
     def _carry_out(self) -> None:
         orders, self._orders = self._orders, {}
         self._stopwatch.report()
         if not orders:  # as in steps that measure memory, before there is a cache to compress
             return
-        self._compressor.note(orders)
         if any(order.ends for order in orders.values()):
             with self._stopwatch.timing():
                 self._compressor.compress(orders)
         for request_id, order in orders.items():
-            if order.ends and order.per_head_budget:  # what those hold, the heads know
-                if order.choice.fills_pages:
-                    first, kept = order.moves[0].targets[0], self._heads.kept_of(request_id)
-                    self._heads.keep_document(first, kept, order.seen_tokens)
+            if not order.ends:
+                continue
+            if order.per_head_budget:  # what those hold, the heads know
                 self._dropped.pop(request_id, None)
-            elif order.moves:
+            else:
                 self._dropped[request_id] = order.dropped_tokens
-            if order.ends or order.steps_back:
-                self._compressed[request_id] = order
+            self._compressed[request_id] = order
 
     @property
     def _runs_beside_graphs(self) -> bool:
@@ -239,15 +209,11 @@ class CompressingFirstRunner(CompressingRunner):
             self.input_batch.block_table.clear_row(row)
             self.input_batch.block_table.add_row(state.block_ids, row)
 
-    def _step_back(self, request_id: str, tokens: int) -> None:
-        """The scheduler's number counts, with every step."""
-
     def _prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, *args)  # type: ignore[misc]
         requests = self.input_batch.num_reqs
         starts = self.query_start_loc
-        batch = self.input_batch.req_ids[:requests], starts.np[1 : requests + 1].tolist()
-        self._enter_batch(*batch)
+        self._enter_batch(self.input_batch.req_ids[:requests], starts.np[1 : requests + 1].tolist())
         tokens = scheduler_output.total_num_scheduled_tokens
         on_device = starts.gpu[: requests + 1]
         positions = self._held.positions(self.positions[:tokens], on_device)
@@ -255,7 +221,6 @@ class CompressingFirstRunner(CompressingRunner):
             for group in self._compressed_groups:
                 table = self.input_batch.block_table[group]
                 table.compute_slot_mapping(requests, on_device, positions)
-        self._read_ahead(*batch, (self.input_ids.gpu, self.positions))
         return prepared
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -292,12 +257,6 @@ class CompressingSecondRunner(CompressingRunner):
             self.block_tables.block_tables[move.group].stage_write(row, 0, list(move.targets))
             self.block_tables.num_blocks.np[move.group, row] = len(move.targets)
 
-    def _step_back(self: Any, request_id: str, tokens: int) -> None:
-        """The device counts for itself."""
-        row = self.req_states.req_id_to_index.get(request_id)
-        if row is not None:
-            self.req_states.num_computed_tokens.gpu[row] -= tokens
-
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
         """No graph is replayed where queries are put aside, or heads are sequences."""
         state, uniform = super().gather_batch_req_state(  # type: ignore[misc]
@@ -308,8 +267,7 @@ class CompressingSecondRunner(CompressingRunner):
     def prepare_attn(self: Any, input_batch: Any) -> Any:
         """Give new tokens of compressed requests the slots after those they hold."""
         starts = input_batch.query_start_loc_np
-        batch = input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist()
-        self._enter_batch(*batch)
+        self._enter_batch(input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist())
         block_tables, slots = super().prepare_attn(input_batch)  # type: ignore[misc]
         positions = self._held.positions(input_batch.positions, input_batch.query_start_loc)
         if positions is not None:
@@ -322,7 +280,6 @@ class CompressingSecondRunner(CompressingRunner):
             )
             for group in self._compressed_groups:
                 slots[group].copy_(held[group])
-        self._read_ahead(*batch, (input_batch.input_ids, input_batch.positions))
         return block_tables, slots
 
     def _held_slots(self: Any) -> Any:

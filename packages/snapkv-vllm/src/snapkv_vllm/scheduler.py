@@ -18,20 +18,16 @@ from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_vllm.agents.sessions import HeldSessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
 from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.documents.protocol import document_request
-from snapkv_vllm.documents.registry import Registry
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.metrics import PromptMetrics
 from snapkv_vllm.names import ASKED, reason_of
-from snapkv_vllm.plans import Order, PrefixReuse, PromptPlan, RequestPlan
+from snapkv_vllm.plans import Order, PromptPlan
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.refusals import compressed_managers
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.steps import CompressingStep
 
 logger = init_logger("vllm.snapkv")
-
-_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class _CompressingScheduler(Scheduler):
@@ -48,7 +44,7 @@ class _CompressingScheduler(Scheduler):
         self._settings = ServingSettings.from_config(self.vllm_config.additional_config)
         require_compatible(settings=self._settings, engine=self.vllm_config)
         logger.info("Compressing prompts: %s", self._settings.summary)
-        self._plans: dict[str, RequestPlan] = {}
+        self._plans: dict[str, PromptPlan] = {}
         coordinator = self.kv_cache_manager.coordinator
         share_exact_blocks(coordinator, self._plans)
         managers = coordinator.single_type_managers
@@ -60,9 +56,7 @@ class _CompressingScheduler(Scheduler):
         self._waits, self._stands_still = "", False  # for a block; a request, since when none can
         self._metrics = PromptMetrics(self.vllm_config)
         given = compressed, self._settings, self.vllm_config, self.kv_cache_config
-        self._documents = None if self._settings.sharing is None else Registry(*given)
-        beside = 0 if self._documents is None else self._documents.limits.most_bytes
-        self._sessions = None if self._settings.sessions is None else HeldSessions(*given, beside)
+        self._sessions = None if self._settings.sessions is None else HeldSessions(*given)
 
     def add_request(self, request: Any) -> None:
         """Accept a request with the method it asks for; one with wrong settings ends at once."""
@@ -75,15 +69,11 @@ class _CompressingScheduler(Scheduler):
             self.encoder_cache_mismatch_reqs.add(request.request_id)  # ended in the next step
         super().add_request(request)
 
-    def _plan_of(self, request: Any) -> RequestPlan:
+    def _plan_of(self, request: Any) -> PromptPlan:
         """The request's plan; none for sessions, whose prompts go on after their end."""
         params = request.sampling_params
         given = (params and params.extra_args) or {}
-        asked = document_request(given)
-        require_compatible(settings=self._settings, given=given, params=params, request=request)
-        if asked is not None:
-            assert self._documents is not None
-            return self._documents.plan_of_asked(asked, request)
+        require_compatible(settings=self._settings, given=given, request=request)
         if params is None or request.resumable:
             return PromptPlan(prompt_tokens=request.num_prompt_tokens)
         plan = self._settings.plan_for(given, request.num_prompt_tokens)
@@ -154,10 +144,6 @@ class _CompressingScheduler(Scheduler):
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._metrics.request_ended(request.request_id)
         self._waiting_for_room.discard(request.request_id)
-        if self._documents is not None:
-            read = request.num_computed_tokens >= request.num_prompt_tokens
-            complete = read and request.status in _COMPLETE
-            self._documents.request_ends(request.request_id, is_complete=complete)
         if self._sessions is not None:
             self._sessions.request_ends(request)
         freed = super()._free_request(request, *args, **kwargs)
@@ -169,10 +155,10 @@ class _CompressingScheduler(Scheduler):
     def _get_local_prefix_cache_hit(
         self, request: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, int, int, bool]:
-        if self._sessions is not None and (plan := self._sessions.begin(request.request_id)):
-            self._plans[request.request_id] = plan
-        for prefixes in self._prefixes:
-            if (reused := prefixes.reused_blocks(request.request_id)) is not None:
+        if self._sessions is not None:
+            if plan := self._sessions.begin(request.request_id):
+                self._plans[request.request_id] = plan
+            if (reused := self._sessions.reused_blocks(request.request_id)) is not None:
                 begun, found = reused
                 blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
                 return blocks, begun.prefix_tokens, 0, False
@@ -213,7 +199,7 @@ class _CompressingScheduler(Scheduler):
         return CompressingStep.of(
             output,
             snapkv_orders=orders,
-            snapkv_prefix_reuses=self._reuses(output),
+            snapkv_dropped=self._dropped_before(output),
             snapkv_forgotten=() if self._sessions is None else self._sessions.forgotten(),
         )
 
@@ -230,21 +216,14 @@ class _CompressingScheduler(Scheduler):
                 self.kv_cache_config.num_blocks,
             )
 
-    @property
-    def _prefixes(self) -> list[Any]:
-        """What holds blocks that requests begin with."""
-        return [one for one in (self._documents, self._sessions) if one is not None]
-
-    def _reuses(self, scheduler_output: Any) -> dict[str, PrefixReuse]:
-        """What the workers are told of those requests that begin with blocks of others."""
+    def _dropped_before(self, scheduler_output: Any) -> dict[str, int]:
+        """What the workers are told of those requests that begin with a history."""
+        if self._sessions is None:
+            return {}
         names = [one.req_id for one in scheduler_output.scheduled_new_reqs]
         names += scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        return {
-            name: reuse
-            for name in names
-            for prefixes in self._prefixes
-            if (reuse := prefixes.prefix_reuse(name)) is not None
-        }
+        dropped = ((name, self._sessions.dropped_before(name)) for name in names)
+        return {name: tokens for name, tokens in dropped if tokens}
 
     def _order(self, request: Any, step_tokens: int) -> Order | None:
         request_id, prompt_tokens = request.request_id, request.num_prompt_tokens
@@ -254,25 +233,20 @@ class _CompressingScheduler(Scheduler):
         if plan is not None:
             held = seen - self._blocks.dropped_tokens(request_id)
             order = plan.order(seen, held, step_tokens)
-        if order is not None and (order.ends or order.noted_tokens or order.steps_back):
+        if order is not None and order.ends:
             order = self._compressed(request, order)
-        has_own_prompt = isinstance(
-            plan, PromptPlan
-        )  # it does not name a document, nor ask about one
-        if has_own_prompt and seen < prompt_tokens <= request.num_computed_tokens:
+        if plan is not None and seen < prompt_tokens <= request.num_computed_tokens:
             kept = prompt_tokens - self._blocks.dropped_tokens(request_id)
-            if order is not None and order.moves:
+            if order is not None and order.ends:
                 kept = order.kept_tokens
             self._metrics.prompt_ended(request, kept_tokens=kept)
         return order
 
     def _compressed(self, request: Any, order: Order) -> Order:
         """Free the blocks that the request no longer needs, and say so to the workers."""
-        request.num_computed_tokens = order.seen_tokens  # less those read again
         moves = self._blocks.compress(request.request_id, order)
-        if order.ends:
-            freed = sum(len(move.sources) - len(move.targets) for move in moves)
-            self._metrics.compressed(order, freed)
+        freed = sum(len(move.sources) - len(move.targets) for move in moves)
+        self._metrics.compressed(order, freed)
         order = replace(order, moves=moves)
         if self._sessions is not None:
             self._sessions.compressed(request.request_id, order)
@@ -289,15 +263,15 @@ class _CompressingAsyncScheduler(_CompressingScheduler, AsyncScheduler):
     """The same over vLLM's asynchronous scheduler."""
 
 
-def _asked(engine: EngineCore, part: str, method: str, given: Sequence[Any]) -> Any:
-    """What a part of an engine's scheduler, ``_documents`` or ``_sessions``, answers."""
-    return getattr(getattr(engine.scheduler, part), method)(*given)
+def _asked(engine: EngineCore, method: str, given: Sequence[Any]) -> Any:
+    """What the sessions of an engine's scheduler answer."""
+    return getattr(engine.scheduler._sessions, method)(*given)
 
 
 def scheduler(*args: Any, **kwargs: Any) -> Any:
     """The compressing counterpart of the scheduler that vLLM would have taken.
 
-    The engine that holds it answers what front ends ask about documents and sessions between two
+    The engine that holds it answers what front ends ask about sessions between two
     steps, also where all requests that there is room for are under way.
     """
     end_with_parent()

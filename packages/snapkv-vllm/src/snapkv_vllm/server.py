@@ -16,7 +16,6 @@ from snapkv.validation import (
 )
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.names import wrong
 from snapkv_vllm.plugin import METRICS, metrics_folder, users_folder
@@ -45,7 +44,6 @@ def engine_args(
     max_window_size: int = MAX_WINDOW_SIZE,
     max_kernel_size: int = MAX_KERNEL_SIZE,
     limits: Limits | None = None,
-    sharing: Sharing | None = None,
     sessions: Sessions | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -62,7 +60,6 @@ def engine_args(
         max_window_size: the largest window size, and the most voters, that a request may set.
         max_kernel_size: the largest kernel size that a request may set.
         limits: how many tokens a request may store while generating; by default all.
-        sharing: settings of documents shared by requests; None for no sharing.
         sessions: settings of sessions whose history is kept; None for none.
         options: any other option of vLLM; its own of the same kind are kept.
 
@@ -78,7 +75,6 @@ def engine_args(
         max_window_size=max_window_size,
         max_kernel_size=max_kernel_size,
         limits=limits or Limits(),
-        sharing=sharing,
         sessions=sessions,
     )
     return {**options, **_arguments(settings, options)}
@@ -179,7 +175,6 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own command does
     command, args = parsed(model, options)
     args.served_model_name = args.served_model_name or [name]
-    require_compatible(settings=settings, options=args)
     _leave_memory_free(args, AsyncEngineArgs.gpu_memory_utilization)
     given = {option: getattr(args, option) for option in OWN}
     for option, value in _arguments(settings, given).items():

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies import AdaKV, Policy, StreamingLLM
+from snapkv.policies import Policy, StreamingLLM
 from snapkv.policies.default import asked_by
 from snapkv.policies.spans import Spans
 from snapkv.validation import (
@@ -19,15 +19,9 @@ from snapkv.validation import (
     require_at_least,
     require_int,
 )
-from snapkv_vllm.admission import (
-    OWNED_SESSION,
-    own_settings,
-    require_named,
-    require_session_name,
-)
+from snapkv_vllm.admission import OWNED_SESSION, own_settings, require_session_name
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.methods import (
     METHODS,
@@ -40,7 +34,6 @@ from snapkv_vllm.methods import (
 )
 from snapkv_vllm.names import (
     DECODE_BUDGET,
-    DOCUMENT,
     OF_A_REQUEST,
     OF_METHODS,
     PREFIX,
@@ -91,7 +84,6 @@ class ServingSettings:
             ask for.
         max_kernel_size: the widest kernel; a pair (before, after) is before + 1 + after wide.
         limits: how many tokens a request may hold while its answer grows.
-        sharing: of documents among requests; None where there is none.
         sessions: whose histories are held; None where none are.
 
     Raises:
@@ -106,7 +98,6 @@ class ServingSettings:
     max_window_size: int = MAX_WINDOW_SIZE
     max_kernel_size: int = MAX_KERNEL_SIZE
     limits: Limits = field(default_factory=Limits)
-    sharing: Sharing | None = None
     sessions: Sessions | None = None
 
     def __post_init__(self) -> None:
@@ -127,11 +118,9 @@ class ServingSettings:
         names = ("policy", "budget", PROTECT_FIRST, *_CAPS)
         own = {key: given.pop(key) for key in names if key in given}
         limits = Limits.from_config(given.pop("limits", {}))
-        entry = given.pop("sharing", None)
-        sharing = None if entry is None else Sharing.from_config(entry)
         held = given.pop("sessions", None)
         sessions = None if held is None else Sessions.from_config(held)
-        return cls(**own, parameters=given, limits=limits, sharing=sharing, sessions=sessions)
+        return cls(**own, parameters=given, limits=limits, sessions=sessions)
 
     def to_config(self) -> dict[str, Any]:
         """The entry in vLLM's `additional_config`, ready for JSON."""
@@ -139,7 +128,6 @@ class ServingSettings:
         own |= {PROTECT_FIRST: self.protect_first} if self.protect_first else {}
         own |= {cap: getattr(self, cap) for cap in _CAPS if getattr(self, cap) != _CAPS[cap]}
         own |= {"limits": limits} if (limits := self.limits.to_config()) else {}
-        own |= {} if self.sharing is None else {"sharing": self.sharing.to_config()}
         own |= {} if self.sessions is None else {"sessions": self.sessions.to_config()}
         return {KEY: own | dict(self.parameters)}
 
@@ -155,9 +143,8 @@ class ServingSettings:
         }
         said = {"policy": self.policy, "budget": self.budget, **own}
         said |= {name: getattr(self, name) for name in (PROTECT_FIRST, *_CAPS)}
-        share = "no" if self.sharing is None else self.sharing.summary
         sessions = "no" if self.sessions is None else self.sessions.summary
-        said |= {**asdict(self.limits), "share": share, "sessions": sessions}
+        said |= {**asdict(self.limits), "sessions": sessions}
         return ", ".join(f"{name} {value}" for name, value in said.items())
 
     def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
@@ -177,12 +164,8 @@ class ServingSettings:
             InvalidTypeError: a value of the wrong type.
         """
         given = own_settings(extra_args or {})
-        if DOCUMENT not in given:
-            self._require_known(given)
+        self._require_known(given)
         require_compatible(settings=self, given=extra_args or {})
-        if DOCUMENT in given:
-            require_named(PREFIX + DOCUMENT, given[DOCUMENT])
-            return PromptPlan(prompt_tokens=prompt_tokens)
         if (session := given.pop(SESSION, None)) is not None:
             require_session_name(PREFIX + SESSION, session, OWNED_SESSION)
         spans = _spans_of(given)
@@ -259,12 +242,6 @@ class ServingSettings:
     def per_head_budget(self) -> bool:
         """Whether heads keep different numbers of tokens."""
         return self._made(None, self.parameters).per_head_budget
-
-    @property
-    def safeguard(self) -> float | None:
-        """Of `AdaKV`, where heads keep different numbers of tokens; None where they do not."""
-        made = self._made(None, self.parameters)
-        return made.safeguard if isinstance(made, AdaKV) else None
 
     def _planned(
         self,
@@ -374,7 +351,7 @@ class ServingSettings:
 
 
 def _require_tokens(budget: object) -> None:
-    """Refuse bytes: answers that grow and shared blocks are promised in tokens."""
+    """Refuse bytes: answers that grow are promised in tokens."""
     given = byte_budget(budget) if isinstance(budget, str) else None
     if given is None:
         return

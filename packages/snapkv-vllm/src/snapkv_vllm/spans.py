@@ -8,19 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from snapkv.errors import InvalidTypeError
 from snapkv.policies.spans import Span, Spans
-from snapkv.validation import MOST_COUNTED, require_int
+from snapkv.validation import require_int
 from snapkv_vllm.names import PREFIX, SPANS, require_readable, shown, wrong
 
 NAME = PREFIX + SPANS
 
 DROP, PROTECT, COMPRESS = "drop", "protect", "compress"
 
-OF_MESSAGES = ("role", "name", "tool_call_id", "index")
-"""What messages are chosen by, all of them where an entry has several."""
-
-_FIELDS = ("start", "end", "do", "budget", *OF_MESSAGES)
+_FIELDS = ("start", "end", "do", "budget")
 
 _MOST, _MOST_COMPRESSED = 1024, 8
 """Entries of a request, and how many of them choose for themselves, each at the price of one."""
@@ -34,23 +30,11 @@ _NONE = Spans(())
 
 @dataclass(frozen=True, kw_only=True)
 class SpanEdit:
-    """What becomes of one span of tokens, or of the messages that are like this."""
+    """What becomes of one span of tokens."""
 
     do: str
-    span: Span | None = None  # None until its messages are looked up
+    span: Span
     budget: int = 0  # tokens that stay of each span that is compressed
-    messages: tuple[tuple[str, str | int], ...] = ()  # fields and what they are
-
-    def placed(self, span: Span) -> Self:
-        """The same of a span of tokens."""
-        return replace(self, span=span, messages=())
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        place = dict(self.messages)
-        if self.span is not None:
-            place = dict(zip(("start", "end"), self.span, strict=True))
-        return {**place, "do": self.do} | ({"budget": self.budget} if self.budget else {})
 
 
 def entries_of(given: object) -> tuple[SpanEdit, ...]:
@@ -73,18 +57,13 @@ def entries_of(given: object) -> tuple[SpanEdit, ...]:
             f"something of type {type(given).__name__}",
             "pass one",
         )
-    require_few(given)
+    if len(given) > _MOST:
+        raise wrong(NAME, f"at most {_MOST:,} spans", f"{len(given):,}", "join neighbours")
     entries = tuple(_entry(one) for one in given)
     chosen = sum(entry.do == COMPRESS for entry in entries)
     if chosen > _MOST_COMPRESSED:
         raise wrong(NAME, f"at most {_MOST_COMPRESSED} to compress", chosen, "join neighbours")
     return entries
-
-
-def require_few(entries: Sequence[object]) -> None:
-    """Refuse more than one request can have."""
-    if len(entries) > _MOST:
-        raise wrong(NAME, f"at most {_MOST:,} spans", f"{len(entries):,}", "join neighbours")
 
 
 def _entry(given: object) -> SpanEdit:
@@ -107,13 +86,6 @@ def _entry(given: object) -> SpanEdit:
         budget = _number(given, "budget", minimum=1)
     elif "budget" in given:
         raise wrong(f"{NAME}: budget", f"none with {do}", "one", "leave it out")
-    messages = tuple((name, _of_message(name, given)) for name in OF_MESSAGES if name in given)
-    if bool(messages) == ("start" in given or "end" in given):
-        places = f"start and end, or some of {', '.join(OF_MESSAGES)}"
-        got = "both" if messages else "neither"
-        raise wrong(NAME, places, got, "give the span's place in one way")
-    if messages:
-        return SpanEdit(do=do, budget=budget, messages=messages)
     start, end = _number(given, "start"), _number(given, "end")
     if start >= end:
         raise wrong(NAME, "a start below its end", f"{start} and {end}", "end is after the last")
@@ -124,19 +96,6 @@ def _number(given: Mapping[str, Any], name: str, minimum: int = 0) -> int:
     require_readable(f"{NAME}: {name}", given.get(name))
     require_int(f"{NAME}: {name}", value := given[name], minimum=minimum)
     return int(value)
-
-
-def _of_message(name: str, given: Mapping[str, Any]) -> str | int:
-    value = given[name]
-    if name == "index":
-        require_readable(f"{NAME}: index", value)
-        require_int(f"{NAME}: index", value, minimum=-MOST_COUNTED)
-        return int(value)
-    if not isinstance(value, str):
-        raise InvalidTypeError(
-            f"{NAME}: {name}: expected a text, got a {type(value).__name__}; pass one"
-        )
-    return value
 
 
 @dataclass(frozen=True)
@@ -155,12 +114,9 @@ class RequestSpans:
 
     @classmethod
     def of(cls, entries: Sequence[SpanEdit]) -> Self:
-        """Of entries whose messages have been looked up; one that names messages is refused."""
+        """The spans of a request's entries."""
         parts: dict[str, list[tuple[Span, int]]] = {DROP: [], PROTECT: [], COMPRESS: []}
         for entry in entries:
-            if entry.span is None:
-                places = "start and end, which messages have at /v1/chat/completions alone"
-                raise wrong(NAME, places, entry.messages[0][0], "send the request there")
             size = entry.span[1] - entry.span[0]
             whole = entry.do == COMPRESS and entry.budget >= size
             parts[PROTECT if whole else entry.do].append((entry.span, entry.budget))

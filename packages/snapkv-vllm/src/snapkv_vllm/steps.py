@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from snapkv_vllm.plans import Order, PrefixReuse
+from snapkv_vllm.plans import Order
 
 
 @dataclass
@@ -15,12 +15,13 @@ class CompressingStep(SchedulerOutput):
 
     Attributes:
         snapkv_orders: what to compress, by request.
-        snapkv_prefix_reuses: for every request that begins with blocks of others, what they hold.
+        snapkv_dropped: how many tokens were dropped of the history that a request begins with, by
+            request.
         snapkv_forgotten: the histories that are gone, by their first blocks.
     """
 
     snapkv_orders: Mapping[str, Order] = field(default_factory=dict)
-    snapkv_prefix_reuses: Mapping[str, PrefixReuse] = field(default_factory=dict)
+    snapkv_dropped: Mapping[str, int] = field(default_factory=dict)
     snapkv_forgotten: Sequence[int] = ()
 
     @classmethod

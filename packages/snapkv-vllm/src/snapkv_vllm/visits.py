@@ -1,9 +1,9 @@
 """One HTTP request while it is answered: what vLLM's renderer and engine are not told of it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from snapkv.errors import SnapKVError
@@ -15,16 +15,11 @@ EVERYBODY = ""
 
 @dataclass
 class Visit:
-    """A request, and what its response says."""
+    """Whose a request is, and whether its body was looked at."""
 
     tenant: str = EVERYBODY
     is_checked: bool = True  # whether settings in its body were, as in JSON alone
-    counted_edits: str | None = None  # where tokens are counted
     refused: str | None = None  # why it is, see `names.reason_of`
-    said: dict[str, Any] | None = None  # of the edits that were applied
-    cleared_tokens: int = 0  # by those
-    tokens_not_read: int = 0  # of the document that it names
-    until_answered: AsyncExitStack = field(default_factory=AsyncExitStack)  # holds that document
 
 
 _current: ContextVar[Visit | None] = ContextVar("snapkv_visit", default=None)

@@ -1,6 +1,6 @@
 """vLLM's workers, with a runner that compresses prompts; the class fits the machine."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from snapkv_vllm.versions import require_supported_version
 
@@ -8,7 +8,6 @@ require_supported_version()
 
 from vllm.platforms import current_platform
 
-from snapkv_vllm.documents.states import DocumentStates
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.requests import without_checks
 from snapkv_vllm.runners import compress_in
@@ -29,12 +28,3 @@ class CompressingWorker(PlatformWorker):
         config.logits_processors = without_checks(config.logits_processors)
         super().init_device()
         compress_in(self.model_runner)
-
-    def snapkv_fill_document(
-        self, path: str, blocks: list[list[int]], model: dict[str, Any], seal: str, most_bytes: int
-    ) -> str:
-        """See `DocumentStates.fill`; for `collective_rpc`, between two steps."""
-        states: DocumentStates = self.model_runner._compressor.documents
-        vocabulary = self.model_config.get_vocab_size()
-        own = {"seal": seal, "most_bytes": most_bytes, "vocabulary": vocabulary}
-        return states.fill(path, blocks, model, **own)

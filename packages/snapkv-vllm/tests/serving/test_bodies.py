@@ -4,7 +4,6 @@ import pytest
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_vllm.admission import require_settings
-from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.names import DEAF, OF_A_REQUEST
 from snapkv_vllm.server import command_line
 from snapkv_vllm.settings import ServingSettings
@@ -45,7 +44,7 @@ def test_right_settings_and_other_peoples_fields_pass(body):
         ({"SnapKV-Budget": 64}, 'SnapKV-Budget: .* write "vllm_xargs": {"snapkv_budget": ...}'),
         *(
             ({name: 64}, f'{name}: expected inside .* write "vllm_xargs": {{"snapkv_{name}": ...}}')
-            for name in (*OF_A_REQUEST, "document")
+            for name in OF_A_REQUEST
         ),
         ({"sampling_params": {"budget": 64}}, 'write "vllm_xargs": {"snapkv_budget": ...}'),
         ({"extra_body": {"vllm_xargs": {"decay": 64}}}, "decay: expected inside vllm_xargs"),
@@ -55,7 +54,7 @@ def test_right_settings_and_other_peoples_fields_pass(body):
         ({**RIGHT, "use_beam_search": True}, "snapkv_budget: expected none with use_beam_search"),
         ({"vllm_xargs": {"budget": 64}}, "budget: .* write snapkv_budget"),
         ({"vllm_xargs": {"protect_first": 4}}, "write snapkv_protect_first"),
-        ({"vllm_xargs": {"document": "law"}}, "write snapkv_document"),
+        ({"vllm_xargs": {"snapkv_document": "law"}}, "snapkv_document: expected one of"),
         ({"vllm_xargs": {"snapkv-window-size": 16}}, "write snapkv_window_size"),
         ({"vllm_xargs": {"SNAPKV_DECAY": 0.9}}, "write snapkv_decay"),
         ({"vllm_xargs": {"snapkv": 64}}, "snapkv: .* write snapkv_budget"),
@@ -66,31 +65,6 @@ def test_right_settings_and_other_peoples_fields_pass(body):
 def test_wrong_and_misplaced_settings_are_refused_by_name(body, words):
     with pytest.raises(SnapKVError, match=words.replace("{", r"\{").replace("...}", r"...\}")):
         require_settings(body, SETTINGS)
-
-
-DOCUMENT = {"vllm_xargs": {"snapkv_document": "contract"}}
-BESIDE = {"sampling_params": {"extra_args": DOCUMENT["vllm_xargs"]}}
-
-
-@pytest.mark.parametrize(
-    ("body", "path", "is_right"),
-    [
-        (DOCUMENT, "/v1/completions", True),
-        (DOCUMENT, "/v1/chat/completions", True),
-        (DOCUMENT, "/v1/responses", False),
-        (DOCUMENT, "/v1/completions/", False),
-        (BESIDE, "/inference/v1/generate", False),
-        ({**DOCUMENT, **BESIDE}, "/v1/completions", False),
-    ],
-    ids=str,
-)
-def test_a_document_is_named_where_somebody_looks_for_it(body, path, is_right):
-    settings = ServingSettings(budget=512, sharing=Sharing())
-    if is_right:
-        require_settings(body, settings, path)
-    else:
-        with pytest.raises(SnapKVError, match="snapkv_document: expected inside vllm_xargs at"):
-            require_settings(body, settings, path)
 
 
 @pytest.mark.parametrize("path", DEAF)

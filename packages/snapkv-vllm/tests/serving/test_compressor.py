@@ -192,7 +192,7 @@ def test_the_pages_of_a_prompts_blocks_hold_what_the_librarys_cache_keeps(
     cache = CompressedCache(model, policy)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-    kept = torch.stack(list(apart.kept_of("a").values()))
+    kept = torch.stack(list(apart._kept["a"].of_layers.values()))
     pages = HeadPages.of(*memory)
     places = HeadPlaces(kept.flatten(), BLOCK).of_pages(torch.arange(len(blocks))[None])
     for depth, (_, keys, values) in enumerate(states):
@@ -291,28 +291,6 @@ def test_bytes_with_a_scale_per_layer_vote_as_attention_sees_them_and_move_as_th
         every = torch.arange(policy.budget)[None, None]
         assert torch.equal(layout.read_keys(kept, policy.budget)[0], keys.gather(1, rows))
         assert torch.equal(layout.read_values(kept, every)[0], values.gather(1, rows))
-
-
-def test_a_text_that_is_read_again_is_noted_by_the_keys_as_attention_sees_them(prompt):
-    """A cache of bytes notes what one of the same numbers would."""
-    _, _, states = prompt
-    queries, keys, _ = states[0]
-    coded = (keys / 0.3).to(torch.float8_e4m3fn)
-    plain = engine_layer(queries.shape[0], keys.shape[0], keys.shape[-1])
-    bytes_of = engine_layer(queries.shape[0], keys.shape[0], keys.shape[-1], dtype=torch.uint8)
-    vars(bytes_of).update(kv_cache_dtype="fp8", dtype=torch.float32, _k_scale=torch.tensor(0.3))
-    noted = []
-    for layer, stored in ((plain, coded.float() * 0.3), (bytes_of, coded.view(torch.uint8))):
-        fill(layer, tuple(range(10)), stored, stored)
-        compressor = compressor_of({"l": layer})
-        compressor._recorder.wanted = {"a": slice(100, 150)}
-        layer.impl.forward(layer, queries.transpose(0, 1))
-        plan = PromptPlan(prompt_tokens=150, policy=SnapKV(48)).order(0, 0, 150)
-        order = replace(plan, query_tokens=50, noted_tokens=100, moves=move(range(10), ()))
-        compressor.note({"a": order})
-        noted.append(compressor._received["a"]["l"])
-    assert torch.equal(*noted)
-    assert noted[0].any()
 
 
 def voting(groups):

@@ -11,7 +11,6 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.default import asked_by, by_layer
 from snapkv.policies.spans import Spans
 from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.methods import WithSpans
 from snapkv_vllm.settings import ServingSettings
@@ -82,14 +81,15 @@ def test_the_log_is_told_all_that_decides_what_is_kept():
         "policy default, budget 1024, window_size 16, pooling fading, decay 0.935, sink_tokens 4, "
         "group_reduce max, window_reduce max, protect_first 0, max_window_size 128, "
         "max_kernel_size 129, "
-        "decode_budget 0, decode_policy r-kv, evict_every 128, share no, sessions no"
+        "decode_budget 0, decode_policy r-kv, evict_every 128, sessions no"
     )
     own = {"safeguard": 0.5, "pooling": "fading", "decay": 0.9}
-    sharing = Sharing(most_bytes=2 << 30, across_keys=True, library="/documents")
-    said = ServingSettings(policy="adakv", budget=0, parameters=own, sharing=sharing).summary
+    said = ServingSettings(policy="adakv", budget=0, parameters=own).summary
     words = ("policy adakv", "budget 0", "decay 0.9", "safeguard 0.5")
     assert all(word in said.split(", ") for word in words)
-    assert said.endswith("share 2.0 GiB across keys of /documents, sessions no")
+    assert ServingSettings(sessions=Sessions(most_bytes=2 << 30)).summary.endswith(
+        "sessions 2.0 GiB"
+    )
     limits = Limits(decode_budget=4096)
     assert "decode_budget 4096" in ServingSettings(limits=limits).summary
 
@@ -221,24 +221,16 @@ def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy, first):
     assert all(set(range(first)) <= set(row.tolist()) for row in kept.flatten(0, 1))
 
 
-# Shared documents.
-
-
 @pytest.mark.parametrize(
     ("own", "entry"),
     [
         ({}, {}),
-        ({"sharing": Sharing()}, {"sharing": {}}),
-        (
-            {"sharing": Sharing(chunk_tokens=64, across_keys=True)},
-            {"sharing": {"chunk_tokens": 64, "across_keys": True}},
-        ),
         ({"sessions": Sessions(most_bytes=4)}, {"sessions": {"most_bytes": 4}}),
         ({"limits": Limits(decode_budget=256)}, {"limits": {"decode_budget": 256}}),
     ],
     ids=str,
 )
-def test_what_a_server_shares_and_promises_travels_in_the_settings(own, entry):
+def test_what_a_server_holds_and_promises_travels_in_the_settings(own, entry):
     settings = ServingSettings(budget=64, **own)
     config = json.loads(json.dumps(settings.to_config()))
     assert config["snapkv"] == {"policy": "default", "budget": 64, **entry}
@@ -250,33 +242,12 @@ def test_what_a_server_shares_and_promises_travels_in_the_settings(own, entry):
     [
         ({"most_bytes": -1}, "most_bytes: expected at least 0"),
         ({"most_bytes": "2GiB"}, "most_bytes: expected an integer"),
-        ({"chunk_tokens": 0}, "chunk_tokens: expected at least 1"),
-        ({"across_keys": 1}, "across_keys: expected true or false, got 1"),
-        ({"library": 1}, "library: expected a path, got 1"),
-        ({"bytes": 1}, "sharing: expected most_bytes, .* did you mean"),
+        ({"bytes": 1}, "sessions: expected most_bytes"),
     ],
 )
-def test_wrong_values_of_sharing_are_refused_by_name(entry, words):
+def test_wrong_values_of_sessions_are_refused_by_name(entry, words):
     with pytest.raises(SnapKVError, match=words):
-        ServingSettings.from_config({"snapkv": {"sharing": entry}})
-
-
-@pytest.mark.parametrize(
-    ("sharing", "given", "words"),
-    [
-        (None, {"snapkv_document": "a"}, "snapkv_document: .* start the server with --share"),
-        (Sharing(), {"snapkv_document": "a", "snapkv_x": 1}, "^snapkv_x: expected none with"),
-        (Sharing(), {"snapkv_document": "a" * 4097}, "1 to 4096 printable characters"),
-        (Sharing(), {"snapkv_document": 7}, "snapkv_document: expected a document's name, got"),
-        (Sharing(), {"SNAPKV_DOCUMENT": "a"}, "write snapkv_document"),
-    ],
-)
-def test_a_document_is_named_alone_and_where_documents_are_shared(sharing, given, words):
-    settings = ServingSettings(budget=64, sharing=sharing)
-    with pytest.raises(SnapKVError, match=words):
-        settings.for_request(given)
-    if sharing is not None:
-        assert settings.for_request({"snapkv_document": "contract", "other": 1}) is None
+        ServingSettings.from_config({"snapkv": {"sessions": entry}})
 
 
 @pytest.mark.parametrize(("budget", "tokens"), [("12%", ", 983 for 8k"), ("64MiB", "")])

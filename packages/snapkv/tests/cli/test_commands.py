@@ -13,7 +13,7 @@ from snapkv.cli.policy import build_policy
 from snapkv.inspector.record import CHOSEN
 from snapkv.plan.shapes import SHAPES
 from snapkv_vllm import server
-from snapkv_vllm.documents.sharing import Sharing
+from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.methods import METHODS
 from tests.families import tiny_config
 
@@ -167,17 +167,16 @@ def settings_of(snapkv, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "sharing"),
+    ("options", "sessions"),
     [
         ([], None),
-        (["--share"], Sharing()),
-        (["--share", "--share-bytes", "2GiB"], Sharing(most_bytes=2**31)),
-        (["--share", "--share-across-keys"], Sharing(across_keys=True)),
+        (["--sessions"], Sessions()),
+        (["--sessions", "--session-bytes", "2GiB"], Sessions(most_bytes=2**31)),
     ],
     ids=str,
 )
-def test_sharing_is_what_the_options_say(settings_of, options, sharing):
-    assert settings_of(*options).sharing == sharing
+def test_sessions_are_what_the_options_say(settings_of, options, sessions):
+    assert settings_of(*options).sessions == sessions
 
 
 def test_a_server_has_what_the_options_say(settings_of):

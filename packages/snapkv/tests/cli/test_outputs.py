@@ -18,7 +18,6 @@ kernel_size protect kinds question questions prompt answer_start tasks lengths b
 context gpu_memory reserve bandwidth documents positions windows kernels poolings budgets corpora
 variants depths keep_ratios corpus methods kernel_sizes ratios hidden_ratios places sources names
 bits library size prefill layers turns answer_tokens package ray recall session_bytes
-share_bytes share_library
 """
 NO_OUTPUT = set(TEXTS.split())
 """Options with a text that name nothing to write, or a folder for files without names."""

@@ -1,20 +1,18 @@
 """Budgets that differ between layers and heads: exact counts, true bytes, right attention."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapkv import CompressedCache, InvalidArgumentError
+from snapkv import CompressedCache
 from snapkv.ops.ragged import api as ragged
-from snapkv.policies import AdaKV, PyramidKV, SnapKV
+from snapkv.policies import AdaKV, SnapKV
 from snapkv.policies.budget import largest_remainder
 from snapkv.policies.pyramidkv import exact_budgets, published_budgets
 from snapkv.token_cost import share_of
 from tests.families import call, random_ids, tiny_model
 from tests.methods import METHODS
-from tests.ops.states import layer_with_scores, random_layer
+from tests.ops.states import layer_with_scores
 
 
 def test_what_the_heads_keep_stays_where_it_is_while_tokens_come(monkeypatch):
@@ -96,43 +94,3 @@ def test_largest_remainder_by_hand(shares, total, expected):
 def test_a_share_is_rounded_down_as_it_is_written(percent):
     for tokens in range(300):
         assert share_of(tokens, percent / 100) == percent * tokens // 100
-
-
-@given(
-    pages=st.integers(1, 6),
-    page_tokens=st.sampled_from([4, 8, 10]),
-    window=st.integers(1, 9),
-    safeguard=st.sampled_from([0.05, 0.2, 1.0]),
-    seed=st.integers(0, 1000),
-)
-def test_heads_keep_whole_pages_as_close_to_their_shares_as_these_allow(
-    pages, page_tokens, window, safeguard, seed
-):
-    budget = pages * page_tokens
-    if budget <= window:
-        return
-    layer = random_layer(seed, prompt_tokens=90, query_tokens=window)
-    policy = SnapKV(budget, window_size=window)
-    exact = AdaKV(policy, safeguard=safeguard).select(layer)
-    paged = AdaKV(policy, safeguard=safeguard, page_tokens=page_tokens).select(layer)
-    assert (paged.head_tokens % page_tokens == 0).all()
-    assert paged.head_tokens.sum() == exact.head_tokens.sum() == budget * layer.num_kv_heads
-    assert (paged.head_tokens >= window).all()
-    if exact.head_tokens.min() >= page_tokens * -(-window // page_tokens):
-        assert (paged.head_tokens - exact.head_tokens).abs().max() < page_tokens
-    kept = [set(head[head >= 0].tolist()) for head in paged.keep_indices[0]]
-    for mine, other in zip(kept, exact.keep_indices[0], strict=True):  # the best, fewer or more
-        others = set(other[other >= 0].tolist())
-        assert mine <= others or others <= mine
-
-
-def test_pages_that_do_not_come_out_even_are_refused():
-    policy = SnapKV(20, window_size=4)
-    with pytest.raises(InvalidArgumentError, match="multiple of the 8 tokens of a page, got 20"):
-        AdaKV(policy, page_tokens=8)
-    with pytest.raises(InvalidArgumentError, match="multiple of the 4 tokens of a page, got None"):
-        AdaKV(SnapKV(keep_ratio=0.5, window_size=4), page_tokens=4)
-    uneven = AdaKV(PyramidKV(40, window_size=4), page_tokens=8)
-    layer = replace(random_layer(0, prompt_tokens=90, query_tokens=4), depth=1, num_layers=4)
-    with pytest.raises(InvalidArgumentError, match=r"whole pages of 8 tokens, .*same budget"):
-        uneven.select(layer)

@@ -20,12 +20,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch
 
 from snapkv.app.models import place_of
+from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import InterleavedTimings
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.prompts import NeedlePrompt
+from snapkv_lab.experiments.prompts import NeedlePrompt, quoted_document
 from snapkv_lab.experiments.records import describe_environment
-from snapkv_lab.measure.timing import spread
+from snapkv_lab.measure.timing import Spent, spent_on, spread
 from snapkv_lab.rows import Row, grouped
 from snapkv_vllm import engine_args
 from snapkv_vllm.versions import installed
@@ -38,7 +39,13 @@ class Engine:
     """vLLM that works step by step, over a pool of blocks; without a budget it is stock vLLM."""
 
     def __init__(
-        self, given: RunContext, budget: int | None, blocks: int, cache_dtype: str = "auto"
+        self,
+        given: RunContext,
+        budget: int | None,
+        blocks: int,
+        cache_dtype: str = "auto",
+        *,
+        caches_prefixes: bool = False,
     ) -> None:
         from vllm import LLM
 
@@ -51,7 +58,7 @@ class Engine:
             "max_model_len": given.prompt_tokens + given.new_tokens,
             "block_size": BLOCK_TOKENS,
             "kv_cache_memory_bytes": blocks * BLOCK_TOKENS * numbers * torch.bfloat16.itemsize,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": caches_prefixes,
             "max_num_batched_tokens": 2048,
             "enforce_eager": True,
             "disable_log_stats": True,
@@ -180,6 +187,58 @@ def _speed(given: RunContext) -> Iterator[Row]:
                 }
 
 
+def _questions(given: RunContext) -> Iterator[Row]:
+    """Questions on one text, one after the other, of which the first reads the text."""
+    document = quoted_document(
+        given.loaded.tokenizer,
+        load_haystack().text,
+        tokens=given.prompt_tokens,
+        questions=given.questions,
+    )
+    prompts = [[*document.ids, *quote.question_ids] for quote in document.quotes]
+    blocks = 2 * -(-(given.prompt_tokens + given.new_tokens) // BLOCK_TOKENS) + 1
+    engines = {
+        name: Engine(given, budget, blocks, caches_prefixes=True)
+        for name, budget in (("stock", None), ("snapkv", given.budget))
+    }
+    took: dict[str, list[list[Spent]]] = {name: [] for name in engines}
+    right: dict[str, int] = {}
+    for _ in range(given.readings + 1):  # the first warms up
+        for name, engine in engines.items():
+            engine.llm.reset_prefix_cache()
+            answered = [_answered(engine, ids) for ids in prompts]
+            took[name].append([spent for _, spent in answered])
+            pairs = zip(answered, document.quotes, strict=True)
+            right[name] = sum(answer == quote.answer_ids for (answer, _), quote in pairs)
+    for name, engine in engines.items():
+        engine.close()
+        yield {
+            "engine": name,
+            "questions": given.questions,
+            "prompt_tokens": given.prompt_tokens,
+            "budget": given.budget if name == "snapkv" else None,
+            "readings": given.readings,
+            **_spreads("first", [first for first, *_ in took[name][1:]]),
+            **_spreads("other", [one for _, *others in took[name][1:] for one in others]),
+            "right": right[name],
+        }
+
+
+def _spreads(which: str, spent: Sequence[Spent]) -> Row:
+    """Seconds by the clock, and of all threads together."""
+    return {
+        f"{which}_seconds": spread([one.wall_ms / 1000 for one in spent], 3),
+        f"{which}_processor_seconds": spread([one.cpu_ms / 1000 for one in spent], 3),
+    }
+
+
+def _answered(engine: Engine, ids: list[int]) -> tuple[list[int], Spent]:
+    """The first four tokens of an answer, which are those of a quotation, and their time."""
+    answers: list[list[int]] = []
+    spent = spent_on(lambda: answers.extend(engine.answers([ids], 4)[0]))
+    return answers[0], spent
+
+
 def _right(documents: Sequence[NeedlePrompt], answers: Sequence[list[int]]) -> int:
     pairs = zip(documents, answers, strict=True)
     return sum(answer[: len(one.answer_ids)] == one.answer_ids for one, answer in pairs)
@@ -202,15 +261,17 @@ SERVING = Experiment(
     name="serving",
     title="Serving: stock vLLM and compressed prompts",
     takes="hours",
-    measure={"reading": _reading, "speed": _speed},
+    measure={"reading": _reading, "speed": _speed, "questions": _questions},
     options={
         "requests": Size(16, 3),
         "prompt_tokens": Size(4000, 600),
-        "new_tokens": Size(256, 16),
+        "new_tokens": Size(256, 64),
         "blocks": Size(112, 12),
         "rounds": Size(2, 1),
         "budget": Size(512, 128),
         "pairs": Size(16, 2),
+        "questions": Size(8, 2),
+        "readings": Size(3, 2),
     },
     fields={"votes": VOTES},
     described=_on,
@@ -240,6 +301,18 @@ SERVING = Experiment(
             },
             "Reading a prompt alone, in pairs",
             {"part": "reading"},
+        ),
+        Listing(
+            {
+                "engine": _engine_name,
+                "first": "{first_seconds[p50]:.2f} s",
+                "each of the others": "{other_seconds[p50]:.2f} s",
+                "first, processor time": "{first_processor_seconds[p50]:.2f} s",
+                "each of the others, processor time": "{other_processor_seconds[p50]:.2f} s",
+                "right": "{right}/{questions}",
+            },
+            "{questions} questions on one text of {prompt_tokens:,} tokens",
+            {"part": "questions"},
         ),
     ],
 )

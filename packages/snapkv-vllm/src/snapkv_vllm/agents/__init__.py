@@ -1,1 +1,1 @@
-"""What agents ask of a server: spans by message, edits of their context, sessions."""
+"""What agents ask of a server: spans of their prompts, sessions."""

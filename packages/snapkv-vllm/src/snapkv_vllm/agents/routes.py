@@ -1,17 +1,33 @@
 """The sessions whose histories a server holds: listed and deleted over HTTP."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.routing import APIRoute
 
-from snapkv_vllm.documents.front import Route
-from snapkv_vllm.names import ASKED, TAKEN, UNKNOWN, shown, wrong
+from snapkv.errors import SnapKVError
+from snapkv_vllm.names import ASKED, TAKEN, UNKNOWN, shown, status_of, wrong
 from snapkv_vllm.tenants import owned
 from snapkv_vllm.visits import noting_refusals
 
 PATH = "/v1/snapkv/sessions"
+
+
+class Route(APIRoute):
+    """Answers with errors of this package as vLLM does with its own."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except SnapKVError as error:
+                raise HTTPException(status_of(error), detail=str(error)) from error
+
+        return answer
 
 
 def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
@@ -30,7 +46,7 @@ def router(client: Any) -> APIRouter:
     core = client.engine_core
 
     async def asked(method: str, whose: str) -> list[Any]:
-        call, given = core._call_utility_async, (ASKED, "_sessions", method, [whose])
+        call, given = core._call_utility_async, (ASKED, method, [whose])
         return await asyncio.gather(*(call(*given, engine=one) for one in core.core_engines))
 
     async def every() -> list[dict[str, Any]]:

@@ -19,12 +19,12 @@ from vllm.utils.math_utils import cdiv
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.spans import Spans
+from snapkv.validation import format_bytes
 from snapkv_vllm.agents.tokens import DigestedTokens
 from snapkv_vllm.blocks import CompressedManager
-from snapkv_vllm.documents.registry import block_bytes, room_of
 from snapkv_vllm.metrics import Metrics, labels_of
 from snapkv_vllm.names import PREFIX, SESSION
-from snapkv_vllm.plans import Order, PrefixReuse, PromptPlan, RequestPlan, TurnPlan
+from snapkv_vllm.plans import Order, PromptPlan, TurnPlan
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.shares import going
 from snapkv_vllm.spans import RequestSpans
@@ -149,10 +149,7 @@ class _Turn:
 
 
 class HeldSessions:
-    """Histories within a number of blocks, of which every tenant has a share.
-
-    Next to so many bytes that documents may take.
-    """
+    """Histories within a number of blocks, of which every tenant has a share."""
 
     def __init__(
         self,
@@ -160,7 +157,6 @@ class HeldSessions:
         settings: ServingSettings,
         vllm_config: Any,
         kv_cache_config: Any,
-        beside_bytes: int,
     ) -> None:
         assert settings.sessions is not None
         if len(managers) < len(kv_cache_config.kv_cache_groups):
@@ -170,9 +166,8 @@ class HeldSessions:
             )
         self._managers, self._settings = list(managers.values()), settings
         self._metrics = Metrics(**labels_of(vllm_config))
-        asked = settings.sessions.most_bytes, "--session-bytes"
-        most_bytes, _ = room_of(vllm_config, kv_cache_config, *asked, beside_bytes)
-        self._block_bytes = block_bytes(kv_cache_config)
+        self._block_bytes = max(map(_block_bytes, kv_cache_config.kv_cache_groups))
+        most_bytes = self._most_bytes(vllm_config, kv_cache_config, settings.sessions.most_bytes)
         self._most_blocks = most_bytes // self._block_bytes
         self._sizes = [manager.block_size for manager in self._managers]
         self._block_tokens = max(self._sizes)
@@ -184,13 +179,33 @@ class HeldSessions:
             self._metrics.count(f"session_{name}", 0)
         self.count()
 
+    def _most_bytes(self, vllm_config: Any, kv_cache_config: Any, asked_bytes: int) -> int:
+        """What may be held besides the largest request, which must always have room.
+
+        `asked_bytes` is what the server was told, 0 for a quarter.
+        """
+        groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
+        sizes = [group.kv_cache_spec.block_size for group in groups]
+        of_groups = zip(groups, sizes, strict=True)
+        per_token = sum(_block_bytes(group) // size for group, size in of_groups)
+        longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
+        free_bytes = (blocks - 1 - longest) * self._block_bytes  # one block is never used
+        most_bytes = asked_bytes or min(blocks * self._block_bytes // 4, free_bytes)
+        if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
+            raise UnsupportedModelError(
+                f"snapkv: cannot hold sessions: expected {format_bytes(max(most_bytes, 1))} of the "
+                f"cache next to the longest request, got {format_bytes(max(0, free_bytes))}; lower "
+                "--session-bytes or --max-model-len, or raise --kv-cache-memory-bytes"
+            )
+        return most_bytes
+
     # Of requests that come.
 
-    def plan_of(self, request: Any, plan: RequestPlan) -> RequestPlan:
+    def plan_of(self, request: Any, plan: PromptPlan) -> PromptPlan:
         """The plan of a request by itself; `begin` says from which history it goes on."""
         params = request.sampling_params
         given = dict((params and params.extra_args) or {})
-        if _NAME not in given or not isinstance(plan, PromptPlan) or not _is_text(request):
+        if _NAME not in given or not _is_text(request):
             return plan
         lora = request.lora_request
         owner = (given[_NAME], "" if lora is None else lora.lora_name, request.cache_salt or "")
@@ -208,7 +223,7 @@ class HeldSessions:
         )
         return turn.plan
 
-    def begin(self, request_id: str) -> RequestPlan | None:
+    def begin(self, request_id: str) -> PromptPlan | None:
         """The plan of a request that is next to be scheduled; None for those of no session."""
         turn = self._turns.get(request_id)
         if turn is None:
@@ -297,12 +312,10 @@ class HeldSessions:
         of_groups = zip(turn.history.blocks, self._sizes, strict=True)
         return turn.plan, tuple(blocks[: cdiv(held, size)] for blocks, size in of_groups)
 
-    def prefix_reuse(self, request_id: str) -> PrefixReuse | None:
-        """What workers are told of a request that begins with a history."""
+    def dropped_before(self, request_id: str) -> int:
+        """How many tokens were dropped of the history that a request begins with; 0 without one."""
         turn = self._turns.get(request_id)
-        if turn is None or turn.history is None:
-            return None
-        return PrefixReuse(turn.plan.dropped_tokens, None)
+        return 0 if turn is None or turn.history is None else turn.plan.dropped_tokens
 
     def forgotten(self) -> tuple[int, ...]:
         """First blocks of histories that are gone since this was asked last."""
@@ -486,6 +499,14 @@ class HeldSessions:
         for state in ("idle", "pinned"):
             found = (one for one in self._held if bool(one.requests) == (state == "pinned"))
             self._metrics.set("session_blocks", self._unread_blocks(found), state=state)
+
+
+def _block_bytes(group: Any) -> int:
+    """What a block of the pool takes, as one group of layers counts it."""
+    spec = group.kv_cache_spec
+    if hasattr(spec, "kv_cache_specs"):  # of layers that differ in size
+        return sum(one.page_size_bytes for one in spec.kv_cache_specs.values())
+    return len(group.layer_names) * int(spec.page_size_bytes)
 
 
 def _is_text(request: Any) -> bool:

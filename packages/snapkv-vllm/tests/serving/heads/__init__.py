@@ -15,3 +15,10 @@ def shared_out(draw, budget, heads, prompt):
     for _ in range((budget - 1) * heads):
         kept[draw.choice([head for head in range(heads) if kept[head] < prompt])] += 1
     return kept
+
+
+def spread(laid, states, slots):
+    """What all heads kept, as blocks hold it: (..., H, slots, D)."""
+    found = laid.empty(states, slots)
+    laid.put(states, found, slots)
+    return found[..., :-1, :].reshape(*laid.kept.shape, slots, states.shape[-1])

@@ -1,14 +1,12 @@
 """Places of pages, against heads that ask for them one by one; no vLLM is needed."""
 
-import itertools
 import random
 
 import pytest
 import torch
 
-from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.heads import HeadPlaces
-from tests.serving.heads import held_tokens, shared_out
+from tests.serving.heads import held_tokens, shared_out, spread
 
 
 def handed_out(kept, page_tokens, grown):
@@ -86,7 +84,7 @@ def test_spread_by_hand():
     kept = torch.tensor([3, 1])
     states = torch.tensor([[[1.0], [2.0], [3.0]], [[9.0], [9.0], [4.0]]])
     # pages of two: the first head has places 0 and 1, the second place 2, block 1's first
-    assert HeadPlaces(kept, 2).spread(states, 4).squeeze(-1).tolist() == [
+    assert spread(HeadPlaces(kept, 2), states, 4).squeeze(-1).tolist() == [
         [1.0, 2.0, 4.0, 0.0],
         [3.0, 0.0, 0.0, 0.0],
     ]
@@ -99,7 +97,7 @@ def test_what_is_spread_is_found_again_in_every_layer(page_tokens):
     longest = int(kept.max())
     states = torch.randn(3, 4, longest, 2)
     slots = -(-held_tokens(16, 90, page_tokens) // page_tokens) * page_tokens
-    laid = HeadPlaces(kept, page_tokens).spread(states, slots)
+    laid = spread(HeadPlaces(kept, page_tokens), states, slots)
     for layer, counts in enumerate(kept.tolist()):
         found = places(counts, page_tokens, longest)
         for head, count in enumerate(counts):
@@ -123,49 +121,5 @@ def test_heads_may_be_put_a_few_at_a_time(page_tokens):
         longest = int(kept[first : first + 2].max())
         laid.put(states[first : first + 2, 61 - longest :], found, slots, first)
     whole = found[:-1].view(8, slots, 2)
-    assert torch.equal(whole, laid.spread(states, slots))
+    assert torch.equal(whole, spread(laid, states, slots))
     assert int((whole != 0).any(dim=-1).sum()) == int(kept.sum())
-
-
-# Documents, whose full pages others read.
-
-
-def test_pages_of_a_document_by_hand():
-    """Pages of four; five, one and eight tokens fill one page, none and two."""
-    kept = torch.tensor([5, 1, 8])
-    laid = HeadPlaces(kept, 4, True)
-    assert laid.of_pages(torch.arange(4)[None]).tolist() == [
-        [0, 3, 6, 9],  # its second page is copied: the first behind the full ones
-        [4, 7, 10, 13],
-        [1, 2, 5, 8],  # its third is empty
-    ]
-    assert CachedPrefix.laid_out((), [kept.tolist()], 4) == CachedPrefix(
-        token_ids=(), kept_tokens=5, reused_tokens=4, per_head_budget=True
-    )
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_full_pages_are_reused_and_what_is_counted_has_blocks_enough(seed):
-    """Of several layers, while requests grow behind it."""
-    draw = random.Random(seed)
-    heads, page_tokens, longest = draw.randint(1, 6), draw.choice([1, 2, 4, 7]), 60
-    kept = torch.tensor([[draw.randint(0, 30) for _ in range(heads)] for _ in range(3)])
-    kept[0, 0] = 30
-    counted = CachedPrefix.laid_out((), kept.tolist(), page_tokens)
-    places = HeadPlaces(kept, page_tokens, True).of_pages(torch.arange(longest)[None])
-    reused = counted.reused_tokens // page_tokens * heads
-    for grown in range(25):
-        used = -(-(kept + grown) // page_tokens)
-        blocks = -(-(counted.kept_tokens + grown) // page_tokens)
-        for layer, head in itertools.product(range(3), range(heads)):
-            mine = places[layer, head]
-            full, pages = int(kept[layer, head]) // page_tokens, int(used[layer, head])
-            assert (mine[:pages] < blocks * heads).all()
-            assert (mine[full:] >= reused).all()
-    assert all(len(set(layer.flatten().tolist())) == layer.numel() for layer in places)
-
-
-def test_equal_heads_are_no_parted_ones():
-    assert CachedPrefix.laid_out((), [[70, 70], [70, 70]], 32) == CachedPrefix(
-        token_ids=(), kept_tokens=70, reused_tokens=64
-    )

@@ -9,7 +9,7 @@ import torch
 from snapkv.errors import UnsupportedModelError
 from snapkv_vllm.heads import HeadPages, HeadPlaces, UnevenRows, sequences
 from snapkv_vllm.refusals import require_shared_pages
-from tests.serving.heads import held_tokens, shared_out
+from tests.serving.heads import held_tokens, shared_out, spread
 
 BLOCKS, HEADS, TOKENS, SIZE, LAYERS = 40, 3, 4, 2, 2
 
@@ -114,7 +114,8 @@ def test_every_head_finds_its_own_tokens(order, seed, across_layers):
                     held[layer][request][head].append(number)
                     states[layer, head, token - count] = number
         apart = states.reshape(pools, heads, *states.shape[2:])
-        laid = HeadPlaces(kept[:, request], TOKENS).spread(apart, given[request] * TOKENS)
+        laid = HeadPlaces(kept[:, request], TOKENS)
+        laid = spread(laid, apart, given[request] * TOKENS)
         laid = laid.reshape(LAYERS, HEADS, *laid.shape[2:])
         for cache, of_layer in zip(layers, laid, strict=True):
             mine = blocks[request, : given[request]].long()

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from snapkv.ops import kept_indices
-from snapkv_vllm.names import ASKED
 
-OWN = ("budget", "policy", "parameters", "limits", "max_window_size", "sharing", "sessions")
+OWN = ("budget", "policy", "parameters", "limits", "max_window_size", "sessions")
 """Options of `engine_args` that are not vLLM's."""
 
 
@@ -130,10 +129,6 @@ class Engine:
     def step(self) -> list[Any]:
         return self.llm.llm_engine.step()
 
-    def asked(self, method: str, *given: Any) -> Any:
-        """What a front end is told of documents, without a step of the engine."""
-        return getattr(self.core, ASKED)("_documents", method, given)
-
     def blocks_in_turn(self, prompt: list[int], sampling: Any) -> list[int]:
         """How many blocks a request holds from step to step, each number as long as it stays."""
         self.start([prompt], sampling)
@@ -166,7 +161,6 @@ class Engine:
             runner._dropped,
             runner._compressed,
             runner._recorder.recorded,
-            runner._compressor._received,
         ]
         return [request for one in held for request in one]
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from snapkv.app.models import load
-from snapkv_vllm.agents.edits import ClearThinking, ClearToolUses
 from tests.serving.fuzzing import any_value, random_settings
 from tests.serving.vllm import conftest  # noqa: F401  sets the environment before vLLM is there
 from tests.serving.vllm.models import SmallModel, ids_of
@@ -28,7 +27,7 @@ from tests.serving.vllm.servers import Server
 STALL = 2.0
 CLIENTS = 4
 EVERY = 20  # requests between two of the neighbour's
-OPTIONS = ("--policy", "snapkv", "--budget", "128", "--share", "--sessions")
+OPTIONS = ("--policy", "snapkv", "--budget", "128", "--sessions")
 NEIGHBOUR = {"prompt": ids_of(200), "max_tokens": 8, "temperature": 0}
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
@@ -44,7 +43,6 @@ def random_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
     own = {
         "vllm_xargs": lambda: random_settings(draw, in_json=True),
         "snapkv_spans": lambda: [random_span(draw) for _ in range(draw.randrange(4))],
-        "context_management": lambda: {"edits": [random_edit(draw)]},
         "agent_hint": lambda: {"session_id": draw.choice(["a", "b", "", "x" * 300])},
         "stream": lambda: draw.random() < 0.5,
         "temperature": lambda: draw.choice([0, 1]),
@@ -68,24 +66,12 @@ def random_message(draw: random.Random) -> dict[str, Any]:
 def random_span(draw: random.Random) -> Any:
     start = draw.choice([-1, 300, *[draw.randrange(60)] * 20])
     span: dict[str, Any] = {"start": start, "end": start + draw.choice([0, *range(1, 30)])}
-    if draw.random() < 0.3:
-        name = draw.choice(["role", "index", "tool_call_id", "name"])
-        span = {name: draw.choice(["tool", "user", 0, -1, 7, "a", None])}
     span["do"] = draw.choice(["drop"] * 6 + ["protect", "protect", "compress", "erase"])
     if span["do"] == "compress" or draw.random() < 0.05:
         span["budget"] = draw.choice([0, 1, 20, 10**9, "1"])
     if draw.random() < 0.1:
         span[draw.choice([*span, "x"])] = any_value(draw, in_json=True)
     return span
-
-
-def random_edit(draw: random.Random) -> Any:
-    edit = {"type": draw.choice([ClearToolUses.type, ClearThinking.type, "compact"])}
-    for name in ("trigger", "keep", "clear_at_least", "exclude_tools"):
-        if draw.random() < 0.4:
-            kind = draw.choice(["input_tokens", "tool_uses", "thinking_turns"])
-            edit[name] = draw.choice([{"type": kind, "value": draw.randrange(-1, 40)}, ["a"], 7])
-    return edit
 
 
 @dataclass

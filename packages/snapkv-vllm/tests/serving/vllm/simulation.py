@@ -20,9 +20,6 @@ from vllm.v1.request import Request, RequestStatus
 from snapkv_vllm.layouts import slots
 from snapkv_vllm.plans import Move, Order
 
-Token = int | tuple[int, int]
-"""One of a request's own by its position; else its id and position, where it is read ahead."""
-
 
 def chosen(positions: Sequence[int], kept: int) -> list[int]:
     """Some choice that depends on nothing else: every few of them, and the last ones."""
@@ -50,11 +47,11 @@ class SimulatedWorker:
         self.states: dict[str, list[int]] = {}
         self.prompts: dict[str, int] = {}
         self.blocks: dict[str, list[list[int]]] = {}
-        self.held: dict[str, list[list[Token]]] = {}
+        self.held: dict[str, list[list[int]]] = {}
         self.moved: dict[str, Sequence[Move]] = {}
         self.queries: dict[str, int] = {}
         self.compressed: Counter[str] = Counter()
-        self.documents: dict[int, list[Token]] = {}
+        self.histories: dict[int, list[int]] = {}
 
     def run(self, output: Any) -> ModelRunnerOutput:
         begin = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
@@ -64,9 +61,8 @@ class SimulatedWorker:
         self._take_over(output, begin)
         ends = {}
         for name, tokens in output.num_scheduled_tokens.items():
-            ahead = self._ahead(name, orders.get(name))
-            ends[name] = begin[name] + tokens - len(ahead)
-            self._write(name, [*range(begin[name], ends[name]), *ahead])
+            ends[name] = begin[name] + tokens
+            self._write(name, range(begin[name], ends[name]))
         for name in ends:
             self._check(name, begin[name])
         self._carry_out(orders)
@@ -94,41 +90,29 @@ class SimulatedWorker:
             elif new is not None:
                 for blocks, more in zip(self.blocks[name], new, strict=True):
                     blocks += more
-        reuses = output.snapkv_prefix_reuses
+        dropped = output.snapkv_dropped
         for name in (*(one.req_id for one in output.scheduled_new_reqs), *cached.resumed_req_ids):
             self.held[name] = [list(range(begin[name])) for _ in self.windows]
-            reuse = reuses.get(name)
-            if reuse is not None and reuse.dropped_tokens:
-                kept = [list(self.documents[first]) for first, *_ in self.blocks[name]]
-                held = begin[name] - reuse.dropped_tokens
+            if name in dropped:
+                kept = [list(self.histories[first]) for first, *_ in self.blocks[name]]
+                held = begin[name] - dropped[name]
                 assert all(len(one) <= held for one in kept)
                 self.held[name] = [  # behind what was kept a history goes on
                     [*one, *range(begin[name] - held + len(one), begin[name])] for one in kept
                 ]
 
-    def _ahead(self, name: str, order: Order | None) -> list[Token]:
-        """What a step reads that is no next token: the prompt's last ones, or a text again."""
-        if order is None or order.ahead is None:
-            return []
-        rows = list(zip(*order.ahead.rows, strict=True))
-        if not order.noted_tokens:
-            assert all(self.tokens[name][position] == token for token, position in rows)
-        return rows
-
     def _slots(self, blocks: Sequence[int], tokens: int) -> list[int]:
         """The slots of the first tokens in these blocks."""
         return slots(torch.tensor(blocks), tokens, self.block_tokens).tolist()
 
-    def _state(self, name: str, token: Token) -> int:
+    def _state(self, name: str, token: int) -> int:
         """A number that stands for the tokens up to a position, and for no others."""
-        if isinstance(token, tuple):  # read ahead, behind other tokens than its own
-            return hash(token)
         states, tokens = self.states[name], self.tokens[name]
         while len(states) <= token:
             states.append(hash((states[-1] if states else 0, tokens[len(states)])))
         return states[token]
 
-    def _write(self, name: str, new: Sequence[Token]) -> None:
+    def _write(self, name: str, new: Sequence[int]) -> None:
         for held, blocks in zip(self.held[name], self.blocks[name], strict=True):
             held += new
             places = self._slots(blocks, len(held))[len(held) - len(new) :]
@@ -149,19 +133,8 @@ class SimulatedWorker:
     def _carry_out(self, orders: dict[str, Order]) -> None:
         for name, order in orders.items():
             self.queries[name] = self.queries.get(name, 0) + order.query_tokens
-            if order.noted_tokens:  # of every step by itself
-                self.queries[name] = 0
             if order.ends:
                 self._choose(name, order)
-            elif order.moves:
-                self._stay(name, order)
-
-    def _stay(self, name: str, order: Order) -> None:
-        """Forget what was read behind the tokens that stay."""
-        for move in order.moves:
-            assert list(move.sources) == list(move.targets) == self.blocks[name][move.group]
-            assert len(self.held[name][move.group]) == order.held_tokens
-            del self.held[name][move.group][order.kept_tokens :]
 
     def _choose(self, name: str, order: Order) -> None:
         """Move what stays, from where no request that comes later in the step has written."""
@@ -173,13 +146,13 @@ class SimulatedWorker:
             assert len(held) == order.held_tokens
             places = self._slots(self.blocks[name][move.group], len(held))
             assert {place // self.block_tokens for place in places} == set(move.sources)
-            kept = chosen([one for one in held if isinstance(one, int)], order.kept_tokens)
+            kept = chosen(held, order.kept_tokens)
             read = {token: self.memory[place] for token, place in zip(held, places, strict=True)}
             for token, place in zip(kept, self._slots(move.targets, len(kept)), strict=True):
                 assert read[token] == self._state(name, token)
                 self.memory[place] = read[token]
             self.held[name][move.group] = list(kept)
-            self.documents[move.targets[0]] = kept
+            self.histories[move.targets[0]] = kept
         self.moved[name] = order.moves
         self.compressed[order.choice.stage] += 1
 

@@ -3,9 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
-from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.settings import ServingSettings
-from tests.serving.documents.fakes import FakeEngine
 
 
 def configured(folder):
@@ -46,26 +44,19 @@ class Site:
         monkeypatch,
         *,
         keys=("mine", "theirs"),
-        most_bytes=100_000,
-        shares=True,
         sessions=None,
-        **own,
     ):
         from fastapi import FastAPI
         from vllm.entrypoints.launchers.render.app_state import init_render_app_state
         from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
         from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
-        from snapkv_vllm.documents import front
         from snapkv_vllm.server import SETTINGS_CHECK
 
         args, vllm_config = config
-        self.engine = FakeEngine(most_bytes)
-        monkeypatch.setattr(front, "ServerEngine", lambda client, settings: self.engine)
         self.app = FastAPI()
         asyncio.run(init_render_app_state(vllm_config, self.app.state, args))
-        sharing = Sharing(**own) if shares else None
-        settings = ServingSettings(budget=64, sharing=sharing, sessions=sessions)
+        settings = ServingSettings(budget=64, sessions=sessions)
         own = {"api_key": list(keys), "middleware": [SETTINGS_CHECK]}
         own["additional_config"] = settings.to_config()
         self.app.state.args = type(args)(**{**vars(args), **own})

@@ -21,8 +21,6 @@ from typing import Any
 
 from snapkv_vllm import Limits
 from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, INSTRUCTION, REGISTER
-from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.spans import NAME
 from tests.serving.vllm import conftest  # noqa: F401  sets the environment before vLLM is there
 from tests.serving.vllm.engines import Engine, greedy, small_engine
@@ -35,8 +33,6 @@ CLIENTS = 24
 BLOCKS = 100
 OPENINGS = (0, 200, 384, 640)
 LONGEST = 1024
-DOCUMENT_TOKENS = 300
-DOCUMENTS = ("first", "second")
 
 SERVERS: Mapping[str, Mapping[str, Any]] = {
     "snapkv": {},
@@ -45,7 +41,6 @@ SERVERS: Mapping[str, Mapping[str, Any]] = {
         "limits": Limits(decode_budget=400, evict_every=16),
     },
     "adakv": {"policy": "adakv"},
-    "documents": {"sharing": Sharing(chunk_tokens=60)},
     "sessions": {},  # with room for as many histories as there are clients, see `soak`
     "strangers": {"sessions": Sessions()},  # beside the same server without sessions
 }
@@ -53,10 +48,9 @@ SERVERS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: an opening or a document that others share, an ending of its own, settings."""
+    """A request: an opening that others share, an ending of its own, settings."""
 
     opening: int
-    document: str | None
     ending: int
     seed: int
     tokens: int
@@ -65,20 +59,16 @@ class Asked:
     @classmethod
     def random(cls, draw: random.Random, server: str) -> "Asked":
         """For one kind of server."""
-        document = draw.choice(DOCUMENTS) if server == "documents" and draw.random() < 0.4 else None
         own: dict[str, Any] = {"snapkv_budget": draw.choice([100, 160, 256, 288])}
         if server != "limits":
             own["snapkv_budget"] = draw.choice([0, *[own["snapkv_budget"]] * 5])
         if server == "default":
             own["snapkv_voters"] = draw.choice([4, 8, 24])
-        if document is not None:
-            own = {DOCUMENT: document}
-        opening, ending = 0 if document else draw.choice(OPENINGS), draw.randrange(1, 120)
+        opening, ending = draw.choice(OPENINGS), draw.randrange(1, 120)
         if server in ("snapkv", "adakv") and draw.random() < 0.3:
             own[NAME] = random_spans(draw, opening + ending)
         return cls(
             opening=opening,
-            document=document,
             ending=ending,
             seed=draw.randrange(1000),
             tokens=draw.choice([1, 20, 60, 150]),
@@ -88,10 +78,7 @@ class Asked:
     @property
     def ids(self) -> list[int]:
         """The prompt."""
-        text = ids_of(self.opening)
-        if self.document is not None:
-            text = document_ids(self.document)
-        return text + ids_of(self.ending, seed=self.seed)
+        return ids_of(self.opening) + ids_of(self.ending, seed=self.seed)
 
     @property
     def sampling(self) -> Any:
@@ -179,10 +166,6 @@ def alone(engine: Engine, one: Conversation) -> list[list[int]]:
                 if output.finished:
                     again.answers.append(list(output.outputs[0].token_ids))
     return again.answers
-
-
-def document_ids(name: str) -> list[int]:
-    return ids_of(DOCUMENT_TOKENS, seed=7000 + DOCUMENTS.index(name))
 
 
 @dataclass
@@ -299,8 +282,6 @@ def soak(
     with small_engine(small, **options) as engine:
         if server == "sessions":
             return sessions_soak(engine, draw, requests, clients)
-        if server == "documents":
-            register(engine)
         before = engine.waits
         together = list(answered_together(engine, draw, server, requests, clients))
         found = Round(server, [], len(together), engine.preempted, engine.waits - before)
@@ -311,17 +292,8 @@ def soak(
                 (by_itself[one],) = engine.answers([one.ids], one.sampling)
             if answer != by_itself[one]:
                 found.wrong.append(one)
-        if server == "documents":
-            for name in DOCUMENTS:
-                engine.asked("drop", name)
         engine.require_empty()
     return found
-
-
-def register(engine: Engine) -> None:
-    for name in DOCUMENTS:
-        own = {REGISTER: name, INSTRUCTION: ids_of(5, seed=9), BUDGET: 96}
-        engine.outputs([[*document_ids(name), 1]], greedy(1, extra_args=own))
 
 
 def answered_together(

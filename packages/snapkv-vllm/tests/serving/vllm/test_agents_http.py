@@ -1,4 +1,4 @@
-"""Spans and edits over HTTP: vLLM's own renderer, what reaches the engine, what is answered."""
+"""Spans and sessions over HTTP: vLLM's own renderer, what reaches the engine, what is answered."""
 
 import asyncio
 import json
@@ -10,8 +10,6 @@ from snapkv import default_policy
 from snapkv.app.prompts import Prompt
 from snapkv.policies.default import asked_by, by_layer
 from snapkv_vllm.admission import misspelt, require_session_name
-from snapkv_vllm.agents import front
-from snapkv_vllm.agents.edits import ClearThinking, ClearToolUses
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.spans import NAME
 from tests.serving.vllm.sites import Site
@@ -46,52 +44,48 @@ class Answering(Site):
 
 @pytest.fixture
 def site(config, monkeypatch):
-    return Answering(config, monkeypatch, keys=(), shares=False)
+    return Answering(config, monkeypatch, keys=())
 
 
-@pytest.fixture
-def asked(site, client):
-    """What the engine is told of a request: the texts of its spans by what becomes of them."""
-
-    def ask(path=CHAT, **body):
-        body = {"model": "demo", "messages": MESSAGES, "max_tokens": 5} | body
-        answer = client.post(path, json=body)
-        assert answer.status_code == 200, answer.text
-        own, (ids,) = site.seen[-1]
-        assert set(own) <= {NAME, "snapkv_budget", "snapkv_voters", "other"}
-        decode = site.app.state.online_renderer.renderer.get_tokenizer().decode
-        spans = json.loads(own[NAME])
-        return [(one["do"], decode(ids[one["start"] : one["end"]])) for one in spans], answer.json()
-
-    return ask
+DROP = {"start": 1, "end": 4, "do": "drop"}
 
 
-def test_messages_are_found_by_role_name_id_and_index_and_nothing_of_others(asked):
-    entries = [
-        {"role": "system", "do": "protect"},
-        {"tool_call_id": "call0", "do": "compress", "budget": 3},
-        {"role": "tool", "name": "look_2", "do": "drop"},
-        {"role": "assistant", "index": -4, "do": "drop"},
-        {"start": 0, "end": 1, "do": "protect"},
-    ]
-    spans, _ = asked(snapkv_spans=entries, vllm_xargs={"snapkv_budget": 300, "other": 1})
-    assert [do for do, _ in spans] == ["protect", "compress", "drop", "drop", "protect"]
-    assert SYSTEM in spans[0][1]
-    dropped = spans[1][1].strip()
-    assert dropped in RESULTS[0]
-    assert len(dropped) > len(RESULTS[0]) - 12
-    assert spans[2][1].strip() in RESULTS[2]
-    assert spans[3][1] in "Again."
+@pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC])
+def test_spans_reach_the_engine_beside_other_settings(client, site, path):
+    body = {"model": "demo", "prompt": "One two three four five six seven", "max_tokens": 5}
+    body |= {} if path == TEXT else {"messages": [{"role": "user", "content": QUESTION}]}
+    body |= {"snapkv_spans": [DROP], "vllm_xargs": {"snapkv_budget": 300, "other": 1}}
+    assert client.post(path, json=body).status_code == 200
+    own, _ = site.seen[-1]
+    assert json.loads(own.pop(NAME)) == [DROP]
+    assert path == TEXT or own.pop("snapkv_voters")
+    assert own == {"snapkv_budget": 300, "other": 1}
 
 
-def test_a_message_that_is_repeated_elsewhere_is_found_where_it_is(asked, site):
-    chat = [{"role": one, "content": "user"} for one in ("user", "assistant", "user")]
-    spans, _ = asked(messages=chat, snapkv_spans=[{"index": 1, "do": "protect"}])
-    (ids,) = site.seen[-1][1]
-    (one,) = json.loads(site.seen[-1][0][NAME])
-    tokenizer = site.app.state.online_renderer.renderer.get_tokenizer()
-    assert tokenizer.decode(ids[: one["start"]]).endswith("assistant\n")
-    assert spans == [("protect", "user")]
+@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
+def test_edits_of_a_context_are_left_to_vllm_which_has_none(client, site, path):
+    body = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 5}
+    context = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
+    ids = [client.post(path, json=body | more).json()["ids"] for more in ({}, context)]
+    assert ids[0] == ids[1]
+    assert NAME not in site.seen[-1][0]
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}], ids=str)
+def test_without_a_key_nothing_is_read(config, monkeypatch, headers):
+    found, site = [], Answering(config, monkeypatch, keys=("mine",))
+    said = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": TEXT, "raw_path": TEXT.encode()}
+    scope |= {"query_string": b"", "headers": [*said, (b"content-type", b"application/json")]}
+
+    async def receive():
+        raise AssertionError("somebody read the body")
+
+    async def send(message):
+        found.append(message)
+
+    asyncio.run(site.app(scope, receive, send))
+    assert found[0]["status"] == 401
 
 
 def in_parts(*texts):
@@ -148,49 +142,9 @@ def test_nobody_else_votes_where_a_request_says_who_or_asks_nothing(client, site
     assert site.seen[-1][0] == body.get("vllm_xargs")
 
 
-def edit(kind, **fields):
-    return {"edits": [{"type": kind.type, **fields}]}
-
-
-def uses(number, kind="tool_uses"):
-    return {"type": kind, "value": number}
-
-
-@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
-def test_tool_uses_are_cleared_but_for_the_last_ones(asked, path):
-    context = edit(ClearToolUses, trigger=uses(2), keep=uses(1))
-    body = {} if path == CHAT else {"messages": as_anthropic(MESSAGES), "system": SYSTEM}
-    spans, answer = asked(path, context_management=context, **body)
-    assert [text.strip() in RESULTS[n] for n, (_, text) in enumerate(spans)] == [True, True]
-    (said,) = answer["context_management"]["applied_edits"]
-    assert said["type"] == ClearToolUses.type
-    assert said["cleared_tool_uses"] == 2
-    assert 80 < said["cleared_input_tokens"] < 150
-    assert answer["usage"] == {}
-
-
-def test_a_count_of_tokens_leaves_out_what_an_edit_clears(asked, client):
-    body = {"model": "demo", "messages": as_anthropic(MESSAGES), "system": SYSTEM}
-    context = edit(ClearToolUses, trigger=uses(2), keep=uses(1))
-    _, answer = asked(ANTHROPIC, context_management=context, **body)
-    (said,) = answer["context_management"]["applied_edits"]
-    whole = client.post(f"{ANTHROPIC}/count_tokens", json=body).json()["input_tokens"]
-    found = client.post(
-        f"{ANTHROPIC}/count_tokens", json={**body, "context_management": context}
-    ).json()
-    assert found == {
-        "input_tokens": whole - said["cleared_input_tokens"],
-        "context_management": {"original_input_tokens": whole},
-    }
-    wrong = client.post(f"{ANTHROPIC}/count_tokens", json={**body, "context_management": {}})
-    assert wrong.status_code == 400
-
-
 @pytest.mark.parametrize(
     ("body", "word"),
     [
-        ({"context_managment": {}}, "context_management"),
-        ({"contextManagement": {}}, "context_management"),
         ({"agent_hints": {"session_id": "a"}}, "agent_hint"),
         ({"agentHint": {"session_id": "a"}}, "agent_hint"),
         ({"agent_hint": {"sesion_id": "a"}}, "session_id"),
@@ -249,86 +203,6 @@ def as_items(message):
     return [{"type": "message", "role": message["role"], "content": content}, *calls]
 
 
-@pytest.mark.parametrize(
-    ("fields", "cleared"),
-    [
-        ({}, 0),  # the prompt has fewer than 100,000 tokens
-        ({"trigger": uses(10, "input_tokens"), "keep": uses(3)}, 0),
-        ({"trigger": uses(10, "input_tokens"), "keep": uses(0)}, 3),
-        ({"trigger": uses(10, "input_tokens"), "keep": uses(2)}, 1),
-        ({"trigger": uses(0), "keep": uses(0), "exclude_tools": ["look_0", "look_2"]}, 1),
-        ({"trigger": uses(0), "clear_at_least": uses(5000, "input_tokens")}, 0),
-    ],
-)
-def test_what_a_clearing_of_tool_uses_goes_by(asked, fields, cleared):
-    spans, answer = asked(context_management=edit(ClearToolUses, **fields))
-    assert len(spans) == cleared
-    said = answer["context_management"]["applied_edits"]
-    assert sum(one["cleared_tool_uses"] for one in said) == cleared
-
-
-def test_a_chat_is_looked_up_beside_the_event_loop(asked, monkeypatch):
-    """Whose other requests go on meanwhile."""
-    looked_up, loops = front.tokens_of, []
-
-    def look_up(*given):
-        loops.append(asyncio._get_running_loop())
-        return looked_up(*given)
-
-    monkeypatch.setattr(front, "tokens_of", look_up)
-    asked(context_management=edit(ClearThinking))
-    assert loops == [None]
-
-
-def test_thoughts_are_cleared_but_for_the_last_turn(asked):
-    spans, answer = asked(context_management=edit(ClearThinking))
-    assert [text.strip() for _, text in spans] == ["The sea?"]
-    (said,) = answer["context_management"]["applied_edits"]
-    assert (said["cleared_thinking_turns"], said["cleared_input_tokens"]) == (1, 5)
-    for every in ("all", {"type": "all"}):
-        _, answer = asked(context_management=edit(ClearThinking, keep=every))
-        assert answer["context_management"] == {"applied_edits": []}
-
-
-def test_in_a_session_what_may_be_cleared_later_stays_whole_beside_the_budget(config, monkeypatch):
-    site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
-    context = edit(ClearToolUses, trigger=uses(0), keep=uses(1), exclude_tools=["look_1"])
-    body = {"model": "demo", "messages": MESSAGES, "context_management": context}
-    with site.asking() as client:
-        client.post(CHAT, json=body | {"agent_hint": {"session_id": "run"}})
-    own, (ids,) = site.seen[-1]
-    decode = site.app.state.online_renderer.renderer.get_tokenizer().decode
-    dropped, protected = json.loads(own[NAME])
-    assert (dropped["do"], protected["do"]) == ("drop", "protect")
-    assert decode(ids[protected["start"] : protected["end"]]).strip() in RESULTS[2]
-    assert own["snapkv_budget"] == 64 + protected["end"] - protected["start"]
-
-
-@pytest.mark.parametrize("entry", [{"do": "drop"}, {"do": "compress", "budget": 2}], ids=str)
-def test_in_a_session_a_client_may_let_go_of_what_an_edit_would_keep(config, monkeypatch, entry):
-    """As without a session: it is not kept whole for an edit that may clear it later."""
-    site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
-    context = edit(ClearToolUses, trigger=uses(0), keep=uses(2))
-    body = {"model": "demo", "messages": MESSAGES, "context_management": context}
-    body |= {"snapkv_spans": [{"tool_call_id": "call1", **entry}]}
-    with site.asking() as client:
-        answer = client.post(CHAT, json=body | {"agent_hint": {"session_id": "run"}})
-    assert answer.status_code == 200, answer.text
-    own, _ = site.seen[-1]
-    spans = json.loads(own[NAME])
-    assert [one["do"] for one in spans] == [entry["do"], "drop", "protect"]
-    assert own["snapkv_budget"] == 64 + spans[2]["end"] - spans[2]["start"]
-
-
-def test_a_stream_says_it_in_an_event(client):
-    context = edit(ClearToolUses, trigger=uses(0), keep=uses(2))
-    body = {"model": "demo", "messages": MESSAGES, "stream": True, "context_management": context}
-    events = client.post(CHAT, json=body).text.split("\n\n")
-    first, second = (json.loads(one.removeprefix("data: ")) for one in events[:2])
-    assert first["context_management"]["applied_edits"][0]["cleared_tool_uses"] == 1
-    assert second == {}
-
-
 def named(session):
     """The ways in which a body names a session, with what errors call them."""
     yield "agent_hint: session_id", {"agent_hint": {"session_id": session}}
@@ -336,7 +210,7 @@ def named(session):
 
 
 def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monkeypatch):
-    site = Answering(config, monkeypatch, shares=False, sessions=Sessions())
+    site = Answering(config, monkeypatch, sessions=Sessions())
     hint = {"agent_hint": {"session_id": "run"}}
     bodies = [
         (hint, "mine"),
@@ -403,16 +277,15 @@ def salts(config, monkeypatch, path, **own):
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC])
 def test_no_key_finds_what_anothers_requests_have_cached(config, monkeypatch, path):
-    mine, again, theirs, own, theirs_own, own_again = salts(config, monkeypatch, path, shares=False)
+    mine, again, theirs, own, theirs_own, own_again = salts(config, monkeypatch, path)
     assert (mine, own) == (again, own_again)
     assert len({mine, theirs, own, theirs_own}) == 4
     assert None not in (mine, theirs)
 
 
-@pytest.mark.parametrize("own", [{"keys": (), "shares": False}, {"across_keys": True}], ids=str)
-def test_where_nobody_has_a_key_or_keys_share_salts_are_the_clients(config, monkeypatch, own):
+def test_where_nobody_has_a_key_salts_are_the_clients(config, monkeypatch):
     expected = ["own" if salted else None for _, salted in SALTED]
-    assert salts(config, monkeypatch, TEXT, **own) == expected
+    assert salts(config, monkeypatch, TEXT, keys=()) == expected
 
 
 SESSION_PATH = "/v1/snapkv/sessions"
@@ -420,7 +293,7 @@ SESSION_PATH = "/v1/snapkv/sessions"
 
 @pytest.mark.parametrize("key", ["mine", "theirs"])
 def test_sessions_are_listed_and_deleted_by_their_key(config, monkeypatch, key):
-    site = Answering(config, monkeypatch, shares=False, sessions=Sessions())
+    site = Answering(config, monkeypatch, sessions=Sessions())
     headers = {"Authorization": f"Bearer {key}"}
     with site.asking() as client:
 
@@ -435,12 +308,12 @@ def test_sessions_are_listed_and_deleted_by_their_key(config, monkeypatch, key):
         site.client.told = [{"session": "a/b", "bytes": 9}]
         status, said, told = asked("GET")
         assert (status, json.loads(said)) == (200, 2 * site.client.told)
-        assert told == ("snapkv_asked", "_sessions", "listed", [owner.removesuffix("a/b")], 1)
+        assert told == ("snapkv_asked", "listed", [owner.removesuffix("a/b")], 1)
         for histories, requests, expected in ((2, 0, 204), (0, 0, 404), (2, 1, 409)):
             site.client.told = {"histories": histories, "requests": requests}
             status, said, told = asked("DELETE", "/a%2Fb")
             assert status == expected, said
-            assert told == ("snapkv_asked", "_sessions", "deleted", [owner], 1)
+            assert told == ("snapkv_asked", "deleted", [owner], 1)
             assert (expected == 204) == (said == "")
         assert client.get(SESSION_PATH).status_code == 401
 
@@ -504,7 +377,7 @@ def test_a_server_without_sessions_ignores_the_hint_and_refuses_the_setting(clie
 
 def test_requests_without_either_are_as_before(client, site):
     answer = client.post(CHAT, json={"model": "demo", "messages": MESSAGES})
-    assert "context_management" not in answer.json()
+    assert answer.status_code == 200
     assert site.seen[-1][0] is None
 
 
@@ -512,31 +385,24 @@ def test_requests_without_either_are_as_before(client, site):
     ("path", "body", "words"),
     [
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 9, "do": "drop"}]}, "an end of at most 3"),
-        (TEXT, {"snapkv_spans": [{"role": "tool", "do": "drop"}]}, "start and end, which messages"),
+        (CHAT, {"snapkv_spans": [{"start": 0, "end": 999, "do": "drop"}]}, "an end of at most"),
+        (CHAT, {"snapkv_spans": [{"role": "tool", "do": "drop"}]}, "fields among start, end, do"),
         (TEXT, {"snapkv_spans": "["}, "a list such as"),
         (TEXT, {"snapkv_spans": [{"start": 3, "end": 3, "do": "drop"}]}, "a start below its end"),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "erase"}]}, "drop, protect or"),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 2**70, "do": "drop"}]}, "end"),
         (TEXT, {"snapkv_spans": [1]}, "objects in the list"),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "drop"}] * 1025}, "at most 1,024"),
-        (TEXT, {"vllm_xargs": {"snapkv_edits": "{}"}}, "it at /v1/chat/completions or"),
-        (CHAT, {"snapkv_spans": [{"role": "pope", "do": "drop"}]}, "a message with role 'pope'"),
+        (TEXT, {"vllm_xargs": {"snapkv_edits": "{}"}}, "snapkv_edits: expected one of"),
         (
             CHAT,
             {
                 "snapkv_spans": [
-                    {"role": "tool", "do": "drop"},
-                    {"index": 3, "do": "protect"},
+                    {"start": 3, "end": 9, "do": "drop"},
+                    {"start": 8, "end": 12, "do": "protect"},
                 ]
             },
             "spans that do not overlap",
-        ),
-        (CHAT, {"context_management": {"edits": [{"type": "compact"}]}}, "one of clear_tool_uses"),
-        (CHAT, {"context_management": {"edits": 3}}, "an object such as"),
-        (
-            CHAT,
-            {"context_management": edit(ClearToolUses, keep={"type": "tool_uses", "value": -1})},
-            "context_management: keep",
         ),
         ("/v1/x", {"vllm_xargs": {NAME: "[]"}}, "it at /v1/completions or"),
         ("/v1/x", {"snapkv_spans": []}, "snapkv_spans: expected it at /v1/completions or"),
@@ -544,21 +410,6 @@ def test_requests_without_either_are_as_before(client, site):
         (f"{ANTHROPIC}/count_tokens", {"snapkv_spans": []}, "snapkv_spans: expected it at"),
         (TEXT, {"snapkv_spans": [], "vllm_xargs": "x"}, "vllm_xargs: expected an object"),
         (TEXT, {"snapkv_spans": [], "vllm_xargs": {NAME: "[]"}}, "snapkv_spans: expected it once"),
-        (TEXT, {"context_management": {"edits": []}}, "context_management: expected it at /v1/c"),
-        (RESPONSES, {"context_management": {"edits": []}}, "context_management: expected it at"),
-        (CHAT, {"context_management": "clear"}, "an object such as"),
-        (
-            CHAT,
-            {"context_management": edit(ClearToolUses), "truncate_prompt_tokens": 20},
-            "truncate_prompt_tokens: expected none that cuts a chat",
-        ),
-        (CHAT, {"context_management": [{"type": ClearToolUses.type}]}, "an object such as"),
-        (
-            CHAT,
-            {"context_management": {"edits": []}, "use_beam_search": True},
-            "context_management: expected none with use_beam_search",
-        ),
-        (CHAT, {"vllm_xargs": {"snapkv-edits": "{}"}}, "write snapkv_edits"),
     ],
 )
 def test_what_is_wrong_gets_a_400_of_one_line(client, site, path, body, words):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapkv_vllm.heads import HeadPlaces
-from tests.serving.heads import held_tokens
+from tests.serving.heads import held_tokens, spread
 from tests.serving.vllm.conftest import SECOND_RUNNER
 
 GROUP, HEADS, SIZE, PAGE, BLOCKS, WIDTH = 2, 3, 64, 32, 64, 8
@@ -172,7 +172,8 @@ def put_apart(engine, row, states, kept):
     """The same, of every head the last `kept`, where a request has them that holds them apart."""
     pools = kept.reshape(engine.pools, -1)
     blocks = -(-held_tokens(int(pools.float().mean(1).max()), PROMPT, PAGE) // PAGE)
-    laid = HeadPlaces(pools, PAGE).spread(states.reshape(*pools.shape, -1, 2 * SIZE), blocks * PAGE)
+    laid = HeadPlaces(pools, PAGE)
+    laid = spread(laid, states.reshape(*pools.shape, -1, 2 * SIZE), blocks * PAGE)
     laid = laid.reshape(*kept.shape, *laid.shape[2:])
     for number, name in enumerate(NAMES):
         write(engine, name, row.table, laid[number], blocks * PAGE)

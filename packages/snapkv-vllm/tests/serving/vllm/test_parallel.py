@@ -6,18 +6,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoTokenizer
 
 from snapkv import AdaKV, CompressedCache, SnapKV
 from snapkv.policies import Selection
-from snapkv.policies.kvzip import INSTRUCTION
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.models import generated, ids_of, with_tokenizer
 from tests.serving.vllm.servers import Server
-from tests.serving.vllm.test_documents import Library
 
 PROMPTS = [ids_of(tokens, seed=tokens) for tokens in (70, 200, 350)]
-TEXT, QUESTION = ids_of(300, seed=5), ids_of(9, seed=9)
 LONGEST, BUDGET, TOKENS = 512, 64, 16
 
 # vLLM's CPU worker makes room for what a pipeline stage receives only when it warms up for
@@ -91,11 +87,8 @@ def test_each_of_two_processes_shares_its_own_budget_out_among_its_heads(tmp_pat
 
 @pytest.mark.parametrize("options", [TENSOR, DATA] if SECOND_RUNNER else [TENSOR, DATA, PIPELINE])
 def test_two_processes_answer_as_the_library_does(options, tmp_path):
-    """And as many have a document in common; reading one twice takes an interpreter minutes."""
     model = with_tokenizer(tmp_path)
-    shares = not SECOND_RUNNER and "--data-parallel-size" not in options
     own = ["--policy", "snapkv", "--budget", str(BUDGET), "--max-num-batched-tokens", "256"]
-    own += ["--share"] if shares else []
     own += ["--sessions"] if "--tensor-parallel-size" in options else []
     with Server(tmp_path, *own, *options, model=model.folder, longest=LONGEST) as server:
         answers = [answer(server, ids) for ids in PROMPTS]
@@ -103,13 +96,3 @@ def test_two_processes_answer_as_the_library_does(options, tmp_path):
         assert server.metric("snapkv:requests_total", outcome="compressed") == len(PROMPTS)
         if "--tensor-parallel-size" in options:
             require_one_cache_for_a_session(server, model)
-        if shares:
-            body = {"name": "text", "prompt": TEXT}
-            status, said = server.post("/v1/snapkv/documents", body)
-            assert status == 201, said
-            tokenizer = AutoTokenizer.from_pretrained(model.folder)
-            instruction = tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
-            chunk = min(len(TEXT), LONGEST - len(TEXT)) - len(instruction)
-            library = Library(model.model, BUDGET, chunk, instruction)
-            expected = library.answer(TEXT, QUESTION, TOKENS)
-            assert answer(server, QUESTION, snapkv_document="text") == expected

@@ -1,7 +1,6 @@
 """What cannot be served is refused by name before the first request."""
 
 import copy
-import os
 import re
 import sys
 from types import SimpleNamespace
@@ -13,9 +12,7 @@ from snapkv_vllm import Limits, ServingSettings, engine_args, versions
 from snapkv_vllm import compatibility as rules
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.refusals import compressed_managers, compressible_layers, require_heads_apart
-from snapkv_vllm.server import serve
 
 
 def configured(folder, **options):
@@ -50,7 +47,6 @@ def changed(config, **parts):
     return made
 
 
-SHARED = {"sharing": Sharing()}
 SCENES = {
     # Of vLLM's configuration, whose parts these attributes are put over.
     rules.MODEL_DRAFTS: {"speculative_config": {"method": "eagle3"}},
@@ -61,12 +57,8 @@ SCENES = {
     rules.IN_PARALLEL: {"parallel_config": {"tensor_parallel_size": 3}},
     rules.TOO_PARALLEL: {"parallel_config": {"tensor_parallel_size": 6}},
     rules.PIPELINE: {"parallel_config": {"pipeline_parallel_size": 2}},
-    rules.DATA: {"parallel_config": {"data_parallel_size": 2}},
-    rules.API_PROCESSES: {"parallel_config": {"_api_process_count": 2}},
     rules.MICRO_BATCHES: {"parallel_config": {"use_ubatching": True}},
-    rules.RAY: {"parallel_config": {"distributed_executor_backend": "ray"}},
     rules.CONNECTOR: {"kv_transfer_config": {"kv_role": "kv_both"}},
-    rules.ADAPTERS: {"lora_config": {"max_loras": 1}},
     rules.LATENT: {"model_config": {"use_mla": True}},
     rules.WITH_LATENTS: {"model_config": {"use_mla": True}},
     rules.DIMENSIONS: {"model_config": {"uses_mrope": True}},
@@ -75,17 +67,11 @@ SCENES = {
     rules.ENCODER: {"model_config": {"is_encoder_decoder": True}},
     rules.POOLING: {"model_config": {"runner_type": "pooling"}},
     rules.SLEEP: {"model_config": {"enable_sleep_mode": True}},
-    rules.QUANTIZED: {"model_config": {"quantization": "gptq"}},
-    rules.CHANGED: {"model_config": {"hf_overrides": {"rope_theta": 1.0}}},
-    rules.NO_FOLDER: {"model_config": {"model": "someone/model"}},
-    rules.MADE_UP: {"load_config": {"load_format": "dummy"}},
     rules.NOT_MOVABLE: {"cache_config": {"cache_dtype": "nvfp4"}},
     rules.NOT_PLAIN: {"cache_config": {"cache_dtype": "fp8"}},
     rules.GRAPHS: {"compilation_config": {"cudagraph_mode": "FULL"}},
-    rules.API_SERVERS: {"api_server_count": 2},
     # Of the server's settings.
     rules.ALWAYS: {},
-    rules.UNSHARED: {},
     rules.NO_SESSIONS: {},
     rules.HELD: {"limits": Limits(decode_budget=256)},
     rules.WHERE_HELD: {"limits": Limits(decode_budget=256)},
@@ -93,34 +79,19 @@ SCENES = {
     rules.HELD_BY_TOVA: {"limits": Limits(decode_budget=256, decode_policy="tova")},
     rules.BY_TOVA: {"policy": "tova"},
     rules.WHERE_UNEVEN: {"policy": "adakv"},
-    rules.ACROSS: {"policy": "across-layers"},
     rules.BY_ACROSS: {"policy": "across-layers"},
     rules.UNEVEN: {"policy": "adakv"},
-    rules.SHARED: SHARED,
-    rules.SHARED_BY_ADAKV: SHARED | {"policy": "adakv"},
-    rules.LIBRARY: {"sharing": Sharing(library="/kept")},
     rules.SESSIONS: {"sessions": Sessions()},
     # Of requests.
-    rules.ABOUT_DOCUMENT: {"snapkv_register": "a"},
-    rules.ABOUT_ANY: {"snapkv_register": "a"},
-    rules.WITH_DOCUMENT: {"snapkv_document": "a"},
     rules.IN_SESSION: {"snapkv_session": "a"},
     rules.SPANS_NAMED: {"snapkv_spans": []},
     rules.WITH_SPANS: {"snapkv_spans": []},
     rules.ANYTHING: {"snapkv_budget": 64},
-    rules.ANYTHING_ELSE: {"snapkv_budget": 64},
     rules.WITH_BEAMS: {"use_beam_search": True},
-    rules.LOGPROBS: {"prompt_logprobs": 0},
-    rules.NOT_TEXT: {"mm_features": [1]},
     rules.IMAGES: {"mm_features": [1]},
     rules.GROWING: {"resumable": True},
-    rules.ECHO: {"echo": True, "logprobs": 1},
-    rules.PROMPT_LOGPROBS: {"prompt_logprobs": 0},
-    rules.EMBEDS: {"prompt_embeds": "x"},
-    rules.TRUNCATED: {"truncate_prompt_tokens": -1},
-    rules.TRANSFER: {"kv_transfer_params": {}},
 }
-ASKS = {"prompt_token_ids": [1], "mm_features": [], "resumable": False, "prompt_logprobs": None}
+ASKS = {"mm_features": [], "resumable": False}
 
 
 def parts_of(config, row, *facts):
@@ -135,8 +106,8 @@ def parts_of(config, row, *facts):
             made[part] = changed(config, **own)
         elif part == "settings":
             made[part] = SimpleNamespace(**vars(ServingSettings(budget=64)) | own)
-        elif part in ("request", "params", "options"):
-            made[part] = SimpleNamespace(**ASKS | {"api_server_count": None} | own)
+        elif part == "request":
+            made[part] = SimpleNamespace(**ASKS | own)
     return made
 
 
@@ -166,12 +137,6 @@ def test_what_does_not_go_together_is_refused_by_name_with_what_to_do(config, ro
 def test_graphs_that_leave_prompts_out_are_fine(config, mode):
     graphs = changed(config, compilation_config={"cudagraph_mode": mode})
     require_compatible(settings=ServingSettings(budget=64), engine=graphs)
-
-
-def test_several_api_servers_are_refused_before_any_of_them_starts(folder):
-    with pytest.raises(InvalidArgumentError, match=r"^api_server_count: expected none .* got 2; "):
-        serve(folder, ServingSettings(**SHARED), ["--api-server-count", "2"])
-    assert "PROMETHEUS_MULTIPROC_DIR" not in os.environ, "its folder is gone"
 
 
 def test_heads_with_sinks_cannot_be_sequences_of_their_own():

@@ -1,8 +1,10 @@
 """Preemption, shared prefixes and mixed batches: whatever vLLM does, answers stay the same."""
 
 import pytest
+import torch
 
-from snapkv import SnapKV
+from snapkv import SnapKV, default_policy
+from snapkv.policies.default import by_layer
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 
@@ -50,6 +52,25 @@ def test_shared_prefixes_are_reused_and_stay_intact(small):
         several = engine.outputs([prompts[1]], greedy(20, n=3, temperature=1.0, min_p=1.0))[0]
         assert [list(one.token_ids) for one in several.outputs] == [expected[1]] * 3
         assert engine.free_blocks == engine.all_blocks
+
+
+def test_eight_questions_on_one_text_read_it_once_and_are_answered_as_each_alone(small):
+    """A hit ends before what votes, also where that reaches back into the text."""
+    policy, text = by_layer(default_policy(BUDGET)), ids_of(11 * PAGE)
+    prompts = [text + ids_of(length, seed=length) for length in (1, 5, 9, 16, 33, 41, 80, 130)]
+    cached = [(len(ids) - policy.query_tokens) // PAGE * PAGE for ids in prompts]
+    with small_engine(small, policy="default", budget=BUDGET, enable_prefix_caching=True) as engine:
+        for number, ids in enumerate(prompts):
+            with engine.watching() as kept:
+                (output,) = engine.outputs([ids], greedy(20))
+            expected, cache = small.library(ids, policy, 20)
+            assert list(output.outputs[0].token_ids) == expected, len(ids)
+            for layer, keep in enumerate(kept.of(ids)):
+                assert torch.equal(keep, small.kept(cache, layer, BUDGET)), (len(ids), layer)
+            hit = min(cached[number], len(text)) if number else 0
+            assert output.num_cached_tokens == hit
+        assert cached[1] < len(text), "voters are in the text"
+        engine.require_empty()
 
 
 def test_compiled_models_give_the_same_answers(small, alone, second_runner):

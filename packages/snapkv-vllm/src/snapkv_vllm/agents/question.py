@@ -1,49 +1,36 @@
-"""Where the tokens of a prompt lie in its text; no vLLM is needed here.
+"""Which tokens of a chat's prompt are the question's; no vLLM is needed here.
 
-A vocabulary says which bytes a token stands for. Where those of all tokens are the text's, each
-lies where it must, and nothing is tokenized again.
+A vocabulary says which bytes a token stands for. Where those of the last tokens are the text's,
+each lies where it must, and nothing is tokenized again.
 """
 
-import copy
 import functools
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
-
-from snapkv.policies.spans import Span
+from snapkv.policies.default import MOST_VOTERS
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a text: where each begins and ends, by characters."""
+def question_tokens(
+    messages: Sequence[Mapping[str, Any]], text: str, ids: Sequence[int], tokenizer: Any
+) -> int | None:
+    """How many tokens a chat's prompt has from its question's first one on.
 
-    starts: Sequence[int]
-    ends: Sequence[int]
-
-    def inside(self, span: Span) -> Span:
-        """Those that lie in a span of characters as a whole; none where the two are the same."""
-        first = bisect_left(self.starts, span[0])
-        return first, max(first, bisect_right(self.ends, span[1]))
-
-    def around(self, span: Span) -> Span:
-        """Those that have a character of it."""
-        first = bisect_right(self.ends, span[0])
-        return first, max(first, bisect_left(self.starts, span[1]))
-
-
-def tokens_of(tokenizer: Any, text: str, ids: Sequence[int]) -> Tokens | None:
-    """Where the tokens of a text lie, which are these; None where that cannot be told."""
-    if not (ids and getattr(tokenizer, "is_fast", False)):
-        return None
-    return _by_vocabulary(_vocabulary(tokenizer), text, ids) or _tokenized(tokenizer, text, ids)
+    That is the last text of the last message of a user. None where nobody knows, or where they are
+    more than `MOST_VOTERS`.
+    """
+    contents = (one.get("content") for one in reversed(messages) if one.get("role") == "user")
+    content = next(contents, None)
+    parts = content if isinstance(content, list) else [{"text": content}]
+    said = [part.get("text") for part in reversed(parts) if isinstance(part, Mapping)]
+    question = next((one.strip() for one in said if isinstance(one, str) and one.strip()), None)
+    place = -1 if question is None else text.rfind(question)
+    return None if place < 0 else tokens_behind(tokenizer, text, ids, place, MOST_VOTERS)
 
 
 def tokens_behind(
@@ -71,16 +58,6 @@ def _spelt(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes] | Non
         return None
     pieces = [vocabulary[one] for one in ids]
     return pieces if all(pieces) else None
-
-
-def _by_vocabulary(vocabulary: Sequence[bytes], text: str, ids: Sequence[int]) -> Tokens | None:
-    pieces, whole = _spelt(vocabulary, ids), text.encode()
-    if pieces is None or b"".join(pieces) != whole:
-        return None
-    lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
-    ends = lengths.cumsum()
-    characters = ((np.frombuffer(whole, np.uint8) & 0xC0) != 0x80).cumsum()  # up to every byte
-    return Tokens((characters[ends - lengths] - 1).tolist(), characters[ends - 1].tolist())
 
 
 @functools.cache
@@ -117,20 +94,3 @@ def _letters() -> dict[str, int]:
 
 
 _LETTERS = _letters()
-
-
-def _tokenized(tokenizer: Any, text: str, ids: Sequence[int]) -> Tokens | None:
-    for special in (False, True):
-        found = _own(tokenizer).encode(text, add_special_tokens=special)
-        if found.ids == list(ids):
-            return Tokens(*zip(*found.offsets, strict=True))
-    return None
-
-
-@functools.cache
-def _own(tokenizer: Any) -> Any:
-    """A copy, for any thread: the server's own may be told at any time where to truncate."""
-    own = copy.deepcopy(tokenizer.backend_tokenizer)
-    own.no_truncation()
-    own.no_padding()
-    return own

@@ -1,4 +1,4 @@
-"""Where tokens lie in their text, by the vocabulary, beside what tokenizers say themselves."""
+"""Which of a text's last tokens are counted, beside what tokenizers say themselves."""
 
 import functools
 from types import SimpleNamespace
@@ -17,8 +17,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from snapkv.app.models import load
-from snapkv_vllm.agents import places
-from snapkv_vllm.agents.places import Tokens, tokens_behind, tokens_of
+from snapkv_vllm.agents.question import tokens_behind
 
 TEXT = "A fox <end>jumps — 12 times\n\n  over ßöä 狐狸 😀.\r\n<end>"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -54,31 +53,26 @@ def tokenizers():
 
 
 @pytest.mark.parametrize("kind", ["demo", "byte-level", "spaces-as-signs"])
-def test_a_vocabulary_says_where_tokens_lie(tokenizers, kind, monkeypatch):
+def test_every_usual_vocabulary_says_which_tokens_are_behind_a_place(tokenizers, kind):
     tokenizer = tokenizers[kind]
     found = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False)
-    monkeypatch.setattr(places, "_tokenized", lambda *given: pytest.fail("tokenized again"))
-    lie = tokens_of(tokenizer, TEXT, found.ids)
-    pairs = list(zip(lie.starts, lie.ends, strict=True))
-    assert pairs == found.offsets
-    assert pairs[-1][1] == len(TEXT)
+    for place in range(len(TEXT)):
+        behind = sum(end > place for _, end in found.offsets)
+        assert tokens_behind(tokenizer, TEXT, found.ids, place, 1000) == behind
 
 
-@settings(max_examples=50)
-@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
-def test_every_text_of_bytes_is_found_again(text):
-    tokenizer = byte_level()
-    found = tokens_of(tokenizer, text, tokenizer.backend_tokenizer.encode(text).ids)
-    assert (found.starts[0], found.ends[-1]) == (0, len(text))
-    assert all(start < end for start, end in zip(found.starts, found.ends, strict=True))
+def test_a_tokenizer_that_changes_the_text_says_nothing(tokenizers):
+    tokenizer = tokenizers["lower-case"]
+    ids = tokenizer.backend_tokenizer.encode(TEXT).ids
+    assert tokens_behind(tokenizer, TEXT, ids, 0, 1000) is None
 
 
 @settings(max_examples=50)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), place=st.integers(0, 99))
 def test_the_last_tokens_of_a_text_are_counted_from_a_place_on(text, place):
     tokenizer, place = byte_level(), place % len(text)
-    ids = tokenizer.backend_tokenizer.encode(text).ids
-    behind = [end for end in tokens_of(tokenizer, text, ids).ends if end > place]
+    found = tokenizer.backend_tokenizer.encode(text)
+    ids, behind = found.ids, [end for _, end in found.offsets if end > place]
     assert tokens_behind(tokenizer, text, ids, place, 1000) == len(behind)
     assert tokens_behind(tokenizer, text, ids, place, len(behind)) == len(behind)
     assert tokens_behind(tokenizer, text + "?", ids, place, 1000) is None
@@ -86,16 +80,7 @@ def test_the_last_tokens_of_a_text_are_counted_from_a_place_on(text, place):
         assert tokens_behind(tokenizer, text, ids, place, len(behind) - 1) is None
 
 
-def test_where_tokens_are_not_the_texts_the_tokenizer_is_asked(tokenizers):
-    tokenizer = tokenizers["lower-case"]
-    found = tokenizer.backend_tokenizer.encode(TEXT)
-    assert tokens_of(tokenizer, TEXT, found.ids) == Tokens(*zip(*found.offsets, strict=True))
-    tokenizer.backend_tokenizer.enable_truncation(2)  # as a server's own may be told
-    assert tokens_of(tokenizer, TEXT, found.ids) == Tokens(*zip(*found.offsets, strict=True))
-
-
 @pytest.mark.parametrize("ids", [[], [1, 2], [10**6], [-1]])
 def test_what_are_not_the_texts_tokens_is_found_nowhere(tokenizers, ids):
-    assert tokens_of(tokenizers["demo"], TEXT, ids) is None
     assert tokens_behind(tokenizers["demo"], TEXT, ids, 0, 1000) is None
-    assert tokens_of(SimpleNamespace(is_fast=False), TEXT, [1]) is None
+    assert tokens_behind(SimpleNamespace(is_fast=False), TEXT, [1], 0, 1000) is None

@@ -1,0 +1,89 @@
+"""Who gives room back, where several tenants hold what there is little of."""
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapkv_vllm.shares import going
+from snapkv_vllm.tenants import tenant_of
+from snapkv_vllm.visits import EVERYBODY
+
+
+@dataclass(frozen=True)
+class Held:
+    tenant: str
+    name: str
+    size: int
+
+
+def held(tenant, **sizes):
+    return [Held(tenant, name, size) for name, size in sizes.items()]
+
+
+def leaving(idle, tenant, size, most, in_use=()):
+    """Names of those that go for what a tenant brings, and how much is too much even then."""
+    taken = Counter({tenant: size})
+    for one in (*idle, *in_use):
+        taken[one.tenant] += one.size
+    found, lacking = going(idle, taken, most, lambda one: one.size)
+    return [one.name for one in found], lacking
+
+
+def test_a_tenant_is_the_hash_of_its_key():
+    def of(said):
+        first, last = (b"Authorization", said), (b"authorization", b"Bearer x")
+        return tenant_of([(b"host", b"here"), first, last])
+
+    assert of(b"Bearer secret") == of(b"bearer secret") == hashlib.sha256(b"secret").hexdigest()
+    assert (
+        len({of(b"Bearer Secret"), of(b"Bearer secret"), of(b"Bearer a b"), of(b"Bearer a")}) == 4
+    )
+    assert EVERYBODY not in (of(b"Bearer "), tenant_of([]))
+
+
+def test_nobody_makes_go_what_is_within_anothers_share():
+    idle = [*held("b", law=50), *held("a", x=25, y=25)]
+    assert leaving(idle, "a", 25, 100) == (["x"], 0)
+    assert leaving(idle, "a", 50, 100) == (["x", "y"], 0)
+    assert leaving(idle, "a", 51, 100) == (["x", "y"], 1)
+
+
+def test_who_has_most_gives_back_first():
+    """Three share 60: a and b have more than 20, and a most."""
+    idle = [*held("b", bx=14, by=14), *held("a", ax=15, ay=15)]
+    assert leaving(idle, "c", 14, 60) == (["ax"], 0)
+
+
+def test_what_is_in_use_stays():
+    idle, in_use = held("a", y=10), held("a", x=60)
+    assert leaving(idle, "a", 40, 100, in_use) == (["y"], 0)
+    assert leaving(idle, "a", 45, 100, in_use) == (["y"], 5)
+
+
+HELD = st.builds(Held, st.sampled_from("ab"), st.sampled_from("xyz"), st.integers(1, 12))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(HELD, max_size=8), st.lists(HELD, max_size=3), HELD)
+def test_one_after_the_other_goes_until_it_fits_or_nobody_may(idle, in_use, brought):
+    """By a list that is searched from its start for the tenant with most."""
+    left, expected = list(idle), []
+    parts = len({one.tenant for one in (brought, *idle, *in_use)})
+    while sum(one.size for one in (brought, *left, *in_use)) > 20:
+        bytes_of = Counter()
+        for one in (brought, *left, *in_use):
+            bytes_of[one.tenant] += one.size
+        may_go = [
+            (-bytes_of[one.tenant], rank)
+            for rank, one in enumerate(left)
+            if bytes_of[one.tenant] * parts > 20
+        ]
+        if not may_go:
+            break
+        expected.append(left.pop(min(may_go)[1]))
+    lacking = max(0, sum(one.size for one in (brought, *left, *in_use)) - 20)
+    names = [one.name for one in expected]
+    assert leaving(idle, brought.tenant, brought.size, 20, in_use) == (names, lacking)
