@@ -56,7 +56,7 @@ class _CompressingScheduler(Scheduler):
         self._waits, self._stands_still = "", False  # for a block; a request, since when none can
         self._metrics = PromptMetrics(self.vllm_config)
         given = compressed, self._settings, self.vllm_config, self.kv_cache_config
-        self._sessions = None if self._settings.sessions is None else HeldSessions(*given)
+        self.sessions = None if self._settings.sessions is None else HeldSessions(*given)
 
     def add_request(self, request: Any) -> None:
         """Accept a request with the method it asks for; one with wrong settings ends at once."""
@@ -80,7 +80,7 @@ class _CompressingScheduler(Scheduler):
         require_spans_within(plan.policy, request.num_prompt_tokens)
         if plan.shared_tokens is not None:
             require_compatible(engine=self.vllm_config, request=request)
-        return plan if self._sessions is None else self._sessions.plan_of(request, plan)
+        return plan if self.sessions is None else self.sessions.plan_of(request, plan)
 
     def _require_blocks(self, request: Any) -> None:
         manager, tokens = self.kv_cache_manager, request.num_prompt_tokens
@@ -107,7 +107,7 @@ class _CompressingScheduler(Scheduler):
         """vLLM's `allocate_slots`, with blocks for what is kept if the step ends with a choice."""
         given: Any = (request, num_new_tokens, num_new_computed_tokens)
         slots = self._allocate_slots(*given, **kwargs)
-        while slots is None and self._sessions is not None and self._sessions.give_back():
+        while slots is None and self.sessions is not None and self.sessions.give_back():
             slots = self._allocate_slots(*given, **kwargs)
         runs, blocks = request.status == RequestStatus.RUNNING, self._blocks
         lacks_room = slots is None and (blocks.lack_room or (runs and blocks.hold_room))
@@ -122,8 +122,8 @@ class _CompressingScheduler(Scheduler):
             if lacks_room:
                 self._count_wait(request.request_id)
             self._waits = request.request_id
-            if self._sessions is not None:
-                self._sessions.waits(request.request_id)
+            if self.sessions is not None:
+                self.sessions.waits(request.request_id)
         return slots
 
     def _note_preempted(self, request_ids: Iterable[str]) -> None:
@@ -131,8 +131,8 @@ class _CompressingScheduler(Scheduler):
         for request_id in request_ids:
             if self._preempts_for_room:
                 self._count_wait(request_id)
-            if self._sessions is not None:
-                self._sessions.preempted(request_id)
+            if self.sessions is not None:
+                self.sessions.preempted(request_id)
         self._preempts_for_room = False
 
     def _count_wait(self, request_id: str) -> None:
@@ -144,21 +144,21 @@ class _CompressingScheduler(Scheduler):
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._metrics.request_ended(request.request_id)
         self._waiting_for_room.discard(request.request_id)
-        if self._sessions is not None:
-            self._sessions.request_ends(request)
+        if self.sessions is not None:
+            self.sessions.request_ends(request)
         freed = super()._free_request(request, *args, **kwargs)
-        if self._sessions is not None:
-            self._sessions.count()
+        if self.sessions is not None:
+            self.sessions.count()
         self._plans.pop(request.request_id, None)
         return freed
 
     def _get_local_prefix_cache_hit(
         self, request: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, int, int, bool]:
-        if self._sessions is not None:
-            if plan := self._sessions.begin(request.request_id):
+        if self.sessions is not None:
+            if plan := self.sessions.begin(request.request_id):
                 self._plans[request.request_id] = plan
-            if (reused := self._sessions.reused_blocks(request.request_id)) is not None:
+            if (reused := self.sessions.reused_blocks(request.request_id)) is not None:
                 begun, found = reused
                 blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
                 return blocks, begun.prefix_tokens, 0, False
@@ -200,7 +200,7 @@ class _CompressingScheduler(Scheduler):
             output,
             snapkv_orders=orders,
             snapkv_dropped=self._dropped_before(output),
-            snapkv_forgotten=() if self._sessions is None else self._sessions.forgotten(),
+            snapkv_forgotten=() if self.sessions is None else self.sessions.forgotten(),
         )
 
     def _note_standstill(self) -> None:
@@ -218,11 +218,11 @@ class _CompressingScheduler(Scheduler):
 
     def _dropped_before(self, scheduler_output: Any) -> dict[str, int]:
         """What the workers are told of those requests that begin with a history."""
-        if self._sessions is None:
+        if self.sessions is None:
             return {}
         names = [one.req_id for one in scheduler_output.scheduled_new_reqs]
         names += scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        dropped = ((name, self._sessions.dropped_before(name)) for name in names)
+        dropped = ((name, self.sessions.dropped_before(name)) for name in names)
         return {name: tokens for name, tokens in dropped if tokens}
 
     def _order(self, request: Any, step_tokens: int) -> Order | None:
@@ -248,14 +248,14 @@ class _CompressingScheduler(Scheduler):
         freed = sum(len(move.sources) - len(move.targets) for move in moves)
         self._metrics.compressed(order, freed)
         order = replace(order, moves=moves)
-        if self._sessions is not None:
-            self._sessions.compressed(request.request_id, order)
+        if self.sessions is not None:
+            self.sessions.compressed(request.request_id, order)
         return order
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Forget histories as well, which other weights may have read."""
-        if self._sessions is not None:
-            self._sessions.drop_idle()
+        if self.sessions is not None:
+            self.sessions.drop_idle()
         return bool(super().reset_prefix_cache(*args, **kwargs))
 
 
@@ -265,7 +265,7 @@ class _CompressingAsyncScheduler(_CompressingScheduler, AsyncScheduler):
 
 def _asked(engine: EngineCore, method: str, given: Sequence[Any]) -> Any:
     """What the sessions of an engine's scheduler answer."""
-    return getattr(engine.scheduler._sessions, method)(*given)
+    return getattr(engine.scheduler.sessions, method)(*given)
 
 
 def scheduler(*args: Any, **kwargs: Any) -> Any:

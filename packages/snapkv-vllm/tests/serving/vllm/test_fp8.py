@@ -205,7 +205,7 @@ def test_a_history_holds_the_bytes_that_were_stored(small, name):
         ids, last = [], dict[int, int]()  # by position where it was computed last
         computed, not_read = (
             0,
-            engine.scheduler._sessions._metrics.of("session_tokens_not_read")._value,
+            engine.scheduler.sessions._metrics.of("session_tokens_not_read")._value,
         )
         for turn in range(3):
             ids += ids_of(160 if not turn else 70, seed=turn)
@@ -215,7 +215,7 @@ def test_a_history_holds_the_bytes_that_were_stored(small, name):
             own = {PREFIX + SESSION: "one", NAME: entries}
             before = not_read.get()
             ids += engine.answers([ids], greedy(12, extra_args=own))[0]
-            (history,) = engine.scheduler._sessions._held
+            (history,) = engine.scheduler.sessions._held
             lent = int(not_read.get() - before)
             assert bool(turn) == bool(lent)
             for position in range(lent, len(ids) - 1):  # what an answer ends with is not read

@@ -38,14 +38,14 @@ def own(name, **more):
 
 def reused(engine):
     """How many tokens of histories have not been read again."""
-    return int(engine.scheduler._sessions._metrics.of("session_tokens_not_read")._value.get())
+    return int(engine.scheduler.sessions._metrics.of("session_tokens_not_read")._value.get())
 
 
 def forget(engine):
     """Nothing is left of sessions once they are dropped, on the scheduler's side or a worker's."""
-    engine.scheduler._sessions.drop_idle()
+    engine.scheduler.sessions.drop_idle()
     engine.require_empty()
-    assert not engine.scheduler._sessions._turns
+    assert not engine.scheduler.sessions._turns
     assert not engine.runner._compressor.positions._noted
 
 
@@ -144,7 +144,7 @@ def test_results_that_stood_whole_are_dropped_later_without_reading_again(engine
 
 
 def went_on(engine):
-    return int(engine.scheduler._sessions._metrics.of("session_requests")._value.get())
+    return int(engine.scheduler.sessions._metrics.of("session_requests")._value.get())
 
 
 def test_votes_choose_among_the_rest_while_results_stay_whole_and_go_whole(engine):
@@ -165,7 +165,7 @@ def test_votes_choose_among_the_rest_while_results_stay_whole_and_go_whole(engin
 
 def assert_spans(engine, results, ids, turn):
     """What the worker has noted: true positions, of results all or nothing, all the last ones."""
-    held = engine.scheduler._sessions._held[-1]
+    held = engine.scheduler.sessions._held[-1]
     for positions in engine.runner._compressor.positions._noted[held.first_block].values():
         for head in positions.tolist():
             assert head == sorted(set(head))
@@ -208,7 +208,7 @@ def test_another_history_other_spans_and_other_sessions_are_read_as_usual(engine
     ):
         alone = engine.answers([ids], greedy(6, extra_args=args | own("alone")))
         assert engine.answers([ids], greedy(6, extra_args=args)) == alone
-        engine.scheduler._sessions.drop_idle()
+        engine.scheduler.sessions.drop_idle()
         engine.answers([first], greedy(4, extra_args=own("four")))
     assert went_on(engine) == requests
     forget(engine)

@@ -66,7 +66,7 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
     draw = random.Random(seed)
     running = simulation(config, caching=caching, ahead=ahead)
     scheduler = running.scheduler
-    held, pool = scheduler._sessions, scheduler.kv_cache_manager.block_pool
+    held, pool = scheduler.sessions, scheduler.kv_cache_manager.block_pool
     free, sessions, before = pool.get_num_free_blocks(), [], went_on(held)
     for number in range(300):
         sessions = [one for one in sessions if len(one.ids) < 30]
@@ -147,7 +147,7 @@ def test_nobody_waits_longer_for_new_sessions_than_without_any(large, without, c
     running = simulation(large, **options)
     ends = finished_at(running, asks, each_step=3)
     assert ends == finished_at(simulation(without, **options), plain, each_step=3)
-    held = running.scheduler._sessions
+    held = running.scheduler.sessions
     assert len(ends) == len(asks)
     assert 0 < held_blocks(held) <= POOL // 4
     assert running.scheduler._metrics.of("standstills")._value.get() == 0
@@ -164,7 +164,7 @@ def turn(running, name, session, ids=(1, 2, 3, 4, 5), budget=0):
 def test_one_key_does_not_evict_anothers_histories_within_its_share(large, monkeypatch):
     """Neither by blocks nor by their number."""
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
-    held = running.scheduler._sessions
+    held = running.scheduler.sessions
     for number in range(3):
         turn(running, f"mine{number}", f"mine/{number}")
     for most in (POOL // 4, 20):
@@ -180,7 +180,7 @@ def test_one_key_does_not_evict_anothers_histories_within_its_share(large, monke
 def test_a_turn_that_is_tried_again_replaces_what_it_left(large):
     """Also where it was compressed at its end, so that it cannot go on from that."""
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
-    held, text = running.scheduler._sessions, range(1, 31)
+    held, text = running.scheduler.sessions, range(1, 31)
     for number in range(4):
         turn(running, f"r{number}", "a/one", text, budget=12)
     assert [history.held_tokens for history in held._held] == [12]
@@ -191,7 +191,7 @@ def test_a_turn_that_is_tried_again_replaces_what_it_left(large):
 
 def test_sessions_are_listed_and_deleted(large):
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
-    held, pool = running.scheduler._sessions, running.scheduler.kv_cache_manager.block_pool
+    held, pool = running.scheduler.sessions, running.scheduler.kv_cache_manager.block_pool
     free, text = pool.get_num_free_blocks(), range(1, 31)
     turn(running, "r0", "a/one", text, budget=12)
     turn(running, "r1", "a/two", text)
@@ -215,7 +215,7 @@ def test_who_waits_because_histories_pin_blocks_is_counted_and_logged(large, cap
     """A request that goes on from half of a history pins the rest of it."""
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     scheduler = running.scheduler
-    held, pool, series = scheduler._sessions, scheduler.kv_cache_manager.block_pool, {}
+    held, pool, series = scheduler.sessions, scheduler.kv_cache_manager.block_pool, {}
     turn(running, "r0", "a/one", range(1, 41))
     for name in ("idle", "pinned"):
         series[name] = held._metrics.of("session_blocks", state=name)._value
@@ -241,7 +241,7 @@ def test_who_waits_because_histories_pin_blocks_is_counted_and_logged(large, cap
 def test_a_history_too_short_to_begin_with_is_not_held(large):
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     turn(running, "r", "a/one", [1])
-    assert not running.scheduler._sessions._held
+    assert not running.scheduler.sessions._held
 
 
 def test_a_queue_that_cannot_move_is_logged_and_counted_once(large, monkeypatch):

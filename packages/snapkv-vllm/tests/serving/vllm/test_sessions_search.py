@@ -95,7 +95,7 @@ def history_of(draw, texts, owner):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_history_is_as_good_as_that_of_a_plain_search(running, seed):
     """Histories with common beginnings, compressed or not, in use or not, of two sessions."""
-    draw, held = random.Random(seed), running.scheduler._sessions
+    draw, held = random.Random(seed), running.scheduler.sessions
     texts = [[draw.randrange(1, 4) for _ in range(40)] for _ in range(2)]
     went_on = 0
     for number in range(60):
@@ -125,7 +125,7 @@ def test_few_of_many_histories_are_planned_with(running, plans, does_begin):
     """Whether they begin like the prompt and end otherwise, or are other texts."""
     from snapkv_vllm.agents.sessions import Compressed, History
 
-    held, text = running.scheduler._sessions, list(range(1, 61))
+    held, text = running.scheduler.sessions, list(range(1, 61))
     held._held = [
         History(
             owner=("a/1", "", ""),
@@ -143,7 +143,7 @@ def test_few_of_many_histories_are_planned_with(running, plans, does_begin):
 
 
 def test_a_request_that_waits_looks_again_only_when_its_session_has_changed(running, monkeypatch):
-    held, pool = running.scheduler._sessions, running.scheduler.kv_cache_manager.block_pool
+    held, pool = running.scheduler.sessions, running.scheduler.kv_cache_manager.block_pool
     looks, go_on = [], held._go_on
     monkeypatch.setattr(held, "_go_on", lambda turn: (looks.append(turn.owner[0]), go_on(turn)))
     turn(running, "before", "a/one", range(1, 31))
@@ -173,7 +173,7 @@ def test_a_name_has_a_bounded_number_of_histories_and_its_least_recently_used_on
 ):
     """Others keep theirs; where all of a name are in use, the new one is not held."""
     monkeypatch.setattr("snapkv_vllm.agents.sessions._MOST_OF_A_NAME", 3)
-    held = running.scheduler._sessions
+    held = running.scheduler.sessions
     turn(running, "other", "a/two")
     for number in range(5):
         turn(running, f"r{number}", "a/one", [number + 10, 2, 3, 4, 5])

@@ -9,7 +9,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, SupportsIndex
+from typing import Any, Self, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from snapkv.cache.rows import RowRecord, per_row
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.spans import Spans
 from snapkv.storage.base import TokenStore
+
+
+Count = TypeVar("Count", int, Tensor)
+"""A number of tokens or slots, which the device counts while steps are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +71,11 @@ class SlotMap(RowRecord):
     def is_whole(self) -> bool:
         return self.kept is None
 
-    def columns_by(self, slots: Any) -> Any:
+    def columns_by(self, slots: Count) -> Count:
         """Columns that a store of so many slots stands for."""
         return self.start + slots - self.chosen_slots
 
-    def seen(self, slots: Any) -> Any:
+    def seen(self, slots: Count) -> Count:
         """Return how many tokens a layer has seen that holds so many slots.
 
         Args:
