@@ -20,7 +20,6 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.spans import Spans
 from snapkv.storage.base import TokenStore
 
-
 Count = TypeVar("Count", int, Tensor)
 """A number of tokens or slots, which the device counts while steps are recorded."""
 
