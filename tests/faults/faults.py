@@ -694,22 +694,10 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "policies/test_uneven.py",
         ),
         (
-            "a share is taken of what a float makes of it",
-            "int(Fraction(str(share)) * tokens)",
-            "int(share * tokens)",
-            "policies/test_uneven.py",
-        ),
-        (
             "of equal remainders the larger share is rounded up",
             "-round(shares[i] - whole[i], 9), shares[i], i)",
             "-round(shares[i] - whole[i], 9), -shares[i], i)",
             "policies/test_uneven.py",
-        ),
-        (
-            "bytes that are left over go to the last layers",
-            "more = -blocks * depth // layers - -blocks * (depth + 1) // layers",
-            "more = blocks * (depth + 1) // layers - blocks * depth // layers",
-            "policies/test_byte_budget.py",
         ),
         (
             "the most that the votes may choose has no window",
@@ -722,12 +710,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             ".clamp(min=1.0)\n",
             ".clamp(max=1.0)\n",
             "policies/test_auto_budget.py",
-        ),
-        (
-            "what heads may fill in part of a block is not set aside",
-            "return more * cost.block_tokens - cost.spare_tokens",
-            "return more * cost.block_tokens",
-            "policies/test_byte_budget.py",
         ),
     ],
     "snapkv/policies/criticalkv.py": [
@@ -794,10 +776,30 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "policies/test_spans.py",
         ),
         (
-            "a span covers the token behind it",
-            "(positions >= start) & (positions < stop)",
-            "(positions >= start) & (positions <= stop)",
+            "a span is shifted by one token",
+            "positions.long().contiguous(), right=True)",
+            "positions.long().contiguous(), right=False)",
             "policies/test_spans.py",
+        ),
+    ],
+    "snapkv/token_cost.py": [
+        (
+            "a share is taken of what a float makes of it",
+            "int(Fraction(str(share)) * tokens)",
+            "int(share * tokens)",
+            "policies/test_uneven.py",
+        ),
+        (
+            "bytes that are left over go to the last layers",
+            "more = -blocks * depth // layers - -blocks * (depth + 1) // layers",
+            "more = blocks * (depth + 1) // layers - blocks * depth // layers",
+            "policies/test_byte_budget.py",
+        ),
+        (
+            "what heads may fill in part of a block is not set aside",
+            "return more * self.block_tokens - self.spare_tokens",
+            "return more * self.block_tokens",
+            "policies/test_byte_budget.py",
         ),
     ],
     "snapkv/policies/tova.py": [

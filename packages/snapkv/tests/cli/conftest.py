@@ -71,6 +71,7 @@ def given(monkeypatch, loaded):
         return loaded
 
     monkeypatch.setattr("snapkv.cli.loading.load", load)
+    monkeypatch.setattr("snapkv.app.model_places.local_place", lambda *_, **__: None)  # any name
     return calls
 
 

@@ -8,14 +8,13 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from snapkv.hf.attend import FEW_QUERIES, AttentionCall
-from snapkv.hf.forward_context import Candidates
 from tests.pairs import pairs
 
 B, HKV, G, S, D = 2, 2, 3, 90, 8
 PAST = torch.ones(S, S, dtype=torch.bool).tril()
 
 
-def call_with(queries, mask=None, candidates=None, **options):
+def call_with(queries, mask=None, **options):
     """A call, and the keys that the wrapped attention is given."""
     torch.manual_seed(0)
     given = []
@@ -33,7 +32,7 @@ def call_with(queries, mask=None, candidates=None, **options):
         value=torch.randn(B, HKV, S, D + 2),
         mask=mask,
         options=options,
-        candidates=candidates,
+        branches=None,
     )
     return call, given
 
@@ -92,25 +91,6 @@ def test_few_queries_are_one_head_of_their_group():
     replace(call, function=attend).attend()
     assert shapes == [((B, HKV, G * 4, D), 1)]
     assert given[0] is call.key
-
-
-def test_branches_of_a_tree_do_not_see_each_other_and_layers_share_the_mask():
-    own = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
-    visible = torch.cat([torch.ones(3, S - 3, dtype=torch.bool), own], dim=1)
-    tree = Candidates(visible=own)
-    for _ in range(2):
-        call, _ = call_with(3, candidates=tree)
-        output, _ = call.attend()
-        torch.testing.assert_close(output, plain(call, visible), atol=1e-5, rtol=1e-5)
-    assert len(tree.masks) == 1
-    other = PAST[-3:].expand(B, 1, -1, -1).clone()
-    other[:, :, :, 0] = False
-    call, _ = call_with(3, other, candidates=tree)
-    output, _ = call.attend()
-    seen = visible.clone()
-    seen[:, 0] = False
-    torch.testing.assert_close(output, plain(call, seen), atol=1e-5, rtol=1e-5)
-    assert len(tree.masks) == 2
 
 
 def test_a_mask_or_bias_per_head_is_left_to_the_wrapped_attention():

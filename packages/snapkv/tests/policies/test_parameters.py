@@ -318,7 +318,7 @@ def test_integers_of_other_libraries_are_pythons(number):
         (SnapKV(AutoBudget(least=n(4))), SnapKV(AutoBudget(least=4))),
         (SnapKV({"auto": {"least": n(4)}}), SnapKV({"auto": {"least": 4}})),
         (SnapKV(ByteBudget(bytes=n(99))), SnapKV(ByteBudget(bytes=99))),
-        (AdaKV(SnapKV(64), page_tokens=n(16)), AdaKV(SnapKV(64), page_tokens=16)),
+        (AdaKV(SnapKV(n(64)), safeguard=0.5), AdaKV(SnapKV(64), safeguard=0.5)),
         (FastGen(special_ids=(n(1), (n(2), n(3)))), FastGen(special_ids=(1, (2, 3)))),
         (KVCodes(n(8), n(4)), KVCodes(8, 4)),
         (Random(64, seed=n(3)), Random(64, seed=3)),

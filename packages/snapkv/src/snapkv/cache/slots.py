@@ -164,7 +164,7 @@ class SlotMap(RowRecord):
             return torch.zeros(len(store.keys), dtype=torch.bool)
         held = (self.positions(store) >= 0).sum(dim=-1).amin(dim=-1)
         pads = 0 if self.pads is None else self.pads
-        return (held == self.columns_by(store.slots) - pads).cpu()
+        return torch.eq(held, self.columns_by(store.slots) - pads).cpu()
 
     def whole_tail(self, store: TokenStore) -> int:
         """How many of the last tokens every head and row still stores, and another before them."""

