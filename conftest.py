@@ -15,7 +15,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*_PARTS, os.environ.get("PYTHONPATH"
 import hypothesis
 import pytest
 
-from snapkv.app.models import LoadedModel, load
+from snapkv_app.models import LoadedModel, load
 
 # A promise does not depend on how busy the machine is.
 hypothesis.settings.register_profile("any machine", deadline=None)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from snapkv import Document, default_policy
-from snapkv.app.models import load
+from snapkv_app.models import load
 
 QUESTIONS = [
     "The key of the garden shed hangs in the",

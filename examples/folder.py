@@ -7,8 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from snapkv import Library
-from snapkv.app.models import load
+from snapkv_app import Library
+from snapkv_app.models import load
 
 QUESTIONS = [
     "What is the telephone number of the plumber?",

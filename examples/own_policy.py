@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv import FullCache, default_policy
-from snapkv.app.models import load
 from snapkv.policies import PrefixPolicy, PromptLayer
+from snapkv_app.models import load
 from snapkv_lab.evaluate.runner import Method, Run
 from snapkv_lab.evaluate.tasks import Needle
 

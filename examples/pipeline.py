@@ -3,7 +3,7 @@
 from transformers import pipeline
 
 from snapkv import CompressedCache, default_policy
-from snapkv.app.models import load
+from snapkv_app.models import load
 
 demo = load("demo")  # or AutoModelForCausalLM and AutoTokenizer of another model
 generator = pipeline("text-generation", model=demo.model, tokenizer=demo.tokenizer)

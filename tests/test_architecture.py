@@ -16,7 +16,7 @@ def test_the_public_names_are_sorted_and_exist():
 
 
 def test_importing_the_package_and_its_command_line_loads_no_torch():
-    code = "import sys, snapkv, snapkv.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, snapkv, snapkv_app.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

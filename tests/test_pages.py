@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from snapkv.cli.app import program, run
 from snapkv.kvpress_names import instead_of
+from snapkv_app.cli.app import program, run
 from snapkv_lab import drawing
 from snapkv_lab.experiments import documentation
 from snapkv_lab.experiments.speed import SPEED
@@ -124,7 +124,7 @@ def test_the_error_for_a_name_of_kvpress_says_what_the_page_says():
 
 _MIGRATED = """
 from snapkv import *
-from snapkv.app.models import load
+from snapkv_app.models import load
 from snapkv.kvzip import read_context
 
 model = load("demo").model

@@ -45,7 +45,7 @@ def test_a_new_users_command_prints_what_is_written_down(command, expected, tmp_
     program, *arguments = shlex.split(command)
     assert program == "snapkv"
     done = subprocess.run(
-        [sys.executable, "-m", "snapkv", *arguments],
+        [sys.executable, "-m", "snapkv_app", *arguments],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("snapkv", "snapkv-lab", "snapkv-vllm")
+PACKAGES = ("snapkv", "snapkv-app", "snapkv-lab", "snapkv-vllm")
 LIMITS = Path(__file__).with_name("weight.json")
 
 

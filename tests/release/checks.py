@@ -45,6 +45,21 @@ LAB_COMMANDS = (
 )
 
 
+_COMPRESSED = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from snapkv import CompressedCache, SnapKV
+
+sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 2}
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+cache = CompressedCache(model.eval(), SnapKV(budget=48))
+ids = torch.randint(3, 64, (1, 200))
+model.generate(ids, cache=cache, max_new_tokens=1, do_sample=False)
+report = cache.report()
+print(f"{report.kept_tokens:.0f} of {report.seen_tokens}")
+"""
+
+
 def is_busy() -> bool:
     """Whether more processes have wanted a processor for the last minute than there are."""
     return os.getloadavg()[0] > (os.cpu_count() or 1)
@@ -62,7 +77,7 @@ def require_command_line(here: Environment) -> float:
     if "ask" not in here.run("snapkv", "--help"):
         raise NotReleasableError("snapkv --help: expected the command ask, got none")
     timed = (
-        "import sys, time; start = time.process_time(); import snapkv.cli.app as command_line; "
+        "import sys, time; start = time.process_time(); import snapkv_app.cli.app as command_line; "
         "command_line.program('ask'); "
         "print(time.process_time() - start, *sys.modules)"
     )
@@ -82,11 +97,21 @@ def require_command_line(here: Environment) -> float:
 
 
 def require_library(here: Environment) -> None:
-    """The library comes alone, and says which package brings the commands that it lacks."""
+    """Raise unless the library comes alone: its public names load no other package of ours."""
     code = "import snapkv, sys; [getattr(snapkv, name) for name in snapkv.__all__]; "
     loaded = here.run("python", "-c", code + "print(*sys.modules)").split()
-    if "snapkv_lab" in loaded:
-        raise NotReleasableError("snapkv.__all__: expected no laboratory, got snapkv_lab")
+    if others := {"snapkv_app", "snapkv_lab", "snapkv_vllm", "typer", "rich"} & set(loaded):
+        raise NotReleasableError(f"snapkv.__all__: expected the library alone, got {others}")
+
+
+def require_answer(here: Environment) -> None:
+    """Raise unless a model of transformers generates from a compressed cache."""
+    if "48 of 200" not in (said := here.run("python", "-W", "error", "-c", _COMPRESSED)):
+        raise NotReleasableError(f"CompressedCache: expected 48 of 200 tokens, got {said.strip()}")
+
+
+def require_other_packages(here: Environment) -> None:
+    """Raise unless commands of packages that are not installed say which to install."""
     for command, package in (("eval", "snapkv-lab"), ("serve", "snapkv-vllm")):
         said = here.run("snapkv", command, "demo", status=2)
         if f"pip install {package}" not in said:

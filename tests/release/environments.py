@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("snapkv", "snapkv-lab", "snapkv-vllm")
+PACKAGES = ("snapkv", "snapkv-app", "snapkv-lab", "snapkv-vllm")
 MOST_WHEEL_BYTES = 2_500_000
 
 
@@ -20,7 +20,7 @@ def _extras(package: str) -> list[str]:
 
 EXTRAS = {
     **{extra: [f"snapkv-lab[{extra}]"] for extra in _extras("snapkv-lab")},
-    **{extra: [f"snapkv[{extra}]"] for extra in _extras("snapkv") if extra != "vllm"},
+    **{extra: [f"snapkv-app[{extra}]"] for extra in _extras("snapkv-app")},
     "dev": ["-r", str(ROOT / "requirements-dev.txt")],
 }
 """What pip is asked for, by name; `dev` is what the tests, the pages and the browser's tests need.

@@ -12,14 +12,16 @@ from typing import Any
 import typer
 
 import snapkv
-from snapkv.cli.app import program
+import snapkv_app
+from snapkv_app.cli.app import program
 
 RECORD = Path(__file__).parent / "surface.json"
 
 
 def surface() -> dict[str, dict[str, list[str]]]:
     """What there is now, by "python" and "commands"."""
-    names = {name: _parameters(getattr(snapkv, name)) for name in snapkv.__all__}
+    packages = (snapkv, snapkv_app)
+    names = {name: _parameters(getattr(one, name)) for one in packages for name in one.__all__}
     return {
         "python": names,
         "commands": dict(_options("snapkv", typer.main.get_command(program()))),

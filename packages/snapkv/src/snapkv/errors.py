@@ -98,7 +98,7 @@ def install_command(*packages: str) -> str:
     )
 
     lines: list[str] = []
-    for part in ("snapkv", "snapkv-lab", "snapkv-vllm"):
+    for part in ("snapkv", "snapkv-app", "snapkv-lab", "snapkv-vllm"):
         with contextlib.suppress(PackageNotFoundError):
             lines += requires(part) or []
     asked = [line.partition(";")[0].strip() for line in reversed(lines)]  # the first one counts

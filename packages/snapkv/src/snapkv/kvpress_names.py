@@ -117,6 +117,11 @@ def is_kvpress_name(name: str) -> bool:
     return name.endswith("Press") or name in _INSTEAD
 
 
+_MOVED = {name: f"snapkv_app.{name}" for name in ("cli", "inspector", "library", "plan")}
+_MOVED |= {"app": "snapkv_app", "Library": "snapkv_app.Library"}
+"""What was in this package until 0.3.0, and where it is now."""
+
+
 def elsewhere(name: str) -> str | None:
     """What to say to somebody who imports a name of other code from here; None for any name."""
     if is_kvpress_name(name):
@@ -127,6 +132,11 @@ def elsewhere(name: str) -> str | None:
             f"expected a name of this package, which patches no class, got {name} of the authors' "
             "code; write model.generate(**inputs, past_key_values=CompressedCache(model)), see "
             "docs/migrating.md"
+        )
+    if name in _MOVED:
+        return (
+            f"{name} is in the package snapkv-app since 0.4.0. Install it with pip install "
+            f"'snapkv[app]', and import {_MOVED[name]}"
         )
     return None
 

@@ -24,8 +24,7 @@ from snapkv.errors import (
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.forward_context import Hook, hooked
-from snapkv.hf.model_parts import attention_modules, noting_inputs
-from snapkv.plan.advice import max_positions
+from snapkv.hf.model_parts import attention_modules, max_positions, noting_inputs
 from snapkv.policies import KVzip, Policy, PromptLayer
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import INSTRUCTION, most_attention

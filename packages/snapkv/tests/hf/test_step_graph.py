@@ -22,9 +22,9 @@ from snapkv import (
     SnapKV,
     default_policy,
 )
-from snapkv.app.reading import telling_of_reading
 from snapkv.hf import forward_context, room, step_graph
 from snapkv.kvzip import read_twice
+from snapkv_app.reading import telling_of_reading
 from tests.families import CASES, HYBRID, peaked_model, random_ids, tiny_config, tiny_model
 from tests.hf.tape import TapeRecorder, recording_on_a_cpu
 from tests.methods import COMPRESSING, METHODS

@@ -9,8 +9,8 @@ from snapkv import CompressedCache, FullCache, SnapKV, UnsupportedModelError
 from snapkv.cache.report import tensor_bytes, token_bytes
 from snapkv.hf.build import grows, plain_layers
 from snapkv.hf.cache_argument import passed
-from snapkv.plan.advice import footprint_of_loaded
-from snapkv.plan.footprint import FAMILIES
+from snapkv_app.plan.advice import footprint_of_loaded
+from snapkv_app.plan.footprint import FAMILIES
 from tests.matrix.__main__ import DOCS, known, row, shown
 from tests.matrix.cells import Text
 from tests.matrix.shrinking import MODELS, tiny

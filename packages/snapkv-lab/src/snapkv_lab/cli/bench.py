@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import typer
 
 from snapkv.cache.saving.writing import append_line, open_for_lines
-from snapkv.cli import panels
-from snapkv.cli.amounts import WholeNumber, integers
-from snapkv.cli.fields import with_options
-from snapkv.cli.options import ComparedOptions, ReadingOptions
-from snapkv.cli.outputs import RowsFile, WritingOptions
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.validation import require_each_at_least
+from snapkv_app.cli import panels
+from snapkv_app.cli.amounts import WholeNumber, integers
+from snapkv_app.cli.fields import with_options
+from snapkv_app.cli.options import ComparedOptions, ReadingOptions
+from snapkv_app.cli.outputs import RowsFile, WritingOptions
 from snapkv_lab.cli.workers import Plot
 
 EXAMPLES = {
@@ -146,7 +146,7 @@ def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[st
 
     for label in labels:
         done = subprocess.run(
-            [sys.executable, "-m", "snapkv", *arguments, "--json"],
+            [sys.executable, "-m", "snapkv_app", *arguments, "--json"],
             env={**os.environ, **FREED_MEMORY_HANDED_BACK, _ALONE: label},
             stdout=subprocess.PIPE,
             text=True,
@@ -185,7 +185,7 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
     """Load the model, measure, and print or store the rows."""
     from rich.console import Console
 
-    from snapkv.cli.loading import load_model
+    from snapkv_app.cli.loading import load_model
     from snapkv_lab import drawing
     from snapkv_lab.cli.methods import compared_caches
     from snapkv_lab.cli.tables import bench_table, present
@@ -224,8 +224,8 @@ def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
     """A model of random weights, and what a row says of it."""
     from rich.console import Console
 
-    from snapkv.app.models import chosen_device, chosen_dtype
-    from snapkv.cli.loading import begin
+    from snapkv_app.cli.loading import begin
+    from snapkv_app.models import chosen_device, chosen_dtype
     from snapkv_lab.measure.random_models import random_model
 
     begin(verbose=options.verbose)

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from snapkv.cli import panels
-from snapkv.cli.amounts import WholeNumber
-from snapkv.cli.fields import with_options
-from snapkv.cli.options import ReadingOptions, SweepOptions
-from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
 from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
+from snapkv_app.cli import panels
+from snapkv_app.cli.amounts import WholeNumber
+from snapkv_app.cli.fields import with_options
+from snapkv_app.cli.options import ReadingOptions, SweepOptions
+from snapkv_app.cli.outputs import RESULTS, Output, WritingOptions, results_folder
 from snapkv_lab.cli.workers import SettingWord, WorkerOptions, answering, results_in
 from snapkv_lab.evaluate.sample import SETTINGS, Template
 from snapkv_lab.evaluate.task import Task
@@ -78,7 +78,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
 
 
 def _evaluate(*, settings: Task, options: EvalOptions) -> None:
-    from snapkv.cli.loading import answers_progress  # imports torch
+    from snapkv_app.cli.loading import answers_progress  # imports torch
     from snapkv_lab.cli.methods import compared_methods, with_turns
     from snapkv_lab.cli.tables import present
     from snapkv_lab.drawing import require_drawable
@@ -165,7 +165,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
             f"include_path: expected a folder of task files, got {options.include_path!r}"
         )
 
-    from snapkv.cli.loading import answers_progress, load_model  # imports torch
+    from snapkv_app.cli.loading import answers_progress, load_model  # imports torch
     from snapkv_lab.cli.methods import compared_methods
     from snapkv_lab.cli.tables import metrics_table, present
     from snapkv_lab.evaluate.harness import HarnessRun

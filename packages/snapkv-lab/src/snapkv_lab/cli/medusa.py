@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from snapkv.app import text_files
-from snapkv.cli import panels
-from snapkv.cli.fields import with_options
-from snapkv.cli.options import ModelOptions
-from snapkv.cli.outputs import RunFolder
-from snapkv.cli.standard_output import write_json
+from snapkv_app import text_files
+from snapkv_app.cli import panels
+from snapkv_app.cli.fields import with_options
+from snapkv_app.cli.options import ModelOptions
+from snapkv_app.cli.outputs import RunFolder
+from snapkv_app.cli.standard_output import write_json
 from snapkv_lab.medusa_training import MedusaTraining
 
 EXAMPLES = {
@@ -54,7 +54,7 @@ def train(
     """Train heads on the model's answers about documents; the model is not changed."""
     read, warnings = text_files.read_noting(document)
 
-    from snapkv.cli.loading import answers_progress, load_model
+    from snapkv_app.cli.loading import answers_progress, load_model
     from snapkv_lab.medusa.training import train_heads  # imports torch
 
     loaded = load_model(options)

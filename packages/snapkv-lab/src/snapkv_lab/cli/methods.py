@@ -5,16 +5,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from snapkv.app.prefills import Prefill
-from snapkv.cli.amounts import EXACT, storage_bits, token_budgets
-from snapkv.cli.methods import specs
-from snapkv.cli.options import SweepOptions
-from snapkv.cli.policy import named_policies
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import FullCache
 from snapkv.policies.default import by_layer
 from snapkv.storage.bits import KVCodes
 from snapkv.validation import DEFAULT, require_choice
+from snapkv_app.cli.amounts import EXACT, storage_bits, token_budgets
+from snapkv_app.cli.methods import specs
+from snapkv_app.cli.options import SweepOptions
+from snapkv_app.cli.policy import named_policies
+from snapkv_app.prefills import Prefill
 from snapkv_lab.evaluate.asking import LATER, Later, Method
 from snapkv_lab.measure.contenders import Contender, compressed, full
 

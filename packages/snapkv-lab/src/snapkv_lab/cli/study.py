@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from snapkv.cli import panels
-from snapkv.cli.fields import with_options
-from snapkv.cli.options import ModelOptions
-from snapkv.cli.outputs import RESULTS, WritingOptions, results_folder
+from snapkv_app.cli import panels
+from snapkv_app.cli.fields import with_options
+from snapkv_app.cli.options import ModelOptions
+from snapkv_app.cli.outputs import RESULTS, WritingOptions, results_folder
 from snapkv_lab import drawing
 from snapkv_lab.cli.workers import Plot, WorkerOptions, answering, results_in
 from snapkv_lab.study import STUDIES, Sensitivity, Study
 from snapkv_lab.study.attention import ReadingStudy
 
 if TYPE_CHECKING:
-    from snapkv.app.models import LoadedModel
+    from snapkv_app.models import LoadedModel
     from snapkv_lab.study.base import Findings
 
 
@@ -103,7 +103,7 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
 
 def _findings(study: Study, options: StudyOptions) -> "Findings":
     """The findings of the study, computed here or by workers."""
-    from snapkv.cli.loading import answers_progress, load_model
+    from snapkv_app.cli.loading import answers_progress, load_model
 
     def folder(loaded: "LoadedModel") -> Path:
         kind = f"study-{study.name}"

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
-from snapkv.cli.grid import Grid, give
 from snapkv.errors import OutputError
 from snapkv.validation import format_bytes
+from snapkv_app.cli.grid import Grid, give
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row
 

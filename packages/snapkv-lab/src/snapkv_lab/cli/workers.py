@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from snapkv.cli import panels
-from snapkv.cli.amounts import WholeNumber
-from snapkv.cli.options import ModelOptions
-from snapkv.cli.outputs import Output
 from snapkv.errors import InvalidArgumentError
+from snapkv_app.cli import panels
+from snapkv_app.cli.amounts import WholeNumber
+from snapkv_app.cli.options import ModelOptions
+from snapkv_app.cli.outputs import Output
 
 if TYPE_CHECKING:
-    from snapkv.app.models import LoadedModel
+    from snapkv_app.models import LoadedModel
     from snapkv_lab.evaluate.asking import Executor
     from snapkv_lab.evaluate.on_ray import OnRay
 
@@ -53,7 +53,7 @@ def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor
 
     With workers, the local model is on the CPU, only to check and to cut texts.
     """
-    from snapkv.cli.loading import load_model
+    from snapkv_app.cli.loading import load_model
     from snapkv_lab.evaluate.asking import Answerer
 
     if options.ray is None:
@@ -78,7 +78,7 @@ def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor
 
 def on_ray(options: WorkerOptions, address: str) -> "OnRay":
     """Workers of a cluster, which find the model wherever their nodes are."""
-    from snapkv.cli.loading import load_arguments
+    from snapkv_app.cli.loading import load_arguments
     from snapkv_lab.evaluate.on_ray import OnRay
 
     load = load_arguments(options)

@@ -7,18 +7,18 @@ from typing import Any, Literal, Protocol, Self
 
 import torch
 
-from snapkv.app.answering import Answer, answer_ids, costs, prompt_ids, require_positions
-from snapkv.app.conversation import joined
-from snapkv.app.likelihood import References
-from snapkv.app.models import LoadedModel
-from snapkv.app.prefills import Exact, Prefill
-from snapkv.app.prompt_end import PromptEnd
-from snapkv.app.prompt_reader import PromptReader
-from snapkv.app.prompts import Prompt
 from snapkv.errors import BudgetTooSmallError, OutOfMemoryError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import Policy
 from snapkv.storage.bits import KVCodes
+from snapkv_app.answering import Answer, answer_ids, costs, prompt_ids, require_positions
+from snapkv_app.conversation import joined
+from snapkv_app.likelihood import References
+from snapkv_app.models import LoadedModel
+from snapkv_app.prefills import Exact, Prefill
+from snapkv_app.prompt_end import PromptEnd
+from snapkv_app.prompt_reader import PromptReader
+from snapkv_app.prompts import Prompt
 from snapkv_lab.evaluate.sample import Conversation, Sample, Setting, Template
 from snapkv_lab.evaluate.store import LOST, Key, Store
 from snapkv_lab.evaluate.task import Task

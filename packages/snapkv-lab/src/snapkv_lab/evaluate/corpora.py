@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from snapkv.errors import DocumentError, InvalidArgumentError
-from snapkv.packages import package_file
+from snapkv_app.packages import package_file
 from snapkv_lab.rows import Row
 
 CorpusName = Literal["hotpotqa", "squad"]

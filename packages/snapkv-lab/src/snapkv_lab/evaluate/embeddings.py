@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
-from snapkv.packages import package_file
+from snapkv_app.packages import package_file
 
 _TEXT_TOKENS = 256
 _BATCH = 32

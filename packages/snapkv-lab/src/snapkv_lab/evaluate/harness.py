@@ -1,6 +1,6 @@
 """lm-eval's tasks, answered from compressed caches. Only this file needs the package lm-eval.
 
-Generation goes through `snapkv.app.answering`. Where a task compares likelihoods, the context is
+Generation goes through `snapkv_app.answering`. Where a task compares likelihoods, the context is
 read and compressed once, and every continuation is scored over what was kept. Tasks that score
 whole texts have no prompt to compress and are refused. Every answer is on the disk when it is
 known, under a hash of the request, so that a run that was stopped can be continued.
@@ -20,14 +20,14 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from torch import Tensor
 
-from snapkv.app.answering import answer, answers_together
-from snapkv.app.likelihood import log_likelihoods
-from snapkv.app.models import LoadedModel
-from snapkv.app.prompts import Prompt
-from snapkv.app.settings import GenerationSettings
-from snapkv.control_words import quoted
 from snapkv.errors import DocumentError, InvalidArgumentError, OutputError, PromptTooLongError
 from snapkv.validation import nearest, require_at_least
+from snapkv_app.answering import answer, answers_together
+from snapkv_app.control_words import quoted
+from snapkv_app.likelihood import log_likelihoods
+from snapkv_app.models import LoadedModel
+from snapkv_app.prompts import Prompt
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.runner import fitting_methods, require_same_policies
 from snapkv_lab.evaluate.store import Key, Progress, Store

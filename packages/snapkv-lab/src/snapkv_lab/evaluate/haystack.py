@@ -17,9 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from snapkv.app import text_files
 from snapkv.errors import InvalidArgumentError
-from snapkv.packages import find_package_file, package_file
+from snapkv_app import text_files
+from snapkv_app.packages import find_package_file, package_file
 from snapkv_lab.evaluate.task import Task
 
 WordList = Literal["noun", "adjective", "verb"]

@@ -37,7 +37,7 @@ class OnRay:
     when it ended is asked again, of one method at a time, which needs less memory; where that ends
     workers too, its records say that it was lost.
 
-    `load` are arguments of `snapkv.app.models.load` but for the device, which is that of each.
+    `load` are arguments of `snapkv_app.models.load` but for the device, which is that of each.
     """
 
     def __init__(self, address: str, load: Mapping[str, Any], workers: int | None = None) -> None:
@@ -203,7 +203,7 @@ class _Answering:
         import torch
         import transformers
 
-        from snapkv.app.models import load
+        from snapkv_app.models import load
 
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.known_gates import with_known
 from snapkv.kvzip import require_one_reading
 from snapkv.validation import require_at_least
+from snapkv_app.models import LoadedModel
 from snapkv_lab.evaluate.asking import Answerer, AskedSample, Executor, Method
 from snapkv_lab.evaluate.sample import Sample, Setting, Template, around_turn, data_hash
 from snapkv_lab.evaluate.store import Key, Progress, Store, key

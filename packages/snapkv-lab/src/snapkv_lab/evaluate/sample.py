@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
-from snapkv.app.prompts import Prompt, chat_prompt, next_turn
-from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
+from snapkv_app.prompts import Prompt, chat_prompt, next_turn
+from snapkv_app.settings import GenerationSettings
 
 if TYPE_CHECKING:
-    from snapkv.app.protection import Protection
+    from snapkv_app.protection import Protection
 
 Template = Literal["tokenizer", "none", "longbench"]
 """The tokenizer's chat template where it has one, none, or the paper's LongBench run's."""
@@ -70,7 +70,7 @@ class Sample:
     @property
     def protection(self) -> "Protection":
         """What of the prompt stays whatever its votes."""
-        from snapkv.app.protection import Protection  # imports torch
+        from snapkv_app.protection import Protection  # imports torch
 
         return Protection(texts=tuple(self.details.get("protect", ())))
 

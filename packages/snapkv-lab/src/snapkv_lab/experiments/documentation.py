@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snapkv.plan import Request, plan
-from snapkv.plan.shapes import SHAPES
 from snapkv.validation import format_bytes
+from snapkv_app.plan import Request, plan
+from snapkv_app.plan.shapes import SHAPES
 from snapkv_lab import drawing
 from snapkv_lab.experiments.experiment import Experiment
 from snapkv_lab.experiments.records import RESULTS, ROOT
@@ -116,7 +116,7 @@ def _screenshots(known: object) -> None:
         source = Path(gzip.__file__).read_text(encoding="utf-8")[:11_000]
         Path(folder, "gzip.py").write_text(source, encoding="utf-8")
         # -P: the gzip.py of the folder must not be imported instead of Python's.
-        command = [sys.executable, "-P", "-m", "snapkv", "inspect", "gzip.py", *_INSPECT]
+        command = [sys.executable, "-P", "-m", "snapkv_app", "inspect", "gzip.py", *_INSPECT]
         subprocess.run(command, cwd=folder, check=True)
         browser = _browser()
         try:

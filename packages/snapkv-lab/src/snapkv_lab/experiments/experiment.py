@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from snapkv.app.models import LoadedModel, load
+from snapkv_app.models import LoadedModel, load
 from snapkv_lab.experiments.pages import PAGES, Listing, filled
 from snapkv_lab.experiments.prompts import NeedlePrompt, make_documents
 from snapkv_lab.experiments.records import RESULTS, describe_environment, environment_line

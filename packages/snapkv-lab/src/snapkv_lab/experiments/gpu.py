@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from snapkv import AdaKV, CompressedCache, FullCache, SnapKV, default_policy
-from snapkv.app.prefills import LayerByLayer
 from snapkv.policies import Policy
 from snapkv.storage.bits import KVCodes
 from snapkv.validation import first_line
+from snapkv_app.prefills import LayerByLayer
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.records import describe_environment

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from snapkv import AdaKV, CompressedCache, FullCache, KVzip, SnapKV
-from snapkv.app.models import LoadedModel
 from snapkv.kvzip import instruction_of, read_twice
-from snapkv.library import Part, blend
 from snapkv.policies import Policy
+from snapkv_app.library import Part, blend
+from snapkv_app.models import LoadedModel
 from snapkv_lab.evaluate.haystack import encode
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.library_size import rows_by_size

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from snapkv import Library
+from snapkv_app import Library
 from snapkv_lab.evaluate.corpora import load_corpus
 from snapkv_lab.experiments.experiment import RunContext
 from snapkv_lab.measure.timing import spent_on

@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from snapkv import CompressedCache, FullCache, SnapKV
-from snapkv.app.answering import continue_ids
-from snapkv.app.draft_methods import DraftMethod
-from snapkv.app.models import LoadedModel, load
-from snapkv.app.prompts import question_prompt
-from snapkv.app.settings import GenerationSettings
 from snapkv.policies import Policy
+from snapkv_app.answering import continue_ids
+from snapkv_app.draft_methods import DraftMethod
+from snapkv_app.models import LoadedModel, load
+from snapkv_app.prompts import question_prompt
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.haystack import encode, load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 
 from snapkv import default_policy
-from snapkv.app.observing import RecordedPrompt
 from snapkv.policies import (
     H2O,
     RKV,
@@ -31,6 +30,7 @@ from snapkv.policies import (
     SnapKV,
     StreamingLLM,
 )
+from snapkv_app.observing import RecordedPrompt
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import read_prompt_twice

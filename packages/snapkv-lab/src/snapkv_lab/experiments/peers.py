@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from snapkv import AcrossLayers, AdaKV, CompressedCache, FullCache, KVzap, KVzip, default_policy
-from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_as_wanted
+from snapkv_app.models import LoadedModel
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.pages import Listing

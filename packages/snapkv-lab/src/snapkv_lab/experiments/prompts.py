@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache
-from snapkv.app.observing import RecordedPrompt, RecordingPolicy, record_prompt, record_prompt_twice
 from snapkv.kvzip import instruction_of
 from snapkv.policies import Policy
+from snapkv_app.observing import RecordedPrompt, RecordingPolicy, record_prompt, record_prompt_twice
 from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, CITIES, encode, load_haystack
 from snapkv_lab.measure.contenders import generated
 

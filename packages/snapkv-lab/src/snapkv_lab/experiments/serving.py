@@ -19,7 +19,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 
-from snapkv.app.models import place_of
+from snapkv_app.models import place_of
 from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import InterleavedTimings

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache, FullCache
-from snapkv.app.observing import RecordedPrompt, RecordingPolicy
 from snapkv.policies import EvictingPolicy
 from snapkv.policies.base import ALL_QUERIES
+from snapkv_app.observing import RecordedPrompt, RecordingPolicy
 from snapkv_lab.evaluate.corpora import Question, load_corpus
 from snapkv_lab.evaluate.haystack import (
     CITIES,

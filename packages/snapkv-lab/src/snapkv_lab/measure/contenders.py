@@ -13,17 +13,17 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
-from snapkv.app.prefills import Exact, Prefill
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.device_memory import out_of_memory_explained
 from snapkv.hf.install import install, uninstall
 from snapkv.hf.model_parts import output_weight
 from snapkv.ops import ScoreOptions
-from snapkv.plan.device_memory import out_of_memory_explained
 from snapkv.policies import Policy, PromptLayer
 from snapkv.storage.bits import KVCodes
 from snapkv.validation import nearest
+from snapkv_app.prefills import Exact, Prefill
 from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes
 from snapkv_lab.measure.timing import spent_on, synchronize
 

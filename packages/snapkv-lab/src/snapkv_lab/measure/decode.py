@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
-from snapkv.plan.advice import weights_bytes
-from snapkv.plan.device_memory import out_of_memory_explained
+from snapkv.hf.device_memory import out_of_memory_explained
 from snapkv.validation import require_int
+from snapkv_app.plan.advice import weights_bytes
 from snapkv_lab.measure.contenders import ROOM_TOKENS, Contender, Decoder
 from snapkv_lab.measure.timing import alternate, ratios, spent_on, spread
 from snapkv_lab.rows import Row

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.plan.advice import weights_advice
-from snapkv.plan.device_memory import free_bytes, out_of_memory_explained
-from snapkv.plan.shapes import SHAPES
+from snapkv.hf.device_memory import free_bytes, out_of_memory_explained
 from snapkv.validation import nearest
+from snapkv_app.plan.advice import weights_advice
+from snapkv_app.plan.shapes import SHAPES
 
 
 def random_model(

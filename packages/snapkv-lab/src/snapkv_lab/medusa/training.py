@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from snapkv.app.answering import end_token_ids, generate_options, until_end
-from snapkv.app.models import LoadedModel
-from snapkv.app.prompts import question_prompt
-from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
+from snapkv_app.answering import end_token_ids, generate_options, until_end
+from snapkv_app.models import LoadedModel
+from snapkv_app.prompts import question_prompt
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.haystack import encode
 from snapkv_lab.evaluate.store import Progress, Store
 from snapkv_lab.medusa.heads import (

@@ -8,9 +8,9 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_at_least
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.drawing import Panel, curves
 from snapkv_lab.evaluate.sample import Sample, Template, data_hash
 from snapkv_lab.evaluate.store import Store
@@ -30,8 +30,8 @@ from snapkv_lab.study.material import LEAST_TOKENS, QUESTIONS, cut
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from snapkv.app.models import LoadedModel
     from snapkv.policies import PromptLayer, SnapKV
+    from snapkv_app.models import LoadedModel
 
 
 Measured = dict[tuple[str, int], dict[str, float | None]]
@@ -58,9 +58,9 @@ class Reading(NamedTuple):
 
 
 def read(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
-    from snapkv.app.answering import continue_ids, prompt_ids
     from snapkv.hf.cache import CompressedCache
     from snapkv.policies import FullCache
+    from snapkv_app.answering import continue_ids, prompt_ids
 
     prompt = sample.prompt(loaded.tokenizer, template, "visible")
     ids = prompt_ids(loaded, prompt, sample.settings)
@@ -124,7 +124,7 @@ class ReadingStudy(DocumentStudy):
         self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
         """Rows of one part, with the keys of `by` and `numbers`: those of every layer."""
-        from snapkv.app.observing import observed
+        from snapkv_app.observing import observed
 
         (reading,) = readings
         measured = partial(self.measured, prompt_tokens=reading.prompt_tokens)
@@ -567,7 +567,7 @@ class Instructions(ReadingStudy):
         self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
         """A row per pair of questions and layer."""
-        from snapkv.app.observing import observed
+        from snapkv_app.observing import observed
         from snapkv_lab.study.measures import overlap
 
         document = common_tokens([reading.ids[0].tolist() for reading in readings])

@@ -16,7 +16,7 @@ from snapkv_lab.rows import Row, grouped, mean_of, short_hash
 from snapkv_lab.study.material import LEAST_TOKENS, long_texts
 
 if TYPE_CHECKING:
-    from snapkv.app.models import LoadedModel
+    from snapkv_app.models import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)

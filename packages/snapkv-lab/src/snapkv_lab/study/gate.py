@@ -28,9 +28,9 @@ from snapkv_lab.study.material import LEAST_TOKENS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from snapkv.app.models import LoadedModel
     from snapkv.policies import PromptLayer
     from snapkv.policies.gate import Gate
+    from snapkv_app.models import LoadedModel
 
 FILE = "gate.safetensors"
 SINKS, LAST = 4, 16

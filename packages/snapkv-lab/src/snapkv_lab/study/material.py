@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from snapkv.app import text_files
 from snapkv.errors import InvalidArgumentError
+from snapkv_app import text_files
 from snapkv_lab.evaluate.haystack import encode, load_haystack
 
 QUESTIONS = (

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from snapkv.cli.amounts import EXACT, one_storage
 from snapkv.validation import require_at_least
+from snapkv_app.cli.amounts import EXACT, one_storage
 from snapkv_lab.drawing import cells
 from snapkv_lab.evaluate.sample import Template
 from snapkv_lab.evaluate.store import Progress
@@ -17,7 +17,7 @@ from snapkv_lab.rows import Row, grouped
 from snapkv_lab.study.base import Findings, Study
 
 if TYPE_CHECKING:
-    from snapkv.app.models import LoadedModel
+    from snapkv_app.models import LoadedModel
     from snapkv_lab.evaluate.asking import Executor, Method
 
 

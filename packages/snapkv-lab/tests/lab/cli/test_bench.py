@@ -21,7 +21,7 @@ SMALL = ("--lengths", "64,128", "--budget", "48", "--rounds", "2")
 def tiny(monkeypatch):
     """The command loads a tiny model and copies little to measure the bandwidth."""
     loaded = SimpleNamespace(model=tiny_model("llama"), description=lambda: {"name": "tiny"})
-    monkeypatch.setattr("snapkv.cli.loading.load", lambda **options: loaded)
+    monkeypatch.setattr("snapkv_app.cli.loading.load", lambda **options: loaded)
     monkeypatch.setattr("snapkv_lab.measure.decode._COPIED_BYTES", {"cpu": 2**20})
     yield loaded.model
     assert loaded.model.config._attn_implementation == "sdpa"
@@ -95,8 +95,17 @@ def test_memory_holds_less_and_measures_each_cache_alone(snapkv, tiny, monkeypat
 @pytest.mark.slow
 def test_weights_that_are_mapped_do_not_count_where_they_are_first_used():
     """The real model, whose weights come into memory when they are used."""
-    command = (sys.executable, "-m", "snapkv", "bench", "memory", "--baseline", "none", "--json")
-    sizes = ("--lengths", "64,1k", "--budget", "48")
+    command = (
+        sys.executable,
+        "-m",
+        "snapkv_app",
+        "bench",
+        "memory",
+        "--baseline",
+        "none",
+        "--json",
+    )
+    sizes = ("--lengths", "64,1k", "--budget", "48", "--json")
     done = subprocess.run([*command, *sizes], stdout=subprocess.PIPE, check=True)
     short, long = json.loads(done.stdout)["rows"]
     assert short["peak_growth_bytes"] < long["peak_growth_bytes"] < 2**27

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from snapkv.cli.fields import documented_arguments
+from snapkv_app.cli.fields import documented_arguments
 from snapkv_lab.cli.methods import methods
 from snapkv_lab.evaluate.tasks import TASKS
 

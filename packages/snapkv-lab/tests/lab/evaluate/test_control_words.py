@@ -3,9 +3,9 @@
 import pytest
 
 from snapkv import FullCache
-from snapkv.app.likelihood import References
-from snapkv.app.settings import GenerationSettings
-from snapkv.control_words import control_tokens
+from snapkv_app.control_words import control_tokens
+from snapkv_app.likelihood import References
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.harness import CompressedLM
 from snapkv_lab.evaluate.sample import Sample

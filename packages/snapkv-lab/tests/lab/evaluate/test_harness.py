@@ -7,14 +7,14 @@ import torch
 from lm_eval.api.instance import Instance
 
 from snapkv import default_policy
-from snapkv.app.answering import answer
-from snapkv.app.likelihood import log_likelihoods
-from snapkv.app.prompts import Prompt
-from snapkv.app.settings import GenerationSettings
-from snapkv.cli.app import run
 from snapkv.errors import OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import H2O, RKV, AdaKV, FullCache, SnapKV
+from snapkv_app.answering import answer
+from snapkv_app.cli.app import run
+from snapkv_app.likelihood import log_likelihoods
+from snapkv_app.prompts import Prompt
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.harness import CompressedLM
 from snapkv_lab.evaluate.store import Store
@@ -99,7 +99,7 @@ def evaluate(tiny, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
 
     def call(tasks, *options, loaded=tiny, include_path=folder):
-        monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: loaded)
+        monkeypatch.setattr("snapkv_app.cli.loading.load", lambda **_: loaded)
         command = ["eval", "lm-eval", "--tasks", tasks, "--include-path", str(include_path)]
         status = run([*command, "--budget", "64", *options])
         return status, *capsys.readouterr()

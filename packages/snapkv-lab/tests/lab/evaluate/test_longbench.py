@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from snapkv.cli.app import run
 from snapkv.errors import DocumentError, MissingDependencyError
+from snapkv_app.cli.app import run
 from snapkv_lab.evaluate.tasks import LongBench
 from snapkv_lab.evaluate.tasks.longbench import (
     HUB,
@@ -283,7 +283,7 @@ def test_the_table_of_a_run_shows_what_the_paper_measured_with_the_model(
     demo, data, tmp_path, monkeypatch, capsys
 ):
     loaded = replace(tiny_loaded(demo.tokenizer, positions=8192), name=MISTRAL)
-    monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: loaded)
+    monkeypatch.setattr("snapkv_app.cli.loading.load", lambda **_: loaded)
     monkeypatch.setenv("COLUMNS", "120")
     command = ["eval", "longbench", "--data", str(data), "--datasets", "trec,samsum"]
     command += ["--policy", "snapkv", "--baseline", "none", "--budget", "64", "--limit", "1"]

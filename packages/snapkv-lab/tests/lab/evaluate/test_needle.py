@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from snapkv.packages import package_file
+from snapkv_app.packages import package_file
 from snapkv_lab.evaluate.haystack import essays, load_haystack, python_topics
 from snapkv_lab.evaluate.tasks import Needle
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from snapkv.app.models import load
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv_app.models import load
 from snapkv_lab.evaluate import on_ray
 from snapkv_lab.evaluate.asking import AskedSample
 from snapkv_lab.evaluate.on_ray import MOST_TRIES, OnRay

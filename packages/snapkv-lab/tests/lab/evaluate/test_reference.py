@@ -7,16 +7,16 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from snapkv import H2O, RKV, FullCache, KVzip, SnapKV
-from snapkv.app import likelihood as reference_module
-from snapkv.app.answering import answer_ids
-from snapkv.app.conversation import joined
-from snapkv.app.likelihood import References
-from snapkv.app.prefills import Exact, LayerByLayer
-from snapkv.app.prompts import Prompt
-from snapkv.app.settings import GenerationSettings
 from snapkv.errors import OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import read_as_wanted
+from snapkv_app import likelihood as reference_module
+from snapkv_app.answering import answer_ids
+from snapkv_app.conversation import joined
+from snapkv_app.likelihood import References
+from snapkv_app.prefills import Exact, LayerByLayer
+from snapkv_app.prompts import Prompt
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.asking import Answerer, AskedSample, Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.tasks import Turns

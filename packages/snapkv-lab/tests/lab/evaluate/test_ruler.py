@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from snapkv.packages import package_file
+from snapkv_app.packages import package_file
 from snapkv_lab.evaluate.haystack import words
 from snapkv_lab.evaluate.task import needed_tokens
 from snapkv_lab.evaluate.tasks.ruler import GENERATORS, NOISE, Ruler, Wanted

@@ -3,11 +3,11 @@
 import pytest
 
 from snapkv import H2O, TOVA, AdaKV, KVzip, SnapKV
-from snapkv.app.answering import answer
-from snapkv.app.prefills import LayerByLayer
-from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from snapkv.prefill import SharedReading
+from snapkv_app.answering import answer
+from snapkv_app.prefills import LayerByLayer
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.store import key
@@ -33,7 +33,7 @@ def answering(monkeypatch, policy=None, times=0):
             raise OutOfMemoryError("prompt: about 12 tokens would fit")
         return answer(loaded, prompt, asked, settings, **options)
 
-    monkeypatch.setattr("snapkv.app.prompt_reader.answer", sometimes)
+    monkeypatch.setattr("snapkv_app.prompt_reader.answer", sometimes)
     return prompts
 
 
@@ -162,7 +162,7 @@ def test_a_prompt_is_read_once_for_all_methods_that_read_exactly(tiny, tmp_path,
         read.append(ids.shape)
         return SharedReading(model, ids)
 
-    monkeypatch.setattr("snapkv.app.prompt_reader.SharedReading", counted)
+    monkeypatch.setattr("snapkv_app.prompt_reader.SharedReading", counted)
     pieces = Method(label="pieces", policy=SnapKV(40), prefill=LayerByLayer(chunk_tokens=32))
     run(tiny, tmp_path / "three", methods=[*METHODS, pieces])
     assert len(read) == 4
@@ -180,7 +180,7 @@ def test_other_failures_end_the_run_and_keep_its_answers(tiny, tmp_path, monkeyp
             raise RuntimeError("broken")
         return answer(*arguments, **options)
 
-    monkeypatch.setattr("snapkv.app.prompt_reader.answer", third_fails)
+    monkeypatch.setattr("snapkv_app.prompt_reader.answer", third_fails)
     with pytest.raises(RuntimeError, match="broken"):
         run(tiny, tmp_path)
     assert len(records(tmp_path)) == 2
@@ -212,7 +212,7 @@ def test_methods_read_alone_where_a_reading_cannot_be_shared(tiny, tmp_path, mon
         raise error
 
     whole = run(tiny, tmp_path / "whole")
-    monkeypatch.setattr("snapkv.app.prompt_reader.SharedReading", refused)
+    monkeypatch.setattr("snapkv_app.prompt_reader.SharedReading", refused)
     alone = run(tiny, tmp_path / "alone")
     assert untimed(alone.rows) == untimed(whole.rows)
     assert {row["status"] for row in alone.rows} == {"ok"}

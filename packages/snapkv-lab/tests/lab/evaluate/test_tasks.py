@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 
 from snapkv import SnapKV
-from snapkv.app.answering import answer
-from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
+from snapkv_app.answering import answer
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.haystack import distinct, words
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.task import fitted, needed_tokens, percents

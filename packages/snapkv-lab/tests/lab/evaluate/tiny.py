@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from snapkv import FullCache, SnapKV
-from snapkv.app.models import LoadedModel
-from snapkv.app.settings import GenerationSettings
+from snapkv_app.models import LoadedModel
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.task import Task

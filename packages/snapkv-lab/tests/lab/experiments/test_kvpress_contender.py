@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, FullCache, SnapKV
-from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError
 from snapkv.kvpress_names import instead_of
+from snapkv_app.models import LoadedModel
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.peers import Answers, Ours, Theirs
 from snapkv_lab.experiments.texts import AskedPrompt, ReadText, TextQuestion

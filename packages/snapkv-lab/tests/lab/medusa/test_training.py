@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapkv import InvalidArgumentError
-from snapkv.app.models import LoadedModel
+from snapkv_app.models import LoadedModel
 from snapkv_lab.medusa import load_heads, training
 from snapkv_lab.medusa.training import Exchange
 from snapkv_lab.medusa_training import MedusaTraining

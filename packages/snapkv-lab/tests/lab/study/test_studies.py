@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from snapkv import ops
-from snapkv.app.models import LoadedModel
-from snapkv.app.observing import observed
 from snapkv.errors import InvalidArgumentError
+from snapkv_app.models import LoadedModel
+from snapkv_app.observing import observed
 from snapkv_lab import drawing
 from snapkv_lab.study import HitRate, Instructions, Overlap, Position, Sensitivity
 from snapkv_lab.study.base import mean_rows, weighted

@@ -73,7 +73,7 @@ def small(tmp_path_factory):
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
     """A small random model with a tokenizer, for servers."""
-    from snapkv.app.models import load
+    from snapkv_app.models import load
     from tests.serving.vllm.models import SmallModel
 
     tokenizer = load("demo").tokenizer
@@ -94,7 +94,7 @@ def many_ids() -> list[int]:
 @pytest.fixture(scope="session")
 def folder() -> str:
     """The demo model as a folder."""
-    from snapkv.app.models import place_of
+    from snapkv_app.models import place_of
 
     return place_of("demo")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snapkv.app.models import load
+from snapkv_app.models import load
 from tests.serving.fuzzing import any_value, random_settings
 from tests.serving.vllm import conftest  # noqa: F401  sets the environment before vLLM is there
 from tests.serving.vllm.models import SmallModel, ids_of

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from snapkv import CompressedCache
-from snapkv.app.models import load
 from snapkv.policies import Policy
+from snapkv_app.models import load
 from tests.families import random_ids, tiny_config
 
 

@@ -49,7 +49,7 @@ class Server:
         shared += ["--port", str(self.port)]
         if model != "demo":  # which is called so without being told
             shared += ["--served-model-name", "demo"]
-        start = command or (sys.executable, "-m", "snapkv", "serve", model)
+        start = command or (sys.executable, "-m", "snapkv_app", "serve", model)
         own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -7,8 +7,8 @@ from urllib.parse import quote
 import pytest
 
 from snapkv import default_policy
-from snapkv.app.prompts import Prompt
 from snapkv.policies.default import asked_by, by_layer
+from snapkv_app.prompts import Prompt
 from snapkv_vllm.admission import misspelt, require_session_name
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.spans import NAME

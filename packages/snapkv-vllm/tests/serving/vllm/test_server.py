@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from snapkv import default_policy
-from snapkv.app.prompts import Prompt
 from snapkv.errors import SnapKVError
 from snapkv.policies.default import asked_by, by_layer
+from snapkv_app.prompts import Prompt
 from snapkv_vllm.names import SESSIONS_AT
 from snapkv_vllm.settings import ServingSettings
 from tests.serving.fuzzing import random_settings
@@ -37,7 +37,7 @@ VLLMS = ["--max-num-batched-tokens", "512", "--enable-prompt-tokens-details"]
 
 @pytest.fixture(scope="module")
 def server(served, tmp_path_factory):
-    told = [sys.executable, "-m", "snapkv", "serve", served.folder, *OWN, *VLLMS]
+    told = [sys.executable, "-m", "snapkv_app", "serve", served.folder, *OWN, *VLLMS]
     done = subprocess.run([*told, "--print-command"], capture_output=True, text=True, check=True)
     (line,) = done.stdout.splitlines()
     program, subcommand, model, *options = shlex.split(line)

@@ -311,3 +311,10 @@ def output_weight(projection: Any, dtype: torch.dtype) -> Tensor:
 
 def _is_projection(module: Any) -> bool:
     return isinstance(module, Conv1D) or hasattr(module, "in_features")
+
+
+def max_positions(model: Any) -> int | None:
+    """Return the positions for prompt and answer together; None without a limit."""
+    text = model.config.get_text_config(decoder=True)
+    names = ("model_max_length", "max_position_embeddings")
+    return next((value for name in names if (value := getattr(text, name, None))), None)

@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache
 
 from snapkv.errors import OutOfMemoryError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.device_memory import free_bytes, out_of_memory_explained
 from snapkv.hf.placement import device_of
-from snapkv.plan.device_memory import free_bytes, out_of_memory_explained
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -18,7 +18,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.hf import forward_context
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among
-from snapkv.plan.advice import layerwise_advice
+from snapkv.hf.placement import device_of
 from snapkv.prefill.decoder import (
     MemoryWatch,
     decoder_layers,
@@ -27,7 +27,7 @@ from snapkv.prefill.decoder import (
     standing_in,
     tokens_of,
 )
-from snapkv.validation import require_int
+from snapkv.validation import format_bytes, require_int
 
 
 @contextlib.contextmanager
@@ -49,8 +49,8 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
         UnsupportedModelError: the model's layers cannot be found.
         InvalidArgumentError: from within the block, hidden states, attentions or router logits of a
             prompt are asked for.
-        OutOfMemoryError: from within the block; the message says what would fit. The cache has been
-            emptied, the model is as it was.
+        OutOfMemoryError: from within the block, if the prompt does not fit. The cache has been
+            emptied, and the model is as it was.
     """
     chunk_tokens = require_int("chunk_tokens", chunk_tokens, minimum=1)
     watch = MemoryWatch(model)
@@ -65,7 +65,13 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
             forwards[part] = functools.partial(_read_norm, part.forward, chunk_tokens)
 
     def advice() -> str:
-        return layerwise_advice(model, watch.tokens, chunk_tokens, watch.available_bytes)
+        free = watch.available_bytes
+        were_free = "" if free is None else f", of which {format_bytes(free)} were free"
+        return (
+            f"prompt: {watch.tokens:,} tokens do not fit in the memory of {device_of(model)}"
+            f"{were_free}, though they are read layer by layer in pieces of {chunk_tokens:,}. Pass "
+            f"chunk_tokens={max(1, chunk_tokens // 2)} to layer_by_layer, or shorten the prompt"
+        )
 
     with standing_in(forwards), watch.telling(advice):
         yield

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from snapkv.app.settings import GenerationSettings
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, HaystackTask, encode
 from snapkv_lab.evaluate.sample import Sample
 

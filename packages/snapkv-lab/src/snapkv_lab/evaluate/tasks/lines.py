@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from snapkv.app.settings import GenerationSettings
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.haystack import distinct, number, word_key
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.task import Task, all_fitted, percents

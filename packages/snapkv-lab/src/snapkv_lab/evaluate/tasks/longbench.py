@@ -19,10 +19,10 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
-from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError, InvalidArgumentError, MissingDependencyError
-from snapkv.packages import INSTALL, package_file
 from snapkv.validation import first_line, nearest, require_choice
+from snapkv_app.packages import INSTALL, package_file
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate import metrics
 from snapkv_lab.evaluate.corpora import Check, is_texts, parsed_lines
 from snapkv_lab.evaluate.sample import Cell, Sample

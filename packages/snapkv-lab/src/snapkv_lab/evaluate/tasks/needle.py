@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_choice, require_int
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.haystack import (
     CHARACTERS_PER_TOKEN,
     CITIES,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError, InvalidArgumentError
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.corpora import (
     Check,
     CorpusName,

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
+from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.corpora import CorpusName, Passage, load_corpus
 from snapkv_lab.evaluate.haystack import HaystackTask, distinct, identifier, number, word_key, words
 from snapkv_lab.evaluate.sample import Sample

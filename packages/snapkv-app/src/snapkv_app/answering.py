@@ -1,0 +1,404 @@
+"""Answering over a long prompt: generate, stream, time, and report what the cache held."""
+
+import contextlib
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
+
+from snapkv.cache.report import CacheReport
+from snapkv.errors import InvalidArgumentError, PromptTooLongError
+from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
+from snapkv.hf.device_memory import out_of_memory_explained
+from snapkv.hf.placement import device_of
+from snapkv.kvzip import read_as_wanted, require_one_reading
+from snapkv.policies import Policy
+from snapkv.storage.bits import Quantize
+from snapkv_app.draft_methods import DraftMethod
+from snapkv_app.models import LoadedModel
+from snapkv_app.plan.advice import prompt_memory_explained, token_costs
+from snapkv_app.prefills import Exact, Prefill
+from snapkv_app.prompt_end import PromptEndSink, telling_of_prompt_end
+from snapkv_app.prompts import Prompt
+from snapkv_app.protection import Protection
+from snapkv_app.settings import GenerationSettings
+
+TextSink = Callable[[str], None]
+"""Called with the next piece of an answer."""
+
+_HALF = "\ufffd"
+"""What the tokens of an answer are decoded to where it is cut off within a character."""
+
+MOST_CHARACTERS_PER_TOKEN = 32
+"""A longer text is not counted whole to know that the model has too few positions for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer and its costs; times start when the prompt is passed in."""
+
+    text: str  # starts with the prompt's `answer_start`
+    finish_reason: str  # "stop" if the model ended the answer, "length" if it was cut off
+    policy: dict[str, Any]  # the method's name and its parameters
+    prompt_tokens: int
+    new_tokens: int  # an end-of-turn token included
+    kept_tokens: float  # prompt tokens kept at the end, mean over heads and compressed layers
+    first_token_ms: float  # prefill, compression, and one token
+    token_ms: float | None  # per later token: median, or mean if some came together
+    cache: CacheReport  # the cache's report when the answer was complete
+    total_ms: float = 0.0
+    protected: list[list[int]] = field(default_factory=list)  # half-open spans of positions
+    drafts: dict[str, Any] | None = None  # costs of drafting, see `DraftMethod.tally`
+    token_ids: tuple[int, ...] = ()
+
+    def later(self, before_ms: float) -> "Answer":
+        first, total = before_ms + self.first_token_ms, before_ms + self.total_ms
+        return replace(self, first_token_ms=first, total_ms=total)
+
+
+def answer(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    policy: Policy,
+    settings: GenerationSettings,
+    *,
+    drafts: DraftMethod | None = None,
+    protection: Protection | None = None,
+    prefill: Prefill | None = None,
+    quantize: Quantize | None = None,
+    on_text: TextSink | None = None,
+    on_prompt_end: PromptEndSink | None = None,
+) -> Answer:
+    """Read the prompt into a cache that the policy compresses, and generate the answer.
+
+    `on_text` is called with every finished piece of it, `answer_start` first; `on_prompt_end` after
+    the prompt, but not with `drafts`. `quantize` is as for `CompressedCache`.
+    """
+    ids = prompt_ids(loaded, prompt, settings)
+    policy = loaded.completed(policy)
+    costs = functools.partial(token_costs, loaded.model, policy, quantize)
+    spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer, costs)
+    cache = _CountingCache(loaded.model, policy, protect=spans, quantize=quantize)
+    cache.expect_question(prompt.question_tokens(loaded.tokenizer))
+    found, _ = answer_ids(
+        loaded,
+        ids,
+        cache,
+        settings,
+        answer_start=prompt.answer_start,
+        context_tokens=prompt.context_tokens(loaded.tokenizer),
+        drafts=drafts,
+        prefill=prefill,
+        on_text=on_text,
+        on_prompt_end=on_prompt_end,
+    )
+    if drafts is None:
+        return found
+    return replace(found, drafts=drafts.tally(found.new_tokens, cache.passes))
+
+
+def answer_ids(
+    loaded: LoadedModel,
+    ids: Tensor,
+    cache: CompressedCache,
+    settings: GenerationSettings,
+    *,
+    answer_start: str = "",
+    on_text: TextSink | None = None,
+    **how: Any,
+) -> tuple[Answer, Tensor]:
+    """The answer after (1, T) ids, see `continue_ids`, and all ids, (1, T + new)."""
+    prompt_tokens = ids.shape[1]
+    watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings, answer_start)
+    output = continue_ids(loaded, ids, cache, settings, streamer=watch, **how)
+    new_ids = output[0, prompt_tokens:].tolist()
+    text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True).rstrip(_HALF)
+    before = _first_stop(text, settings.stop_strings)
+    cut_off = len(new_ids) == settings.max_new_tokens and before is None
+    ended = new_ids[-1] in end_token_ids(loaded.model, settings)
+    found = Answer(
+        text=answer_start + text[:before],
+        finish_reason="length" if cut_off and not ended else "stop",
+        policy=cache.prompt_state.policy.describe(),
+        prompt_tokens=prompt_tokens,
+        new_tokens=len(new_ids),
+        kept_tokens=_stored_of(cache, prompt_tokens),
+        first_token_ms=watch.first_token_ms,
+        token_ms=watch.token_ms,
+        total_ms=watch.total_ms,
+        cache=cache.report(),
+        token_ids=tuple(new_ids),
+        protected=cache.options["protect"] or [],
+    )
+    return found, output
+
+
+def _stored_of(cache: CompressedCache, tokens: int) -> float:
+    """How many of the first tokens a one-row cache stores, mean over heads and layers."""
+    stored = [layer.stored_positions() for layer in cache.prompt_state.layers]
+    return fmean(float(((at >= 0) & (at < tokens)).sum(-1).double().mean()) for at in stored)
+
+
+def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
+    """A prompt's tokens on the model's device, (1, T) int64; refused if too long.
+
+    Of a text that is far too long, only the beginning is tokenized, which is enough to know.
+    """
+    if loaded.max_tokens is not None:
+        most = MOST_CHARACTERS_PER_TOKEN * loaded.max_tokens
+        if len(prompt.text) > most:
+            begun, _ = prompt.encoded(loaded.tokenizer, end=most)
+            require_positions(loaded, len(begun), settings, "more than ")
+    ids: Tensor = prompt.token_ids(loaded.tokenizer).to(device_of(loaded.model))
+    require_positions(loaded, ids.shape[1], settings)
+    return ids
+
+
+def require_positions(
+    loaded: LoadedModel, prompt_tokens: int, settings: GenerationSettings, about: str = ""
+) -> None:
+    """Refuse a prompt that leaves too few positions for the answer; `about` precedes its length."""
+    max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
+    if max_tokens is None or loaded.has_positions(prompt_tokens + new_tokens):
+        return
+    remedies = []
+    if prompt_tokens < max_tokens:
+        remedies.append(f"lower max_new_tokens to at most {max_tokens - prompt_tokens:,}")
+    if new_tokens < max_tokens:
+        remedies.append(f"shorten the prompt to at most {max_tokens - new_tokens:,} tokens")
+    raise PromptTooLongError(
+        f"prompt: expected prompt and answer within the model's {max_tokens:,} positions, got a "
+        f"prompt of {about}{prompt_tokens:,} tokens and an answer of up to {new_tokens:,}; "
+        f"{', '.join([*remedies, 'or choose a model with more positions'])}"
+    )
+
+
+def continue_ids(
+    loaded: LoadedModel,
+    ids: Tensor,
+    cache: CompressedCache,
+    settings: GenerationSettings,
+    *,
+    context_tokens: int | None = None,
+    streamer: TextStreamer | None = None,
+    drafts: DraftMethod | None = None,
+    prefill: Prefill | None = None,
+    on_prompt_end: PromptEndSink | None = None,
+) -> Tensor:
+    """Read (1, T) ids into a cache and generate the tokens after them: (1, T + new) int64.
+
+    The cache is empty or has seen the beginning of `ids`. It compresses after `context_tokens`
+    tokens, None: after the prompt. A policy with a second pass reads those tokens twice, later
+    turns once. `prefill` says how new tokens are read; None: exactly, in one pass.
+    """
+    model = loaded.model
+    if context_tokens is None and not cache.get_seq_length():
+        require_one_reading(cache.policy, "hide the question from it (snapkv ask does)")
+    reading = (prefill or Exact()).installed(model)
+    telling = telling_of_prompt_end(model, cache, ids.shape[1], on_prompt_end)
+    explained = prompt_memory_explained(model, ids.shape[1])
+    with explained, _seeded(settings.seed, device_of(model)), reading:
+        if context_tokens is not None:
+            read_as_wanted(model, loaded.tokenizer, ids[:, :context_tokens], cache)
+            cache.expect_question(ids.shape[1] - context_tokens)
+        with telling:
+            output: Tensor = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                **passed(cache),
+                streamer=streamer,
+                stopping_criteria=_stopping(loaded, settings),
+                **generate_options(model, settings),
+                **({} if drafts is None else drafts.options),
+            )
+    return output
+
+
+def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
+    """Keyword arguments of `generate` that override the checkpoint's.
+
+    One sequence, no beams, with a cache: only that is streamed, timed and reported.
+    """
+    sampling: dict[str, Any] = {"do_sample": False, "temperature": None}
+    if settings.temperature:
+        sampling = {"do_sample": True, "temperature": settings.temperature}
+    elif model.generation_config.do_sample:
+        sampling |= {"top_p": None, "top_k": None}
+    end_ids = end_token_ids(model, settings)
+    if model.generation_config.pad_token_id is None:
+        sampling["pad_token_id"] = next(iter(end_ids), 0)
+    single = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
+    limits: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens}
+    if settings.min_new_tokens:
+        limits["min_new_tokens"] = settings.min_new_tokens
+    if settings.stop_token_ids:
+        limits["eos_token_id"] = end_ids
+    return limits | single | sampling
+
+
+def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
+    """Stop at strings; `generate` passes no tokenizer for them to a custom decoding method."""
+    stops = list(settings.stop_strings)
+    return StoppingCriteriaList([StopStringCriteria(loaded.tokenizer, stops)] if stops else [])
+
+
+def end_token_ids(model: Any, settings: GenerationSettings) -> list[int]:
+    ids = model.generation_config.eos_token_id
+    own = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return [*own, *settings.stop_token_ids]
+
+
+def _first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
+    """Where the first stop string of a text begins; None without one."""
+    return min((text.find(stop) for stop in stop_strings if stop in text), default=None)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Sample with `seed`, and restore the caller's random state."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+class _CountingCache(CompressedCache):
+    """Counts forward passes."""
+
+    passes = 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.passes += layer_idx == self._first
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class _Stopwatch(TextStreamer):
+    """Passes finished text on, up to a stop string, and records the time of every token.
+
+    The first token is preceded by `answer_start`: until then the prompt is read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        on_text: TextSink | None,
+        stop_strings: Sequence[str],
+        answer_start: str = "",
+    ) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text, self._answer_start = on_text, answer_start
+        self._stop_strings = stop_strings
+        self._text, self._passed = "", 0
+        self._start = time.perf_counter()
+        self._arrivals: list[float] = []
+        self._counts: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            if self._on_text and not self._arrivals:
+                self._on_text(self._answer_start)
+            self._arrivals.append(time.perf_counter())
+            self._counts.append(value.numel())
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._text += text.rstrip(_HALF) if stream_end else text
+        end = _first_stop(self._text, self._stop_strings)
+        if end is None:  # hold back what may begin a stop string
+            longest = max(map(len, self._stop_strings), default=1)
+            end = len(self._text) - (0 if stream_end else longest - 1)
+        if self._on_text and end > self._passed:
+            self._on_text(self._text[self._passed : end])
+            self._passed = end
+
+    @property
+    def first_token_ms(self) -> float:
+        return (self._arrivals[0] - self._start) * 1000
+
+    @property
+    def total_ms(self) -> float:
+        return (self._arrivals[-1] - self._start) * 1000
+
+    @property
+    def token_ms(self) -> float | None:
+        steps = [later - earlier for earlier, later in itertools.pairwise(self._arrivals)]
+        if not steps:
+            return None
+        if max(self._counts) == 1:
+            return median(steps) * 1000
+        return sum(steps) / sum(self._counts[1:]) * 1000
+
+
+def costs(given: Answer) -> dict[str, Any]:
+    return {
+        "prompt_tokens": given.prompt_tokens,
+        "new_tokens": given.new_tokens,
+        "kept_tokens": given.kept_tokens,
+        "held_bytes": given.cache.held_bytes,
+        "full_bytes": given.cache.full_bytes,
+        "first_token_ms": given.first_token_ms,
+        "token_ms": given.token_ms,
+    }
+
+
+def answers_together(
+    loaded: LoadedModel,
+    prompts: Sequence[Prompt],
+    policy: Policy,
+    settings: GenerationSettings,
+    quantize: Quantize | None = None,
+) -> list[str]:
+    """The texts of the answers; each equals that of its prompt alone, up to rounding.
+
+    Shorter prompts are padded on the left, and every row is compressed separately.
+    The batch runs until its last answer has ended.
+    """
+    if settings.temperature:
+        raise InvalidArgumentError(
+            f"temperature: expected 0 for answers in a batch, got "
+            f"{settings.temperature}; ask the prompts one by one"
+        )
+    require_one_reading(policy, "ask the prompts one by one, with the question hidden from it")
+    model, tokenizer = loaded.model, loaded.tokenizer
+    rows = [prompt_ids(loaded, prompt, settings)[0] for prompt in prompts]
+    options, ends = generate_options(model, settings), end_token_ids(model, settings)
+    ids = _left_padded(rows, next(iter(ends), 0))
+    cache = CompressedCache(model, loaded.completed(policy), quantize=quantize)
+    advice = (
+        f"prompts: expected a batch that fits in the device memory, got {len(rows)} of up to "
+        f"{ids.shape[1]:,} tokens; answer fewer at once"
+    )
+    with out_of_memory_explained(lambda: advice):
+        output: Tensor = model.generate(
+            ids,
+            attention_mask=_left_padded([torch.ones_like(row) for row in rows], 0),
+            **passed(cache),
+            stopping_criteria=_stopping(loaded, settings),
+            **options,
+        )
+    texts = []
+    for prompt, new_ids in zip(prompts, output[:, ids.shape[1] :].tolist(), strict=True):
+        kept = until_end(new_ids, ends)
+        text = tokenizer.decode(kept, skip_special_tokens=True).rstrip(_HALF)
+        texts.append(prompt.answer_start + text[: _first_stop(text, settings.stop_strings)])
+    return texts
+
+
+def _left_padded(rows: Sequence[Tensor], pad: int) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True, padding_value=pad, padding_side="left")
+
+
+def until_end(token_ids: list[int], ends: Sequence[int]) -> tuple[int, ...]:
+    """Generated tokens up to and including the first end token."""
+    stops = [place for place, token in enumerate(token_ids) if token in ends]
+    return tuple(token_ids[: stops[0] + 1] if stops else token_ids)

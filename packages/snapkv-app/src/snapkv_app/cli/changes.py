@@ -1,0 +1,122 @@
+"""How to change a command whose answer differs from the full cache's."""
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from snapkv.errors import PromptTooLongError
+from snapkv_app.answering import Answer, prompt_ids
+from snapkv_app.cli.options import OWN_FLAGS, RunOptions
+from snapkv_app.cli.policy import accepted
+from snapkv_app.models import LoadedModel
+from snapkv_app.prompts import question_prompt
+from snapkv_app.settings import GenerationSettings
+
+Change = Mapping[str, Any]
+"""New values of options by name; None removes an option."""
+
+FULL: Change = {"policy": "full", **dict.fromkeys((*OWN_FLAGS, "set_"))}
+"""Use the full cache, which has no parameters."""
+
+MORE_BITS: Change = {"exact_bits": True}
+
+
+def has_few_bits(report: Mapping[str, Any]) -> bool:
+    """Whether a cache is quantized."""
+    return any(not bits.isdecimal() or int(bits) < 16 for bits in report.get("bits", ()))
+
+
+def next_change(exactly: Change, options: RunOptions, answer: Answer) -> Change | None:
+    """The most likely remedy for an answer that differs from the full cache's, shown beside it.
+
+    That is an exact prefill, more bits, or a larger budget; None if only the full cache has more.
+
+    `exactly` is the change that makes the prefill exact; empty if it is. Recall is not among them,
+    since it brings tokens back only for later questions.
+    """
+    if exactly:
+        return exactly
+    if has_few_bits(answer.cache):  # a budget of tokens is not quantized
+        return MORE_BITS
+    change = larger_budget(options, answer)
+    return None if change == FULL else change  # the full cache's answer stands beside it
+
+
+def larger_budget(options: RunOptions, answer: Answer) -> Change | None:
+    """Twice the kept tokens, or the full cache if that is as much; None without a budget."""
+    if "budget" not in accepted(options.policy, {}):
+        return None
+    tokens = 2 * max(1, round(answer.kept_tokens))
+    return {"budget": tokens, "keep_ratio": None} if tokens < answer.prompt_tokens else FULL
+
+
+def changed_command(typed: Sequence[str], change: Change) -> str:
+    """The command line with that change, quoted for a shell."""
+    end = typed.index("--") if "--" in typed else len(typed)
+    new = [
+        word
+        for name, value in change.items()
+        if value is not None
+        for word in ([_flag(name)] if value is True else [_flag(name), str(value)])
+    ]
+    return shlex.join(["snapkv", *_without(typed[:end], change), *new, *typed[end:]])
+
+
+def asked_with_passages(
+    files: Sequence[str],
+    question: str,
+    model: str | None,
+    loaded: LoadedModel,
+    settings: GenerationSettings,
+) -> str | None:
+    """The command that answers from the best passages of files; None if they have no room."""
+    if not (files and leaves_room(loaded, question, settings)):
+        return None
+    words = ["ask", *files, "-q", question, *([] if model is None else ["--model", model])]
+    return changed_command(words, {"passages": True})
+
+
+def leaves_room(loaded: LoadedModel, question: str, settings: GenerationSettings) -> bool:
+    """Whether the model has positions for more than a question and its answer."""
+    with suppress(PromptTooLongError):
+        prompt_ids(loaded, question_prompt(loaded.tokenizer, "", question), settings)
+        return True
+    return False
+
+
+@contextmanager
+def explained_length(command: Callable[[], str | None]) -> Iterator[None]:
+    """Say in the error of a prompt that is too long which command answers; None: none does."""
+    try:
+        yield
+    except PromptTooLongError as error:
+        if (answers := command()) is None:
+            raise
+        raise PromptTooLongError(
+            f"{error}; to read the passages that fit the question best: {answers}"
+        ) from error
+
+
+def _without(words: Sequence[str], change: Change) -> Iterator[str]:
+    """The words without the options that change and their values."""
+    flags = {_flag(name) for name in change}
+    rest = iter(words)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if flag not in flags | {"--set"}:
+            yield word
+            continue
+        value = value if equals else next(rest, "")
+        if flag not in flags and not _assigns(value, change):
+            yield from (flag, value)
+
+
+def _assigns(assignment: str, change: Change) -> bool:
+    """Whether ``NAME=VALUE``, or ``part.NAME=VALUE``, is about an option that changes."""
+    name = assignment.partition("=")[0].strip().rpartition(".")[2]
+    return name.replace("-", "_") in change
+
+
+def _flag(name: str) -> str:
+    return "--" + name.strip("_").replace("_", "-")

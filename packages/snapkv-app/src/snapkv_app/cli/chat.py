@@ -1,0 +1,284 @@
+"""`snapkv chat`: a conversation about documents."""
+
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from snapkv.cache.saving.writing import replacing
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
+from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest, without_controls
+from snapkv_app import text_files
+from snapkv_app.cli.announcing import announce_model
+from snapkv_app.cli.fields import with_options
+from snapkv_app.cli.options import DRAFTS, RunOptions
+from snapkv_app.cli.outputs import Output, require_output
+from snapkv_app.cli.standard_output import FAILED, write, write_json
+
+if TYPE_CHECKING:
+    from snapkv.policies import Policy
+    from snapkv_app.conversation import Conversation
+
+EXAMPLES = {"chat": ("snapkv chat contract.pdf", "snapkv chat notes.txt --budget 2k --recall none")}
+
+
+@with_options(RunOptions)
+def chat(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE", help="Text, source code, HTML, PDF or a folder"),
+    ] = None,
+    recall: Annotated[
+        str | None,
+        typer.Option(
+            help="Where evicted tokens are kept for the next question: host, a folder, or none",
+            show_default="host; none for methods that evict while generating",
+        ),
+    ] = None,
+    *,
+    options: RunOptions,
+) -> None:
+    """Answer questions about documents, one after another, in one small cache.
+
+    Questions are read from standard input, one per line. /stats shows the size of the cache. /drop
+    thinking, /drop document and /drop 3 (a turn) remove that from the cache for good. /save FILE
+    writes the conversation, /save --force FILE replaces an existing file, /load FILE continues a
+    saved conversation, /quit ends.
+    """
+    _require_sense(options, files or [], recall)
+    settings = options.settings()
+    read, warnings = text_files.read_noting(files) if files else ([], [])
+
+    announce_model(options.model)
+    policy = _policy_of(options, recall)  # imports torch, after the checks above
+
+    from snapkv_app.cli.changes import asked_with_passages, explained_length
+    from snapkv_app.cli.from_files import protection_of
+    from snapkv_app.cli.loading import load_model, say_if_demo
+    from snapkv_app.cli.policy import usual_bits
+    from snapkv_app.conversation import Conversation
+
+    ways: dict[str, Any] = {"recall": recall, "prefill": options.reading}
+    loaded = load_model(options)
+    quantize, own_bits = usual_bits(policy, loaded.model, options)
+    if own_bits:
+        sys.stderr.write(f"bits: {own_bits}\n")
+    say_if_demo(loaded)
+    document, protection = text_files.join(read), protection_of(options, system=None)
+    Chat(
+        conversation=Conversation(
+            loaded,
+            policy,
+            settings,
+            document=document,
+            protection=protection,
+            quantize=quantize,
+            **ways,
+        ),
+        model=loaded.model,
+        load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
+        inputs=[*(files or []), *([options.model] if options.model else [])],
+        explained=lambda question: explained_length(
+            lambda: asked_with_passages(files or [], question, options.model, loaded, settings)
+        ),
+        as_json=options.json,
+        with_layers=options.verbose,
+        warnings=warnings,
+    ).run()
+
+
+def _require_sense(options: RunOptions, files: Sequence[str], recall: str | None) -> None:
+    """Refuse options that a conversation cannot use."""
+    for name in ("compare", "check", "answer_start", *DRAFTS):
+        if getattr(options, name):
+            raise InvalidArgumentError(
+                f"{name}: expected it with ask, got it with chat; leave it out"
+            )
+    if recall is not None and not recall.strip():
+        raise InvalidArgumentError(
+            "recall: expected host, a folder or none, got an empty text; leave it out for host"
+        )
+    if recall not in (None, "host", "none") and not Path(recall).absolute().parent.is_dir():
+        raise InvalidArgumentError(
+            f"recall: expected host, none or a folder in an existing one, got {recall!r}; make "
+            f"{str(Path(recall).parent)!r} first"
+        )
+    if text_files.STDIN in files:
+        raise InvalidArgumentError(
+            "files: expected files or folders, since the questions come from standard input, got "
+            "-; pass a file"
+        )
+
+
+def _policy_of(options: RunOptions, recall: str | None) -> "Policy":
+    """The method; with a budget in tokens, or refused, if evicted tokens are not recalled."""
+    from snapkv.policies import PrefixPolicy
+    from snapkv_app.cli.policy import build_policy
+
+    if recall != "none":
+        return build_policy(options)
+    is_auto = options.policy == DEFAULT and options.budget is None and options.keep_ratio is None
+    if is_auto and not options.set_:
+        options = replace(options, budget=DEFAULT_BUDGET)
+    policy = build_policy(options, alone=True)
+    if isinstance(policy, PrefixPolicy) and not isinstance(policy.budget, int):
+        kind = "keep_ratio" if policy.budget is None else next(iter(policy.describe()["budget"]))
+        got = options.budget if isinstance(options.budget, str) else kind
+        raise InvalidArgumentError(
+            f"budget: expected a number of tokens with --recall none, got {got}; pass --budget "
+            f"{DEFAULT_BUDGET}, or leave --recall none out"
+        )
+    return policy
+
+
+@dataclass(kw_only=True)
+class Chat:
+    """Reads lines and answers questions or runs commands."""
+
+    conversation: "Conversation"
+    model: Any
+    load: Callable[[str], "Conversation"]  # loads a saved one
+    inputs: Sequence[str]  # files and folders that were read, never overwritten by /save
+    explained: Callable[[str], AbstractContextManager[None]]  # the errors of a question
+    as_json: bool
+    with_layers: bool
+    warnings: list[str]
+    has_failed: bool = False
+    saved: set[str] = field(default_factory=set)  # real paths that this conversation was saved to
+
+    def run(self) -> None:
+        """Read lines until the input ends or /quit; an error ends only its turn.
+
+        If standard input is not a terminal, errors set the exit status.
+        """
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not UTF-8
+        while (line := self._next()) not in ("", "/quit"):
+            try:
+                self._obey(line) if line.startswith("/") else self._answer(line)
+            except OutOfMemoryError:
+                raise
+            except SnapKVError as error:
+                self.has_failed = True
+                self._note(f"snapkv: error: {error}")
+        if self.has_failed and not sys.stdin.isatty():
+            raise typer.Exit(FAILED)
+
+    def _next(self) -> str:
+        """The next line that is not blank; empty at the end of the input."""
+        while True:
+            if sys.stdin.isatty():
+                sys.stderr.write("> ")
+                sys.stderr.flush()
+            line = sys.stdin.readline()
+            if line.strip() or not line:
+                return line.strip()
+
+    def _obey(self, line: str) -> None:
+        commands = {
+            "/stats": self._stats,
+            "/drop": self._drop,
+            "/save": self._save,
+            "/load": self._replace,
+            "/help": self._help,
+        }
+        name, _, argument = line.partition(" ")
+        if name not in commands:
+            known = [*commands, "/quit"]
+            # Nothing failed that was asked for, so the exit status stays 0.
+            self._note(
+                f"snapkv: command: expected one of {', '.join(known)}, got {name!r}"
+                f"{nearest(name, known)}"
+            )
+            return
+        commands[name](argument.strip())
+
+    def _answer(self, question: str) -> None:
+        from snapkv_app.cli.loading import reading_progress  # imports torch
+        from snapkv_app.cli.session import answer_record
+
+        with self.explained(question), reading_progress(self.model, "chat") as bar:
+            on_text = None if self.as_json else bar.before(write)
+            answer = self.conversation.ask(question, on_text=on_text)
+        if not self.as_json:
+            write("\n")
+            return
+        record = answer_record(answer, with_layers=self.with_layers)
+        answered = {"question": question, **record, "warnings": self.warnings}
+        write_json(answered, indent=None)
+
+    def _stats(self, _: str) -> None:
+        cache = self.conversation.report()
+        if self.as_json:
+            from snapkv_app.cli.session import without  # imports torch
+
+            told = cache if self.with_layers else without(cache, "layers")
+            write_json({"stats": told}, indent=None)
+            return
+        write(
+            f"{cache.seen_tokens:,} tokens seen, {cache.chosen_tokens:,.0f} kept\n"
+            f"device: {format_bytes(cache.held_bytes)} of {format_bytes(cache.full_bytes)}\n"
+            f"host: {format_bytes(cache.host_bytes)}\n"
+        )
+
+    def _drop(self, what: str) -> None:
+        freed = self.conversation.drop(what)
+        if self.as_json:
+            write_json({"dropped": what, **freed}, indent=None)
+            return
+        write(
+            f"{freed['tokens']:,} tokens dropped, {format_bytes(freed['device_bytes'])} free on "
+            f"the device, {format_bytes(freed['host_bytes'])} on the host\n"
+        )
+
+    def _save(self, argument: str) -> None:
+        first, _, rest = argument.partition(" ")
+        forced = first == "--force"
+        path = _named(rest.strip() if forced else argument)
+        force = forced or os.path.realpath(path) in self.saved  # this conversation was saved there
+        require_output("save", path, Output(), inputs=self.inputs, force=force)
+        if forced:  # the file may be anything
+            with replacing(Path(path)) as partial:
+                self.conversation.save(partial)
+        else:
+            self.conversation.save(path)
+        self.saved.add(os.path.realpath(path))
+        self._note(f"saved {path}")
+
+    def _replace(self, path: str) -> None:
+        if not os.path.isfile(_named(path)):
+            got = "a folder" if os.path.isdir(path) else "no file"
+            raise InvalidArgumentError(
+                f"path: expected a saved conversation, got {got} at {path!r}; save one "
+                "with /save FILE"
+            )
+        self.conversation, self.warnings = self.load(path), []
+        self.saved.clear()
+        self._note(
+            f"loaded {path}: {self.conversation.tokens:,} tokens; it goes on with its own "
+            "documents and budget, not with those of the command line"
+        )
+
+    def _help(self, _: str) -> None:
+        self._note(
+            "/stats  /drop thinking|document|TURN  /save [--force] FILE  /load FILE  /quit; "
+            "anything else is a question"
+        )
+
+    def _note(self, text: str) -> None:
+        """Print a line to standard error; answers go to standard output."""
+        sys.stderr.write(without_controls(" ".join(text.split())) + "\n")
+        sys.stderr.flush()
+
+
+def _named(path: str) -> str:
+    if not path or "\0" in path:
+        got = repr(path) if path else "none"
+        raise InvalidArgumentError(f"path: expected the name of a file, got {got}; add one")
+    return path

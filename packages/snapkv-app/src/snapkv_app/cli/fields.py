@@ -1,0 +1,168 @@
+"""Turn dataclasses into the options of a command: each field is one, with its metadata."""
+
+import copy
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+from typer.models import OptionInfo
+
+from snapkv.validation import require_each_at_least
+from snapkv_app.cli.amounts import TokenBudgetParameter, WholeNumber, counts
+from snapkv_app.cli.outputs import Output, require_outputs
+
+Command = Callable[..., None]
+Mark = TypeVar("Mark")
+
+
+def with_options(
+    kind: type, *, settings: type | None = None, panel: str = "", hidden: Collection[str] = ()
+) -> Callable[[Command], Command]:
+    """Give a command that takes `options`, a dataclass, every field of it as an option.
+
+    Before the command begins, whole numbers such as 4k are read and output paths are checked.
+
+    Args:
+        kind: the dataclass; its fields are annotated as typer wants it.
+        settings: another dataclass, passed as `settings`, see `field_options`; the first
+            line of its docstring is the help of a command that has none.
+        panel: the help panel that lists its fields.
+        hidden: fields of it that are not options.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    shared = [_keyword(field.name, field.default, hints[field.name]) for field in fields(kind)]
+    more = field_options(settings, panel=panel, hidden=hidden) if settings else []
+
+    def given_options(command: Command) -> Command:
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.name not in ("options", "settings")]
+        parameters = [_shown(p) for p in (*own, *more, *shared)]
+        outputs = {p.name: output for p in shared if (output := _mark(p, Output))}
+        numbers = {p.name: number for p in parameters if (number := _mark(p, WholeNumber))}
+
+        @functools.wraps(command)
+        def with_every_option(**given: Any) -> None:
+            for name, number in numbers.items():
+                if given[name] is not None:
+                    given[name] = number.read(name, str(given[name]))
+            require_outputs(outputs, given)
+            options = kind(**{p.name: given.pop(p.name) for p in shared})
+            if settings is not None:
+                own_settings = {p.name: given.pop(p.name) for p in more}
+                given["settings"] = from_options(settings, own_settings)
+            command(**given, options=options)
+
+        with_every_option.__doc__ = command.__doc__ or (settings.__doc__ or "").partition("\n")[0]
+        vars(with_every_option)["__signature__"] = signature.replace(parameters=parameters)
+        with_every_option.__annotations__ = {p.name: p.annotation for p in parameters}
+        return with_every_option
+
+    return given_options
+
+
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _mark(parameter: inspect.Parameter, kind: type[Mark]) -> Mark | None:
+    """The metadata of that kind in an option's type."""
+    return next((each for each in get_args(parameter.annotation) if isinstance(each, kind)), None)
+
+
+def _shown(parameter: inspect.Parameter) -> inspect.Parameter:
+    """An option and its metavar in the help: a type in capitals, or the allowed words.
+
+    A whole number is passed as text to `WholeNumber.read`, so that 4k works.
+    """
+    hint, info, *marks = get_args(parameter.annotation) or (None, None)
+    kinds = get_args(hint) or (hint,)
+    if not isinstance(info, OptionInfo) or bool in kinds or hint is Any:
+        return parameter
+    shown, default = copy.copy(info), parameter.default
+    if hint in (int, int | None):
+        shown.metavar = info.metavar or "INTEGER"
+        hint, marks = (str if hint is int else str | None), marks or [WholeNumber()]
+        default = default if default in (None, parameter.empty) else str(default)
+    elif not info.metavar:
+        is_choice = get_origin(hint) is Literal
+        shown.metavar = "|".join(kinds) if is_choice else "NUMBER" if float in kinds else "TEXT"
+    return parameter.replace(annotation=Annotated[hint, shown, *marks], default=default)
+
+
+def field_options(
+    kind: type, *, panel: str, hidden: Collection[str] = ()
+) -> list[inspect.Parameter]:
+    """A keyword parameter, in typer's form, for every field that the constructor takes.
+
+    Their help comes from ``Args:`` of the docstring. Tuples are texts with commas between their
+    items, see `from_options`. The `hidden` fields are left out.
+    """
+    hints, help_texts = get_type_hints(kind), documented_arguments(kind)
+    parameters = []
+    for field in fields(kind):
+        if not field.init or field.name in hidden:
+            continue
+        hint, default = hints[field.name], field.default
+        if default is MISSING:
+            raise TypeError(f"{kind.__name__}.{field.name} has no default to show")
+        marks: list[WholeNumber] = []
+        metavar = None
+        if get_origin(hint) is tuple:
+            metavar = "INTEGER,..." if get_args(hint)[0] is int else "TEXT,..."
+            hint, default = str | None, ",".join(map(str, default)) or None
+        elif hint == int | str:  # a budget, which may be in bytes
+            hint, marks, metavar = Any, [TokenBudgetParameter()], "INTEGER|auto|12%|64MiB"
+        elif hint in (int, int | None):
+            marks = [WholeNumber(0, is_counted=field.name != "seed")]
+        option = typer.Option(
+            *_flags(field, hint),
+            help=help_texts[field.name],
+            rich_help_panel=panel,
+            metavar=metavar,
+        )
+        parameters.append(_keyword(field.name, default, Annotated[hint, option, *marks]))
+    return parameters
+
+
+def _flags(field: Field[Any], hint: Any) -> tuple[str, ...]:
+    """The flag that a field's metadata gives, if another option uses the field's name."""
+    flag = field.metadata.get("flag")
+    if flag is None:
+        return ()
+    return (f"{flag}/--no-{flag.removeprefix('--')}" if hint is bool else flag,)
+
+
+def from_options(kind: type, given: Mapping[str, Any]) -> Any:
+    """An instance of the dataclass from the values of the options of `field_options`."""
+    hints, values = get_type_hints(kind), dict(given)
+    for name, text in given.items():
+        if get_origin(hints[name]) is tuple:
+            values[name] = _items(name, text or "", get_args(hints[name])[0])
+    return kind(**values)
+
+
+def _items(name: str, text: str, kind: type) -> tuple[Any, ...]:
+    if kind is str:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if numbers := counts(name, text):
+        require_each_at_least(name, numbers, 0)
+    return numbers
+
+
+def documented_arguments(kind: type) -> dict[str, str]:
+    """The text of each argument under ``Args:``, as one line.
+
+    Base classes are searched, too.
+    """
+    known = documented_arguments(kind.__base__) if kind.__base__ else {}
+    text = inspect.cleandoc(vars(kind).get("__doc__") or "")
+    section = re.search(r"^ *Args:\n(.*?)(?:\n\s*\n|\Z)", text, re.S | re.M)
+    found = re.findall(
+        r"^    (\w+): (.*?)(?=^    \w|\Z)", section.group(1) if section else "", re.S | re.M
+    )
+    return known | {name: " ".join(text.split()).rstrip(".") for name, text in found}

@@ -1,0 +1,295 @@
+"""`snapkv library`: read documents once, for `snapkv ask --library`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.validation import format_bytes, require_choice, without_controls
+from snapkv_app.cli import panels
+from snapkv_app.cli.amounts import byte_count
+from snapkv_app.cli.announcing import announce_model
+from snapkv_app.cli.fields import with_options
+from snapkv_app.cli.grid import Grid, give
+from snapkv_app.cli.options import PolicyOptions
+from snapkv_app.cli.outputs import Output
+from snapkv_app.cli.standard_output import FAILED, write, write_json
+
+if TYPE_CHECKING:
+    from snapkv_app.library.about import About
+    from snapkv_app.library.library import Library, Outcome
+    from snapkv_app.library.records import Record
+
+EXAMPLES = {
+    "library": ("snapkv library add contract.pdf notes.txt", "snapkv library list snapkv-library"),
+    "library add": (
+        "snapkv library add contract.pdf notes.txt",
+        "snapkv library add contract.pdf --policy across-layers --set policy=kvzip",
+    ),
+    "library list": ("snapkv library list snapkv-library",),
+    "library check": ("snapkv library check snapkv-library",),
+    "library limit": ("snapkv library limit snapkv-library 20GiB",),
+    "library remove": ("snapkv library remove snapkv-library contract.pdf",),
+}
+
+_BITS = ("int4", "K8V4", "int8", "none")
+_AS_IT_IS = ""
+_VOTES = (
+    "warning: policy: {} keeps what the end of each document attends to, not what questions need, "
+    "and what it drops is lost; leave --policy out, or pass --policy across-layers "
+    "--set policy=kvzip"
+)
+
+Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="The folder of the library")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryFolder(Output):
+    """Marks an option that names the folder of a library, to which documents are added."""
+
+    is_added_to: ClassVar[bool] = True
+
+    def _is_own(self, path: Path) -> bool:  # the library checks its version
+        found: str = json.loads((path / self.files[0]).read_bytes())["format"]
+        return found.startswith("snapkv library ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddOptions(PolicyOptions):
+    """The options of `add`."""
+
+    to: Annotated[
+        str,
+        panels.output(help="Folder of the library, created if missing"),
+        LibraryFolder(files=("library.json",)),
+    ] = "snapkv-library"
+    policy: Annotated[
+        str,
+        panels.policy(
+            help="Method; `snapkv policies` lists them",
+            show_default="the library's; full for a new one, which keeps everything",
+        ),
+    ] = _AS_IT_IS
+    keep_ratio: Annotated[
+        float | None,
+        panels.policy(help="Instead of --budget, the fraction of a document to keep"),
+    ] = None
+    bits: Annotated[
+        str | None,
+        panels.policy(
+            help="Store it in int4, K8V4 or int8; none for the model's dtype",
+            show_default="the library's; int4 for a new one",
+        ),
+    ] = None
+    json: panels.AsJson = False
+
+    def __post_init__(self) -> None:
+        """Refuse parameters without a method, and unknown bits."""
+        super().__post_init__()
+        if self.bits is not None:
+            require_choice("bits", self.bits, _BITS)
+        if self.policy == _AS_IT_IS and (self.has_parameters or self.seed is not None):
+            raise InvalidArgumentError(
+                "policy: expected a method for its parameters, got parameters alone; pass for "
+                "instance --policy across-layers --set policy=kvzip"
+            )
+
+
+app = typer.Typer(
+    name="library",
+    help="Read documents once, then ask about them with `snapkv ask --library`.",
+    no_args_is_help=True,
+)
+
+
+@app.command()
+@with_options(AddOptions)
+def add(sources: panels.Documents, *, options: AddOptions) -> None:
+    """Read new and changed documents; remove those whose files were deleted."""
+    from snapkv_app import library_files
+    from snapkv_app.library.library import Outcome
+
+    library = opened(options.to)
+    library.require_unlocked()
+    found = library_files.find(sources, library)
+    policy, notices = None, found.notices
+    if found.texts or options.policy != _AS_IT_IS:
+        announce_model(like(library, options).model)
+    if options.policy != _AS_IT_IS:
+        from snapkv.policies.base import ALL_QUERIES
+        from snapkv_app.cli.policy import build_policy  # imports torch, after the checks above
+
+        policy = build_policy(options)
+        if not policy.needs_reconstruction_pass and 0 < policy.query_tokens < ALL_QUERIES:
+            notices = [*notices, _VOTES.format(policy.name)]
+    _tell(notices)
+    outcomes = [
+        Outcome(name=name, what="failed", reason=reason) for name, reason in found.failed.items()
+    ]
+    if found.texts:
+        from snapkv_app.cli.loading import load_model, reading_progress  # imports torch
+
+        loaded = load_model(like(library, options))
+        with reading_progress(loaded.model, str(library.path)) as bar:
+            outcomes += library.add(
+                loaded.model,
+                loaded.tokenizer,
+                found.texts,
+                policy,
+                bits=options.bits,  # type: ignore[arg-type] # one of them, see `AddOptions`
+                model_name=loaded.name,
+                on_progress=bar.next,
+            )
+    if found.gone:
+        gone = library.remove([record.where for record in found.gone])
+        outcomes += [Outcome(name=record.name, what="dropped") for record in gone]
+    record = {"library": str(library.path), "documents": [asdict(each) for each in outcomes]}
+    give(
+        record | {"warnings": notices},
+        lambda: _outcomes_table(outcomes),
+        as_json=options.json,
+        place=f"library: {library.path}",
+    )
+    failed = [each for each in outcomes if each.what == "failed"]
+    _tell([f"not read: {each.name}: {each.reason}" for each in failed])
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+@app.command(name="list")
+def list_(library: Place, json: panels.AsJson = False) -> None:
+    """List the documents with tokens, bytes, passages and source files."""
+    found = opened(library)
+    about, records = found.required(), found.documents
+    rows = [
+        {name: value for name, value in asdict(record).items() if name != "text"}
+        for record in records
+    ]
+    shared = {name: getattr(about, name) for name in ("policy", "bits", "max_bytes")}
+    give(
+        {"library": library, "model": about.who} | shared | {"documents": rows},
+        lambda: _documents_table(about, records),
+        as_json=json,
+    )
+
+
+@app.command()
+def check(library: Place, json: panels.AsJson = False) -> None:
+    """Read every byte of all files and name those that are damaged; exit status 1 if any is."""
+    found = opened(library, quiet=True)
+    faults = found.verify()
+    documents = len(found.documents)
+    if json:
+        rows = [{**asdict(fault), "path": str(fault.path)} for fault in faults]
+        write_json({"library": library, "documents": documents, "damaged": rows})
+    elif not faults:
+        write(f"{documents:,} documents, all undamaged\n")
+    for fault in () if json else faults:
+        write(f"damaged: {fault.name} ({fault.path}): {fault.reason}\n")
+    if faults:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def limit(
+    library: Place,
+    size: Annotated[str, typer.Argument(metavar="BYTES", help="Such as 20GiB; none: no limit")],
+    evict: Annotated[
+        bool, typer.Option("--evict", help="Remove documents now if more is stored")
+    ] = False,
+    json: panels.AsJson = False,
+) -> None:
+    """Limit the bytes of keys and values; the least recently used documents are removed."""
+    before = f"snapkv library limit {library} "
+    most_bytes = None if size.lower() == "none" else byte_count("size", size, before)
+    gone = [entry.name for entry in opened(library).limit(most_bytes, evict=evict)]
+    if json:
+        write_json({"library": library, "max_bytes": most_bytes, "evicted": gone})
+    else:
+        write("".join(f"evicted: {name}\n" for name in gone))
+
+
+@app.command()
+def remove(
+    library: Place,
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Names or files")],
+    json: panels.AsJson = False,
+) -> None:
+    """Remove documents from the library; their source files stay."""
+    gone = [record.name for record in opened(library).remove(names)]
+    if json:
+        write_json({"library": library, "removed": gone})
+    else:
+        write("".join(f"removed: {name}\n" for name in gone))
+
+
+def opened(folder: str, *, quiet: bool = False) -> "Library":
+    """The library in a folder; its warnings go to standard error."""
+    from snapkv_app.library.library import Library
+
+    def notice(line: str) -> None:
+        if not quiet:
+            _tell([f"snapkv: warning: {line}"])
+
+    return Library(folder, on_notice=notice)
+
+
+def like(library: "Library", options: Any) -> Any:
+    """The model options; their defaults describe the model that read the library."""
+    about = library.about
+    if about is None:
+        return options
+    return replace(
+        options,
+        model=options.model or about.model_name,
+        dtype=options.dtype or about.model["dtype"],
+    )
+
+
+def _tell(lines: list[str]) -> None:
+    """Write lines to standard error."""
+    for line in lines:
+        sys.stderr.write(f"{without_controls(line)}\n")
+
+
+def _outcomes_table(outcomes: "Sequence[Outcome]") -> Grid:
+    """A row per document that was added or removed."""
+    rows = []
+    for each in outcomes:
+        is_there = each.what not in ("failed", "dropped", "evicted")
+        rows.append(
+            (
+                each.name,
+                each.what,
+                f"{each.tokens:,}" if is_there else "-",
+                format_bytes(each.bytes) if is_there else "-",
+                f"{each.seconds:.1f}" if each.seconds else "-",
+            )
+        )
+    return Grid(headings=("document", "", "tokens", "on disk", "seconds"), rows=tuple(rows), left=2)
+
+
+def _documents_table(about: "About", records: "Sequence[Record]") -> Grid:
+    """A row per document of a library."""
+    rows = [
+        (
+            record.name,
+            f"{record.tokens:,}",
+            format_bytes(record.bytes),
+            f"{len(record.chunks):,}",
+            record.source or "-",
+        )
+        for record in records
+    ]
+    bits = "" if about.bits is None else f", in {about.codes}"
+    bound = "" if about.max_bytes is None else f"; at most {format_bytes(about.max_bytes)}"
+    return Grid(
+        headings=("document", "tokens", "on disk", "passages", "from"),
+        rows=tuple(rows),
+        caption=f"read by {about.who}, method {about.policy_in_words}{bits}{bound}",
+    )

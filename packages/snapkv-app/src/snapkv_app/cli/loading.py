@@ -1,0 +1,169 @@
+"""Slow steps: load a model without messages of other libraries, and show progress bars.
+
+Bars are on standard error, and only on a terminal.
+"""
+
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import transformers
+from huggingface_hub.utils.tqdm import enable_progress_bars
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from snapkv.errors import SnapKVError
+from snapkv_app import conversion
+from snapkv_app.answering import TextSink
+from snapkv_app.cli.announcing import announce
+from snapkv_app.cli.interrupts import started
+from snapkv_app.cli.options import ModelOptions
+from snapkv_app.models import LoadedModel, load
+from snapkv_app.packages import DEMO
+from snapkv_app.reading import telling_of_reading
+
+_LOAD_OPTIONS = ("device", "dtype", "revision", "attn_implementation", "trust_remote_code")
+
+_OTHERS = ("Qwen/Qwen3-4B", "microsoft/Phi-4-mini-instruct", "HuggingFaceTB/SmolLM3-3B")
+"""Small models that answer, for a suggestion."""
+
+
+def load_model(options: ModelOptions) -> LoadedModel:
+    """Load the model that the options name."""
+    begin(verbose=options.verbose)
+    return load(**load_arguments(options))
+
+
+def load_arguments(options: ModelOptions) -> dict[str, Any]:
+    """The options as arguments of `load`."""
+    given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}
+    return given if options.model is None else given | {"name": options.model}
+
+
+def load_other(name: str, options: ModelOptions) -> LoadedModel:
+    """Load a draft model, on the device and in the dtype of the main model."""
+    announce(f"loading {name}")
+    try:
+        return load_model(replace(options, model=name, revision=None, attn_implementation=None))
+    except SnapKVError as error:  # the message names the main model's option
+        raise type(error)(re.sub("^model: ", "assistant: ", str(error))) from error
+
+
+def say_if_demo(loaded: LoadedModel) -> None:
+    """Say on standard error what to expect of the demo model's answers, and what else to name."""
+    if loaded.name == DEMO:
+        sys.stderr.write(
+            "snapkv: this is the demo model, a small one for trying the commands, whose answers "
+            f"are often wrong; name another with --model, such as {', '.join(_OTHERS[:-1])} or "
+            f"{_OTHERS[-1]}\n"
+        )
+
+
+def begin(*, verbose: bool) -> None:
+    """Run a slow step: Ctrl-C ends it in order, and messages of other libraries are hidden.
+
+    Errors are still reported, and so is the progress of a download.
+    """
+    started()
+    converting = logging.getLogger(conversion.__name__)
+    if not converting.handlers:
+        converting.addHandler(_ToStandardError())
+        converting.setLevel(logging.INFO)
+    if verbose:
+        return
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for library in ("huggingface_hub", "torch", "lm_eval"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    if sys.stderr.isatty():
+        enable_progress_bars()
+
+
+class _ToStandardError(logging.Handler):
+    """Messages of snapkv, a line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"snapkv: {record.getMessage()}\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingBar:
+    """The bar of `reading_progress`."""
+
+    bar: Progress
+    task: TaskID
+
+    def show(self, tokens: int, of_tokens: int) -> None:
+        reached = f"{tokens:,} of {of_tokens:,} tokens"
+        self.bar.update(self.task, completed=tokens, total=of_tokens, reached=reached)
+
+    def next(self, description: str, done: int, total: int) -> None:
+        """Another text is read; `done` of `total` have been."""
+        self.bar.reset(self.task, description=f"{description}, {done + 1:,} of {total:,}")
+
+    def before(self, on_text: TextSink) -> TextSink:
+        """A sink that removes the bar before the text of the answer."""
+
+        def write(text: str) -> None:
+            self.bar.stop()
+            on_text(text)
+
+        return write
+
+
+@contextmanager
+def reading_progress(model: Any, label: str) -> Iterator[ReadingBar]:
+    """Show how many tokens of a text the model has read, and the time left."""
+    with _bar(
+        TextColumn("reading ({task.description})"),
+        BarColumn(),
+        TextColumn("{task.fields[reached]}"),
+        TimeRemainingColumn(),
+    ) as bar:
+        found = ReadingBar(bar=bar, task=bar.add_task(label, total=None, reached=""))
+        with nullcontext() if bar.disable else telling_of_reading(model, found.show):
+            yield found
+
+
+@contextmanager
+def answers_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show how many answers of a run are done.
+
+    Yields:
+        A function of the next answer's description, the answers done, and the total.
+    """
+    with _bar(
+        TextColumn(label),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    ) as bar:
+        task = bar.add_task("", total=None)
+
+        def advance(description: str, done: int, total: int) -> None:
+            bar.update(task, description=description, completed=done, total=total)
+
+        yield advance
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    console = Console(stderr=True)
+    # Where a bar cannot be drawn over itself, rich would end a line at each word of an answer.
+    return Progress(*columns, console=console, transient=True, disable=not console.is_interactive)

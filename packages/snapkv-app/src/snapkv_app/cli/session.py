@@ -1,0 +1,152 @@
+"""What `ask` and `generate` print: an answer and its costs, alone or next to the full cache's."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from snapkv import __version__
+from snapkv.hf.placement import device_of
+from snapkv.policies.default import method_name
+from snapkv.validation import format_bytes
+from snapkv_app.answering import Answer, TextSink
+from snapkv_app.cli.changes import Change
+from snapkv_app.cli.grid import Grid, say, show
+from snapkv_app.cli.loading import say_if_demo
+from snapkv_app.cli.notes import Note, notes_on, said_of_votes
+from snapkv_app.cli.options import RunOptions
+from snapkv_app.cli.standard_output import write, write_json
+from snapkv_app.models import LoadedModel
+from snapkv_app.settings import GenerationSettings
+
+_REQUEST = (
+    *("question", "prompt", "documents", "warnings"),
+    *("library", "sources", "recompute", "passages"),
+)
+_NOTES = ("lost_votes", "comparison", "check", "bits")
+"""Keys of the JSON object that are null where there is nothing to say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskSession:
+    """What was asked, and how to answer it.
+
+    Attributes:
+        loaded: the model that answers.
+        settings: how it generates.
+        answered: computes the method's answer; its text goes to the given function meanwhile.
+        full: computes the full cache's answer, or its first so many tokens.
+        exactly: the change of options that makes the prefill exact; empty if it is.
+        own_bits: why the default quantization is impossible; empty if it is possible.
+        sources: lines to print between the answer and its costs.
+    """
+
+    loaded: LoadedModel
+    settings: GenerationSettings
+    answered: Callable[[TextSink | None], Answer]
+    full: Callable[[int | None], Answer]
+    exactly: Change
+    own_bits: str = ""
+    sources: Callable[[], Sequence[Text]] = tuple
+
+
+def show_answers(
+    asked: AskSession, options: RunOptions, request: dict[str, Any], typed: Sequence[str]
+) -> None:
+    """Answer once or, to compare, twice; then print the results."""
+    if options.compare:
+        _warm_up(asked.loaded.model)
+        answers = [asked.answered(None), asked.full(None)]
+    else:
+        answers = [asked.answered(None if options.json else write)]
+    if not options.json:
+        _show(answers, asked.sources())
+    notes = notes_on(answers, options, typed, exactly=asked.exactly, full_start=asked.full)
+    lines = [Text(f"bits: {asked.own_bits}")] if asked.own_bits else []
+    notes.append(Note(key="bits", record={"note": asked.own_bits or None}, lines=lines))
+    if options.json:
+        about = {"model": asked.loaded.description(), **dict.fromkeys(_REQUEST), **request}
+        about["prefill"] = options.reading.describe()
+        about["settings"] = asdict(asked.settings)
+        runs = [answer_record(each, with_layers=options.verbose) for each in answers]
+        told = dict.fromkeys(_NOTES) | {note.key: note.record for note in notes}
+        write_json({"answer": runs[0]["text"]} | about | {"runs": runs} | told | versions())
+    else:
+        say([line for note in notes for line in note.lines], to_errors=not options.compare)
+    say_if_demo(asked.loaded)
+    if status := max(note.status for note in notes):
+        raise typer.Exit(status)
+
+
+def _show(answers: Sequence[Answer], sources: Sequence[Text]) -> None:
+    """Print two answers side by side on standard output, or the costs of a printed one."""
+    if len(answers) > 1:
+        show(answers_table(answers, with_text=True))
+        say(sources)
+    else:
+        write("\n")
+        say(sources, to_errors=True)
+        Console(stderr=True).print(answers_table(answers, with_text=False))
+
+
+def _warm_up(model: Any) -> None:
+    """Read the weights once, or only the first of two runs would pay for it."""
+    with torch.inference_mode():
+        model(torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
+
+
+def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:
+    """A column per answer: its text if not printed yet, and its costs."""
+    columns = [_costs(answer) for answer in answers]
+    rows = [(name, *(column.get(name, "-") for column in columns)) for name in columns[0]]
+    if with_text:
+        rows.insert(0, ("answer", *(answer.text.strip() for answer in answers)))
+    names = (method_name(answer.policy) for answer in answers)
+    return Grid(headings=("", *names), rows=tuple(rows), left=1 + len(answers), ruled=with_text)
+
+
+def _costs(answer: Answer) -> dict[str, str]:
+    cache = answer.cache
+    costs = {
+        "prompt tokens": f"{answer.prompt_tokens:,}",
+        "kept tokens": f"{answer.kept_tokens:,.0f} of {answer.prompt_tokens:,}",
+        "generated": f"{answer.new_tokens:,}",
+        "lost votes": said_of_votes(cache),
+        "cache": f"{format_bytes(cache.held_bytes)} ({cache.held_bytes / cache.full_bytes:.0%})",
+        "full cache": format_bytes(cache.full_bytes),
+        "first token": f"{answer.first_token_ms / 1000:.1f} s",
+        "per token": "-" if answer.token_ms is None else f"{answer.token_ms:.0f} ms",
+        "whole answer": f"{answer.total_ms / 1000:.1f} s",
+    }
+    if drafts := answer.drafts:
+        length, passes = drafts["acceptance_length"], drafts["passes"]
+        costs["tokens per pass"] = f"{length:.2f}, {passes:,} passes ({drafts['method']})"
+    if cache.get("steps"):
+        costs["steps"] = cache["steps"]
+    return costs
+
+
+def answer_record(answer: Answer, *, with_layers: bool) -> dict[str, Any]:
+    """An answer for JSON; the long list of layers only if asked for."""
+    record = {"method": method_name(answer.policy), **asdict(answer)}
+    if not with_layers:
+        record["cache"] = without(record["cache"], "layers")
+    return record
+
+
+def without(record: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key != name}
+
+
+def versions() -> dict[str, str]:
+    """Versions of the software, for a record."""
+    return {
+        "snapkv": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }

@@ -1,0 +1,253 @@
+"""Turns about documents in one cache that stays within its budget."""
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from snapkv.cache.layer import Turns
+from snapkv.cache.report import CacheReport
+from snapkv.errors import CacheFileError, CacheMismatchError, InvalidArgumentError
+from snapkv.hf.cache import CompressedCache
+from snapkv.hf.placement import device_of
+from snapkv.kvzip import require_one_reading
+from snapkv.policies import EvictingPolicy, Policy
+from snapkv.policies.spans import Span
+from snapkv.storage.bits import Quantize
+from snapkv.storage.offload import Recall
+from snapkv_app.answering import (
+    Answer,
+    TextSink,
+    answer_ids,
+    end_token_ids,
+    prompt_ids,
+    require_positions,
+)
+from snapkv_app.models import LoadedModel
+from snapkv_app.parts import ROLES, SpokenPart, generation_tokens, question_parts, turn
+from snapkv_app.plan.advice import token_costs
+from snapkv_app.prefills import Exact, Prefill
+from snapkv_app.prompts import Prompt, next_turn, question_prompt, require_question
+from snapkv_app.protection import Protection
+from snapkv_app.settings import GenerationSettings
+from snapkv_app.thinking import MARKS, thinking
+
+NO_RECALL = "none"
+
+
+class Conversation:
+    """Questions and answers about documents, one after the other in the same cache.
+
+    Args:
+        loaded: model and tokenizer.
+        policy: which tokens the cache keeps for each question.
+        settings: length and sampling.
+        document: text that the questions are about; may be empty.
+        recall: "host" or a folder, see `CompressedCache`; "none" evicts
+            for good. None means "host", or "none" for methods that evict while
+            generating.
+        protection: tokens of the first prompt that are kept in all turns; None for none.
+        prefill: how every turn is read; None for exactly, in one pass.
+        quantize: as for `CompressedCache`.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        policy: Policy,
+        settings: GenerationSettings,
+        *,
+        document: str = "",
+        recall: Recall | None = None,
+        protection: Protection | None = None,
+        prefill: Prefill | None = None,
+        quantize: Quantize | None = None,
+    ) -> None:
+        require_one_reading(policy, "choose snapkv, whose turns vote on the whole conversation")
+        policy = loaded.completed(policy)
+        evicts = isinstance(policy, EvictingPolicy)
+        self._prefill = prefill or Exact()
+        if recall is None:
+            recall = NO_RECALL if evicts else "host"
+        self._loaded, self._settings, self._document = loaded, settings, document
+        self._ids: Tensor | None = None
+        self._parts: list[SpokenPart] = []
+        self._protection = protection
+        turns: Turns = "append" if evicts else "compress"
+        drops = recall == NO_RECALL
+        kept: dict[str, Any] = {"turns": turns} if drops else {"recall": recall}
+        self._options = kept | {"quantize": quantize}
+        self.cache = CompressedCache(loaded.model, policy, **self._options)
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self._ids is None else int(self._ids.shape[1])
+
+    def ask(self, question: str, *, on_text: TextSink | None = None) -> Answer:
+        require_question(question)
+        ids, parts, asked = self._with(question)
+        require_positions(self._loaded, ids.shape[1], self._settings)
+        before = copy.copy(self.cache)
+        self.cache.expect_question(asked.question_tokens(self._loaded.tokenizer))
+        try:
+            found, self._ids = answer_ids(
+                self._loaded,
+                ids,
+                self.cache,
+                self._settings,
+                on_text=on_text,
+                prefill=self._prefill,
+            )
+        except BaseException:
+            self.cache = before  # layers may have read different parts of the turn
+            raise
+        answer = SpokenPart(role="assistant", span=(ids.shape[1], int(self._ids.shape[1])))
+        self._parts = [*parts, answer]
+        return found
+
+    def _with(self, question: str) -> tuple[Tensor, list[SpokenPart], Prompt]:
+        """(1, T) int64, the conversation and the question; its parts; and what is new of it."""
+        tokenizer = self._loaded.tokenizer
+        if self._ids is not None:
+            later, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
+            ids = joined(self._loaded, self._ids, later, self._settings, is_chat=is_chat)
+            new = later.token_ids(tokenizer).shape[1]
+            asked = SpokenPart(role="user", span=(ids.shape[1] - new, ids.shape[1]))
+            return ids, [*self._parts, asked], later
+        prompt = question_prompt(tokenizer, self._document, question)
+        begun = prompt_ids(self._loaded, prompt, self._settings)
+        self._protect(prompt)
+        return begun, question_parts(tokenizer, prompt, self._document), prompt
+
+    def drop(self, what: str) -> dict[str, Any]:
+        """Drop parts of the conversation from the cache; see `CompressedCache.drop`.
+
+        Args:
+            what: "thinking" for that of the answers, "document", or the number of a turn: a
+                question and its answer.
+
+        Returns:
+            How many tokens and bytes were freed: `tokens`, `device_bytes`, `host_bytes`.
+
+        Raises:
+            InvalidArgumentError: there is nothing of that kind left to drop, or the cache cannot
+                drop it.
+        """
+        seen, before = self.cache.get_seq_length(), self.report()
+        spans = [(start, min(stop, seen)) for start, stop in self._spans_of(what) if start < seen]
+        if spans:
+            self.cache.drop(spans)
+        after = self.report()
+        tokens = after["dropped_tokens"] - before["dropped_tokens"]
+        if not tokens:
+            marks = f" (searched for {', '.join(MARKS)})" if what == "thinking" else ""
+            raise InvalidArgumentError(
+                f"drop: expected a part of the conversation that is still there, got {what!r}, "
+                f"which is not{marks}; pass thinking, document or the number of a turn"
+            )
+        freed = {name: before[name] - after[name] for name in ("held_bytes", "host_bytes")}
+        return {
+            "tokens": tokens,
+            "device_bytes": freed["held_bytes"],
+            "host_bytes": freed["host_bytes"],
+        }
+
+    def _spans_of(self, what: str) -> list[Span]:
+        if what == "document":
+            return [part.span for part in self._parts if part.role == what]
+        if what == "thinking":
+            answers = [part.span for part in self._parts if part.role == "assistant"]
+            return [span for answer in answers for span in self._thinking(*answer)]
+        if not what.isdecimal() or not what.isascii() or len(what) > 9:
+            raise InvalidArgumentError(
+                f"drop: expected thinking, document or the number of a turn, got {what!r:.60}; say "
+                "for instance /drop 1"
+            )
+        return [part.span for part in turn(self._parts, int(what))]
+
+    def _thinking(self, start: int, stop: int) -> list[Span]:
+        """Thinking in an answer, or in what the template writes before it."""
+        assert self._ids is not None
+        start = max(0, start - generation_tokens(self._loaded.tokenizer))
+        return thinking(self._loaded.tokenizer, self._ids[0, start:stop].tolist(), start)
+
+    def _protect(self, prompt: Prompt) -> None:
+        """Begin with a cache that keeps the protected tokens of the first prompt."""
+        if self._protection is not None:
+            policy = self.cache.policy
+            model, quantize = self._loaded.model, self._options["quantize"]
+            costs = functools.partial(token_costs, model, policy, quantize)
+            spans = self._protection.spans(prompt, policy, self._loaded.tokenizer, costs)
+            self.cache = CompressedCache(model, policy, protect=spans, **self._options)
+
+    def report(self) -> CacheReport:
+        return self.cache.report()
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation to a file; see `CompressedCache.save`."""
+        if self._ids is None:
+            raise InvalidArgumentError(
+                "save: expected a conversation with a question, got none yet; ask something first"
+            )
+        parts = [(ROLES.index(part.role), *part.span) for part in self._parts]
+        told = torch.tensor(parts, dtype=torch.int64).view(-1, 3)
+        self.cache.save(path, beside={"conversation": self._ids, "parts": told})
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        loaded: LoadedModel,
+        settings: GenerationSettings,
+        policy: Policy,
+        *,
+        recall: Recall | None = None,
+        prefill: Prefill | None = None,
+    ) -> Self:
+        """Load a conversation that `save` wrote; it continues with the policy it was saved with.
+
+        `policy` is used if it equals the saved one, for methods that need a tokenizer. `recall` is
+        where evicted tokens are offloaded from now on; None for the saved choice, on the host. A
+        conversation saved without recall takes None or "none".
+        """
+        policy = policy.with_tokenizer(loaded.tokenizer)
+        own = policy if policy.needs else None
+        wanted = None if recall == NO_RECALL else recall
+        cache, beside = CompressedCache.load_with(path, loaded.model, policy=own, recall=wanted)
+        if recall == NO_RECALL and cache.options["turns"] == "recall":
+            raise CacheMismatchError(
+                f"recall: expected 'host', a folder or nothing for a conversation that was saved "
+                f"with recall, got {recall!r}; leave it out"
+            )
+        if "conversation" not in beside:
+            raise CacheFileError(
+                f"path: expected a saved conversation, got a cache without one at "
+                f"{str(path)!r}; load it with CompressedCache.load"
+            )
+        conversation = cls.__new__(cls)
+        conversation._loaded, conversation._settings = loaded, settings
+        conversation.cache, conversation._prefill = cache, prefill or Exact()
+        conversation._ids = beside["conversation"].to(device_of(loaded.model))
+        conversation._parts = [
+            SpokenPart(role=ROLES[role], span=(start, stop))
+            for role, start, stop in beside.get("parts", torch.empty(0, 3)).tolist()
+        ]
+        return conversation
+
+
+def joined(
+    loaded: LoadedModel, said: Tensor, turn: Prompt, settings: GenerationSettings, *, is_chat: bool
+) -> Tensor:
+    """The conversation, (1, T) int64, with a new turn, with or without a chat template.
+
+    A template's text follows the end token of the answer, which no cache has read yet. Other text
+    follows the answer's text.
+    """
+    tokenizer, last = loaded.tokenizer, int(said[0, -1])
+    is_written = not is_chat or turn.text.startswith(tokenizer.decode([last]))
+    if is_written and last in end_token_ids(loaded.model, settings):
+        said = said[:, :-1]
+    return torch.cat([said, turn.token_ids(tokenizer).to(said.device)], dim=1)

@@ -1,0 +1,153 @@
+"""GGUF files, converted once to a folder that transformers opens in a moment.
+
+transformers can read a GGUF file, but unpacks every tensor each time (10-25 s for a 98 MB file).
+The unpacked model is saved to a cache folder, named after the file's name, size and content, so
+that a changed file is never mistaken for the one converted before.
+"""
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.modeling_gguf_pytorch_utils as gguf_reading
+from transformers import AutoTokenizer
+
+from snapkv.cache_folder import cache_folder
+from snapkv.errors import InvalidArgumentError, SnapKVError, missing_package
+from snapkv.hf.checkpoint import load_complete
+from snapkv.validation import first_line
+from snapkv_app.packages import absent_for_gguf
+
+_log = logging.getLogger(__name__)
+_draw_progress = gguf_reading.tqdm
+
+_MAGIC = b"GGUF"
+
+_COMPLETE = "complete-2"
+"""Ends the names of folders. In others weights that a file lacks are random numbers, or the tokens
+that end a text are those that transformers guessed."""
+
+_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""transformers' names of special tokens, and those in a GGUF header."""
+
+
+def convert_once(path: Path, dtype: torch.dtype) -> tuple[Path, str]:
+    """The folder of a GGUF file's model and tokenizer, and the hexadecimal SHA-256 of the file.
+
+    The folder is what `from_pretrained` takes, every tensor in it of that dtype; it is made if it
+    is not in the cache folder yet.
+
+    bfloat16 rounds by less than a quantized file has, and takes half the room of float32.
+
+    Several processes may convert the same file at the same time: each works in a folder of its
+    own and the first to finish moves it into place. An interrupted conversion leaves no folder
+    behind under the final name.
+    """
+    _require_gguf(path)
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    name = f"{path.stem}-{path.stat().st_size}-{sha256[:16]}-{_COMPLETE}"
+    if dtype != torch.float32:
+        name += f"-{str(dtype).removeprefix('torch.')}"
+    folder = cache_folder() / name
+    if not folder.is_dir():
+        _convert(path, folder, dtype)
+    return folder, sha256
+
+
+def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
+    if absent := absent_for_gguf():
+        raise missing_package("model: reading GGUF files", *absent)
+    model, tokenizer = _unpack(path, dtype)
+    try:
+        _save(model, tokenizer, folder)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"SNAPKV_CACHE_DIR: expected a folder with room for {path.name}, unpacked "
+            f"({model.num_parameters() * dtype.itemsize:,} bytes), got {error.strerror or error} "
+            f"in {folder.parent}; set SNAPKV_CACHE_DIR to another folder"
+        ) from error
+
+
+def _require_gguf(path: Path) -> None:
+    with path.open("rb") as file:
+        magic = file.read(len(_MAGIC))
+    if magic != _MAGIC:
+        raise InvalidArgumentError(
+            f"model: expected a file that begins with {_MAGIC!r}, got {magic!r} in {path}; "
+            "it is not a GGUF file, or its download was not one: fetch it again"
+        )
+
+
+def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Read model and tokenizer out of a GGUF file, every tensor in that dtype."""
+    _log.info("converting %s to a folder that opens in a moment; this is done once", path.name)
+    try:
+        with _bar_on_terminals():
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            _name_special_tokens(tokenizer, path)
+            model = load_complete(
+                path,
+                path.parent,
+                gguf_file=path.name,
+                told_by="header",
+                remedy="fetch the file again, or use the original model instead",
+                dtype=dtype,
+            )
+    except SnapKVError:
+        raise
+    except Exception as error:  # a damaged file makes the reader raise whatever it trips over
+        raise InvalidArgumentError(
+            "model: expected a complete GGUF file of a decoder-only architecture that transformers "
+            f"can read, got {path}: {first_line(error)}; fetch it again, or use the original model "
+            "instead"
+        ) from error
+    # The loader notes that the weights came out of a quantised file, and `save_pretrained` then
+    # refuses; they are ordinary tensors by now.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    return model, tokenizer
+
+
+def _name_special_tokens(tokenizer: Any, path: Path) -> None:
+    """Give a tokenizer the special tokens of the file's header; transformers 5.17 mixes them up."""
+    from gguf import GGUFReader
+
+    header = GGUFReader(path).fields
+    for name, key in _SPECIAL_TOKENS.items():
+        field = header.get(f"tokenizer.ggml.{key}_token_id")
+        if field is not None:
+            token = tokenizer.convert_ids_to_tokens(int(field.contents()))
+            setattr(tokenizer, f"{name}_token", token)
+
+
+@contextlib.contextmanager
+def _bar_on_terminals() -> Iterator[None]:
+    """Within this block transformers' bar of a GGUF file's tensors is for terminals only."""
+    gguf_reading.tqdm = functools.partial(_draw_progress, disable=None, leave=False)
+    try:
+        yield
+    finally:
+        gguf_reading.tqdm = _draw_progress  # two threads may convert at once
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the folder whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as scratch:
+        fresh = Path(scratch) / folder.name
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        try:
+            os.replace(fresh, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            # Another process was first, and its folder is as good as ours.

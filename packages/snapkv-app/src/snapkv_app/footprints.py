@@ -1,0 +1,84 @@
+"""Find the sizes of a model by its name, without loading torch where that is possible."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from snapkv.errors import InvalidArgumentError
+from snapkv_app.plan import Footprint, footprint_of
+from snapkv_app.plan.footprint import MissingSettingError
+from snapkv_app.plan.shapes import SHAPES, shape_of
+
+_DEMO_SHAPE = "smollm2-135m"
+
+
+def find_footprint(
+    name: str,
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Footprint:
+    """Find a model's configuration and compute its footprint.
+
+    A published shape, a folder and a hub id that is in the hub's cache are read without torch and
+    transformers. Both are loaded for a GGUF file, for a hub id that must be downloaded, and for a
+    `config.json` that leaves out settings, for which transformers has defaults.
+
+    Args:
+        name: "demo", a published shape or its hub id, a ``.gguf`` file, a folder with a
+            ``config.json``, or another hub id.
+        dtype: counts weights and caches in this dtype; None for the checkpoint's own, in which
+            quantized weights count as stored. Shapes are in bfloat16.
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: run the configuration code that comes with the checkpoint.
+
+    Raises:
+        ModelNotFoundError: no such file, folder or hub id.
+        InvalidArgumentError: a damaged `config.json`.
+        UnsupportedModelError: a family whose sizes are not known.
+    """
+    shape = None if revision else _DEMO_SHAPE if name == "demo" else shape_of(name)
+    if shape is not None:
+        return SHAPES[shape].footprint(dtype or ("float32" if name == "demo" else None))
+
+    from snapkv_app.model_places import config_file  # imports the hub's client
+
+    file = None if trust_remote_code else config_file(name, revision)
+    if file is not None:
+        settings = _read(file)
+        stored = None if "text_config" in settings else _checkpoint_bytes(file.parent)
+        with contextlib.suppress(MissingSettingError):
+            return footprint_of(settings, dtype=dtype, weights_bytes=stored)
+    from snapkv_app.models import load_settings
+
+    settings = load_settings(name, revision=revision, trust_remote_code=trust_remote_code)
+    return footprint_of(settings, dtype=dtype)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Read an object from a JSON file of a model."""
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        found = error
+    if not isinstance(found, dict):
+        raise InvalidArgumentError(
+            f"model: expected an object in JSON in {file}, got "
+            f"{found if isinstance(found, Exception) else type(found).__name__}; download the "
+            "model again"
+        )
+    return found
+
+
+def _checkpoint_bytes(folder: Path) -> int | None:
+    """Return the bytes of the tensors that transformers loads from a folder; None if unknown."""
+    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        found = (_read(index).get("metadata") or {}).get("total_size")
+        return None if found is None else int(found)
+    if not file.is_file():
+        return None
+    with file.open("rb") as opened:  # the header's length is in the first eight bytes
+        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")

@@ -1,0 +1,75 @@
+"""Which of a prompt's last tokens voted for which of its tokens, over all heads and layers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.cache.layer import last_tokens
+from snapkv.page.packing import Ballot
+from snapkv.policies import Policy, PromptLayer, SnapKV
+from snapkv.policies.prefix_policy import PrefixPolicy
+from snapkv_app.models import LoadedModel
+from snapkv_app.observing import observed
+
+
+def scorer_of(policy: Policy) -> PrefixPolicy | None:
+    """The wrapped policy that scores the prefix."""
+    for name in ("policy", "prompt"):
+        inner = getattr(policy, name, None)
+        if isinstance(inner, Policy):
+            return scorer_of(inner)
+    return policy if isinstance(policy, PrefixPolicy) else None
+
+
+def ballots(loaded: LoadedModel, ids: Tensor, policies: Sequence[Policy]) -> list[Ballot | None]:
+    """Who votes in each method for the tokens of a (1, T) prompt; None where nobody does.
+
+    One layer is looked at after the other. Every query head counts the same.
+    """
+    scorers = [scorer_of(policy) for policy in policies]
+    voting = [scorer if isinstance(scorer, SnapKV) else None for scorer in scorers]
+    most = max((each.query_tokens for each in voting if each is not None), default=0)
+    counted: list[Tensor | None] = [None] * len(policies)
+
+    def look(layer: PromptLayer) -> None:
+        for place, scorer in enumerate(voting):
+            if scorer is not None:
+                votes, before = layer_votes(scorer, layer), counted[place]
+                counted[place] = votes if before is None else before + votes
+
+    if most:
+        observed(loaded, ids, most, look)
+    return [
+        _ballot(scorer, votes) if scorer is not None and votes is not None else None
+        for scorer, votes in zip(voting, counted, strict=True)
+    ]
+
+
+def _ballot(scorer: SnapKV, votes: Tensor) -> Ballot:
+    sinks = scorer.sink_tokens or 0
+    return Ballot(votes=votes, sink_tokens=sinks, window_tokens=scorer.window_size)
+
+
+def layer_votes(scorer: SnapKV, layer: PromptLayer) -> Tensor:
+    """(W, T) float32 in main memory: what each voter would give every token if it voted alone.
+
+    That is its attention, pooled as the method pools votes, summed over the query heads. Nobody
+    votes for the window, which is kept anyway.
+    """
+    queries = last_tokens(layer.queries, scorer.query_tokens)
+    tokens = layer.keys.shape[2]
+    found = torch.zeros(queries.shape[2], tokens, device=queries.device)
+    if (prefix := tokens - scorer.window_size) <= 0:
+        return found.cpu()
+    shared = queries.shape[1] // layer.keys.shape[1]
+    for head in range(queries.shape[1]):
+        own, options = slice(head, head + 1), layer.score_options
+        if options.sink_logits is not None:
+            options = replace(options, sink_logits=options.sink_logits[own])
+        keys = layer.keys[:, head // shared : head // shared + 1]
+        weights = ops.attention_weights(queries[:, own], keys, options)[0]
+        found[:, :prefix] += scorer.pool(weights[..., :prefix], layer)[0]
+    return found.cpu()

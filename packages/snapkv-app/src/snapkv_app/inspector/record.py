@@ -1,0 +1,212 @@
+"""Answer a question from the full cache and from those of several methods and budgets, for a page.
+
+The prompt is read once for all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from snapkv.cache.shown import kept_counts, kept_of, token_texts
+from snapkv.page import Page, Shown, Stop
+from snapkv.page.packing import Ballot
+from snapkv.page.words import answer_sentence, word_changes
+from snapkv.policies import FullCache, Policy
+from snapkv.policies.default import asked_by
+from snapkv_app.answering import Answer, prompt_ids
+from snapkv_app.comparison import Comparison
+from snapkv_app.inspector.ballots import ballots
+from snapkv_app.models import LoadedModel
+from snapkv_app.prefills import Exact
+from snapkv_app.prompt_end import PromptEnd
+from snapkv_app.prompt_reader import PromptReader
+from snapkv_app.prompts import Prompt
+from snapkv_app.protection import Protection
+from snapkv_app.settings import GenerationSettings
+
+CHOSEN = "chosen"
+"""Label of the budget that a method was asked with."""
+
+_UNVOTED = "this method counts no votes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetRecord:
+    """One cache.
+
+    Attributes:
+        label: its budget.
+        answer: from that cache.
+        said: what it keeps at the prompt's end, in words.
+        counts: (T,) int64, how many heads of all layers kept each token of the prompt.
+        heads: number of heads in all layers.
+    """
+
+    label: str
+    answer: Answer
+    said: str
+    counts: Tensor
+    heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodRecord:
+    """A method at its budgets.
+
+    Attributes:
+        label: its name on the page.
+        budgets: the least memory first.
+        chosen: the one of them that the method was asked with.
+        ballot: who voted for what; None where a method counts no votes.
+    """
+
+    label: str
+    budgets: list[BudgetRecord]
+    chosen: BudgetRecord
+    ballot: Ballot | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """Everything the page shows.
+
+    Attributes:
+        question: what was asked; empty where nobody knows.
+        pieces: the text of every token of the prompt.
+        full: the answer of the full cache.
+        methods: one record for every policy.
+    """
+
+    question: str
+    pieces: list[str]
+    full: Answer
+    methods: list[MethodRecord]
+
+    def page(self, request: dict[str, Any]) -> Page:
+        """The page.
+
+        Args:
+            request: the model, `documents`, a list of names, and everything else that is needed to
+                reproduce the page.
+        """
+        names = ", ".join(request.get("documents", ())) or "the prompt"
+        chosen = {method.label: method.chosen.answer.policy for method in self.methods}
+        return Page(
+            title=f"What was kept of {names}",
+            question=self.question,
+            pieces=self.pieces,
+            methods=[self._shown(method) for method in self.methods],
+            full=self.full.text,
+            request=request | {"methods": chosen},
+        )
+
+    def _shown(self, method: MethodRecord) -> Shown:
+        return Shown(
+            label=method.label,
+            stops=[self._stop(each) for each in method.budgets],
+            chosen=[each is method.chosen for each in method.budgets].index(True),
+            ballot=method.ballot,
+            unvoted=_UNVOTED,
+        )
+
+    def _stop(self, record: BudgetRecord) -> Stop:
+        given = record.answer
+        same = Comparison.of(given, self.full).same
+        cut_after = given.new_tokens if given.finish_reason == "length" else None
+        return Stop(
+            label=record.label,
+            sentences=(record.said, answer_sentence(same, cut_after)),
+            counts=record.counts,
+            heads=record.heads,
+            answer={
+                "text": given.text,
+                "same": same,
+                "changes": word_changes(self.full.text, given.text),
+            },
+        )
+
+
+def inspect_prompt(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    policies: Sequence[tuple[str, Policy]],
+    settings: GenerationSettings,
+    *,
+    budgets: Sequence[tuple[str, Policy]] = (),
+    on_step: Callable[[str, int, int], None] | None = None,
+) -> Inspection:
+    """Read a prompt once for all methods, then answer from the full cache and from each of theirs.
+
+    Args:
+        loaded: model and tokenizer.
+        prompt: what the model continues.
+        policies: a label and a policy each.
+        settings: how answers are generated.
+        budgets: a label and the first of the policies with another budget each.
+        on_step: called with a description of every next step.
+
+    Raises:
+        PromptTooLongError: prompt and answer need more positions than the model has.
+        UnsupportedModelError: the model cannot be compressed correctly.
+        OutOfMemoryError: the device is full.
+    """
+    names = ["reading", "full", *(f"budget {label}" for label, _ in budgets)]
+    names += [label for label, _ in policies]
+    steps = iter(enumerate(names))
+
+    def begin_next() -> None:
+        done, name = next(steps)
+        if on_step:
+            on_step(name, done, len(names))
+
+    reader = PromptReader(loaded, prompt, settings, [Exact()] * (1 + len(policies) + len(budgets)))
+
+    def ask(label: str, policy: Policy) -> BudgetRecord:
+        begin_next()
+        ends: list[PromptEnd] = []
+        given = reader.answer(policy, Exact(), Protection(), ends)
+        cache = ends.pop().cache
+        counts, heads = kept_counts(cache.prompt_state.layers, given.prompt_tokens)
+        said = kept_of(cache.report(), counts, heads)
+        return BudgetRecord(label=label, answer=given, said=said, counts=counts, heads=heads)
+
+    begin_next()
+    ids = prompt_ids(loaded, prompt, settings)[:, : prompt.context_tokens(loaded.tokenizer)]
+    asked = prompt.question_tokens(loaded.tokenizer)
+    with reader.given():
+        voted = ballots(
+            loaded, ids, [asked_by(loaded.completed(policy), asked) for _, policy in policies]
+        )
+    full = ask(CHOSEN, FullCache()).answer
+    others = [ask(label, policy) for label, policy in budgets]
+    methods = []
+    for (label, policy), ballot in zip(policies, voted, strict=True):
+        chosen = ask(CHOSEN, policy)
+        made = sorted([*others, chosen], key=lambda each: each.answer.cache.held_bytes)
+        methods.append(MethodRecord(label=label, budgets=made, chosen=chosen, ballot=ballot))
+        others = []
+    return Inspection(
+        question=prompt.question,
+        pieces=prompt_texts(loaded.tokenizer, prompt),
+        full=full,
+        methods=methods,
+    )
+
+
+def prompt_texts(tokenizer: Any, prompt: Prompt) -> list[str]:
+    """One text per token; joined, they are the prompt's text.
+
+    If several tokens make one character, the first one has it and the others are empty, as are
+    tokens that the tokenizer adds. If the tokenizer gives no offsets, see `token_texts`.
+    """
+    ids, offsets = prompt.encoded(tokenizer, offsets=tokenizer.is_fast)
+    if not tokenizer.is_fast:
+        return token_texts(tokenizer, ids)
+    starts, reached = [], 0
+    for start, _ in offsets:
+        reached = max(reached, start)
+        starts.append(reached)
+    stops = [*starts[1:], len(prompt.text)]
+    return [prompt.text[start:stop] for start, stop in zip(starts, stops, strict=True)]

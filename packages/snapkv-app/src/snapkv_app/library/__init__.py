@@ -1,0 +1,18 @@
+"""Documents that a model reads once, for any number of later questions."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from snapkv_app.library.blending import blend
+    from snapkv_app.library.joining import Part, joined_ids
+
+__all__ = ["Part", "blend", "joined_ids"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import names lazily: joining needs torch, listing documents does not."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "blending" if name == "blend" else "joining"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -1,0 +1,208 @@
+"""What the documents of a library share: model, tokenizer, prompt template, policy, bits."""
+
+import base64
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
+
+from snapkv.errors import InvalidArgumentError, LibraryError
+from snapkv.storage.bits import Bits, KVCodes
+from snapkv_app.control_words import (
+    content_ids,
+    quoted,
+    special_tokens_around,
+    tokenized,
+    unquoted,
+)
+
+if TYPE_CHECKING:  # imports torch, which listing documents does not need
+    from transformers import PreTrainedModel
+
+    from snapkv.policies import Policy
+
+LibraryBits = Bits | KVCodes | Literal["none"]
+"""In how many bits keys and values are stored; "none" for the model's own dtype."""
+
+FORMAT = "snapkv library 2"
+
+DEFAULT_BITS: Bits = "int4"
+"""Of a new library: `docs/results.md` shows what is lost by it."""
+
+_DOCUMENTS = "the-documents-so-far"
+_SAMPLE = "Question: 2 tokenizers, one text?\n\tÄ 你好 \U0001f600"
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """How the documents of a library were read; the content of `library.json`."""
+
+    model: dict[str, Any]  # identity of the model, see `snapkv.hf.identity`
+    model_name: str  # its name for users
+    tokenizer: str  # digest of the tokenizer and its chat template
+    prefix_ids: tuple[int, ...]  # the tokens before every document
+    policy: dict[str, Any]  # the policy as a record
+    bits: "Bits | dict[str, Any] | None"  # bits, as given; None for the model's dtype
+    max_bytes: int | None = None  # limit of all files of keys and values; None for none
+
+    @classmethod
+    def of(
+        cls,
+        model: "PreTrainedModel",
+        tokenizer: Any,
+        policy: "Policy | None",
+        bits: LibraryBits | None,
+        model_name: str | None,
+    ) -> Self:
+        """The record of a new library."""
+        from snapkv.hf.identity import identity_of
+        from snapkv.policies import FullCache
+
+        usual = cast(str, getattr(model, "name_or_path", "")) or type(model).__name__
+        return cls(
+            model=identity_of(model),
+            model_name=model_name or usual,
+            tokenizer=fingerprint_of(tokenizer),
+            prefix_ids=tuple(_prefix_ids(tokenizer)),
+            policy=_as_read(policy or FullCache()),
+            bits=_as_given(DEFAULT_BITS if bits is None else bits),
+        )
+
+    def as_json(self) -> str:
+        return json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, content: bytes, place: str) -> Self:
+        """Read what `as_json` wrote; anything else, and other versions, are refused."""
+        try:
+            found = json.loads(content)
+            version = found.pop("format")
+            is_bound = found["max_bytes"] is None or isinstance(found["max_bytes"], int)
+            names = {field.name for field in fields(cls)}
+            if version == FORMAT and set(found) == names and is_bound:
+                return cls(**{**found, "prefix_ids": tuple(found["prefix_ids"])})
+        except (ValueError, LookupError, TypeError, AttributeError):
+            version = None
+        raise LibraryError(
+            f"library: expected {place!r} to say {FORMAT!r}, got {version or 'something else'!r}; "
+            "choose another folder, or add the documents to a new one"
+        )
+
+    def made_policy(self, tokenizer: Any) -> "Policy":
+        from snapkv.hf.saved import policy_of
+
+        return policy_of(self.policy).with_tokenizer(tokenizer)
+
+    @property
+    def who(self) -> str:
+        """The model by its name, class and dtype."""
+        return f"{self.model_name} ({self.model['class']}, {self.model['dtype']})"
+
+    @property
+    def policy_in_words(self) -> str:
+        """The policy with its parameters: full(), or snapkv(budget=1024, ...)."""
+        return _said(self.policy)
+
+    def require_same(self, other: "About") -> None:
+        """Refuse another model or tokenizer than the documents were read by."""
+        if other.model != self.model:
+            what = "" if other.who != self.who else " with other weights or settings"
+            raise LibraryError(
+                f"model: expected {self.who}, which read this library's documents, got "
+                f"{other.who}{what}; pass that model, or add the documents to another library"
+            )
+        if other.tokenizer != self.tokenizer:
+            raise LibraryError(
+                f"tokenizer: expected the tokenizer and chat template of {self.who}, by which this "
+                f"library's documents were read, got others with {other.who}; pass those, or add "
+                "the documents to another library"
+            )
+
+    @property
+    def codes(self) -> KVCodes | None:
+        """The codes of keys and values; None for the model's dtype."""
+        return None if self.bits is None else KVCodes.of(self.bits, "bits")
+
+    def require_same_keeping(self, policy: "Policy | None", bits: LibraryBits | None) -> None:
+        """Refuse a policy or bits that differ from the library's; None means the library's."""
+        asked = None if policy is None else _as_read(policy)
+        codes = None if bits is None else "none" if bits == "none" else KVCodes.of(bits, "bits")
+        own_codes = self.codes or "none"
+        for name, own, other in (("policy", self.policy, asked), ("bits", own_codes, codes)):
+            if other is not None and other != own:
+                raise LibraryError(
+                    f"{name}: expected what this library's documents were read with, {_said(own)}, "
+                    f"got {_said(other)}; leave it out, or add the documents to another library"
+                )
+
+
+def _as_read(policy: "Policy") -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads(json.dumps(policy.as_saved())))
+
+
+def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
+    if isinstance(bits, KVCodes):
+        return asdict(bits)
+    if bits == "none":
+        return None
+    KVCodes.of(bits, "bits")  # refuses what is none
+    return bits
+
+
+def _said(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    if "data" in value:  # a gate, told from others by its weights
+        return hashlib.sha256(base64.b64decode(value["data"])).hexdigest()[:16]
+    given = {key: _said(part) for key, part in value.items() if key != "name" and part is not None}
+    parameters = ", ".join(f"{key}={part}" for key, part in given.items())
+    return f"{value.get('name', '')}({parameters})"
+
+
+# The prompt around documents: the chat template, or special tokens.
+
+
+def _prefix_ids(tokenizer: Any) -> list[int]:
+    """The tokens before the first document: of the template, or special tokens."""
+    if tokenizer.chat_template:
+        return _ids(tokenizer, _around(tokenizer, "")[0])
+    return special_tokens_around(tokenizer)[0]
+
+
+def document_ids(tokenizer: Any, name: str, text: str) -> list[int]:
+    """The tokens of a document: a line with its name, its text, and an empty line."""
+    return content_ids(tokenizer, f"===== {name} =====\n{text}\n\n")
+
+
+def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[int]:
+    """The tokens after the last document, up to the answer."""
+    if tokenizer.chat_template:
+        behind = _around(tokenizer, quoted(tokenizer, question))[1]
+        return _ids(tokenizer, behind + quoted(tokenizer, answer_start))
+    start = f" {answer_start}" if answer_start else ""
+    return content_ids(tokenizer, f"Question: {question}\nAnswer:{start}")
+
+
+def fingerprint_of(tokenizer: Any) -> str:
+    """A digest of a tokenizer and its template: SHA-256, in hexadecimal."""
+    ids = _ids(tokenizer, _SAMPLE)
+    told = json.dumps([tokenizer.chat_template, len(tokenizer), ids], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _around(tokenizer: Any, question: str) -> tuple[str, str]:
+    """The chat template's text before the documents, and after them with the question."""
+    turn = {"role": "user", "content": _DOCUMENTS + question}
+    text = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
+    before, found, behind = text.partition(_DOCUMENTS)
+    if not found:
+        raise InvalidArgumentError(
+            "tokenizer: expected a chat template that repeats the user's text, got one that "
+            "does not; set tokenizer.chat_template to None, or to another template"
+        )
+    return before, behind
+
+
+def _ids(tokenizer: Any, written: str) -> list[int]:
+    """The tokens of what a template wrote, content in it `quoted`."""
+    return tokenized(tokenizer, *unquoted(written))[0]

@@ -1,0 +1,318 @@
+"""A library's index: SQLite, in a file that only repeats what the records say."""
+
+import contextlib
+import hashlib
+import re
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from typing import NamedTuple
+
+from snapkv.errors import LibraryError
+from snapkv.validation import printable
+from snapkv_app.library.folder import Fault, Folder
+from snapkv_app.library.records import WITHOUT_SPACES, Record, lines_of
+
+_BUSY_SECONDS = 20
+"""So long at most somebody waits for another one who brings the index up to date."""
+
+_VERSION = 2
+
+_TABLES = """
+create table documents(key text primary key, stamp, name, source, tokens, bytes) without rowid;
+create index documents_by_name on documents(name);
+create index documents_by_source on documents(source);
+create table spans(id integer primary key, key, start, stop, first_line, last_line);
+create index spans_of on spans(key);
+create table mark(at);
+create virtual table passages using fts5(words, tokenize='porter unicode61');
+"""
+"""A row of `passages` has the id of its span; its words begin with the document's name.
+
+`mark` has what `Folder.mark` says of the records, where the index knows them all.
+"""
+
+SINGLE = re.compile(f"[{WITHOUT_SPACES}]")
+_APART, _AS_IT_WAS = "\x1f\\g<0>\x1f", re.compile(f"\x1f([{WITHOUT_SPACES}])\x1f")
+"""In scripts without spaces every character is a word, between marks that are not words."""
+
+
+class DocumentEntry(NamedTuple):
+    """A document, without its text."""
+
+    key: str
+    name: str  # as in answers
+    source: str | None  # the file it was read from; None for a text that was given
+    bytes: int  # of the file with its cache
+
+    @property
+    def where(self) -> str:
+        return self.source or self.name
+
+
+_ENTRIES = "select key, name, source, bytes from documents"
+
+
+class Index:
+    """The documents and the passages of a library, in a file or in memory.
+
+    The records are what holds. Where their folder has changed, `update` compares their stamps with
+    those in the index, whoever has added, changed or removed documents, or was killed doing so.
+    """
+
+    def __init__(self, place: str, folder: Folder, on_notice: Callable[[str], None]) -> None:
+        self._folder, self._on_notice = folder, on_notice
+        self.connection = opened(place)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    # What it knows.
+
+    def entries(self, where: str = "", given: Iterable[str] = ()) -> list[DocumentEntry]:
+        """Documents in the order of their names, of which a condition holds."""
+        asked = f"{_ENTRIES} {where and 'where ' + where} order by name"
+        return [
+            DocumentEntry(*row)
+            for row in self.connection.execute(asked, tuple(map(printable, given)))
+        ]
+
+    def named(self, name: str) -> list[DocumentEntry]:
+        return self.entries("name = ?", [name])
+
+    def read_from(self, *sources: str) -> list[DocumentEntry]:
+        return self.entries(f"source in ({', '.join('?' * len(sources))})", sources)
+
+    def below(self, place: str) -> list[DocumentEntry]:
+        """Those that were read from that file, or from below that folder."""
+        inside = place.rstrip("/") + "/"
+        until = inside[:-1] + chr(ord("/") + 1)
+        return self.entries("source = ? or source >= ? and source < ?", [place, inside, until])
+
+    def place_of(self, passage: int) -> tuple[str, int]:
+        """Its document's key, and where it starts in that."""
+        return self.connection.execute(_PLACE, (passage,)).fetchone() or ("", 0)
+
+    def is_of_now(self, key: str) -> bool:
+        """Whether a document's record is the one that the index knows."""
+        known: tuple[str] | None = self.connection.execute(_STAMP, (key,)).fetchone()
+        return known == (self._folder.stamp_of(key),)
+
+    # Bringing it up to date.
+
+    def update(self, *, anew: bool = False) -> None:
+        """Read the records that are new or have changed, and forget those that are gone.
+
+        With `anew` they are looked at even where none came or went.
+        """
+        mark = self._folder.mark()  # before they are looked at
+        if not anew and mark and self.connection.execute(_MARK).fetchall() == [(mark,)]:
+            return
+        settled, stamps = self._folder.settled(), self._folder.stamps()
+        if settled is None and stamps == dict(self.connection.execute(_KNOWN)):
+            return
+        with self._changing():
+            known = dict(self.connection.execute(_KNOWN))  # another one may have been faster
+            changed = {key for key, stamp in known.items() if stamps.get(key) != stamp}
+            changed |= stamps.keys() - known.keys()
+            self._follow(changed, stamps.get)
+            self._note(settled)
+
+    def follow(self, keys: Iterable[str]) -> None:
+        """Read the records of these documents, which were changed since `update` and no others.
+
+        By whoever is alone in changing the folder.
+        """
+        mark = self._folder.new_mark()
+        with self._changing():
+            self._follow(keys, self._folder.stamp_of)
+            self._note(mark)
+
+    def _follow(self, keys: Iterable[str], stamp_of: Callable[[str], str | None]) -> None:
+        for key in keys:
+            self.connection.execute(_FORGET_WORDS, (key,))
+            self.connection.execute("delete from spans where key = ?", (key,))
+            self.connection.execute("delete from documents where key = ?", (key,))
+            stamp = stamp_of(key)
+            entry = None if stamp is None else self._folder.entry(key)
+            if stamp is not None and isinstance(entry, Record):
+                self._insert(stamp, entry)
+            elif isinstance(entry, Fault):
+                self._on_notice(entry.as_notice())
+
+    def _insert(self, stamp: str, record: Record) -> None:
+        about = (record.key, stamp, record.name, record.source, record.tokens, record.bytes)
+        self.connection.execute("insert into documents values (?, ?, ?, ?, ?, ?)", about)
+        for *span, words in _rows(record):
+            own = (record.key, *span)
+            place = self.connection.execute("insert into spans values (null, ?, ?, ?, ?, ?)", own)
+            row = (place.lastrowid, words)
+            self.connection.execute("insert into passages(rowid, words) values (?, ?)", row)
+
+    def _note(self, mark: str | None) -> None:
+        self.connection.execute("delete from mark")
+        if mark is not None:
+            self.connection.execute("insert into mark values (?)", (mark,))
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        self.connection.execute("begin immediate")
+        try:
+            yield
+            self.connection.execute("commit")
+        except BaseException:
+            self.connection.rollback()
+            raise
+
+    @contextlib.contextmanager
+    def unchanging(self) -> Iterator[None]:
+        """Within this block others do not write; a row may get another passage by that."""
+        self.connection.execute("begin")
+        try:
+            yield
+        finally:
+            self.connection.rollback()
+
+    # Whether it is whole.
+
+    def holds_what_is_there(self) -> bool:
+        """Whether it says of every record that has not changed since what that says."""
+        stamps, known = self._folder.stamps(), dict(self.connection.execute(_KNOWN))
+        for key in (key for key, stamp in known.items() if stamps.get(key) == stamp):
+            record = self._folder.record(key)
+            if record is None:
+                continue  # it is named itself
+            about = self.connection.execute(_ABOUT, (key,)).fetchall()
+            own = self.connection.execute(_ROWS, (key,)).fetchall()
+            said = (record.name, record.source, record.tokens, record.bytes)
+            if about != [said] or own != _rows(record):
+                return False
+        (lone,) = self.connection.execute(_LONE).fetchone()
+        return not lone
+
+
+_MARK = "select at from mark"
+_PLACE = "select key, start from spans where id = ?"
+_STAMP = "select stamp from documents where key = ?"
+_KNOWN = "select key, stamp from documents"
+_ABOUT = "select name, source, tokens, bytes from documents where key = ?"
+_FORGET_WORDS = "delete from passages where rowid in (select id from spans where key = ?)"
+_ROWS = (
+    "select start, stop, first_line, last_line, words from spans join passages "
+    "on passages.rowid = spans.id where key = ? order by start"
+)
+_LONE = (
+    "select (select count(*) from spans where key not in (select key from documents)) "
+    "+ (select count(*) from passages where rowid not in (select id from spans))"
+)
+
+
+def fault_of(folder: Folder) -> Fault | None:
+    """What is wrong with the file of a folder's index; None where there is none, or nothing."""
+    file = folder.index_file
+    if not file.exists():
+        return None
+    reason = None
+    try:
+        with closing(Index(":memory:", folder, lambda _: None)) as index:
+            whole = index.connection
+            with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as own:
+                if _version_of(own) != _VERSION:
+                    return None  # the next search makes it again
+                own.backup(whole)
+            whole.execute("insert into passages(passages) values ('integrity-check')")
+            (said,) = whole.execute("pragma integrity_check").fetchone()
+            words = _digest_of_words(whole)
+            whole.execute("insert into passages(passages) values ('rebuild')")
+            is_whole = said == "ok" and words == _digest_of_words(whole)
+            if not is_whole or not index.holds_what_is_there():
+                reason = "it is not what was written"
+    except sqlite3.Error as error:
+        reason = None if cannot_be_written(error) else str(error)
+    if reason is None:
+        return None
+    remedy = f"{reason}; delete it, and the next search makes it again"
+    return Fault(name=file.name, path=file, reason=remedy)
+
+
+def _digest_of_words(index: sqlite3.Connection) -> str:
+    """Of every word and where it is; SQLite's own check misses some that are others."""
+    index.execute("create virtual table temp.words using fts5vocab(main, passages, instance)")
+    digest = hashlib.sha256()
+    for row in index.execute("select term, doc, offset from words"):
+        digest.update(repr(row).encode())
+    index.execute("drop table temp.words")
+    return digest.hexdigest()
+
+
+def cannot_be_written(error: sqlite3.Error) -> bool:
+    """Whether nothing is wrong with the file itself: others own it or write to it, or no room."""
+    kind = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return kind in (
+        *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL),
+        *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED),
+    )
+
+
+def opened(place: str) -> sqlite3.Connection:
+    index = sqlite3.connect(
+        place, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+    )
+    try:
+        if _version_of(index) != _VERSION:
+            _make(index)
+    except sqlite3.Error:
+        index.close()
+        raise
+    return index
+
+
+def _version_of(index: sqlite3.Connection) -> int:
+    (version,) = index.execute("pragma user_version").fetchone()
+    return int(version)
+
+
+def _make(index: sqlite3.Connection) -> None:
+    """Make the tables, in the place of those of another version."""
+    index.execute("begin immediate")
+    try:
+        if _version_of(index) != _VERSION:  # another one may have been faster
+            for table in ("documents", "spans", "settled", "mark", "passages"):
+                index.execute(f"drop table if exists {table}")
+            for statement in _TABLES.strip().rstrip(";").split(";"):
+                index.execute(statement)
+            index.execute(f"pragma user_version = {_VERSION}")
+        index.execute("commit")
+    except BaseException:
+        index.rollback()
+        raise
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Within this block what SQLite raises says what is missing."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise LibraryError(
+            f"library: expected an SQLite with full-text search (FTS5), got {error}; install a "
+            "Python whose sqlite3 has it"
+        ) from error
+
+
+def as_indexed(text: str) -> str:
+    return SINGLE.sub(_APART, text)
+
+
+def as_it_was(words: str) -> str:
+    """The text that `as_indexed` was given."""
+    return _AS_IT_WAS.sub(r"\1", words)
+
+
+def _rows(record: Record) -> list[tuple[int, int, int, int, str]]:
+    """Of every passage its span, its lines and its words."""
+    rows = []
+    for start, stop in record.chunks:
+        words = as_indexed(f"{record.name} {record.text[start:stop]}")
+        rows.append((start, stop, *lines_of(record.text, (start, stop)), words))
+    return rows

@@ -1,0 +1,559 @@
+"""Documents that a model reads once, for any number of later questions."""
+
+import contextlib
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from snapkv.cache.saving.records import digest_of
+from snapkv.errors import (
+    CacheFileError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    LibraryError,
+    OutOfMemoryError,
+    OutputError,
+)
+from snapkv.validation import DEFAULT_RECOMPUTE, format_bytes, nearest, path_of, require_int
+from snapkv_app.library.about import About, question_ids
+from snapkv_app.library.bound import SizeLimit
+from snapkv_app.library.folder import Fault, Folder
+from snapkv_app.library.index import DocumentEntry, Index, fault_of
+from snapkv_app.library.records import Record, Text, each_once
+from snapkv_app.library.searching import Hit, Passages
+
+if TYPE_CHECKING:  # imports torch, which listing documents does not need
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from snapkv.policies import Policy
+    from snapkv.storage.bits import Quantize
+    from snapkv_app.library.about import LibraryBits
+    from snapkv_app.library.joining import Part
+    from snapkv_app.library.reader import Reader
+
+ProgressSink = Callable[[str, int, int], None]
+"""Called with the name of the next document, the number done, and the total."""
+
+NoticeSink = Callable[[str], None]
+"""Called with a line about a damaged file."""
+
+
+What = Literal["read", "changed", "mended", "skipped", "failed", "dropped", "evicted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The outcome for a document that was added.
+
+    It is "read" (new), "changed" (another text), "mended" (its file was damaged), "skipped"
+    (unchanged) or "failed"; "dropped" if its source file was deleted, "evicted" if the limit left
+    no room for it.
+    """
+
+    name: str
+    what: What
+    tokens: int = 0  # of the document; 0 where it failed
+    bytes: int = 0  # of the file with its cache
+    seconds: float = 0.0  # that reading and writing took
+    reason: str = ""  # why it failed
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, stacklevel=3)
+
+
+class Library:
+    """Documents in a folder, each read once by the same model.
+
+    ::
+
+        library = Library("contracts.library")
+        library.add(model, tokenizer, [("lease", lease_text), ("loan", loan_text)])
+        hits = library.search("Who may terminate the lease?")
+        inputs = library.inputs(model, tokenizer, "Who may terminate the lease?", hits)
+        model.generate(**inputs, max_new_tokens=64)
+
+    A document exists once its file is complete; if `add` is killed, the next one continues where it
+    stopped. While one process adds, others may ask.
+
+    Args:
+        folder: the library's folder, created with the first document.
+        on_notice: called with a line about every damaged file; a warning by default.
+
+    Raises:
+        InvalidArgumentError: an empty name.
+        LibraryError: the folder exists and is not a library.
+    """
+
+    def __init__(self, folder: str | Path, *, on_notice: NoticeSink = _warn) -> None:
+        if not str(folder).strip():
+            raise InvalidArgumentError("library: expected a folder, got an empty name; pass a name")
+        self.path = path_of("library", folder)
+        self._folder = Folder(self.path)
+        self._folder.about()
+        self._on_notice = on_notice
+        self._passages = Passages(self._folder, on_notice)
+
+    @property
+    def about(self) -> About | None:
+        """How its documents are read; None before the first `add`."""
+        return self._folder.about()
+
+    @property
+    def documents(self) -> list[Record]:
+        """All documents, in the order of their names."""
+        records, faults = self._folder.records()
+        for fault in faults:
+            self._on_notice(fault.as_notice())
+        return list(records.values())
+
+    def required(self) -> About:
+        """How its documents are read.
+
+        Raises:
+            LibraryError: there is no library yet; the message says if its first document is being
+                read, or was not read to its end.
+        """
+        about = self._folder.about()
+        if about is None:
+            self._folder.require_unlocked()
+            if self._folder.was_begun:
+                raise LibraryError(
+                    f"library: expected a library, got the folder {str(self.path)!r}, in which no "
+                    "document was read to its end; run the same snapkv library add again, or "
+                    "delete the folder"
+                )
+            raise LibraryError(
+                f"library: expected a library, got none at {str(self.path)!r}; make one with "
+                "snapkv library add FILES --to FOLDER"
+            )
+        return about
+
+    def require_unlocked(self) -> None:
+        """Check that documents can be added now, before a model is loaded for it.
+
+        Raises:
+            LibraryError: another process is changing the library.
+        """
+        self._folder.require_unlocked()
+
+    def add(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: Any,
+        documents: Iterable[Text | tuple[str, str]],
+        policy: "Policy | None" = None,
+        *,
+        bits: "LibraryBits | None" = None,
+        model_name: str | None = None,
+        on_progress: ProgressSink | None = None,
+    ) -> list[Outcome]:
+        """Read documents; unchanged ones are skipped.
+
+        If a document cannot be read, its outcome says so, and the others are still read.
+
+        Args:
+            model: a decoder-only transformers model.
+            tokenizer: its tokenizer; with a chat template, documents are read after its first
+                tokens.
+            documents: `Text`, or pairs of a name and a text, each name once.
+            policy: which tokens to keep, before any question is known; the library's by default; a
+                new library keeps everything. With `KVzip`, and `AdaKV` around it, the model reads a
+                document twice.
+            bits: of stored keys and values, see `CompressedCache.save`, or "none" for the model's
+                dtype; the library's by default, "int4" for a new one.
+            model_name: the model's name in error messages.
+            on_progress: called before every document.
+
+        Returns:
+            The outcome of each, in order, followed by documents that were evicted because of a
+            limit, see `limit`.
+
+        Raises:
+            LibraryError: another model, tokenizer, policy or other bits than this library's; or
+                another process is adding to it.
+            InvalidArgumentError: an empty text, or two texts under one name.
+            UnsupportedModelError: the model cannot be compressed correctly.
+            OutputError: a file cannot be written; the documents before it are there.
+        """
+        texts = each_once(documents)
+        with self._changing():
+            reader = self._begun(model, tokenizer, policy, bits, model_name)
+            is_new = self.about is None
+            names = {} if is_new else self._passages.asked(lambda index: _names(index, texts))
+            room, outcomes = self._room({text.key for text in texts}), []
+            for done, text in enumerate(texts):
+                if on_progress:
+                    on_progress(text.name, done, len(texts))
+                outcomes.append(self._add(reader, text, names, room))
+        return [*outcomes, *(Outcome(name=entry.name, what="evicted") for entry in room.evicted)]
+
+    def limit(self, max_bytes: int | None, *, evict: bool = False) -> list[DocumentEntry]:
+        """Limit the total size of all files of keys and values; None removes the limit.
+
+        If a new document exceeds it, the least recently used documents are evicted; those never
+        asked for count from when they were written. The one that was asked for last stays, and so
+        do documents of the same `add`: one that does not fit with them fails.
+
+        Args:
+            max_bytes: the limit.
+            evict: whether to evict documents now if more is stored.
+
+        Returns:
+            The documents that were evicted.
+
+        Raises:
+            InvalidArgumentError: less than is stored, without `evict`; or less than the size of
+                the document that was asked for last.
+            LibraryError: there is no library, or another process is adding.
+        """
+        if max_bytes is not None:
+            max_bytes = require_int("max_bytes", max_bytes, minimum=0, maximum=None)
+        self.required()
+        with self._changing():
+            entries = self._passages.asked(lambda index: index.entries())
+            most_bytes = math.inf if max_bytes is None else max_bytes
+            going = SizeLimit(self._folder, entries, most_bytes).too_many()
+            if going and not evict:
+                stored = format_bytes(sum(entry.bytes for entry in entries))
+                raise InvalidArgumentError(
+                    f"max_bytes: expected at least {stored}, what is stored, got "
+                    f"{format_bytes(most_bytes)}, for which {len(going)} of {len(entries)} "
+                    "documents have to go; pass evict=True (--evict) to let them"
+                )
+            self._folder.begin(replace(self.required(), max_bytes=max_bytes))
+            self._folder.remove(entry.key for entry in going)
+        return going
+
+    def remove(self, names: Iterable[str]) -> list[Record]:
+        """Remove documents, given by their names or source files.
+
+        Raises:
+            LibraryError: there is none of a name; then nothing is removed. Or another process is
+                adding.
+            OutputError: the folder cannot be written.
+        """
+        if isinstance(names, str):
+            raise InvalidTypeError(
+                f"names: expected a list of names, got {names!r}; pass [{names!r}]"
+            )
+        self.required()
+        with self._changing():
+            asked = [entry for name in names for entry in self._entries_of(name)]
+            return self._folder.remove(dict.fromkeys(entry.key for entry in asked))
+
+    def _room(self, stay: set[str]) -> SizeLimit:
+        """What the library's bound leaves besides documents that stay."""
+        most_bytes = None if self.about is None else self.about.max_bytes
+        if most_bytes is None:
+            return SizeLimit(self._folder, (), math.inf)
+        entries = self._passages.asked(lambda index: index.entries())
+        return SizeLimit(self._folder, entries, most_bytes, stay)
+
+    def below(self, place: str) -> list[DocumentEntry]:
+        """The documents that were read from that file, or from files in that folder."""
+        if self._folder.about() is None:
+            return []
+        return self._passages.asked(lambda index: index.below(place))
+
+    def _entries_of(self, name: str) -> list[DocumentEntry]:
+        """The documents of that name or file; refused if there are none."""
+
+        def found(index: Index) -> list[DocumentEntry]:
+            own = [*index.named(name), *index.read_from(name, os.path.abspath(name))]
+            if own:
+                return own
+            near = nearest(name, [entry.name for entry in index.entries()])
+            raise LibraryError(
+                f"name: expected a document of the library, got {name!r}, which is not one"
+                f"{near or '; see snapkv library list'}"
+            )
+
+        return self._passages.asked(found)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Within this block nobody else changes the library, and it asks the index before it does.
+
+        That knows all changes at the end.
+        """
+        with self._folder.changing() as changed:
+            try:
+                yield
+            finally:
+                if changed:
+                    self._passages.follow(changed)
+
+    def verify(self) -> list[Fault]:
+        """What is damaged: every byte of all files is read.
+
+        Raises:
+            LibraryError: there is no library.
+        """
+        self.required()
+        records, faults = self._folder.records()
+        checked = (self._folder.fault_of(record, checked=True) for record in records.values())
+        found = [*checked, fault_of(self._folder)]
+        return [*faults, *(fault for fault in found if fault is not None)]
+
+    def search(self, question: str, documents: int = 3) -> list[Hit]:
+        """The documents with the passages that match a question best (BM25).
+
+        Args:
+            question: what is asked.
+            documents: how many to find at most.
+
+        Returns:
+            The best first, each with its best passage; empty if no word of the question occurs.
+
+        Raises:
+            LibraryError: there is no library, or this Python's SQLite has no full-text search.
+        """
+        documents = require_int("documents", documents, minimum=1)
+        self.required()
+        return self._passages.best(question, documents)
+
+    def record(self, hit: Hit) -> Record:
+        """Return the document of a hit, with its text.
+
+        Raises:
+            LibraryError: the document was removed after the search.
+        """
+        record = self._folder.record(hit.key)
+        if record is None:
+            raise _gone(hit)
+        return record
+
+    def inputs(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: Any,
+        question: str,
+        hits: Sequence[Hit],
+        *,
+        policy: "Policy | None" = None,
+        recompute: float = DEFAULT_RECOMPUTE,
+        answer_start: str = "",
+        quantize: "Quantize | None" = None,
+    ) -> dict[str, Any]:
+        """What `model.generate` takes to answer a question about documents of this library.
+
+        A document whose file is damaged is read again from its text, and its file is rewritten if
+        the folder is writable.
+
+        Args:
+            model: the model that has read them.
+            tokenizer: its tokenizer.
+            question: what is asked.
+            hits: the documents, see `search`, in the order of the prompt.
+            policy: which tokens to keep for the question; `snapkv.default_policy()` by default.
+                A notice says if it cannot evict any, see `blending.blend`.
+            recompute: the fraction of tokens to recompute, see `blending.blend`.
+            answer_start: text that the answer begins with.
+            quantize: as for `CompressedCache`.
+
+        Returns:
+            `input_ids` and `attention_mask`, (1, T) int64, and `past_key_values`, a cache that has
+            seen everything except the question.
+
+        Raises:
+            LibraryError: another model or tokenizer, no hits, or a document that is gone.
+            UnsupportedModelError: the model's keys cannot be moved.
+        """
+        import torch
+
+        from snapkv.hf.placement import device_of
+        from snapkv.policies import FullCache
+        from snapkv_app.library.blending import blend
+        from snapkv_app.library.joining import joined_ids
+
+        parts = self.parts(model, tokenizer, hits)
+        cache = blend(model, parts, policy, recompute=recompute, quantize=quantize)
+        if not (cache.prompt_state.is_coming or policy is None or isinstance(policy, FullCache)):
+            self._on_notice(
+                f"policy: {policy.name} drops nothing of these documents, whose heads or layers "
+                "hold different numbers of tokens since they were added; pass recompute=1, or "
+                "keep documents whole"
+            )
+        asked = torch.tensor([question_ids(tokenizer, question, answer_start)])
+        cache.expect_question(asked.shape[1])
+        ids = torch.cat([joined_ids(parts), asked.to(device_of(model))], dim=1)
+        mask = torch.ones_like(ids)
+        return {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
+
+    def token_ids(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: Any,
+        question: str,
+        hits: Sequence[Hit],
+        *,
+        answer_start: str = "",
+    ) -> "Tensor":
+        """The `input_ids` of `inputs` without a cache, to read the documents in full.
+
+        Arguments and errors as in `inputs`.
+        """
+        import torch
+
+        from snapkv.hf.placement import device_of
+
+        _require_some(hits)
+        reader = self._reader(model, tokenizer)
+        read = [reader.own_ids(self.record(hit)) for hit in hits]
+        asked = question_ids(tokenizer, question, answer_start)
+        ids = [reader.about.prefix_ids, *read, asked]
+        return torch.tensor([[token for part in ids for token in part]], device=device_of(model))
+
+    def parts(self, model: "PreTrainedModel", tokenizer: Any, hits: Sequence[Hit]) -> "list[Part]":
+        """The documents with their caches, for `blending.blend`; errors as in `inputs`."""
+        _require_some(hits)
+        reader = self._reader(model, tokenizer)
+        return [self._part(reader, hit) for hit in hits]
+
+    def _begun(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: Any,
+        policy: "Policy | None",
+        bits: "LibraryBits | None",
+        model_name: str | None,
+    ) -> "Reader":
+        """A reader for this library; the first document of a new one records these options."""
+        from snapkv.hf.known_gates import with_known
+        from snapkv_app.library.reader import Reader
+
+        policy = None if policy is None else with_known(model, policy)
+        about = self._folder.about()
+        if about is not None:
+            about.require_same_keeping(policy, bits)
+            return self._reader(model, tokenizer, model_name)
+        about = About.of(model, tokenizer, policy, bits, model_name)
+        reader = Reader(model, tokenizer, about)
+        reader.empty_cache()  # refuses what cannot be read
+        return reader
+
+    def _reader(
+        self, model: "PreTrainedModel", tokenizer: Any, model_name: str | None = None
+    ) -> "Reader":
+        """A reader like that of the documents; another model or tokenizer is refused."""
+        from snapkv_app.library.reader import Reader
+
+        about = self.required()
+        about.require_same(About.of(model, tokenizer, None, None, model_name))
+        return Reader(model, tokenizer, about)
+
+    def _add(
+        self,
+        reader: "Reader",
+        text: Text,
+        names: dict[str, set[str]],
+        room: SizeLimit,
+    ) -> Outcome:
+        """Read a text unless it is unchanged; `names`: documents by name."""
+        known = self._folder.record(text.key)
+        what: What = "read"
+        if known is not None and known.sha256 != digest_of(text.text):
+            what = "changed"
+        elif known is not None:
+            if self._folder.fault_of(known, checked=False) is None:
+                return _outcome("skipped", known)
+            what = "mended"
+        start = time.perf_counter()
+        taken = names.get(text.name, set()) - {text.key}
+        named = replace(text, name=text.source if taken and text.source else text.name)
+        try:
+            record = self._written(reader, named, reader.read(named), known, room)
+        except (InvalidArgumentError, OutOfMemoryError) as error:
+            return Outcome(name=text.name, what="failed", reason=str(error))
+        evicted = room.admit(DocumentEntry(record.key, record.name, None, record.bytes))
+        self._folder.remove(entry.key for entry in evicted)
+        if known is not None:
+            names.get(known.name, set()).discard(text.key)
+        names.setdefault(record.name, set()).add(text.key)
+        return _outcome(what, record, time.perf_counter() - start)
+
+    def _written(
+        self,
+        reader: "Reader",
+        text: Text,
+        part: "Part",
+        before: Record | None,
+        room: SizeLimit | None = None,
+    ) -> Record:
+        """Write a document's cache; refused if the limit has no room for it."""
+
+        def save(file: Path) -> None:
+            reader.save(part, file)
+            if room is not None:
+                room.too_many(file.stat().st_size, text.key)
+
+        if self.about is None:
+            self._folder.begin(reader.about)
+        tokens = part.input_ids.shape[1] - part.prefix_tokens
+        return self._folder.write(text, tokens, save, before)
+
+    def _part(self, reader: "Reader", hit: Hit) -> "Part":
+        """A document with its cache; where an adder has replaced it, the new one."""
+        record = self._folder.record(hit.key)
+        if record is not None:
+            self._folder.note_asked(hit.key)
+        while record is not None:
+            fault = self._folder.fault_of(record, checked=False)
+            if fault is None:
+                path = self._folder.cache_file(record)
+                try:
+                    return reader.load(path)
+                except CacheFileError as error:
+                    fault = Fault(name=record.name, path=path, reason=str(error))
+            now = self._folder.record(hit.key)
+            if now == record:
+                return self._mended(reader, record, fault)
+            record = now
+        raise _gone(hit)
+
+    def _mended(self, reader: "Reader", record: Record, fault: Fault) -> "Part":
+        """Read a document with a damaged file again, and rewrite it if possible."""
+        self._on_notice(
+            f"library: {record.name!r} is read again, its cache is damaged: {fault.reason}"
+        )
+        part = reader.read(record)
+        try:
+            with self._folder.changing():
+                if self._folder.record(record.key) == record:
+                    self._written(reader, record, part, record)
+        except (LibraryError, OutputError) as error:
+            self._on_notice(f"library: {record.name!r} is not mended: {error}")
+        return part
+
+
+def _names(index: Index, texts: Iterable[Text]) -> dict[str, set[str]]:
+    """Which documents have the names of texts that are to come."""
+    return {text.name: {entry.key for entry in index.named(text.name)} for text in texts}
+
+
+def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
+    return Outcome(
+        name=record.name, what=what, tokens=record.tokens, bytes=record.bytes, seconds=seconds
+    )
+
+
+def _require_some(hits: Sequence[Hit]) -> None:
+    if not hits:
+        raise LibraryError(
+            "hits: expected at least one document, got none; ask with words that are in the "
+            "library's documents"
+        )
+
+
+def _gone(hit: Hit) -> LibraryError:
+    return LibraryError(
+        f"library: expected the document {hit.name!r} to be there, got none, since it was removed "
+        "or its record damaged meanwhile; search again"
+    )

@@ -1,0 +1,190 @@
+"""Finding the documents of a library that fit a question."""
+
+import contextlib
+import math
+import re
+import sqlite3
+import threading
+import unicodedata
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
+
+from snapkv_app.library.folder import Folder
+from snapkv_app.library.index import (
+    SINGLE,
+    Index,
+    as_indexed,
+    as_it_was,
+    cannot_be_written,
+    explained,
+    opened,
+)
+from snapkv_app.library.records import WITHOUT_SPACES, Span
+
+Found = TypeVar("Found")
+
+_COMMON = (
+    "a an and are as at be but by for if in into is it no not of on or such that the their then "
+    "there these they this to was will with"
+)
+_STOPWORDS = frozenset(_COMMON.split())
+"""Lucene's, which nothing is found by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hit:
+    """A document that was found, by the passage that fits best."""
+
+    key: str  # what the library knows it by
+    name: str  # what answers call it
+    score: float  # BM25
+    span: Span  # of the passage, in characters of the text
+    lines: Span  # its first and last line, counted from 1
+    passage: str
+    tokens: int  # of the whole document
+
+
+class Passages:
+    """A library's index, in its folder; where that cannot be written or is damaged, in memory."""
+
+    def __init__(self, folder: Folder, on_notice: Callable[[str], None]) -> None:
+        self._folder, self._on_notice = folder, on_notice
+        self._memory: Index | None = None
+        self._lock = threading.Lock()  # of that in memory; a file has its own
+
+    def best(self, question: str, documents: int) -> list[Hit]:
+        """The best passage of each of the best documents, of those that have a word of it."""
+
+        def found(index: Index) -> list[Hit]:
+            hits = _best(index, question, documents)
+            if all(index.is_of_now(hit.key) for hit in hits):
+                return hits
+            index.update(anew=True)  # a record was changed in its place, or meanwhile
+            return _best(index, question, documents)
+
+        return self.asked(found)
+
+    def asked(self, ask: Callable[[Index], Found]) -> Found:
+        """What the index answers when it is up to date; asked again where its file fails."""
+        file = self._folder.index_file
+        if self._memory is None:
+            try:
+                with closing(Index(str(file), self._folder, self._on_notice)) as index:
+                    index.update()
+                    return ask(index)
+            except sqlite3.Error as error:
+                if not cannot_be_written(error):
+                    self._on_notice(
+                        f"library: {str(file)!r} cannot be used, {error}; delete it, and the next "
+                        "search makes it again"
+                    )
+        with self._lock, explained():
+            self._memory = self._memory or Index(":memory:", self._folder, self._on_notice)
+            self._memory.update()
+            return ask(self._memory)
+
+    def follow(self, keys: Iterable[str]) -> None:
+        """Have the index know what has become of these documents, or leave that to a search."""
+        with contextlib.suppress(sqlite3.Error):
+            if self._memory is not None:
+                return
+            with closing(Index(str(self._folder.index_file), self._folder, self._on_notice)) as own:
+                own.follow(keys)
+
+
+_FOUND = "select rowid, bm25(passages) from passages where passages match ?"
+_HIT = (
+    "select key, name, start, stop, first_line, last_line, words, tokens from spans "
+    "join documents using (key) join passages on passages.rowid = spans.id where id = ?"
+)
+
+
+def _best(index: Index, question: str, documents: int) -> list[Hit]:
+    with index.unchanging():
+        hits: dict[str, Hit] = {}
+        for place, score in _ranked(index.connection, question, index.place_of):
+            if len(hits) == documents:
+                break
+            row = index.connection.execute(_HIT, (place,)).fetchone()
+            if row is not None and row[0] not in hits:
+                hits[row[0]] = _hit(row, score)
+        return list(hits.values())
+
+
+def ranked(passages: Sequence[str], question: str) -> list[int]:
+    """The numbers of the passages that have a word of the question, the best by BM25 first."""
+    rows = [(place, as_indexed(text)) for place, text in enumerate(passages)]
+    with explained(), closing(opened(":memory:")) as index:
+        index.executemany("insert into spans(id) values (?)", [(place,) for place, _ in rows])
+        index.executemany("insert into passages(rowid, words) values (?, ?)", rows)
+        return [place for place, _ in _ranked(index, question, int)]
+
+
+def _ranked(
+    index: sqlite3.Connection, question: str, order: Callable[[int], Any]
+) -> list[tuple[int, float]]:
+    """The passages that have a word of the question, and their BM25, the best first.
+
+    Equal ones are in that order: in an index of documents by their keys, whenever those were added.
+
+    SQLite weighs a word that is in half of the passages or more with nothing, which in a few
+    documents is most of them; Lucene's weight, log(1 + (N - n + 0.5) / (n + 0.5)), is always above
+    zero. So every word is asked for by itself, and its share weighed again.
+    """
+    (total,) = index.execute("select count(*) from spans").fetchone()
+    scores: dict[int, float] = defaultdict(float)
+    for word in _words(question):
+        rows = index.execute(_FOUND, (f'"{as_indexed(word)}"',)).fetchall()
+        odds = (total - len(rows) + 0.5) / (len(rows) + 0.5)
+        weight = math.log1p(odds) / max(math.log(odds), 1e-6)
+        for place, score in rows:
+            scores[place] -= weight * score
+    ranked = sorted(scores.items(), key=lambda each: -each[1])
+    found: list[tuple[int, float]] = []
+    for _, equal in groupby(ranked, key=lambda each: each[1]):
+        tied = list(equal)
+        found += tied if len(tied) == 1 else sorted(tied, key=lambda each: order(each[0]))
+    return found
+
+
+def _words(question: str) -> list[str]:
+    """Runs of letters, digits, `_` and marks on them, such as the vowels of Hindi.
+
+    Of Chinese, Japanese and Korean, whose words are not told by spaces, every two neighbours; the
+    letter after an apostrophe, as in "what's", is no word.
+    """
+    text = _CONTRACTED.sub(" ", unicodedata.normalize("NFC", question).lower())
+    kept = (each if each == "_" or unicodedata.category(each)[0] in "LNM" else " " for each in text)
+    runs = _RUN.findall("".join(kept))
+    words = dict.fromkeys(word for run in runs for word in _words_of(run))
+    return [word for word in words if word not in _STOPWORDS]
+
+
+_CONTRACTED = re.compile(r"(?<=\w)['\u2019]\w\b")
+_RUN = re.compile(f"[{WITHOUT_SPACES}]+|[^\\s{WITHOUT_SPACES}]+")
+
+
+def _words_of(run: str) -> Iterator[str]:
+    """The run, or every two neighbours of it where its script has no spaces."""
+    if not SINGLE.match(run):
+        yield run
+        return
+    for start in range(max(len(run) - 1, 1)):
+        yield run[start : start + 2]
+
+
+def _hit(row: tuple[str, str, int, int, int, int, str, int], score: float) -> Hit:
+    key, name, start, stop, first_line, last_line, words, tokens = row
+    return Hit(
+        key=key,
+        name=name,
+        score=score,
+        span=(start, stop),
+        lines=(first_line, last_line),
+        passage=as_it_was(words)[len(name) + 1 :],
+        tokens=tokens,
+    )

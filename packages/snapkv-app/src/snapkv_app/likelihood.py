@@ -1,0 +1,157 @@
+"""The log-likelihood of texts after a compressed prompt.
+
+Counting right answers gives no signal if a model is never or always right; the loss of the right
+answer does. It is computed in the cache that the answer was generated from, in its state right
+after the prompt.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
+from snapkv.hf.device_memory import out_of_memory_explained
+from snapkv.hf.placement import device_of
+from snapkv.policies import EvictingPolicy, Policy
+from snapkv.storage.bits import KVCodes
+from snapkv_app.control_words import content_ids
+from snapkv_app.models import LoadedModel
+from snapkv_app.plan.advice import prompt_memory_explained
+from snapkv_app.prompt_end import PromptEnd
+from snapkv_app.prompts import Prompt
+
+_PIECE_TOKENS = 256
+"""Tokens of a continuation per forward pass; the logits of all of them are stored."""
+
+
+def log_likelihoods(
+    loaded: LoadedModel,
+    context: Tensor,
+    continuations: Sequence[Tensor],
+    policy: Policy,
+    batch_size: int = 1,
+    quantize: KVCodes | None = None,
+) -> Iterator[tuple[float, bool]]:
+    """Log-probability of every continuation after a context that is read and compressed once.
+
+    The whole context predicts the first token, as in an answer; later ones see the kept tokens.
+
+    Args:
+        loaded: the model.
+        context: (1, T) int64, T at least 1.
+        continuations: (1, C) int64 each, C at least 1.
+        policy: what the cache keeps of the context.
+        batch_size: how many are read in one pass, each after a copy of the compressed context; if
+            the policy evicts while generating, each is read alone, token by token.
+        quantize: as for `CompressedCache`; None for unquantized.
+
+    Returns:
+        For each, the sum of the tokens' log-probabilities, and whether it is the greedy answer.
+    """
+    model, policy = loaded.model, loaded.completed(policy)
+    cache = CompressedCache(model, policy, quantize=quantize)
+    with prompt_memory_explained(model, context.shape[1]), torch.inference_mode():
+        cache.expect_tokens(context)
+        logits = model(context, **passed(cache), logits_to_keep=1).logits
+    end = PromptEnd(cache=cache, logits=logits)
+    size = 1 if isinstance(policy, EvictingPolicy) else batch_size
+    for start in range(0, len(continuations), size):
+        with prompt_memory_explained(model, context.shape[1]), torch.inference_mode():
+            found = _together(model, end.branch(), continuations[start : start + size])
+        yield from found
+
+
+def _together(
+    model: Any, end: PromptEnd, continuations: Sequence[Tensor]
+) -> list[tuple[float, bool]]:
+    """The same for continuations in one batch; padding after shorter ones changes nothing."""
+    lengths = [continuation.shape[1] for continuation in continuations]
+    rows = pad_sequence([one[0] for one in continuations], batch_first=True)
+    for layer in end.cache.layers:  # recurrent ones, too, which take no other way to more rows
+        layer.reorder_cache(torch.zeros(len(rows), dtype=torch.int64))
+    repeated = PromptEnd(cache=end.cache, logits=end.logits.expand(len(rows), -1, -1))
+    chosen, leading = log_probabilities(model, repeated, rows)
+    return [
+        (float(chosen[row, :length].sum()), bool(leading[row, :length].all()))
+        for row, length in enumerate(lengths)
+    ]
+
+
+def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of every token of (B, C) continuations, those before it being given.
+
+    (B, C) fp32, and (B, C) bool, whether each token is the most likely. All but the last token of
+    each is in the cache then.
+    """
+    cache, following = end.cache, continuation.shape[1] - 1
+    # Eviction while generating depends on the steps.
+    size = 1 if isinstance(cache.policy, EvictingPolicy) else _PIECE_TOKENS
+    found = [_chosen(end.logits, continuation[:, :1])]
+    for start in range(0, following, size):
+        stop = min(start + size, following)
+        part = continuation[:, start:stop]
+        cache.expect_tokens(part)
+        logits = model(part, **passed(cache)).logits
+        found.append(_chosen(logits, continuation[:, start + 1 : stop + 1]))
+    chosen, leading = zip(*found, strict=True)
+    return torch.cat(chosen, dim=1), torch.cat(leading, dim=1)
+
+
+def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (B, N) of tokens (B, N) from logits (B, N, V); whether each is top-1."""
+    predicted = logits.float().log_softmax(dim=-1)
+    chosen = predicted.gather(2, ids[:, :, None])[:, :, 0]
+    return chosen, predicted.argmax(dim=-1) == ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class References:
+    """The right answers to a prompt, as tokens; none of one that the tokenizer drops."""
+
+    token_ids: Sequence[Sequence[int]]
+
+    @classmethod
+    def after(cls, prompt: Prompt, references: Sequence[str], loaded: LoadedModel) -> "References":
+        """As the model would go on: a space goes before them where a word would begin with one.
+
+        The prompt's tokens stay what they are. No reference is empty.
+        """
+        tokenizer = loaded.tokenizer
+        before: list[int] = prompt.encoded(tokenizer)[0]
+        ends_in_marker = not tokenizer.decode(before[-1:], skip_special_tokens=True)
+        joined = ends_in_marker or prompt.text[-1:].isspace()
+        found = []
+        for reference in references:
+            text = reference if joined or reference[0].isspace() else f" {reference}"
+            whole, _ = prompt.followed_by(tokenizer, text).encoded(tokenizer)
+            own = whole[len(before) :]
+            if whole[: len(before)] != before or not own:  # a token lies over the prompt's end
+                own = content_ids(tokenizer, text)
+            found.append(own)
+        return cls(token_ids=found)
+
+    def loss(self, loaded: LoadedModel, end: PromptEnd) -> float | None:
+        """Mean negative log-likelihood of the most likely reference, in nats per token.
+
+        None if a reference has no token, exceeds the model's positions, or has no finite loss.
+        """
+        longest = end.cache.get_seq_length() + max(map(len, self.token_ids))
+        if not all(self.token_ids):
+            return None
+        if loaded.max_tokens is not None and longest > loaded.max_tokens:
+            return None
+        with out_of_memory_explained(lambda: ""), torch.inference_mode():
+            losses = [_loss(loaded, end.branch(), ids) for ids in self.token_ids]
+        return min(losses) if all(map(math.isfinite, losses)) else None
+
+
+def _loss(loaded: LoadedModel, end: PromptEnd, token_ids: Sequence[int]) -> float:
+    ids = torch.tensor([token_ids], device=device_of(loaded.model))
+    chosen, _ = log_probabilities(loaded.model, end, ids)
+    return -float(chosen.mean())

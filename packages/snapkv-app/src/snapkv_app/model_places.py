@@ -1,0 +1,193 @@
+"""Find out where a model's files are, from its name: a GGUF file, a folder or a hub id.
+
+Importing this file loads no torch, so that a misspelt name is refused at once.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_url,
+    scan_cache_dir,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError
+
+from snapkv.errors import InvalidArgumentError, ModelNotFoundError
+from snapkv.validation import nearest
+from snapkv_app.packages import DEMO, demo_file
+from snapkv_app.plan.shapes import SHAPES, shape_of
+from snapkv_app.text_files import link_fault, where_to_look
+
+_ANY = f"{DEMO!r}, a .gguf file, a folder or a hub id"
+
+_TIMEOUT_SECONDS = 5
+"""How long the hub may take to answer."""
+
+_WITHOUT_OWNER = frozenset(
+    ("ctrl", "distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt", "xlnet")
+)
+"""Causal language models from the time when a hub id needed no owner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlace:
+    """Where `from_pretrained` finds the files."""
+
+    place: str  # a folder or a hub id
+    revision: str | None = None  # what the result says; None where the files say it themselves
+    on_hub: bool = False
+
+
+def not_found(got: str, expected: str = _ANY, argument: str = "model") -> ModelNotFoundError:
+    """Return the error for a name without a model."""
+    return ModelNotFoundError(f"{argument}: expected {expected}, got {got}")
+
+
+def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model") -> Path | None:
+    """Return the GGUF file or the folder that a name stands for, without asking a network.
+
+    Args:
+        name: "demo", a file, a folder or a hub id.
+        also: further names to suggest.
+        argument: the argument's name, for errors.
+
+    Returns:
+        The path; None for a hub id.
+
+    Raises:
+        ModelNotFoundError: a path that leads nowhere, a file that is not GGUF, a folder without a
+            `config.json`, an empty name, or a name that no hub id has.
+        MissingDependencyError: the demo model is not installed.
+    """
+    if not name.strip():
+        raise not_found("an empty name", argument=argument)
+    path = demo_file() if name == DEMO else Path(name).expanduser()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            got = f"the file {name}; pass the folder that holds the model's config.json"
+            raise not_found(got, "a .gguf file, a folder or a hub id", argument)
+        return path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            got = f"{name} without one; pass the folder that save_pretrained wrote"
+            raise not_found(got, "a folder with a config.json", argument)
+        return path
+    fault, is_path = link_fault(path), name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    if fault or is_path or path.suffix == ".gguf":
+        near = nearest(name, known_names(also)) or where_to_look(path)
+        raise not_found(f"{name!r}{fault}{near}", "an existing file or folder", argument)
+    if name.strip("/").count("/") == 1 or name in _WITHOUT_OWNER or _is_cached(name, None):
+        return None
+    hint = nearest(name, known_names(also))
+    if (shape := shape_of(name)) is not None:
+        hint = f"; the weights of that shape are in {SHAPES[shape].repository}"
+    got = f"{name!r}, which is not one of them{hint}"
+    raise not_found(got, f"{_ANY} such as Qwen/Qwen3-4B", argument)
+
+
+def locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> ModelPlace:
+    """Find where `from_pretrained` finds a model; raises as `local_place` does.
+
+    Args:
+        name: "demo", a GGUF file, which is converted once, a folder or a hub id.
+        also: further names to suggest.
+        dtype: of the converted weights; "auto" is float32 for the demo and bfloat16 for others.
+    """
+    path = local_place(name, also)
+    if path is None:
+        return ModelPlace(place=name, on_hub=True)
+    if path.is_dir():
+        return ModelPlace(place=str(path))
+    import torch  # not needed for other names
+
+    from snapkv_app.conversion import convert_once
+
+    wanted = "float32" if name == DEMO else "bfloat16" if dtype == "auto" else dtype
+    folder, sha256 = convert_once(path, getattr(torch, wanted))
+    return ModelPlace(place=str(folder), revision=f"sha256:{sha256}")
+
+
+def hub_options(
+    source: ModelPlace, revision: str | None, also: Iterable[str] = ()
+) -> dict[str, Any]:
+    """What to tell `from_pretrained` about the hub, which is not asked in vain."""
+    name, options = source.place, {"revision": revision}
+    if revision and not source.on_hub:
+        raise InvalidArgumentError(
+            f"revision: expected it with a hub id, got {revision!r} with files of this machine, "
+            "which have no revisions; leave it out"
+        )
+    if not source.on_hub or _is_reachable(name, revision):
+        return options
+    if not _is_cached(name, revision):
+        why = f"{constants.ENDPOINT} did not answer within {_TIMEOUT_SECONDS} seconds"
+        if constants.HF_HUB_OFFLINE:
+            why = "this process is offline (HF_HUB_OFFLINE)"
+        raise not_found(
+            f"{name!r}: it is not in the hub's cache on this machine, and {why}"
+            f"{nearest(name, known_names(also)) or '; pass the folder of a model that is here'}"
+        )
+    return options | {"local_files_only": True}
+
+
+def _is_cached(name: str, revision: str | None) -> bool:
+    """Whether a model's configuration is in the hub's cache on this machine."""
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+    except HFValidationError:
+        return False
+
+
+def _is_reachable(name: str, revision: str | None) -> bool:
+    """Whether the hub answers within seconds, not after the client's retries; never if offline."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    url = hf_hub_url(name, "config.json", revision=revision)
+    try:
+        get_hf_file_metadata(url, timeout=_TIMEOUT_SECONDS)
+    except HfHubHTTPError:
+        return True  # that there is no such model, or that it may not be read, is an answer
+    except Exception:  # whichever errors the HTTP client of this release has
+        return False
+    return True
+
+
+def config_file(name: str, revision: str | None = None) -> Path | None:
+    """Return the config.json of a folder, or of a hub id in the hub's cache on this machine.
+
+    Returns:
+        The file; None for a GGUF file, and for a hub id that must be downloaded.
+
+    Raises:
+        ModelNotFoundError: no such file or folder, or a hub id that cannot be downloaded.
+        InvalidArgumentError: a `revision` of something else than a hub id.
+    """
+    if Path(name).suffix.lower() == ".gguf" and Path(name).expanduser().is_file():
+        return None
+    source = locate(name, SHAPES)
+    if not source.on_hub or not _is_cached(name, revision):
+        hub_options(source, revision, SHAPES)
+        return None if source.on_hub else Path(source.place, "config.json")
+    return Path(str(try_to_load_from_cache(name, "config.json", revision=revision)))
+
+
+def place_of(name: str) -> str:
+    """The folder or hub id behind a name, for other loaders; a GGUF file is converted first."""
+    return locate(name).place
+
+
+def known_names(also: Iterable[str] = ()) -> Iterator[str]:
+    """Names that would have worked: the demo, models in this folder and in the hub's cache."""
+    yield DEMO
+    yield from also
+    yield from (str(path) for path in Path().glob("*.gguf"))
+    yield from (str(path.parent) for path in Path().glob("*/config.json"))
+    with contextlib.suppress(CacheNotFound):
+        yield from (repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")

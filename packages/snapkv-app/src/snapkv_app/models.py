@@ -1,0 +1,226 @@
+"""Loading models and tokenizers: the offline demo model, a GGUF file, a folder or a hub id."""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from snapkv.errors import (
+    InvalidArgumentError,
+    MissingDependencyError,
+    SnapKVError,
+    UnsupportedModelError,
+)
+from snapkv.hf.cache import CompressedCache
+from snapkv.hf.checkpoint import load_complete
+from snapkv.hf.device_memory import free_bytes, out_of_memory_explained
+from snapkv.hf.known_gates import with_known
+from snapkv.hf.model_parts import max_positions
+from snapkv.hf.placement import device_of
+from snapkv.policies import FullCache, Policy
+from snapkv.validation import first_line, nearest, require_choice, require_dtype
+from snapkv_app.model_places import hub_options, known_names, locate, not_found, place_of
+from snapkv_app.packages import DEMO
+from snapkv_app.plan.advice import require_room, weights_advice
+from snapkv_app.plan.shapes import SHAPES
+
+__all__ = ["DEMO", "LoadedModel", "load", "load_settings", "place_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model ready to generate, and what is needed to name it in a result."""
+
+    model: Any  # of transformers, in evaluation mode, on its device
+    tokenizer: Any
+    name: str  # as it was asked for: "demo", a file, a folder or a hub id
+    revision: str | None  # the hub's commit, or "sha256:..." of a GGUF file; None for a folder
+    answers_on: str | None = None  # the device of workers that answer in its place
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Positions the model has for prompt and answer together; None where there is no limit."""
+        return max_positions(self.model)
+
+    def has_positions(self, tokens: int) -> bool:
+        """Whether prompt and answer may be so long together."""
+        return self.max_tokens is None or tokens <= self.max_tokens
+
+    def completed(self, policy: Policy) -> Policy:
+        """The policy with what it needs to know of the tokenizer and of the heads."""
+        return with_known(self.model, policy.with_tokenizer(self.tokenizer))
+
+    def description(self) -> dict[str, Any]:
+        """What a result must say about the model it was made with."""
+        attention = self.model.config.get_text_config(decoder=True)._attn_implementation
+        return {
+            "name": self.name,
+            "revision": self.revision,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.answers_on or str(device_of(self.model)),
+            "attn_implementation": attention.rpartition("|")[2],
+            "max_tokens": self.max_tokens,
+        }
+
+
+def load(
+    name: str = DEMO,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load a decoder-only model and its tokenizer.
+
+    Whether the model can be compressed is decided from its configuration, before any weights are
+    read. GGUF files and the demo model are converted to a cache folder once, see
+    `snapkv_app.conversion`. Hub ids take transformers' ordinary path, offline settings included.
+
+    Args:
+        name: "demo", a ``.gguf`` file, a folder with a ``config.json``, or a hub id. "demo" always
+            means the demo model; write ``./demo`` for a folder of that name.
+        device: "auto" (the GPU where there is one), or what torch accepts, such as "cuda:1".
+        dtype: "auto", "float32", "bfloat16" or "float16". "auto" is the checkpoint's own dtype;
+            that is float32 for the demo model, and bfloat16 for other GGUF files. On
+            a 2-core CPU bfloat16 read a 4k prompt 1.5 times faster, but took 1.5 times as long for
+            every token after it.
+        revision: branch, tag or commit of a hub id.
+        attn_implementation: "sdpa", "eager", ...; transformers' choice by default.
+        trust_remote_code: run model code that comes with the checkpoint.
+
+    Raises:
+        ModelNotFoundError: no such file, folder or hub id.
+        InvalidArgumentError: an unknown `device`, `dtype` or `attn_implementation`, a `revision`
+            of something else than a hub id, a damaged or foreign file, or weights that are missing
+            or of another shape than the configuration says.
+        UnsupportedModelError: the model's cache cannot be compressed.
+        MissingDependencyError: a package that the model needs is not installed.
+        OutOfMemoryError: the weights are larger than the device's memory; none has been read.
+    """
+    torch_device = chosen_device(device)
+    options = _dtype_option(dtype)
+    if attn_implementation:
+        _require_attention(attn_implementation)
+        options["attn_implementation"] = attn_implementation
+    source = locate(name, dtype=dtype)
+    hub = hub_options(source, revision) | {"trust_remote_code": trust_remote_code}
+    with _explained(name):
+        config = AutoConfig.from_pretrained(source.place, **hub)
+        outline = _outline(config, trust_remote_code, options)
+        require_room(name, outline, torch_device)
+        tokenizer = AutoTokenizer.from_pretrained(source.place, **hub)
+        free = free_bytes(torch_device)
+        with out_of_memory_explained(lambda: weights_advice(outline, torch_device, free)):
+            model = load_complete(
+                name,
+                source.place,
+                told_by="config.json",
+                remedy="download the model again, or correct its config.json",
+                **hub,
+                **options,
+            ).to(torch_device)
+    return LoadedModel(
+        model=model.eval(),
+        tokenizer=tokenizer,
+        name=name,
+        revision=source.revision or getattr(config, "_commit_hash", None),
+    )
+
+
+def load_settings(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Return the settings of a model's configuration, with transformers' defaults filled in.
+
+    Raises:
+        ModelNotFoundError: no such file, folder or hub id.
+        UnsupportedModelError: transformers does not know the model.
+    """
+    source = locate(name, SHAPES)
+    hub = hub_options(source, revision, SHAPES) | {"trust_remote_code": trust_remote_code}
+    with _explained(name):
+        settings: dict[str, Any] = AutoConfig.from_pretrained(source.place, **hub).to_dict()
+    return settings
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InvalidArgumentError(
+            f"device: expected auto, cpu or a device that torch {torch.__version__} has on this "
+            f"machine, such as cuda:0, got {name!r}; pass auto"
+        ) from error
+    return torch.device(name)
+
+
+def _dtype_option(name: str) -> dict[str, Any]:
+    """What to tell transformers about the dtype; nothing for the checkpoint's own."""
+    return {} if name == "auto" else {"dtype": chosen_dtype(name)}
+
+
+def chosen_dtype(name: str) -> torch.dtype:
+    require_dtype(name)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _require_attention(name: str) -> None:
+    """Refuse what transformers has not registered; a kernel of the hub has an owner."""
+    if "/" not in name and "|" not in name:
+        known = ("eager", *(each for each in ALL_ATTENTION_FUNCTIONS if "|" not in each))
+        require_choice("attn_implementation", name, tuple(sorted(known)))
+
+
+def _outline(config: Any, trust_remote_code: bool, options: Mapping[str, Any]) -> Any:
+    """The model without its weights, once the cache has judged that it can be compressed.
+
+    Without options it is in the dtype of the checkpoint.
+    """
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"model: expected a decoder-only model, got the encoder-decoder {config.model_type}; "
+            "its prompt is read by the encoder and is not in a key-value cache"
+        )
+    own = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), trust_remote_code=trust_remote_code, **{"dtype": own, **options}
+        )
+    CompressedCache(outline, FullCache())
+    return outline
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn what transformers raises for a model it cannot load into this package's errors."""
+    try:
+        yield
+    except (SnapKVError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except SafetensorError as error:
+        raise InvalidArgumentError(
+            f"model: expected complete safetensors files in {name!r}, got {first_line(error)}; "
+            "download the model again"
+        ) from error
+    except OSError as error:
+        raise not_found(
+            f"{name!r}: {first_line(error).rstrip('.')}{nearest(name, known_names())}"
+        ) from error
+    except (ImportError, ValueError, KeyError) as error:
+        kind = MissingDependencyError if isinstance(error, ImportError) else UnsupportedModelError
+        raise kind(
+            f"model: expected a causal language model that transformers can load here, got "
+            f"{name!r}: {first_line(error)}"
+        ) from error

@@ -1,0 +1,191 @@
+"""A reading in which every layer is looked at, as a policy is shown it at the end of the prompt.
+
+Reading takes almost all the time, and every method starts from the same full cache. So a prompt is
+read once by a policy that keeps everything and notes what it is shown, and each method is then
+asked as it would be while reading. The copies equal real compressed prefills bit for bit.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from snapkv.cache.hybrid import HybridLayer
+from snapkv.cache.layer import CompressedLayer
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
+from snapkv.hf.placement import device_of
+from snapkv.kvzip import read_layers
+from snapkv.policies import Policy, PromptLayer, Selection
+from snapkv.policies.base import Need
+from snapkv_app.models import LoadedModel
+
+Seen = TypeVar("Seen")
+
+_SHOWN: frozenset[Need] = frozenset({"rotation", "output_weight", "token_ids"})
+"""What of a policy's needs its `PromptLayer` brings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordingPolicy(Policy):
+    """Keeps everything and notes what it was shown, layer by layer."""
+
+    name: ClassVar[str] = "recorder"
+
+    recorded_queries: int  # how many of the last queries to note: enough for whoever is asked
+    recorded_parts: frozenset[Need] = _SHOWN  # what they need of the model
+    layers: list[PromptLayer] = field(default_factory=list)
+
+    @property
+    def query_tokens(self) -> int:
+        return self.recorded_queries
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self.recorded_parts
+
+    def select(self, layer: PromptLayer) -> Selection | None:
+        self.layers.append(layer)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Observer(RecordingPolicy):
+    """Looks at every layer at once, so that no more than one is whole."""
+
+    name: ClassVar[str] = "observer"
+
+    look: Callable[[PromptLayer], None]
+
+    def select(self, layer: PromptLayer) -> Selection | None:
+        self.look(layer)
+        return None
+
+
+def observed(
+    loaded: LoadedModel,
+    ids: Tensor,
+    query_tokens: int,
+    look: Callable[[PromptLayer], Seen],
+) -> dict[int, Seen]:
+    """Read (1, S) tokens in one pass and look at one layer at a time, as attention saw it.
+
+    `query_tokens` says how many of the last queries `look` needs. What it saw is returned by the
+    layer's index in the model.
+    """
+    seen: dict[int, Seen] = {}
+
+    def note(layer: PromptLayer) -> None:
+        seen[layer.layer_idx] = look(layer)
+
+    observer = _Observer(look=note, recorded_queries=query_tokens, recorded_parts=frozenset())
+    _read(loaded.model, ids.to(device_of(loaded.model)), observer)
+    return seen
+
+
+@torch.inference_mode()
+def _read(model: Any, ids: Tensor, recorder: RecordingPolicy) -> tuple[CompressedCache, Tensor]:
+    """The full cache of a prompt, and the (1, 1, V) logits after it."""
+    cache = CompressedCache(model, recorder)
+    cache.expect_tokens(ids)
+    return cache, model(ids, **passed(cache), logits_to_keep=1).logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedPrompt:
+    """A prompt that a model has read with full attention."""
+
+    model: Any
+    layers: Sequence[PromptLayer]  # as a policy is shown them, one for each that it compresses
+    last_logits: Tensor  # (1, 1, V), after the prompt; the same whatever is kept
+    others: Mapping[int, Any] = field(default_factory=dict)  # what no policy is shown
+    question_tokens: int | None = None  # see `CompressedCache.expect_question`
+
+    @property
+    def prompt_tokens(self) -> int:
+        """T, tokens in the prompt."""
+        return self.layers[0].keys.shape[2]
+
+    def compressed(self, policy: Policy, **options: Any) -> CompressedCache:
+        """A cache as it is after a prefill with that policy; the recording stays untouched."""
+        cache = CompressedCache(self.model, policy, **options)
+        cache.expect_prompt(self.prompt_tokens)
+        cache.expect_question(self.question_tokens)
+        for index, other in self.others.items():
+            own = cache.layers[index]
+            if isinstance(own, HybridLayer):
+                own.take_other_states(other)
+            else:
+                cache.layers[index] = copy.deepcopy(other)
+        for layer, shown in zip(cache.prompt_state.layers, self._filling(cache), strict=True):
+            cache.prompt_state.end_prompt(layer, shown)
+        return cache
+
+    def _filling(self, cache: CompressedCache) -> Iterator[PromptLayer]:
+        """Fill one layer after the other, and show it as the cache's policy is to see it."""
+        policy = cache.prompt_state.policy
+        for layer, states in zip(cache.prompt_state.layers, self.layers, strict=True):
+            layer.update(states.keys, states.values)
+            if "token_ids" in policy.needs and states.token_ids is not None:
+                layer.remember_ids(states.token_ids)
+            queries, spans = self._last_queries(states, policy), layer.protect
+            place = self.prompt_tokens, states.pad_tokens
+            yield replace(
+                states,
+                queries=queries,
+                token_cost=functools.partial(layer.token_cost, queries.shape[1]),
+                protected=None if spans is None else layer.protected_slots(spans, *place),
+            )
+
+    def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:
+        wanted = min(policy.query_tokens, self.prompt_tokens)
+        recorded = states.queries.shape[2]
+        if wanted > recorded:
+            raise InvalidArgumentError(
+                f"policy: expected {wanted} recorded queries for {policy!r}, got {recorded}; "
+                "record more of them"
+            )
+        return states.queries[:, :, recorded - wanted :]
+
+
+def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> RecordedPrompt:
+    """Read a prompt, (1, T) int64, with the full cache.
+
+    Raises UnsupportedModelError of latent attention, whose heads share what is stored.
+    """
+    cache, logits = _read(model, ids, recorder)
+    others = _not_shown(cache, recorder.layers)
+    return RecordedPrompt(model=model, layers=recorder.layers, last_logits=logits, others=others)
+
+
+def _not_shown(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int, Any]:
+    """The layers with contents that a policy is not shown: sliding windows and states."""
+    if any(layer.stored_heads is not None for layer in shown):
+        raise UnsupportedModelError(
+            "model: expected keys and values that are stored as attention sees them where a prompt "
+            "is read once for several methods, got latent attention; read the prompt for each"
+        )
+    return {
+        index: layer
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, HybridLayer) or not isinstance(layer, CompressedLayer)
+    }
+
+
+@torch.inference_mode()
+def record_prompt_twice(
+    model: Any, ids: Tensor, policy: Policy, *, instruction_ids: Sequence[int]
+) -> RecordedPrompt:
+    """Read a prompt before any question is known, for policies like this one; see `kvzip`."""
+    cache = CompressedCache(model, policy)
+    layers = read_layers(model, ids, cache, instruction_ids=instruction_ids)
+    cache.crop(-1)  # the last token is read again, for its logits
+    cache.expect_prompt(ids.shape[1] + 1)  # and nothing is to be dropped after it
+    logits = model(ids[:, -1:], **passed(cache)).logits
+    others = _not_shown(cache, layers)
+    return RecordedPrompt(model=model, layers=layers, last_logits=logits, others=others)

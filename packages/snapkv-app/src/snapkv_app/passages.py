@@ -1,0 +1,100 @@
+"""Documents longer than the model: the passages that fit a question best, as many as have room."""
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from snapkv.errors import DocumentError
+from snapkv_app.library.records import Span, Text, lines_of, passages
+from snapkv_app.library.searching import ranked
+
+Part = tuple[int, Span]
+"""The number of a document, and characters of its text."""
+
+OMITTED = "\n\n[...]\n\n"
+"""Between passages that do not follow one another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A part of a document: a passage, or several without a gap."""
+
+    document: str
+    lines: Span  # its first and last line, counted from 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excerpts:
+    """The best passages of documents, in the order of the text."""
+
+    documents: list[Text]  # with the text of those passages alone
+    read: int
+    of: int
+    places: list[Place]
+
+
+def best_passages(
+    documents: Sequence[Text], question: str, fits: Callable[[Sequence[Text]], bool]
+) -> Excerpts:
+    """The passages of 200 words that fit the question best by BM25, as many as `fits` allows.
+
+    `fits` tells whether there is room for documents. It is asked about at most twice as much text
+    as there is room for, however long the documents are. One passage is taken in any case.
+
+    Raises:
+        DocumentError: no passage has a word of the question.
+    """
+    found = [
+        (place, span)
+        for place, document in enumerate(documents)
+        for span in passages(document.text)
+    ]
+    texts = [documents[place].text[slice(*span)] for place, span in found]
+    best = [found[place] for place in ranked(texts, question)]
+    if not best:
+        raise DocumentError(
+            f"question: expected words of the documents, got {question!r}, which has none of them; "
+            "ask with other words"
+        )
+
+    def is_too_much(number: int) -> bool:
+        return not fits(_texts(documents, _joined(best[:number])))
+
+    most = 1
+    while most < len(best) and not is_too_much(most):
+        most *= 2
+    numbers = range(1, min(most, len(best)) + 1)
+    read = max(1, bisect.bisect_left(numbers, True, key=is_too_much))
+    parts = _joined(best[:read])
+    return Excerpts(
+        documents=_texts(documents, parts),
+        read=read,
+        of=len(found),
+        places=[
+            Place(document=documents[place].name, lines=lines_of(documents[place].text, span))
+            for place, span in parts
+        ],
+    )
+
+
+def _joined(chosen: Iterable[Part]) -> list[Part]:
+    """The parts in the order of the text, without what several of them have."""
+    parts: list[Part] = []
+    for place, (start, stop) in sorted(chosen):
+        last, (begin, end) = parts[-1] if parts else (-1, (0, 0))
+        if place == last and start <= end:
+            parts[-1] = place, (begin, max(end, stop))
+        else:
+            parts.append((place, (start, stop)))
+    return parts
+
+
+def _texts(documents: Sequence[Text], parts: Iterable[Part]) -> list[Text]:
+    """The documents that have parts, with these alone."""
+    found = []
+    for place, own in groupby(parts, key=lambda part: part[0]):
+        document = documents[place]
+        texts = (document.text[start:stop] for _, (start, stop) in own)
+        found.append(replace(document, text=OMITTED.join(texts)))
+    return found

@@ -1,0 +1,227 @@
+"""Estimate the memory of a prompt or a model, and the error messages when it does not fit."""
+
+import bisect
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from snapkv.errors import OutOfMemoryError, UnsupportedModelError
+from snapkv.hf import device_memory
+from snapkv.hf.placement import device_of
+from snapkv.ops import TokenCost
+from snapkv.policies import Policy
+from snapkv.storage.bits import KVCodes, Quantize
+from snapkv.validation import format_bytes
+from snapkv_app.plan.costs import ROOM_TOKENS, token_cost
+from snapkv_app.plan.footprint import Footprint, footprint_of, is_counted
+from snapkv_app.plan.shapes import SHAPES
+
+_PER_BLOCK, _BLOCK_BYTES = 32, 17
+"""mxfp4 stores 32 numbers in four bits each and their common scale in eight (OCP Microscaling
+Formats, section 5)."""
+
+_SCALE_BYTES = 4
+"""A block of fp8 has a scale in float32."""
+
+_WIDTH = torch.bfloat16.itemsize
+_SHARE = 0.8
+"""Share of the memory that the weights of a suggested model may take; the rest is for prompts."""
+
+
+def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
+    """Estimate the bytes of a prefill with a compressed cache, weights excluded.
+
+    At any time only one full-attention layer holds all keys and values, besides sliding windows.
+    Added are the hidden states (residual, norm, attention input and output), the three products of
+    the MLP, and the append buffers. Eager attention adds scores and their fp32 softmax.
+    """
+    text = model.config.get_text_config(decoder=True)
+    per_pair = text.num_attention_heads * (model.dtype.itemsize + torch.float32.itemsize)
+    linear = footprint.mlp_token_bytes + footprint.layer_token_bytes
+    fixed = footprint.sliding_bytes(prompt_tokens) + footprint.state_bytes + _room(footprint)
+    pairs = prompt_tokens**2 if _is_eager(model) else 0
+    return linear * prompt_tokens + fixed + int(per_pair * pairs)
+
+
+def _room(footprint: Footprint) -> int:
+    """Bytes of the append buffers, allocated at the first generated token."""
+    return footprint.token_bytes * ROOM_TOKENS
+
+
+def _is_eager(model: Any) -> bool:
+    text = model.config.get_text_config(decoder=True)
+    return str(text._attn_implementation).rpartition("|")[2] == "eager"
+
+
+def weights_advice(model: Any, device: torch.device, available_bytes: int | None) -> str:
+    """The error message if the weights do not fit; the model may be on the meta device."""
+    return (
+        f"model: expected its weights to fit in the memory of {device}, got out of memory; they "
+        f"take {format_bytes(weights_bytes(model))}{_free(available_bytes)}; choose a smaller "
+        "model, another device, or dtype bfloat16"
+    )
+
+
+def prompt_memory_explained(
+    model: Any, prompt_tokens: int
+) -> contextlib.AbstractContextManager[None]:
+    """A block in which out-of-memory errors are explained for a prompt of that length."""
+    free = device_memory.free_bytes(device_of(model))
+    advice = functools.partial(prompt_advice, model, prompt_tokens, free)
+    return device_memory.out_of_memory_explained(advice)
+
+
+def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -> str:
+    """The error message if a prompt does not fit; `available_bytes`: free before it, or None."""
+
+    def estimate(footprint: Footprint) -> str:
+        takes = functools.partial(prompt_bytes, model, footprint)
+        full = footprint.cache_bytes(prompt_tokens, prompt_tokens)
+        fits = _would_fit(takes, prompt_tokens, available_bytes, footprint.max_positions)
+        return (
+            f"; reading them takes about {format_bytes(takes(prompt_tokens))} plus weights of "
+            f"{format_bytes(weights_bytes(model))} (and a full cache would hold "
+            f"{format_bytes(full)}){_free(available_bytes)}{fits}"
+        )
+
+    return (
+        f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {device_of(model)}, "
+        f"got out of memory{_estimated(model, estimate)}; "
+        f"{'choose sdpa attention, ' if _is_eager(model) else ''}shorten the prompt, or choose "
+        f"{'dtype bfloat16 or ' if model.dtype.itemsize > 2 else ''}a smaller model"
+    )
+
+
+def _estimated(model: Any, estimate: Callable[[Footprint], str]) -> str:
+    """An estimate for the message; empty if the model does not run without its weights."""
+    try:
+        return estimate(footprint_of_loaded(model))
+    except UnsupportedModelError:
+        return ""
+
+
+def _would_fit(
+    takes: Callable[[int], int],
+    tokens: int,
+    available_bytes: int | None,
+    most: int | None = None,
+) -> str:
+    """How many tokens would fit, unless that contradicts the error or the model's positions."""
+    if available_bytes is None:
+        return ""
+    fit = bisect.bisect_right(range(1, tokens + 1), available_bytes, key=takes)
+    return f"; about {fit:,} tokens would fit" if 0 < fit < tokens and fit <= (most or fit) else ""
+
+
+def _free(available_bytes: int | None) -> str:
+    return "" if available_bytes is None else f", and {format_bytes(available_bytes)} were free"
+
+
+def require_room(name: str, outline: Any, device: torch.device) -> None:
+    """Raise `OutOfMemoryError` if the weights are larger than the memory of the device.
+
+    Weights or devices of unknown size pass.
+    """
+    total = device_memory.total_bytes(device)
+    needed = sum(stored_bytes(outline).values())
+    if (
+        total is None
+        or needed <= total
+        or not is_counted(_packing(outline.config).get("quant_method"))
+    ):
+        return
+    dtype = str(outline.dtype).removeprefix("torch.")
+    raise OutOfMemoryError(
+        f"model: expected weights of at most {format_bytes(total)}, which is the memory of "
+        f"{device}, got {format_bytes(needed)} in {dtype} of {name}, nothing was loaded; "
+        f"{_what_fits(outline, needed, total)}choose a smaller model or another device"
+    )
+
+
+def _what_fits(outline: Any, needed: int, total: int) -> str:
+    """Suggest another dtype or the largest published model that fits in bfloat16; may be empty."""
+    room = int(total * _SHARE)
+    if needed * _WIDTH <= room * outline.dtype.itemsize:
+        return "with dtype bfloat16 it would fit; pass that, or "
+    fitting = [shape for shape in SHAPES.values() if shape.parameters * _WIDTH <= room]
+    if not fitting:
+        return ""
+    largest = max(fitting, key=lambda shape: shape.parameters)
+    takes = format_bytes(largest.parameters * _WIDTH)
+    return f"{largest.repository} would fit, with {takes} in bfloat16; "
+
+
+def footprint_of_loaded(model: Any) -> Footprint:
+    """Compute the footprint of a loaded model; errors as in `footprint_of`."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return footprint_of(model.config.to_dict(), dtype=dtype)
+
+
+def token_costs(
+    model: PreTrainedModel, policy: Policy, quantize: Quantize | None
+) -> list[TokenCost]:
+    """Return what a token costs in each compressed layer; empty if the sizes are unknown."""
+    try:
+        footprint = footprint_of_loaded(model)
+    except UnsupportedModelError:
+        return []
+    bits = None if quantize is None else KVCodes.of(quantize)
+    queries = model.config.get_text_config(decoder=True).num_attention_heads
+    found = []
+    for layer in footprint.full_layers:
+        cost = token_cost(layer, bits)
+        times = queries // layer.heads if policy.per_query_head else 1
+        found.append(replace(cost, block_bytes=times * cost.block_bytes))
+    return found
+
+
+def weights_bytes(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def stored_bytes(model: Any) -> dict[str, int]:
+    """Bytes of every parameter by name, as the checkpoint stores it.
+
+    mxfp4 quantizes the projections of experts, as in gpt-oss; fp8 also all linear layers except the
+    output projection, as in DeepSeek-V3.
+    """
+    found = _packing(model.config)
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    head = model.get_output_embeddings()
+    linear = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    sizes = {}
+    for name, parameter in model.named_parameters():
+        of_expert = ".experts." in name and parameter.ndim == 3
+        sizes[name] = parameter.nbytes
+        if method == "mxfp4" and of_expert:
+            sizes[name] = math.ceil(parameter.numel() / _PER_BLOCK) * _BLOCK_BYTES
+        elif method == "fp8" and (of_expert or id(parameter) in linear):
+            sizes[name] = parameter.numel() + _scales(parameter.shape, block) * _SCALE_BYTES
+    return sizes
+
+
+def _packing(config: Any) -> dict[str, Any]:
+    """The configuration's quantization settings as a dictionary; empty without any."""
+    found = getattr(config, "quantization_config", None) or {}
+    if isinstance(found, dict):
+        return found
+    settings: dict[str, Any] = found.to_dict()
+    return settings
+
+
+def _scales(shape: Sequence[int], block: Sequence[int] | None) -> int:
+    """How many scales a weight of that shape has: one per block, or one per matrix."""
+    *matrices, rows, columns = shape
+    height, width = block or (rows, columns)
+    return math.prod(matrices) * math.ceil(rows / height) * math.ceil(columns / width)

@@ -1,0 +1,231 @@
+"""The bytes that one request's prompt and cache take, full or compressed."""
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from snapkv.errors import BudgetTooSmallError, InvalidArgumentError
+from snapkv.parameters import WithParameters
+from snapkv.storage.bits import KVCodes
+from snapkv.token_cost import TokenCost, share_of
+from snapkv.validation import (
+    AUTO,
+    DEFAULT_BUDGET,
+    byte_budget,
+    require_budget,
+    require_int,
+    require_one_limit,
+    require_ratio,
+)
+from snapkv_app.plan.footprint import Footprint, FullLayer
+
+PIECE_TOKENS = 4096
+"""Tokens per piece when a prompt is read in pieces."""
+
+ROOM_TOKENS = 64
+"""Tokens that an append buffer has room for beyond the one that made it grow, see
+`snapkv.storage.tail`."""
+
+_MOST_TOKENS = 2**27
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(metaclass=WithParameters):
+    """The request to plan: a batch of prompts of one length, and their answers.
+
+    Attributes:
+        budget: tokens kept per layer and head, or bytes such as "12%" or "64MiB"; 1024 without a
+            `keep_ratio`, which is a share of the tokens before the window.
+        bits: of keys and values, such as "int4" or "K8V4"; None for unquantized.
+    """
+
+    context_tokens: int
+    batch: int = 1
+    budget: int | str | None = None
+    keep_ratio: float | None = None
+    window_size: int = 32
+    bits: KVCodes | str | None = None
+    new_tokens: int = 128
+    memory_bytes: int | None = None  # of the device; None leaves out what fits
+    reserve_bytes: int = 10**9  # not available to weights, caches and activations
+    bandwidth_bytes: float | None = None  # memory bandwidth per second; None leaves out times
+
+    def __post_init__(self) -> None:
+        for name in ("context_tokens", "batch", "window_size", "new_tokens"):
+            require_int(name, getattr(self, name), minimum=1)
+        require_one_limit(self.budget, self.keep_ratio)
+        if self.keep_ratio is not None:
+            require_ratio("keep_ratio", self.keep_ratio)
+        elif self.budget is None:
+            object.__setattr__(self, "budget", DEFAULT_BUDGET)
+        if self.budget == AUTO or isinstance(self.budget, dict):
+            raise InvalidArgumentError(
+                "budget: expected tokens or bytes, since a plan knows no votes of a prompt, got "
+                f"{self.budget!r}; pass for instance 1024 or 12%"
+            )
+        if self.budget is not None and self.budget_bytes is None:
+            require_budget(self.budget, None, self.window_size)
+        if self.bits is not None:
+            object.__setattr__(self, "bits", KVCodes.of(self.bits))  # type: ignore[arg-type] # refuses other words
+        if self.memory_bytes is not None and self.memory_bytes <= self.reserve_bytes:
+            raise InvalidArgumentError(
+                f"gpu_memory: expected more than the reserve of {self.reserve_bytes:,} bytes, got "
+                f"{self.memory_bytes:,}; pass more, or a smaller reserve"
+            )
+        if self.bandwidth_bytes is not None and not self.bandwidth_bytes > 0:
+            raise InvalidArgumentError(
+                f"bandwidth: expected more than 0 bytes a second, got {self.bandwidth_bytes}; pass "
+                "for instance 2TB, or leave it out"
+            )
+
+    @property
+    def codes(self) -> KVCodes | None:
+        """The parsed bits."""
+        assert not isinstance(self.bits, str)
+        return self.bits
+
+    @property
+    def budget_bytes(self) -> dict[str, float | int] | None:
+        """The share or the bytes of the budget, see `byte_budget`; None for tokens."""
+        return byte_budget(self.budget) if isinstance(self.budget, str) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The bytes of a request to a model; `compressed` chooses between the two kinds of cache."""
+
+    footprint: Footprint
+    request: Request
+
+    @cached_property
+    def layer_costs(self) -> list[TokenCost]:
+        """What a token costs in each compressed layer."""
+        model, bits = self.footprint, self.request.codes
+        return [token_cost(layer, bits) for layer in model.full_layers]
+
+    def kept(self, prompt_tokens: int, *, at_least: bool = True) -> list[int]:
+        """Count the tokens that each compressed layer keeps of a prompt.
+
+        Raises:
+            BudgetTooSmallError: too few bytes for the window, unless `at_least`.
+        """
+        asked, layers = self.request, len(self.footprint.full_layers)
+        window, given = min(asked.window_size, prompt_tokens), asked.budget_bytes
+        if asked.keep_ratio is not None:
+            return [window + share_of(prompt_tokens - window, asked.keep_ratio)] * layers
+        if given is None:
+            assert isinstance(asked.budget, int)
+            return [min(asked.budget, prompt_tokens)] * layers
+        share, of_bytes = given.get("share"), given.get("bytes")
+        found = []
+        for depth, cost in enumerate(self.layer_costs):
+            sizes = {"own": prompt_tokens, "least": window, "depth": depth, "layers": layers}
+            try:
+                fit = cost.fitting_tokens(share, of_bytes, **sizes)  # type: ignore[arg-type] # whole bytes
+            except BudgetTooSmallError:
+                if not at_least:
+                    raise
+                fit = window
+            found.append(min(fit, prompt_tokens))
+        return found
+
+    def cache(self, tokens: int, new_tokens: int, compressed: bool) -> int:
+        """Bytes of one request's cache after its prompt and some tokens of the answer."""
+        model, seen = self.footprint, tokens + new_tokens
+        if not compressed:
+            return model.cache_bytes(seen, seen)
+        parts = self._parts(self.kept(tokens), new_tokens)
+        held = sum(codes + exact * layer.token_bytes for layer, codes, exact in parts)
+        return held + model.other_bytes(seen)
+
+    def answering(self, tokens: int, compressed: bool) -> int:
+        """Memory of one request's cache when its answer is complete.
+
+        It includes append buffers, and in sliding layers the token that has just left the window.
+        With codes it is an upper limit.
+        """
+        model, new = self.footprint, self.request.new_tokens
+        held = model.other_bytes(tokens + new, behind=1)
+        if not compressed:
+            return model.token_bytes * (tokens + new) + held
+        for layer, codes, exact in self._parts(self.kept(tokens), new):
+            rounds = 1 if codes else -(-new // (ROOM_TOKENS + 1))
+            room = exact if codes else exact - new
+            held += codes + (room + rounds * (ROOM_TOKENS + 1)) * layer.token_bytes
+        return held
+
+    def prefill_peak(self, tokens: int, compressed: bool, *, in_pieces: bool) -> int:
+        """Peak bytes of one request's prefill, weights excluded.
+
+        A compressed cache holds all keys and values of one layer at a time. In transformers' cache,
+        sliding layers hold a whole pass until the next one. In pieces, that cache copies a layer to
+        append to it; a compressed one holds all hidden states and reads sliding layers at once.
+        """
+        model = self.footprint
+        piece = min(tokens, PIECE_TOKENS) if in_pieces else tokens
+        cache = self.cache(tokens, 0, compressed)
+        if not compressed:
+            cache += model.sliding_bytes(tokens, behind=piece) - model.sliding_bytes(tokens)
+        layer = model.layer_token_bytes * tokens
+        if not in_pieces:
+            around_attention = model.attention_token_bytes * tokens + layer * compressed
+            return cache + max(model.mlp_token_bytes * tokens, around_attention)
+        at_once = tokens if compressed and model.sliding_layers else piece
+        activations = at_once * (model.mlp_token_bytes + model.attention_token_bytes)
+        hidden = (layer + model.hidden_token_bytes * tokens) * compressed
+        return cache + layer + hidden + activations
+
+    def total(self, tokens: int, batch: int, compressed: bool, *, in_pieces: bool) -> int:
+        """Peak bytes of a request, weights included."""
+        reading = self.prefill_peak(tokens, compressed, in_pieces=in_pieces)
+        answering = self.answering(tokens, compressed)
+        return self.footprint.weights_bytes + batch * max(reading, answering)
+
+    def least_total(self, tokens: int, batch: int, compressed: bool) -> int:
+        """Peak bytes of a request whose prompt is read in the way that takes less memory."""
+        ways = (False, True)
+        return min(self.total(tokens, batch, compressed, in_pieces=way) for way in ways)
+
+    def step(self, tokens: int, batch: int, compressed: bool) -> int:
+        """Bytes that the decoding step of the last token of every answer reads."""
+        model, new = self.footprint, self.request.new_tokens
+        return model.read_bytes(batch) + batch * self.cache(tokens, new, compressed)
+
+    def longest(self, room: int, compressed: bool, *, in_pieces: bool) -> int:
+        """Tokens of the longest prompt that fits in the memory and the model's positions."""
+        positions, batch = self.footprint.max_positions, self.request.batch
+        most = _MOST_TOKENS if positions is None else positions - self.request.new_tokens
+        return bisect.bisect_right(
+            range(1, most + 1),
+            room,
+            key=lambda tokens: self.total(tokens, batch, compressed, in_pieces=in_pieces),
+        )
+
+    def _parts(self, kept: Sequence[int], new_tokens: int) -> Iterator[tuple[FullLayer, int, int]]:
+        """For each layer: bytes of its codes, and tokens besides them, unquantized.
+
+        Generated tokens are quantized in whole blocks.
+        """
+        layers, bits = self.footprint.full_layers, self.request.codes
+        for layer, cost, tokens in zip(layers, self.layer_costs, kept, strict=True):
+            if bits is None:
+                yield layer, 0, tokens + new_tokens
+                continue
+            grown, left = divmod(new_tokens, bits.group_size)
+            yield layer, cost.held_bytes(tokens) + grown * cost.block_bytes, left
+
+
+def token_cost(layer: FullLayer, bits: KVCodes | None) -> TokenCost:
+    """Return what a token costs in a layer; codes assume states in the range of 16-bit scales."""
+    cost = TokenCost(full_bytes=layer.token_bytes, block_bytes=layer.token_bytes)
+    if bits is None:
+        return cost
+    group = bits.group_size
+    # Each channel of a block's keys has a scale and a least number of 16 bits; of its values each
+    # token has them for every group of channels, the last of which is filled up.
+    keys = layer.key_width * (group * bits.keys // 8 + 4)
+    width = min(group, layer.value_width)
+    groups = group * -(-layer.value_width // width)
+    values = groups * width * bits.values // 8 + 4 * groups
+    return replace(cost, block_bytes=layer.heads * (keys + values), block_tokens=group)

@@ -1,0 +1,252 @@
+"""Estimate what a request needs with a full and a compressed cache, and what fits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from snapkv.validation import format_bytes
+from snapkv_app.plan.costs import Costs, Request
+from snapkv_app.plan.footprint import Footprint, is_counted
+
+FLOPS_PER_BYTE = 150
+"""Operations of a GPU in the time that it reads one byte: about half of the data sheets' ratios for
+16-bit matrices (A100 156, H100 295, H200 206), since neither peak is reached."""
+
+LAYER_MS = 0.17
+"""What the launches of a layer add to a step that is one CUDA graph: 10.0 to 11.0 ms a token of an
+8B model in bfloat16 on an H100 80GB HBM3 (docs/results/gpu.jsonl), 5.1 of them bytes."""
+
+GPU_BANDWIDTH_BYTES = 3e12
+"""Bytes per second of the same card, for gains on a GPU where no bandwidth is given."""
+
+_FELT = 1.5
+"""The speed-up from which on a reader of an answer notices."""
+
+_WORTH_SAYING = 1.1
+"""A smaller speed-up does not count as help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheNeeds:
+    """The needs of a kind of cache; fields about what fits are None without a memory size.
+
+    "In pieces" means `snapkv.prefill` for the compressed cache, ``prefill_chunk_size`` for the full
+    one. The model's positions are not considered.
+    """
+
+    cache_bytes: int  # of the batch, after the prompts
+    prefill_peak_bytes: int  # weights excluded, prompts read in one pass; an estimate
+    total_bytes: int  # weights and the peak of everything else
+    step_bytes: int  # read by the decoding step of the last token of every answer
+    step_ms: float | None  # time of that step as one graph; None without a bandwidth
+    fits_in_one_pass: bool | None = None
+    fits: bool | None = None  # in one pass or in pieces
+    longest_prompt_tokens: int | None = None
+    longest_prompt_in_pieces_tokens: int | None = None
+    largest_batch: int | None = None  # prefilled together, in one pass or in pieces, and answered
+    largest_decoding_batch: int | None = None  # answered together, prefilled one after the other
+    throughput: float | None = None  # at `largest_batch`, against the full cache at batch 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The figures of a request to a named model, made by `plan`.
+
+    Attributes:
+        kept_tokens: of a prompt, mean over the compressed layers; 0 without such layers.
+        full: what transformers' own cache needs.
+        compressed: what the compressed cache needs.
+        decode_speedup: upper limit of the decoding speed-up, from the bytes that a step reads.
+        prefill_share: estimated share of the prefill in the time of a request with the full cache.
+        request_speedup: estimated upper limit of the speed-up of a whole request.
+        verdict: sentences, of which the first one answers "will it help?".
+    """
+
+    model: str
+    request: Request
+    footprint: Footprint
+    kept_tokens: float
+    full: CacheNeeds
+    compressed: CacheNeeds
+    decode_speedup: float
+    prefill_share: float
+    request_speedup: float
+    verdict: tuple[str, ...]
+
+
+def plan(model: str, footprint: Footprint, request: Request) -> Plan:
+    """Compute what a request to a model needs with either cache, and what fits.
+
+    Args:
+        model: the name that the plan shows.
+        footprint: of the model, see `snapkv_app.footprints.find_footprint`.
+        request: the prompts, the answers, the budget and the device.
+
+    Raises:
+        BudgetTooSmallError: a budget of bytes is too small for this prompt.
+    """
+    costs = Costs(footprint=footprint, request=request)
+    kept = costs.kept(request.context_tokens, at_least=False)
+    mean = sum(kept) / max(1, len(kept))
+    full, compressed = (_needs(costs, each) for each in (False, True))
+    reading = request.batch * footprint.prompt_flops(request.context_tokens) / FLOPS_PER_BYTE
+    whole, less = (reading + request.new_tokens * each.step_bytes for each in (full, compressed))
+    figures: dict[str, Any] = {
+        "model": model,
+        "request": request,
+        "footprint": footprint,
+        "kept_tokens": int(mean) if mean == int(mean) else mean,
+        "full": full,
+        "compressed": compressed,
+        "decode_speedup": full.step_bytes / compressed.step_bytes,
+        "prefill_share": reading / whole,
+        "request_speedup": whole / less,
+    }
+    made = Plan(**figures, verdict=())
+    return Plan(**figures, verdict=(*_headline(made, costs), *_limits(made), *_notes(made)))
+
+
+def gpu_step_ms(costs: Costs, batch: int, *, compressed: bool) -> float:
+    """Estimate the time of the last decoding step of a batch on a GPU, as one graph."""
+    read = costs.step(costs.request.context_tokens, batch, compressed)
+    bandwidth = costs.request.bandwidth_bytes or GPU_BANDWIDTH_BYTES
+    return LAYER_MS * costs.footprint.layers + 1000 * read / bandwidth
+
+
+def batch_of_speedup(costs: Costs, speedup: float) -> int | None:
+    """Return the first batch that a GPU decodes faster by that factor; None beyond 1,024."""
+    for batch in range(1, 1025):
+        full, compressed = (gpu_step_ms(costs, batch, compressed=each) for each in (False, True))
+        if full >= speedup * compressed:
+            return batch
+    return None
+
+
+def _needs(costs: Costs, compressed: bool) -> CacheNeeds:
+    asked = costs.request
+    tokens, batch = asked.context_tokens, asked.batch
+    step_ms = gpu_step_ms(costs, batch, compressed=compressed)
+    return CacheNeeds(
+        cache_bytes=batch * costs.cache(tokens, 0, compressed),
+        prefill_peak_bytes=batch * costs.prefill_peak(tokens, compressed, in_pieces=False),
+        total_bytes=costs.total(tokens, batch, compressed, in_pieces=False),
+        step_bytes=costs.step(tokens, batch, compressed),
+        step_ms=None if asked.bandwidth_bytes is None else step_ms,
+        **_fitting(costs, compressed),
+    )
+
+
+def _fitting(costs: Costs, compressed: bool) -> dict[str, Any]:
+    """What fits in the memory; empty without a memory size."""
+    asked, weights = costs.request, costs.footprint.weights_bytes
+    if asked.memory_bytes is None:
+        return {}
+    room, tokens = asked.memory_bytes - asked.reserve_bytes, asked.context_tokens
+    beside_weights = max(0, room - weights)
+    most = beside_weights // (costs.least_total(tokens, 1, compressed) - weights)
+    alone, together = (
+        costs.step(tokens, batch, kind) for batch, kind in ((1, False), (most, compressed))
+    )
+    return {
+        "fits_in_one_pass": costs.total(tokens, asked.batch, compressed, in_pieces=False) <= room,
+        "fits": costs.least_total(tokens, asked.batch, compressed) <= room,
+        "longest_prompt_tokens": costs.longest(room, compressed, in_pieces=False),
+        "longest_prompt_in_pieces_tokens": costs.longest(room, compressed, in_pieces=True),
+        "largest_batch": most,
+        "largest_decoding_batch": beside_weights // costs.answering(tokens, compressed),
+        "throughput": most * alone / together if most else None,
+    }
+
+
+def _headline(made: Plan, costs: Costs) -> Iterator[str]:
+    tokens, kept = made.request.context_tokens, made.kept_tokens
+    if kept >= tokens and made.request.bits is None:
+        yield (
+            f"Compression will not help: a prompt of {tokens:,} tokens is within the budget, and "
+            "nothing is dropped."
+        )
+        return
+    saved = made.full.cache_bytes - made.compressed.cache_bytes
+    share = 1 - made.footprint.read_bytes(made.request.batch) / made.full.step_bytes
+    if made.compressed.fits is False:
+        yield "This does not fit in the memory with either cache, in one pass or in pieces."
+    elif made.full.fits is False:
+        yield "Compression is what makes this fit: the full cache does not fit."
+    elif made.decode_speedup < _WORTH_SAYING and saved < 0.1 * made.full.total_bytes:
+        yield (
+            f"Compression will hardly help: the full cache is {share:.0%} of what a step reads, so "
+            f"tokens come at most {made.decode_speedup:.2f} times as fast, and "
+            f"{format_bytes(saved)} are saved. A longer prompt or a larger batch would change that."
+        )
+    else:
+        yield (
+            f"Compression helps: {format_bytes(saved)} of cache are saved, and tokens come up to "
+            f"{made.decode_speedup:.1f} times as fast."
+        )
+        if (rows := batch_of_speedup(costs, _FELT) or 0) > (batch := made.request.batch):
+            full, kept = (gpu_step_ms(costs, batch, compressed=each) for each in (False, True))
+            floor = LAYER_MS * made.footprint.layers
+            yield (
+                f"On a GPU you will hardly feel it{' in one row' if batch == 1 else ''}: a token "
+                f"takes about {full:.1f} ms, compressed {kept:.1f}, of which {floor:.1f} are "
+                "launches of one CUDA graph, as on an H100, and most of the rest reads weights. "
+                f"A batch of {rows:,} comes {_FELT} times as fast."
+            )
+
+
+def _limits(made: Plan) -> Iterator[str]:
+    tokens, positions = made.request.context_tokens, made.footprint.max_positions
+    answer = made.request.new_tokens
+    if positions is not None and tokens + answer > positions:
+        yield (
+            f"The model has {positions:,} positions, fewer than {tokens:,} tokens of prompt and "
+            f"{answer:,} of answer need: it will be refused. {_remedy(positions, answer)}"
+        )
+    if made.compressed.fits and not made.compressed.fits_in_one_pass:
+        yield (
+            "Read in one pass, the prompts do not fit; read them in pieces, with "
+            "snapkv.prefill.layer_by_layer."
+        )
+    one_pass, in_pieces = (
+        made.compressed.longest_prompt_tokens,
+        made.compressed.longest_prompt_in_pieces_tokens,
+    )
+    if one_pass and in_pieces is not None and in_pieces < one_pass:
+        yield (
+            "Read the prompts in one pass: layer_by_layer reads the sliding-window layers of this "
+            "model in one pass too and holds the hidden states of all tokens besides, so it takes "
+            "more memory. The full cache reads them in pieces, with prefill_chunk_size."
+        )
+    if made.request_speedup < _WORTH_SAYING <= made.decode_speedup:
+        yield (
+            "Do not expect the whole request to be faster: reading the prompt takes as long as "
+            f"before, about {made.prefill_share:.0%} of the time with an answer of {answer:,} "
+            "tokens. Longer answers, or several from one prompt, gain more."
+        )
+
+
+def _remedy(positions: int, answer: int) -> str:
+    if answer >= positions:
+        return "Ask for a shorter answer."
+    return f"Shorten the prompt to {positions - answer:,} tokens, or the answer."
+
+
+def _notes(made: Plan) -> Iterator[str]:
+    model, tokens = made.footprint, made.request.context_tokens
+    full = len(model.full_layers)
+    if full < model.layers or model.state_bytes:
+        share = model.token_bytes * tokens / model.cache_bytes(tokens, tokens)
+        yield (
+            f"{full} of {model.layers} layers grow with the prompt and are compressed, "
+            f"{share:.1%} of the full cache here; sliding windows and states are not compressed."
+        )
+    if not is_counted(model.quantization):
+        yield (
+            f"The checkpoint's weights are quantized ({model.quantization}); they are counted in "
+            f"{model.dtype}, which takes more."
+        )
+    if model.experts:
+        yield (
+            f"A token visits {model.experts_per_token} of {model.experts} experts per layer; the "
+            "step is counted with those that the batch is expected to visit."
+        )

@@ -1,0 +1,72 @@
+"""Published models by name, for plans and benchmarks, from their `config.json`.
+
+`shapes.toml` repeats them, positions included; `tests/plan/test_shapes.py` builds each model from
+its configuration and compares.
+"""
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from snapkv_app.plan.footprint import Footprint, footprint_of
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The published shape of a model."""
+
+    repository: str
+    family: str
+    parameters: int
+    config: dict[str, Any]
+
+    def footprint(self, dtype: str | None = None) -> Footprint:
+        """Compute the shape's footprint, in bfloat16 unless another dtype is named."""
+        config = {"dtype": "bfloat16", "model_type": self.family, **self.config}
+        return footprint_of(config, dtype=dtype, parameters=self.parameters)
+
+
+def _published() -> Iterator[tuple[str, Shape]]:
+    text = resources.files("snapkv_app.plan").joinpath("shapes.toml").read_text(encoding="utf-8")
+    for name, said in tomllib.loads(text).items():
+        repository, family, parameters = map(said.pop, ("repository", "model_type", "parameters"))
+        said.pop("source", None)
+        config = {key: None if value == "null" else value for key, value in said.items()}
+        yield name, Shape(repository, family, parameters, config)
+
+
+SHAPES: dict[str, Shape] = dict(_published())
+"""All shapes by name."""
+
+
+def shape_of(name: str) -> str | None:
+    """The shape of a name or repository, ignoring case; None if unknown."""
+    known = {shape: shape for shape in SHAPES}
+    known |= {of.repository.lower(): shape for shape, of in SHAPES.items()}
+    return known.get(name.lower())
+
+
+def described(shape: str) -> dict[str, Any]:
+    """Sizes of a shape's cache and weights; `kv_bytes_per_token` in 16 bits, for long prompts.
+
+    Latent attention stores one latent of `head_dim` numbers for all heads.
+    """
+    published = SHAPES[shape]
+    model = published.footprint()
+    layer, sliding = model.full_layers[0], model.sliding_layers
+    is_latent = layer.key_width != layer.value_width
+    return {
+        "repository": published.repository,
+        "parameters": published.parameters,
+        "weights": model.quantization or model.dtype,
+        "layers": model.layers,
+        "growing_layers": len(model.full_layers),
+        "sliding_layers": len(sliding),
+        "sliding_window": sliding[0].most_tokens + 1 if sliding else None,
+        "kv_heads": layer.heads,
+        "head_dim": layer.key_width + (layer.value_width if is_latent else 0),
+        "kv_bytes_per_token": model.token_bytes,
+        "positions": model.max_positions,
+    }

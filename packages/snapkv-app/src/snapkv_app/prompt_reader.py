@@ -1,0 +1,117 @@
+"""Read a sample's prompt once for all methods that choose at its end."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from snapkv.errors import OutOfMemoryError, PromptTooLongError, UnsupportedModelError
+from snapkv.hf.device_memory import free_bytes, out_of_memory_explained
+from snapkv.hf.placement import device_of
+from snapkv.policies import Policy
+from snapkv.prefill import SharedReading
+from snapkv.prefill.shared import shared_bytes
+from snapkv.storage.bits import KVCodes
+from snapkv_app.answering import Answer, answer, prompt_ids
+from snapkv_app.models import LoadedModel
+from snapkv_app.prefills import Exact, Prefill
+from snapkv_app.prompt_end import PromptEnd
+from snapkv_app.prompts import Prompt
+from snapkv_app.protection import Protection
+from snapkv_app.settings import GenerationSettings
+
+_MOST_OF_FREE = 0.4
+"""Share of the free memory for a shared prefill; caches and answers need the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ReadBefore(Prefill):
+    """Exact, and the model's work has been done."""
+
+    name: ClassVar[str] = "exact"
+
+    reading: SharedReading
+
+    def installed(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        return self.reading.given()
+
+
+class PromptReader:
+    """How methods read the same prompt: together, if that gives the same answers.
+
+    The prompt is read with the first of several methods with exact prefill. Each method reads
+    alone if there is only one, if the model cannot share a prefill, or if memory is too small.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        prompt: Prompt,
+        settings: GenerationSettings,
+        ways: Sequence[Prefill],
+    ) -> None:
+        self._loaded, self._prompt, self._settings = loaded, prompt, settings
+        self._shares = list(ways).count(Exact()) > 1
+        self._shared: SharedReading | None = None
+
+    def answer(
+        self,
+        policy: Policy,
+        way: Prefill,
+        protection: Protection,
+        ends: list[PromptEnd] | None = None,
+        quantize: KVCodes | None = None,
+    ) -> Answer:
+        """The answer of a method; `ends` gets the `PromptEnd` that it was generated from.
+
+        The time of a shared prefill counts in every answer, which would have needed it, too.
+        """
+        read = partial(
+            answer,
+            self._loaded,
+            self._prompt,
+            policy,
+            self._settings,
+            protection=protection,
+            quantize=quantize,
+            on_prompt_end=None if ends is None else ends.append,
+        )
+        if way == Exact() and (shared := self._reading()) is not None:
+            try:
+                return read(prefill=_ReadBefore(reading=shared)).later(shared.read_ms)
+            except OutOfMemoryError:
+                pass  # the error holds what filled the memory until this block is left
+            self._shares = False
+            self._shared = shared = None
+            if ends:
+                ends.clear()
+            torch.cuda.empty_cache()  # does nothing where CUDA was not used
+        return read(prefill=way)
+
+    def given(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which the model need not read the prompt, if it was read for all methods."""
+        shared = self._reading()
+        return contextlib.nullcontext() if shared is None else shared.given()
+
+    def _reading(self) -> SharedReading | None:
+        """The shared prefill; None if each method reads alone."""
+        if self._shares and self._shared is None:
+            self._shared = self._read()
+            self._shares = self._shared is not None
+        return self._shared
+
+    def _read(self) -> SharedReading | None:
+        model, prompt = self._loaded.model, self._prompt
+        with contextlib.suppress(PromptTooLongError, OutOfMemoryError, UnsupportedModelError):
+            ids = prompt_ids(self._loaded, prompt, self._settings)
+            context = ids[:, : prompt.context_tokens(self._loaded.tokenizer)]
+            free = free_bytes(device_of(model))
+            if free is not None and shared_bytes(model, context.shape[1]) > _MOST_OF_FREE * free:
+                return None
+            with out_of_memory_explained(lambda: ""):
+                return SharedReading(model, context)
+        torch.cuda.empty_cache()  # does nothing where CUDA was not used
+        return None

@@ -1,0 +1,217 @@
+"""From documents and a question to the text the model continues."""
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from snapkv.errors import InvalidArgumentError
+from snapkv_app.control_words import quoted, tokenized, unquoted
+
+_ANSWER = "the-answer-so-far"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """The text that a model continues; with a hidden question, in two parts.
+
+    The cache is compressed after the first `context_characters`. The rest is read afterwards and
+    does not vote. None compresses at the end of the text.
+    """
+
+    text: str
+    answer_start: str = ""  # the end of `text` that belongs to the answer
+    has_special_tokens: bool = False  # written by a chat template
+    context_characters: int | None = None
+    question: str = ""  # the last that is asked; empty where nobody knows
+    system_characters: int = 0  # of the system message that a chat begins with
+    cuts: tuple[int, ...] = ()  # within control words of what a template did not write, see below
+
+    @classmethod
+    def written(cls, text: str, **fields: Any) -> Self:
+        """Of what a chat template wrote, in which content is `quoted`."""
+        plain, cuts = unquoted(text)
+        return cls(text=plain, cuts=cuts, has_special_tokens=True, **fields)
+
+    def followed_by(self, tokenizer: Any, content: str) -> Self:
+        """With content after it that no template writes."""
+        text, cuts = unquoted(quoted(tokenizer, content))
+        begin = len(self.text)
+        places = (*self.cuts, *(begin + cut for cut in cuts))
+        return replace(self, text=self.text + text, cuts=places)
+
+    def token_ids(self, tokenizer: Any) -> Any:
+        """(1, T) int64."""
+        import torch  # which commands that read no prompt do without
+
+        return torch.tensor([self.encoded(tokenizer)[0]])
+
+    def context_tokens(self, tokenizer: Any) -> int | None:
+        """How many of the prompt's tokens are context; None where `context_characters` is.
+
+        Where a token reaches over the context's end, it belongs to the rest.
+        """
+        if self.context_characters is None:
+            return None
+        whole, _ = self.encoded(tokenizer)
+        context, _ = self.encoded(tokenizer, end=self.context_characters)
+        tokens = _alike(whole, context)
+        if tokens == 0:
+            raise InvalidArgumentError(
+                "context: expected text before a question that is hidden, got no token of it; "
+                "add a document, or let the question vote"
+            )
+        if tokens == len(whole):
+            raise InvalidArgumentError(
+                "question: expected text after the context that it is hidden from, got no token "
+                "of it; add a question, or leave context_characters out"
+            )
+        return tokens
+
+    def question_tokens(self, tokenizer: Any) -> int | None:
+        """How many tokens the prompt has from the question's first on; None where it has none.
+
+        What stands before the question, which may be long, is not tokenized again.
+        """
+        place = self._question_place()
+        if place < 0:
+            return None
+        cuts = [cut - place for cut in self._cuts(tokenizer) if cut > place]
+        return len(tokenized(tokenizer, self.text[place:], cuts)[0])
+
+    def _question_place(self) -> int:
+        """Where it is asked last in the text; -1 for nowhere."""
+        question = self.question.strip()
+        return self.text.removesuffix(self.answer_start).rfind(question) if question else -1
+
+    def hiding_question(self) -> "Prompt":
+        """The same prompt, compressed before the question; everything after it is hidden, too."""
+        place = self._question_place()
+        if place < 0:
+            raise InvalidArgumentError(
+                f"question: expected to find it in the prompt to hide it, got a template that "
+                f"rewrites {self.question[:40]!r}; use the template none, or let the question vote"
+            )
+        return replace(self, context_characters=place)
+
+    def offsets(self, tokenizer: Any, argument: str, remedy: str) -> list[tuple[int, int]]:
+        """Where every token begins and ends in the text; refused for a tokenizer without them."""
+        if not getattr(tokenizer, "is_fast", False):
+            raise InvalidArgumentError(
+                f"{argument}: expected a tokenizer that gives the offsets of its tokens, "
+                f"got {type(tokenizer).__name__}, which does not; {remedy}"
+            )
+        return self.encoded(tokenizer, offsets=True)[1]
+
+    def encoded(
+        self, tokenizer: Any, *, end: int | None = None, offsets: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens of the text, or of its first `end` characters, and their places if asked for.
+
+        A text that no template wrote has no control tokens but those that are around it.
+        """
+        return tokenized(
+            tokenizer,
+            self.text[:end],
+            self._cuts(tokenizer),
+            special_tokens=not self.has_special_tokens,
+            offsets=offsets,
+        )
+
+    def _cuts(self, tokenizer: Any) -> Sequence[int]:
+        """Places in control words that are text."""
+        if self.has_special_tokens:
+            return self.cuts
+        return unquoted(quoted(tokenizer, self.text))[1]
+
+
+def require_unicode(argument: str, text: str) -> None:
+    """Raise where a text holds what no tokenizer takes: bytes that came in and are no UTF-8."""
+    if wrong := re.search(r"[\ud800-\udfff]", text):
+        raise InvalidArgumentError(
+            f"{argument}: expected Unicode text, got {text[wrong.start() :][:40]!r}, which begins "
+            "with a byte that is no UTF-8; write it in UTF-8"
+        )
+
+
+def require_question(question: str) -> None:
+    """Raise if the question is empty or not valid Unicode."""
+    if not question.strip():
+        raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
+    require_unicode("question", question)
+
+
+def question_prompt(
+    tokenizer: Any, document: str, question: str, *, answer_start: str = ""
+) -> Prompt:
+    """The document first and the question last, so that it votes on the document.
+
+    With a chat template both are one message of the user, and the model's turn begins with
+    `answer_start`. Without one, the model continues "Question: ... Answer: ...".
+    """
+    if tokenizer.chat_template:
+        both = f"{document}\n\n{question}"
+        return chat_prompt(tokenizer, both, question, answer_start=answer_start)
+    text = f"{document}\n\nQuestion: {question}\nAnswer:"
+    text += f" {answer_start}" if answer_start else ""
+    return Prompt(text=text, answer_start=answer_start, question=question)
+
+
+def text_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
+    del tokenizer
+    return Prompt(text=text + answer_start, answer_start=answer_start)
+
+
+def chat_prompt(tokenizer: Any, text: str, question: str = "", *, answer_start: str = "") -> Prompt:
+    """One message of the user, up to the point where the model's turn begins."""
+    if not tokenizer.chat_template:
+        raise InvalidArgumentError(
+            "chat: expected a model with a chat template, got one without; leave chat out"
+        )
+    turns = [{"role": "user", "content": quoted(tokenizer, text)}]
+    turn = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    own = len(system_message(tokenizer))
+    told = {"answer_start": answer_start, "question": question, "system_characters": own}
+    return Prompt.written(turn, **told).followed_by(tokenizer, answer_start)
+
+
+def next_turn(tokenizer: Any, question: str) -> Prompt:
+    """What stands between the end of an answer and the beginning of the next one."""
+    asked = quoted(tokenizer, question)
+    if not tokenizer.chat_template:
+        return Prompt.written(f"\n\nQuestion: {asked}\nAnswer:", question=question)
+    turns = [
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": _ANSWER},
+        {"role": "user", "content": asked},
+    ]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    _, found, behind = text.partition(_ANSWER)
+    if not found:
+        raise InvalidArgumentError(
+            "chat: expected a chat template that repeats earlier answers, got one that does not; "
+            "ask every question by itself"
+        )
+    return Prompt.written(behind, question=question)
+
+
+def system_message(tokenizer: Any) -> str:
+    """What a chat template writes before the first message only; empty for special tokens alone."""
+    turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
+    parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_ANSWER)
+    if len(parts) < 3 or not getattr(tokenizer, "is_fast", False):
+        return ""  # a template that rewrites messages, or a tokenizer without offsets
+    first = tokenizer(parts[0], add_special_tokens=False, return_offsets_mapping=True)
+    ids, later = first["input_ids"], tokenizer(parts[-2], add_special_tokens=False)["input_ids"]
+    own = ids[: len(ids) - _alike(reversed(ids), reversed(later))]
+    if not tokenizer.decode(own, skip_special_tokens=True).strip():
+        return ""
+    message: str = parts[0][: first["offset_mapping"][len(own) - 1][1]]
+    return message
+
+
+def _alike(some: Iterable[int], others: Iterable[int]) -> int:
+    """How many of the first tokens are the same."""
+    pairs = zip(some, others, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,0 +1,127 @@
+"""Protected tokens of a prompt: texts in it, its beginning, a chat's system message."""
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from snapkv.cache.spans import layer_of_sizes
+from snapkv.errors import InvalidArgumentError
+from snapkv.ops import TokenCost
+from snapkv.policies import FullCache, Policy
+from snapkv.policies.budget import ByteBudget, budget_of
+from snapkv.policies.spans import Span, Spans
+from snapkv.validation import require_int
+from snapkv_app.prompts import Prompt
+
+Costs = Callable[[], Sequence[TokenCost]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protection:
+    """Tokens of a prompt that every layer and head keeps; see `CompressedCache`."""
+
+    texts: Sequence[str] = ()  # every occurrence of each, chat template included
+    first_tokens: int = 0
+    system: bool | None = False  # the system message of a chat; None: if there is one and it fits
+
+    def __post_init__(self) -> None:
+        require_int("protect_first", self.first_tokens, minimum=0)
+        if not all(text.strip() for text in self.texts):
+            raise InvalidArgumentError(
+                "protect: expected a text of the prompt, got an empty one; copy some of it"
+            )
+
+    def spans(
+        self, prompt: Prompt, policy: Policy, tokenizer: Any, costs: Costs = list
+    ) -> list[Span]:
+        """The positions to protect, for `CompressedCache`.
+
+        Warns on standard error if the default cannot protect the system message. A budget in bytes
+        needs the `costs` of a token in the layers that are compressed.
+        """
+        asked = [(0, self.first_tokens)] if self.first_tokens else []
+        for text in self.texts:
+            asked += _occurrences(prompt, text, tokenizer)
+        return asked + self._system(prompt, policy, tokenizer, asked, costs)
+
+    def _system(
+        self, prompt: Prompt, policy: Policy, tokenizer: Any, asked: list[Span], costs: Costs
+    ) -> list[Span]:
+        """The other protected spans and, if it is to be kept and fits, the system message."""
+        if self.system is False or isinstance(policy, FullCache):
+            return []
+        if not prompt.system_characters:
+            if self.system:
+                raise InvalidArgumentError(
+                    "protect_system: expected a prompt with a system message, got one whose chat "
+                    "template writes none; leave it out"
+                )
+            return []
+        try:
+            offsets = _offsets(prompt, tokenizer)
+            system = tokens_of(offsets, 0, prompt.system_characters)
+            known = costs() if isinstance(budget_of(policy), ByteBudget) else []
+            if not _has_room(policy, asked, len(offsets), known):
+                return []
+            _require_room(policy, [*asked, *system], len(offsets), known)
+        except InvalidArgumentError as error:
+            if self.system:
+                raise
+            reason = str(error).partition(": ")[2]
+            sys.stderr.write(f"snapkv: warning: the system message is not protected: {reason}\n")
+            return []
+        return system
+
+
+def _occurrences(prompt: Prompt, text: str, tokenizer: Any) -> list[Span]:
+    offsets = _offsets(prompt, tokenizer)
+    found = [
+        span
+        for match in re.finditer(re.escape(text), prompt.text)
+        for span in tokens_of(offsets, *match.span())
+    ]
+    if not found:
+        raise InvalidArgumentError(
+            f"protect: expected a text that the prompt holds, got {text[:60]!r}, which is "
+            "nowhere in it; copy it from the prompt"
+        )
+    return found
+
+
+def tokens_of(offsets: Sequence[Span], start: int, stop: int) -> list[Span]:
+    """The tokens that overlap these places of a text: one span, or none."""
+    within = [
+        position
+        for position, (begin, end) in enumerate(offsets)
+        if begin < stop and end > start and end > begin
+    ]
+    return [(within[0], within[-1] + 1)] if within else []
+
+
+def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
+    return prompt.offsets(tokenizer, "protect", "pass --protect-first")
+
+
+def _has_room(policy: Policy, asked: list[Span], tokens: int, costs: Sequence[TokenCost]) -> bool:
+    """Whether the budget has room for these tokens; if not, the prefill raises the error."""
+    try:
+        _require_room(policy, asked, tokens, costs)
+    except InvalidArgumentError:
+        return False
+    return True
+
+
+def _require_room(
+    policy: Policy, asked: list[Span], tokens: int, costs: Sequence[TokenCost]
+) -> None:
+    """Raise unless the policy can keep these spans of a prompt of that many tokens."""
+    spans = Spans.of("protect", asked)
+    if spans.parts:
+        policy.require_protection(spans)
+    first, *_ = costs or [TokenCost(full_bytes=1, block_bytes=1)]  # right for a share, unquantized
+    layers, positions = max(2, len(costs)), torch.arange(tokens)
+    policy.require_room(layer_of_sizes(positions, spans, layers, token_cost=lambda: first))

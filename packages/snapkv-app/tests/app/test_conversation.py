@@ -1,0 +1,151 @@
+"""Conversations: every turn is asked of all that was said, within one budget."""
+
+from typing import ClassVar
+
+import pytest
+
+from snapkv import (
+    H2O,
+    CacheFileError,
+    CacheMismatchError,
+    FullCache,
+    InvalidArgumentError,
+    KVzip,
+    PromptTooLongError,
+    SnapKV,
+    default_policy,
+)
+from snapkv.policies.default import by_layer
+from snapkv_app.conversation import Conversation
+from snapkv_app.prompts import next_turn
+from snapkv_app.settings import GenerationSettings
+
+SHORT = GenerationSettings(max_new_tokens=6)
+DOCUMENT = (
+    "The gate opens at nine in the morning. "
+    + "The weather was mild and the road was long. " * 6
+    + "The key is under the blue stone. "
+)
+POLICY = SnapKV(64, window_size=16, kernel_size=13)
+QUESTIONS = ("Where is the key?", "When does the gate open?", "What was the road like?")
+
+
+def said(tiny, policy, **options):
+    conversation = Conversation(tiny, policy, SHORT, document=DOCUMENT, **options)
+    return conversation, [conversation.ask(question).text for question in QUESTIONS]
+
+
+def test_the_second_question_finds_what_the_first_one_did_not_need(demo):
+    conversation = Conversation(demo, POLICY, SHORT, document=DOCUMENT)
+    full = Conversation(demo, FullCache(), SHORT, document=DOCUMENT)
+    assert conversation.ask(QUESTIONS[1]).text[:10] == full.ask(QUESTIONS[1]).text[:10]
+    assert "blue" in conversation.ask("The key is under which stone?").text
+
+
+@pytest.mark.parametrize("recall", [None, "none"])
+def test_the_tokens_of_each_turns_question_vote(tiny, recall):
+    policy = default_policy(64) if recall is None else default_policy(64).policy
+    conversation = Conversation(tiny, policy, SHORT, document=DOCUMENT, recall=recall)
+    long = "And when, if it is not too much to ask, does the gate open in the morning, and why?"
+    for question in (QUESTIONS[0], long, QUESTIONS[2]):
+        conversation.ask(question)
+        tokens = by_layer(conversation.cache.prompt_state.policy).voters
+        expected = next_turn(tiny.tokenizer, question).question_tokens(tiny.tokenizer)
+        assert tokens == max(16, expected)
+        assert by_layer(conversation.cache.policy).voters is None
+
+
+def test_every_turn_reads_all_that_was_said_and_stays_within_the_budget(tiny):
+    conversation, _ = said(tiny, POLICY)
+    report = conversation.report()
+    assert report.kept_tokens <= 64 + 6
+    assert report.seen_tokens == conversation.tokens - 1
+    assert report.host_bytes > report.held_bytes
+    text = tiny.tokenizer.decode(conversation._ids[0])
+    assert all(question in text for question in QUESTIONS)
+    assert text.count("<|im_start|>user") == text.count("<|im_start|>assistant") == 3
+    assert said(tiny, FullCache())[0].report().host_bytes == 0
+    forgetful, _ = said(tiny, POLICY, recall="none")
+    assert forgetful.report().kept_tokens <= 64 + 6
+    assert forgetful.report().host_bytes == 0
+    evicting, _ = said(tiny, H2O(64))
+    assert evicting.report().kept_tokens <= 64
+
+
+def test_a_saved_conversation_goes_on_and_recalls_from_where_it_is_told_to(tiny, tmp_path):
+    conversation, _ = said(tiny, POLICY, recall="host")
+    conversation.save(tmp_path / "talk")
+    answers = []
+    for recall, told in ((None, "host"), (tmp_path / "parked",) * 2):
+        loaded = Conversation.load(tmp_path / "talk", tiny, SHORT, SnapKV(), recall=recall)
+        assert loaded.cache.policy == POLICY
+        assert loaded.tokens == conversation.tokens
+        assert loaded.cache.options["recall"] == told
+        answers.append(loaded.ask("Who came that day?").token_ids)
+    assert answers == [conversation.ask("Who came that day?").token_ids] * 2
+    with pytest.raises(CacheMismatchError, match="recall: expected 'host', a folder or nothing"):
+        Conversation.load(tmp_path / "talk", tiny, SHORT, POLICY, recall="none")
+    conversation.cache.save(tmp_path / "cache")
+    with pytest.raises(CacheFileError, match="path: expected a saved conversation"):
+        Conversation.load(tmp_path / "cache", tiny, SHORT, POLICY)
+
+
+def test_a_conversation_that_forgot_is_loaded_without_recall(tiny, tmp_path):
+    conversation, _ = said(tiny, POLICY, recall="none")
+    conversation.save(tmp_path / "talk")
+    for recall in (None, "none"):
+        loaded = Conversation.load(tmp_path / "talk", tiny, SHORT, POLICY, recall=recall)
+        assert loaded.cache.options["recall"] is None
+    with pytest.raises(CacheMismatchError, match="recall: expected none for a cache that was"):
+        Conversation.load(tmp_path / "talk", tiny, SHORT, POLICY, recall="host")
+
+
+def test_an_interrupted_turn_does_not_count(tiny):
+    conversation = Conversation(tiny, POLICY, SHORT, document=DOCUMENT)
+    other = Conversation(tiny, POLICY, SHORT, document=DOCUMENT)
+    assert conversation.ask(QUESTIONS[0]).text == other.ask(QUESTIONS[0]).text
+    dropped = [each.drop("document")["tokens"] for each in (conversation, other)]
+    before = conversation.tokens
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        conversation.ask(QUESTIONS[1], on_text=interrupt)
+    assert conversation.tokens == before
+    again = conversation.ask(QUESTIONS[1])
+    assert again.cache.seen_tokens == conversation.tokens - 1
+    assert again.text[:5] == other.ask(QUESTIONS[1]).text[:5]
+    assert [each.report()["dropped_tokens"] for each in (conversation, other)] == dropped
+
+
+def test_what_cannot_be_asked_is_refused_and_changes_nothing(tiny):
+    conversation = Conversation(tiny, POLICY, SHORT, document=DOCUMENT)
+    with pytest.raises(InvalidArgumentError, match="save: expected a conversation with a question"):
+        conversation.save("nowhere")
+    with pytest.raises(InvalidArgumentError, match="question: expected a question"):
+        conversation.ask("  ")
+    with pytest.raises(PromptTooLongError, match="512 positions"):
+        conversation.ask("word " * 600)
+    assert conversation.tokens == 0
+    with pytest.raises(InvalidArgumentError, match="policy: expected one that only compresses"):
+        Conversation(tiny, H2O(64), SHORT, recall="host")
+    with pytest.raises(InvalidArgumentError, match=r"one that chooses when .* kvzip"):
+        Conversation(tiny, KVzip(64), SHORT)
+
+
+def test_turns_of_a_model_without_a_template_are_plain_text(demo):
+    class Plain:
+        chat_template = None
+        added_tokens_decoder: ClassVar = {}
+
+    class Forgetful(Plain):
+        chat_template = "yes"
+
+        def apply_chat_template(self, turns, **options):
+            return turns[-1]["content"]
+
+    assert next_turn(Plain(), "Who?").text == "\n\nQuestion: Who?\nAnswer:"
+    with pytest.raises(InvalidArgumentError, match="chat: expected a chat template that repeats"):
+        next_turn(Forgetful(), "Who?")
+    assert next_turn(demo.tokenizer, "Who?").text.startswith("<|im_end|>\n<|im_start|>user\nWho?")

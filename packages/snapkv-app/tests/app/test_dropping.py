@@ -1,0 +1,76 @@
+"""What of a conversation is dropped: its document, a turn, what the model thought."""
+
+import pytest
+
+from snapkv import InvalidArgumentError, SnapKV
+from snapkv_app.conversation import Conversation
+from snapkv_app.thinking import MARKS, thinking
+from tests.app.test_conversation import DOCUMENT, POLICY, QUESTIONS, SHORT, said
+
+
+@pytest.fixture
+def thinks(tiny, monkeypatch):
+    """The model's template begins every answer with a thought, which never ends."""
+    template = tiny.tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n")
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", template)
+    return tiny
+
+
+def dropped(conversation):
+    return conversation.cache.prompt_state.layers[0].slots.removed_spans_of(1)[0]
+
+
+def text_of(conversation, span):
+    return conversation._loaded.tokenizer.decode(conversation._ids[0, slice(*span)])
+
+
+def test_the_document_thinking_and_turns_are_dropped_and_stay_so_in_a_file(thinks, tmp_path):
+    conversation = said(thinks, POLICY)[0]
+    freed = conversation.drop("document")
+    assert abs(freed["tokens"] - len(thinks.tokenizer(DOCUMENT).input_ids)) <= 2
+    assert freed["device_bytes"] > 0 < freed["host_bytes"]
+    with pytest.raises(InvalidArgumentError, match="a part of the conversation that is still"):
+        conversation.drop("document")
+    conversation.drop("thinking")
+    (document, *thoughts) = dropped(conversation).parts
+    assert text_of(conversation, document).strip() == DOCUMENT.strip()
+    assert len(thoughts) == len(QUESTIONS)
+    assert all(text_of(conversation, span).startswith("<think>") for span in thoughts)
+    conversation.save(tmp_path / "talk")
+    loaded = Conversation.load(tmp_path / "talk", thinks, SHORT, SnapKV())
+    assert dropped(loaded) == dropped(conversation)
+    for each in (conversation, loaded):
+        each.drop("2")
+        assert QUESTIONS[1] in text_of(each, dropped(each).parts[-2])
+    assert conversation.ask("Who?").token_ids == loaded.ask("Who?").token_ids
+    for wrong in ("", "everything", "tools", "9", "-1", "²", "9" * 5000):
+        with pytest.raises(InvalidArgumentError, match=r"^drop: expected "):
+            conversation.drop(wrong)
+
+
+def test_without_recall_what_cannot_be_dropped_is_refused_and_the_conversation_goes_on(tiny):
+    conversation = said(tiny, POLICY, recall="none")[0]
+    with pytest.raises(InvalidArgumentError, match="turns: expected spans of which every head"):
+        conversation.drop("document")
+    conversation.ask("Who?")
+    whole = said(tiny, SnapKV(400, window_size=16), recall="none")[0]
+    whole.drop("document")
+
+
+def test_where_nothing_was_thought_it_is_said_what_was_looked_for(tiny):
+    with pytest.raises(InvalidArgumentError, match="which is not") as refused:
+        said(tiny, POLICY)[0].drop("thinking")
+    assert all(mark in str(refused.value) for mark in MARKS)
+
+
+@pytest.mark.parametrize("begin", MARKS)
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_thoughts_of_every_family_are_found(tiny, begin, ends):
+    """Whatever tokens its marks are; that one is many, and a character several, changes nothing."""
+    behind = "<|start|>assistant" if begin.startswith("<|channel|>") else ""
+    thought = f"{begin}No, 你好: at nine.{MARKS[begin] + behind if ends else ''}"
+    text = f"Well: {thought}" + f"At nine. {thought}Yes." * ends
+    ids = tiny.tokenizer(text, add_special_tokens=False).input_ids
+    spans = thinking(tiny.tokenizer, ids, 10)
+    found = [tiny.tokenizer.decode(ids[start - 10 : stop - 10]) for start, stop in spans]
+    assert [each.strip() for each in found] == [thought] * (1 + ends)

@@ -1,0 +1,259 @@
+"""Whatever goes wrong: one line on standard error, the right exit status, nothing half-written."""
+
+import errno
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from snapkv import __version__
+from snapkv.cache.saving import writing
+from snapkv.errors import OutOfMemoryError
+from tests.app.test_text_files import write_pdf
+from tests.cli.conftest import DOCUMENT, given, run_python
+from tests.families import tiny_model
+from tests.lab.cli.test_eval import NEEDLE
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers on static caches
+QUESTION = ("-q", "Why?")
+SMALL = ("--budget", 48, "--window-size", 16, "--max-new-tokens", 2)
+
+
+def test_without_a_command_the_help_comes_first(snapkv):
+    done = snapkv()
+    assert done.status == 2
+    assert "Usage: snapkv" in done.out
+    assert "a command is missing; see snapkv --help" in done.err
+    assert "a command is missing; see snapkv library --help" in snapkv("library").err
+
+
+@pytest.mark.parametrize("output", [(), ("--json",), ("--compare",)])
+def test_a_prompt_too_long_leaves_nothing_on_standard_output(refused, tiny_only, output):
+    start = ("--answer-start", "So", "--max-new-tokens", 100)
+    said = refused("generate", "-p", "word " * 1200, *start, *output)
+    assert "shorten the prompt to at most 924 tokens, or choose a model" in said
+    assert "lower max_new_tokens" not in said
+
+
+@pytest.mark.parametrize("tokens", [1024, 2**62])
+def test_an_answer_too_long_is_refused_with_a_number_that_works(refused, tiny_only, tokens):
+    said = refused("generate", "-p", "word " * 40, "--max-new-tokens", tokens)
+    numbers = r"prompt of (\d+) tokens .* lower max_new_tokens to at most (\d+)"
+    prompt, most = re.search(numbers, said).groups()
+    assert int(prompt) + int(most) == 1024
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (OutOfMemoryError("prompt: about 12 tokens would fit"), 1, "about 12 tokens would fit"),
+        (KeyboardInterrupt(), 130, "snapkv: interrupted\n"),
+        (RuntimeError("two\nlines"), 1, "unexpected RuntimeError: two lines; --verbose"),
+    ],
+    ids=["memory", "interrupt", "fault"],
+)
+def test_failures_have_their_own_status(snapkv, monkeypatch, error, status, message):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr("snapkv_app.cli.loading.load", fail)
+    done = snapkv("generate", "-p", "x")
+    assert (done.status, done.out) == (status, "")
+    assert message in done.err
+    assert "Traceback" not in done.err
+    if status == 1:
+        assert ("Traceback" in snapkv("generate", "-p", "x", "--verbose").err) == (
+            type(error) is RuntimeError
+        )
+
+
+def test_the_program_exits_with_the_status_and_knows_its_version():
+    done = run_python("-m", "snapkv_app", "ask", "no/such/file", "-q", "Why?")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("snapkv: error: file: expected an existing file")
+    assert run_python("-m", "snapkv_app", "--version").stdout == f"snapkv {__version__}\n"
+
+
+def test_idle_threads_do_not_spin_unless_told_to():
+    code = (
+        "import os, sys; from snapkv_app.cli import main; sys.argv[1:] = ['--version']\n"
+        "try: main()\n"
+        "except SystemExit: print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'])"
+    )
+    environment = {key: value for key, value in os.environ.items() if "OMP" not in key}
+    for said_so, expected in (({}, "PASSIVE 0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE 0")):
+        done = run_python("-c", code, env=environment | said_so)
+        assert done.stdout.splitlines()[-1] == expected
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "snapkv_app", "policies"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1
+    assert errors == b""
+
+
+@pytest.mark.parametrize("closed", [0, 2], ids=["input", "errors"])
+def test_from_a_closed_stream_nothing_is_read_and_to_one_nothing_is_said(closed):
+    code = (
+        "import sys; from snapkv_app.cli import main; sys.argv[1:] = ['--version']\n"
+        "try: main()\n"
+        "except SystemExit: sys.stderr.write(f'read {sys.stdin.read()!r}')"
+    )
+    done = run_python("-c", code, stdin=subprocess.DEVNULL, preexec_fn=lambda: os.close(closed))
+    assert (done.returncode, done.stderr) == (0, "" if closed else "read ''")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("arguments", [("policies", "--json"), ("--help",), ("--version",)])
+def test_a_full_standard_output_is_one_line(arguments, unbuffered):
+    with open("/dev/full", "w") as full:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = run_python("-m", "snapkv_app", *arguments, stdout=full, env=environment)
+    assert done.returncode == 1
+    said = "output: expected to write to standard output, got: No space left on device"
+    assert done.stderr.startswith(f"snapkv: error: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_where_errors_do_not_fit_either_the_status_says_it():
+    with open("/dev/full", "w") as full:
+        assert run_python("-m", "snapkv_app", "ask", "no", *QUESTION, stderr=full).returncode == 2
+
+
+def require_one_line(done, name):
+    assert done.status == 1
+    assert f"snapkv: error: output: expected to write '{name}', got: No space left" in done.err
+    assert "Traceback" not in done.err
+    assert done.err.count("snapkv: error:") == 1
+
+
+def fill(path):
+    """A device that is always full stands where the file would."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to("/dev/full")
+
+
+@pytest.mark.parametrize(
+    ("full", "options"),
+    [
+        ("n-budgets.svg", ("--plot", "n.svg")),
+        ("page/results.csv", ("--report", "page")),
+        ("rows/summary.jsonl", ("--results", "rows")),
+    ],
+)
+def test_an_evaluation_is_shown_although_a_file_of_it_is_lost(
+    snapkv, tiny_only, here, full, options
+):
+    fill(here / full)
+    done = snapkv(*NEEDLE, "--budget", "64,40", "--limit", 1, *options)
+    require_one_line(done, full)
+    assert "needle: accuracy by length" in done.out
+    assert not list(here.rglob("*.partial"))
+
+
+def test_an_answer_that_cannot_be_kept_stops_the_run_which_then_continues(
+    snapkv, tiny_only, here, monkeypatch
+):
+    real, calls = writing.os.fsync, []
+
+    def fsync(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 4:  # run.json, its folder, an answer
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor)
+
+    monkeypatch.setattr(writing.os, "fsync", fsync)
+    run = (*NEEDLE, "--budget", 64, "--results", "rows", "--json")
+    require_one_line(snapkv(*run), "rows/samples.jsonl")
+    assert len((here / "rows" / "samples.jsonl").read_text().splitlines()) == 1
+    done = snapkv(*run)
+    assert done.status == 0
+    assert sum(row["samples"] for row in json.loads(done.out)["rows"]) == 8
+
+
+@pytest.mark.parametrize("full", ["rows.jsonl", "n.svg"])
+def test_a_bench_is_shown_although_a_file_is_lost(snapkv, here, monkeypatch, full):
+    loaded = SimpleNamespace(model=tiny_model("llama"), description=lambda: {"name": "tiny"})
+    given(monkeypatch, loaded)
+    fill(here / full)
+    small = ("--lengths", "64", "--budget", "48", "--rounds", "2")
+    done = snapkv("bench", "prefill", *small, "--output", "rows.jsonl", "--plot", "n.svg", "--json")
+    require_one_line(done, full)
+    assert len(json.loads(done.out)["rows"]) == 2
+    loaded.model.set_attn_implementation("sdpa")
+
+
+def test_an_inspection_prints_its_answers_where_its_page_is_lost(snapkv, tiny_only, document, here):
+    fill(here / "page.html")
+    done = snapkv("inspect", document, *QUESTION, "-o", "page.html", *SMALL)
+    require_one_line(done, "page.html")
+    labels = [line.partition(":")[0] for line in done.out.splitlines()]
+    assert [label for label in labels if label in ("full cache", "default")] == [
+        "full cache",
+        "default",
+    ]
+
+
+@pytest.fixture
+def cut_off(here):
+    """A PDF without its last bytes, of which pypdf reads all the same."""
+    path = write_pdf(here / "notes.pdf", [DOCUMENT])
+    path.write_bytes(path.read_bytes()[:-3])
+    return path
+
+
+def said(done, path):
+    """The one line about that file."""
+    assert done.status == 0, done.err
+    (line,) = (line for line in done.err.splitlines() if line.startswith("partly read"))
+    assert line.startswith(f"partly read: {path}: it does not end as a PDF does")
+    return line
+
+
+@pytest.mark.parametrize("command", ["ask", "generate", "eval"])
+def test_what_was_not_read_is_said_in_the_json_and_on_standard_error(
+    snapkv, tiny_only, cut_off, command
+):
+    call = [command, cut_off, *SMALL] + (["-q", "Where?"] if command == "ask" else [])
+    if command == "eval":
+        call = [*NEEDLE, "--haystack", cut_off.parent, "--budget", 48, "--limit", 1]
+        write_pdf(cut_off, [DOCUMENT * 12])
+        cut_off.write_bytes(cut_off.read_bytes()[:-3])
+    done = snapkv(*call, "--json")
+    assert json.loads(done.out)["warnings"] == [said(done, cut_off)]
+
+
+def test_files_of_a_folder_that_are_left_out_are_among_them(snapkv, tiny_only, document):
+    (document.parent / "old.txt").write_bytes("Zoë".encode("latin-1"))
+    done = snapkv("ask", document.parent, *SMALL, *QUESTION, "--json")
+    (line,) = json.loads(done.out)["warnings"]
+    assert line.startswith(f"skipped: {document.parent / 'old.txt'}: expected utf-8 text")
+    assert line in done.err.splitlines()
+
+
+def test_in_a_conversation_with_every_answer_and_on_the_inspectors_page(
+    snapkv, tiny_only, cut_off, here, monkeypatch
+):
+    def talk(*lines, files=(cut_off,)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return snapkv("chat", *files, *SMALL, "--json")
+
+    done = talk("Where is the key?", "When?", f"/save {here / 'talk'}")
+    line = said(done, cut_off)
+    assert [json.loads(answer)["warnings"] for answer in done.out.splitlines()] == [[line]] * 2
+    assert json.loads(talk(f"/load {here / 'talk'}", "Where?").out)["warnings"] == []
+    done = snapkv("inspect", cut_off, *QUESTION, *SMALL, "-o", "page.html")
+    shown = json.dumps(said(done, cut_off))[1:-1]
+    assert shown in (here / "page.html").read_text(encoding="utf-8")

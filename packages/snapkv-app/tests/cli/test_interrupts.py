@@ -1,0 +1,81 @@
+"""Ctrl-C at any moment: one short line, status 130, no traceback."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+LINE = "snapkv: interrupted\n"
+CONTINUES = "snapkv: interrupted; the same command continues where it stopped\n"
+EVAL = ("eval", "needle", "--lengths", "300")
+SCRIPT = "import sys; from snapkv_app.cli import main; sys.exit(main())"
+
+STUB = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+except BaseException:  # as libraries do
+    pass
+raise ImportError("half of it was there")
+"""
+
+
+def start(arguments, folder, *, how=("-m", "snapkv_app"), start_new_session=False, **environment):
+    return subprocess.Popen(
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as in a terminal
+        args=[sys.executable, *how, *arguments],
+        cwd=folder,
+        start_new_session=start_new_session,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "library", "arguments", "line"),
+    [
+        (("-m", "snapkv_app"), "typer", ("generate", "-p", "x"), LINE),
+        (("-c", SCRIPT), "torch", ("generate", "-p", "x"), LINE),
+        (("-m", "snapkv_app"), "torch", EVAL, CONTINUES),
+        (("-c", SCRIPT), "transformers", ("study", "hit-rate"), CONTINUES),
+    ],
+    ids=["typer", "script torch", "torch", "script transformers"],
+)
+def test_while_a_library_is_imported(tmp_path, how, library, arguments, line):
+    """Whatever it makes of the interruption itself."""
+    (tmp_path / "stubs").mkdir()
+    (tmp_path / "stubs" / f"{library}.py").write_text(STUB)
+    path = os.pathsep.join([str(tmp_path / "stubs"), os.environ.get("PYTHONPATH", "")])
+    process = start(arguments, tmp_path, how=how, PYTHONPATH=path)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out, errors) == (130, "", line)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.3, 1, 3])
+def test_at_any_moment(tmp_path, seconds):
+    process = start(EVAL, tmp_path)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    if seconds < 1 and process.returncode != 130:  # Python had not come to `snapkv/__main__.py`
+        assert set(re.findall(r".*/snapkv/([^\"]*)\"", errors)) <= {"__init__.py"}
+        return
+    assert (process.returncode, out) == (130, "")
+    assert errors in (CONTINUES, LINE)
+
+
+def test_where_it_is_ignored_it_stays_ignored(tmp_path):
+    ignoring = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {SCRIPT}"
+    process = start(("policies",), tmp_path, how=("-c", ignoring))
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out.startswith("default: ")

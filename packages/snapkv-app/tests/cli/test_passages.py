@@ -1,0 +1,142 @@
+"""`ask --passages`: documents longer than the model, of which the best passages are read."""
+
+import io
+import json
+import shlex
+
+import pytest
+
+FACT = "The key of the boathouse hangs behind the red door."
+QUESTION = ("-q", "Where does the key of the boathouse hang?")
+START = ("--answer-start", "The key of the boathouse hangs behind the")
+
+
+def lines_of_filler(count, word):
+    """Lines with as much in common with the question as that word has."""
+    return [f"On day {n} the ferry took {n % 7} {word} to the island." for n in range(count)]
+
+
+@pytest.fixture
+def long(here):
+    """A text of some three times the tiny model's 1,024 positions, the fact in its line 201."""
+    lines = lines_of_filler(240, "crates")
+    (here / "log.txt").write_text("\n".join([*lines[:200], FACT, *lines[200:]]))
+    return "log.txt"
+
+
+def test_a_text_that_is_too_long_is_refused_with_what_to_type_and_that_answers(
+    snapkv, refused, tiny_only, long
+):
+    asked = ("ask", long, *QUESTION, "--max-new-tokens", 2)
+    said = refused(*asked)
+    assert "within the model's 1,024 positions" in said
+    command = said.strip().partition("best: ")[2]
+    assert command == shlex.join(["snapkv", *map(str, asked), "--passages"])
+    done = snapkv(*shlex.split(command)[1:])
+    assert done.status == 0
+    assert "read 1 of 18 passages: lines 191-210\n" in done.err
+
+
+def test_as_many_passages_as_fit_are_read_in_the_order_of_the_text(snapkv, tiny_only, here):
+    lines = lines_of_filler(240, "keys")
+    lines[200] = FACT
+    (here / "log.txt").write_text("\n".join(lines))
+    (here / "second.txt").write_text("A key.")
+    asked = ("ask", "log.txt", "second.txt", "-q", "Which keys? boathouse", "--passages")
+    done = snapkv(*asked, "--max-new-tokens", 8, "--json")
+    record = json.loads(done.out)
+    (run,), found = record["runs"], record["passages"]
+    assert 700 < run["prompt_tokens"] <= 1024 - 8
+    assert 2 < found["read"] < found["of"] == 19
+    places = [(place["document"], *place["lines"]) for place in found["places"]]
+    assert places == sorted(places)
+    assert any(first <= 201 <= last for name, first, last in places if name == "log.txt")
+    assert snapkv(*asked).err.count("log.txt, lines ") == 1
+
+
+def test_a_text_that_fits_is_read_whole(snapkv, tiny_only, document):
+    asked = ("ask", document, "-q", "Who?", "--max-new-tokens", 1, "--json")
+    whole, same = (json.loads(snapkv(*asked, *more).out) for more in ((), ("--passages",)))
+    assert whole["passages"] is same["passages"] is None
+    assert whole["runs"][0]["prompt_tokens"] == same["runs"][0]["prompt_tokens"]
+
+
+TOO_MUCH = {  # question and answer, without a passage
+    "answer": ((*QUESTION, "--max-new-tokens", 1024), "lower max_new_tokens to at most"),
+    "question": (("-q", "Which key? " * 400), "shorten the prompt"),
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("-q", "zebra?"), "question: expected words of the documents, got 'zebra?'"),
+        *TOO_MUCH.values(),
+    ],
+)
+def test_what_no_passage_helps_is_refused(refused, tiny_only, long, more, said):
+    message = refused("ask", long, "--passages", *more)
+    assert said in message
+    assert "to read the passages" not in message
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+@pytest.mark.parametrize("command", ["ask", "inspect", "chat"])
+def test_no_passages_are_advised_where_they_have_no_room(
+    snapkv, tiny_only, long, monkeypatch, command, what
+):
+    _, question, *more = TOO_MUCH[what][0]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
+    done = snapkv(command, long, *(() if command == "chat" else ("-q", question)), *more)
+    assert done.status
+    assert "positions, got a prompt of" in done.err
+    assert "--passages" not in done.err
+
+
+@pytest.mark.parametrize("command", ["inspect", "chat"])
+def test_commands_without_passages_name_the_one_that_reads_them(
+    snapkv, tiny_only, long, monkeypatch, command
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION[1]}\n"))
+    done = snapkv(command, long, *(() if command == "chat" else QUESTION))
+    assert done.status
+    answers = shlex.split(done.err.strip().partition("best: ")[2])
+    assert answers == ["snapkv", "ask", long, *QUESTION, "--passages"]
+    assert snapkv(*answers[1:], "--max-new-tokens", 1).status == 0
+
+
+@pytest.mark.parametrize("command", ["ask", "ask --passages", "inspect", "chat"])
+def test_how_much_is_counted_depends_on_the_model_and_not_on_the_text(
+    snapkv, tiny_only, tiny, here, monkeypatch, command
+):
+    from snapkv_app.prompts import Prompt
+
+    (here / "log.txt").write_text("\n".join(lines_of_filler(6000, "keys")))
+    counted, encoded = [], Prompt.encoded
+
+    def counting(self, tokenizer, *, end=None, **more):
+        counted.append(len(self.text[:end]))
+        return encoded(self, tokenizer, end=end, **more)
+
+    monkeypatch.setattr(Prompt, "encoded", counting)
+    name, *more = command.split()
+    question = () if name == "chat" else ("-q", "Which keys?")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Which keys?\n"))
+    done = snapkv(name, "log.txt", *question, *more, "--max-new-tokens", 1)
+    assert bool(more) == (done.status == 0)
+    assert bool(more) != ("got a prompt of more than" in done.err)
+    assert max(counted) < 2 * 32 * tiny.max_tokens
+    assert len(counted) < 20
+
+
+@pytest.mark.parametrize("word", ["crates", pytest.param("keys", marks=pytest.mark.slow)])
+def test_the_demo_model_finds_a_fact_in_three_times_its_positions(
+    snapkv, demo_only, demo, here, word
+):
+    lines = lines_of_filler(1600, word)
+    lines[1300] = FACT
+    (here / "log.txt").write_text("\n".join(lines))
+    assert len(demo.tokenizer("\n".join(lines)).input_ids) > 3 * demo.max_tokens
+    done = snapkv("ask", "log.txt", *QUESTION, *START, "--max-new-tokens", 4, "--passages")
+    assert done.status == 0, done.err
+    assert "behind the red door" in done.out

@@ -1,0 +1,156 @@
+"""What cannot be joined is refused by name, before any work."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from snapkv import (
+    H2O,
+    TOVA,
+    CacheMismatchError,
+    CompressedCache,
+    FullCache,
+    InvalidArgumentError,
+    InvalidTypeError,
+    KVzip,
+    PromptTooLongError,
+    SnapKV,
+    StreamingLLM,
+    UnsupportedModelError,
+    default_policy,
+)
+from snapkv_app.library import Part, blend, joined_ids
+from tests.families import call, random_ids, tiny_config, tiny_model
+from tests.library.reference import read_part
+from tests.library.test_blending import documents, few
+from tests.library.test_going_on import parts_of
+
+
+def refuses(kind, match, model, parts, *args, **options):
+    def read(*_, **__):
+        raise AssertionError("the model was asked")
+
+    vars(model)["forward"] = read
+    decoder = model.get_decoder()
+    vars(decoder)["forward"] = read
+    try:
+        with pytest.raises(kind, match=match):
+            blend(model, parts, *args, **options)
+    finally:
+        del vars(model)["forward"], vars(decoder)["forward"]
+
+
+LLAMA, HYBRID = tiny_model("llama"), tiny_model("cohere2")
+SMALL = SnapKV(16, window_size=4)
+
+
+def of(kind, *lengths, model=LLAMA):
+    """Documents of which all is held, or as much in every head, or not."""
+    return lambda: parts_of(model, kind, *([lengths] if lengths else []))
+
+
+def of_two_models():
+    return [*of("whole", 5)(), *parts_of(tiny_model("qwen3"), "whole", (5,))]
+
+
+def of_two_prefixes():
+    return [
+        *documents(LLAMA, (5, 6), prefix_tokens=3),
+        read_part(LLAMA, random_ids(1, 9, seed=3), 3),
+    ]
+
+
+def of_query_heads():
+    grouped = SnapKV(8, window_size=2, group_reduce="none")
+    return [read_part(LLAMA, random_ids(1, 20), 0, grouped)]
+
+
+ARGUMENT, TYPE, MISMATCH = InvalidArgumentError, InvalidTypeError, CacheMismatchError
+BLENDS = [
+    (ARGUMENT, r"recompute: expected a number in \[0, 1\]", of("whole"), {"recompute": 1.1}),
+    (ARGUMENT, "parts: expected at least one document", list, {}),
+    (TYPE, "parts: expected documents as snapkv_app.library.Part", lambda: ["text"], {}),
+    (MISMATCH, "LlamaForCausalLM.*Qwen3ForCausalLM.*part 1", of_two_models, {}),
+    (MISMATCH, "same prefix of 3 tokens, got another one in part 2", of_two_prefixes, {}),
+    (ARGUMENT, "one set of tokens per KV head.*part 0", of_query_heads, {}),
+    (PromptTooLongError, "at most 512 tokens together.*got 513", of("whole", 300, 213), {}),
+    (UnsupportedModelError, "full attention in", of("whole", 5, 6, model=HYBRID), {}),
+    (ARGUMENT, "policy: expected one whose last queries vote", of("whole"), {"policy": H2O(16)}),
+    (ARGUMENT, "policy: expected one that chooses when a layer", of("whole"),
+     {"policy": KVzip(16, window_size=4)}),
+    (ARGUMENT, "policy: expected a method with a budget", of("even"),
+     {"policy": SnapKV(keep_ratio=0.5)}),
+    (ARGUMENT, "policy: expected a method with a budget", of("even"),
+     {"policy": default_policy(64)}),
+    (ARGUMENT, "policy: expected one that only compresses", of("uneven"), {"policy": TOVA(16)}),
+    *[
+        (ARGUMENT, f"{name}: expected", of(kind), {"policy": SMALL, name: value})
+        for kind in ("even", "uneven")
+        for name, value in (("protect", [(0, 3)]), ("recall", "host"))
+    ],
+    *[
+        (ARGUMENT, f"{name}: expected", of("uneven"), {"policy": SMALL, name: value})
+        for name, value in (("turns", "compress"), ("quantize", "int8"))
+    ],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "match", "make", "options"), BLENDS)
+def test_what_cannot_be_blended_is_refused_before_the_model_is_asked(kind, match, make, options):
+    blend(LLAMA, of("whole")(), recompute=0)  # from now on it is known how keys turn
+    parts = make()
+    model = parts[0].cache.model if "full attention" in match else LLAMA
+    refuses(kind, match, model, parts, **options)
+    if not parts:
+        with pytest.raises(kind, match=match):
+            joined_ids(parts)
+
+
+def test_keys_that_cannot_be_turned():
+    latent = tiny_model("deepseek_v3")
+    parts = parts_of(latent, "whole", (5, 6))
+    with pytest.raises(UnsupportedModelError, match=r"latent.*; read .* with recompute=1"):
+        blend(latent, parts)
+    assert blend(latent, parts, recompute=1).get_seq_length() == 11
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    config = tiny_config("llama", rope_parameters=rope)
+    dynamic = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match="depend on the text's length"):
+        blend(dynamic, parts_of(dynamic, "whole", (5, 6)))
+
+
+def test_attention_that_takes_no_masks(monkeypatch):
+    model = tiny_model("llama")
+    parts = parts_of(model, "whole", (5, 6))
+    monkeypatch.setattr("snapkv_app.library.recomputing.IMPLEMENTATIONS", ("eager",))
+    refuses(UnsupportedModelError, "expected eager where.*got 'sdpa'", model, parts, recompute=0.5)
+    assert blend(model, parts, recompute=0).get_seq_length() == 11
+
+
+def test_a_part_is_what_its_cache_has_read():
+    model, ids = tiny_model("llama"), random_ids(1, 9)
+    cache = read_part(model, ids, 0).cache
+    with pytest.raises(CacheMismatchError, match="8 tokens of input_ids, got 9 seen"):
+        Part(input_ids=ids[:, :8], cache=cache)
+    with pytest.raises(InvalidArgumentError, match="a prefix of 9"):
+        Part(input_ids=ids, cache=cache, prefix_tokens=9)
+    with pytest.raises(InvalidTypeError, match="input_ids: expected a tensor of integers"):
+        Part(input_ids=ids.float(), cache=cache)
+    with pytest.raises(InvalidTypeError, match="cache: expected a CompressedCache"):
+        Part(input_ids=ids, cache=None)
+    with pytest.raises(InvalidTypeError, match="prefix_tokens"):
+        Part(input_ids=ids, cache=cache, prefix_tokens="3")
+
+
+def test_parts_that_do_not_hold_their_tokens_where_they_stood():
+    model, ids = tiny_model("llama"), random_ids(1, 20)
+    with pytest.raises(InvalidArgumentError, match="keys and values on the device"):
+        read_part(model, ids, 0, few(), recall="host")
+    with pytest.raises(InvalidArgumentError, match="sinks were moved"):
+        read_part(model, ids, 0, StreamingLLM(8))
+    padded = CompressedCache(model, FullCache())
+    mask = torch.ones_like(ids)
+    mask[:, :3] = 0
+    call(model, padded, ids, attention_mask=mask)
+    with pytest.raises(CacheMismatchError, match="without padding"):
+        Part(input_ids=ids, cache=padded)
