@@ -34,7 +34,7 @@ def test_a_command_line_that_is_slow_or_imports_too_much_is_named(tmp_path, monk
 def test_other_packages_an_unnamed_package_and_a_wrong_answer_are_named(tmp_path):
     told = {"eval": "pip install snapkv-lab", "serve": "pip install snapkv-vllm"}
     checks.require_library(Fake(tmp_path, python="snapkv"))
-    with pytest.raises(NotReleasableError, match="expected the library alone, got .'snapkv_app'"):
+    with pytest.raises(NotReleasableError, match="expected the library alone"):
         checks.require_library(Fake(tmp_path, python="snapkv snapkv_app"))
     checks.require_other_packages(Fake(tmp_path, **told))
     with pytest.raises(NotReleasableError, match="pip install snapkv-vllm, got no"):

@@ -302,6 +302,14 @@ def test_names_of_the_authors_package_point_to_the_page_about_it(name):
         getattr(snapkv, name)
 
 
+@pytest.mark.parametrize("name", ["Library", "app", "cli", "library", "plan"])
+def test_names_that_moved_say_which_package_has_them_now(name):
+    with pytest.raises(
+        ImportError, match=rf"{name} is in .*'snapkv\[app\]', and import snapkv_app"
+    ):
+        getattr(snapkv, name)
+
+
 # Numbers of other libraries: what is made is what Python's numbers make.
 
 INTEGERS = [np.int64, np.int32, np.uint8, np.array, torch.tensor, torch.tensor([0]).new_tensor]
