@@ -304,9 +304,7 @@ def test_names_of_the_authors_package_point_to_the_page_about_it(name):
 
 @pytest.mark.parametrize("name", ["Library", "app", "cli", "library", "plan"])
 def test_names_that_moved_say_which_package_has_them_now(name):
-    with pytest.raises(
-        ImportError, match=rf"^snapkv: {name} is in .*import snapkv_app"
-    ):
+    with pytest.raises(ImportError, match=rf"^snapkv: {name} is in .*import snapkv_app"):
         getattr(snapkv, name)
 
 
