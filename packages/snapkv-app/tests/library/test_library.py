@@ -19,13 +19,13 @@ from snapkv import (
     InvalidTypeError,
     KVCodes,
     KVzip,
-    Library,
     LibraryError,
     SnapKV,
     StreamingLLM,
     default_policy,
 )
 from snapkv.hf import identity
+from snapkv_app import Library
 from snapkv_app.library.folder import Folder
 from snapkv_app.models import LoadedModel
 from tests.families import tiny_model

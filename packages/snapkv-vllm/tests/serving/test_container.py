@@ -51,9 +51,8 @@ def test_requirements_that_pip_reads_are_copied_before():
 
 
 def test_it_starts_a_command_of_the_package():
-    project = tomllib.loads((ROOT / "packages/snapkv/pyproject.toml").read_text(encoding="utf-8"))[
-        "project"
-    ]
+    path = ROOT / "packages/snapkv-app/pyproject.toml"
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
     starts = [json.loads(rest) for rest in arguments("ENTRYPOINT")]
     assert starts == [["snapkv", "serve"]] * len(arguments("FROM"))
     assert starts[0][0] in project["scripts"]
