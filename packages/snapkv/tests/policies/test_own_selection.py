@@ -116,7 +116,23 @@ WRONG = {
     "counts of other rows": (saying(head_tokens=torch.tensor([[9]])), "head_tokens of", "pass"),
     "counts that include a -1": (counting_a_filler, "negative indices", "head_tokens"),
     "padding beyond": (saying(padding_slots=torch.tensor([0, 21])), "negative or larger", "count"),
-    "padding of other rows": (saying(padding_slots=torch.zeros(3)), r"shape \(3,\)", "count"),
+    "counts in a list": (saying(head_tokens=[[9, 9]] * 2), "head_tokens of list", "tensor of int"),
+    "counts that are not whole": (
+        saying(head_tokens=torch.full((2, 2), 9.5)),
+        "head_tokens of shape .* and torch.float32",
+        "tensor of integers",
+    ),
+    "padding in a list": (saying(padding_slots=[0, 0]), "padding_slots of list", "tensor of int"),
+    "padding that is not whole": (
+        saying(padding_slots=torch.tensor([0.0, 1.5])),
+        "padding_slots of shape .* and torch.float32",
+        "tensor of integers",
+    ),
+    "padding of other rows": (
+        saying(padding_slots=torch.zeros(3).long()),
+        r"shape \(3,\)",
+        "tensor of integers",
+    ),
 }
 
 
