@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from snapkv import TOVA, CompressedCache, InvalidArgumentError, PromptThenDecode
+from snapkv import (
+    TOVA,
+    AcrossLayers,
+    CompressedCache,
+    InvalidArgumentError,
+    PromptThenDecode,
+    SnapKV,
+)
 from snapkv.policies import Policy, PrefixPolicy, Selection
 from tests.families import call, random_ids, read, tiny_model
 
@@ -149,6 +156,18 @@ def test_a_wrong_selection_is_refused_by_name(name, is_wrapped):
         call(cache.model, cache, random_ids(2, TOKENS))
 
 
+@pytest.mark.parametrize("counts", [[[0, 0], [0, 0]], [[3, 7], [1, 0]], [[20, 2], [5, 5]]])
+def test_entries_that_no_head_keeps_take_no_part(counts):
+    """The tokens seen are all of the prompt, however many entries the widest head uses."""
+    made_by = saying(head_tokens=torch.tensor(counts))
+    cache = read(tiny_model("llama"), Chosen(made_by), random_ids(2, TOKENS))
+    call(cache.model, cache, random_ids(2, 1))
+    for layer in cache.prompt_state.layers:
+        layer.check_integrity()
+    held = (cache.kept_positions(0) >= 0).sum(dim=-1) - 1
+    assert (cache.get_seq_length(), held.tolist()) == (TOKENS + 1, counts)
+
+
 def test_the_layer_is_named_and_the_cache_can_be_used_again():
     layers = []
 
@@ -236,3 +255,21 @@ def test_padding_is_not_kept_for_a_token():
     mask[1, :50] = 0
     with pytest.raises(InvalidArgumentError, match=r"got indices of padding among .*pad_tokens"):
         read(tiny_model("llama"), Chosen(saying()), random_ids(2, TOKENS), mask)
+
+
+@dataclass(frozen=True)
+class Infinite(SnapKV):
+    """Scores that are infinite for more tokens than the budget allows."""
+
+    def score(self, layer):
+        return torch.full_like(super().score(layer), torch.inf)
+
+
+def test_infinite_scores_leave_the_window_of_every_head_in_its_place_across_layers():
+    cache = read(
+        tiny_model("llama"), AcrossLayers(Infinite(KEPT, window_size=4)), random_ids(2, 60)
+    )
+    kept = [cache.kept_positions(layer) for layer in cache.compressed_layers]
+    window = torch.arange(TOKENS - 4, TOKENS)
+    assert all((each[..., -4:] == window).all() for each in kept)
+    assert cache.report().chosen_tokens == KEPT

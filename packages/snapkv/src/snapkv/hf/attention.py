@@ -114,7 +114,7 @@ def _attention(
     **options: Any,
 ) -> Attended:
     """The registered attention function."""
-    family = _family_of(type(module))
+    family = _family_of(type(module))  # type: ignore[arg-type] # classes are hashable
     interface = getattr(family, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     eager = getattr(family, "eager_attention_forward", None)
     call = AttentionCall(
@@ -135,7 +135,7 @@ def _attention(
 
 
 @functools.cache
-def _family_of(kind: type) -> Any:
+def _family_of(kind: type[Any]) -> Any:
     """The file of a class of attention that has eager attention; None where there is none.
 
     A class that somebody derives from a family's stands in a file that has none.

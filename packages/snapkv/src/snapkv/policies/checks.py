@@ -76,11 +76,14 @@ def select(policy: Policy, layer: PromptLayer, layers: Sequence[int]) -> Selecti
     indices, counts = selection.keep_indices, selection.head_tokens
     kept, tokens = indices.shape[2], layer.keys.shape[2]
     first = torch.arange(kept, device=indices.device).clamp(max=tokens - 1)
-    return replace(
-        selection,
-        keep_indices=torch.where(faults.any(), first, indices),
-        head_tokens=None if counts is None else counts.clamp(0, kept),
-    )
+    indices = torch.where(faults.any(), first, indices)
+    if counts is not None:
+        counts = counts.clamp(0, kept)
+        widest = int(counts.max())  # before it stand entries that no head keeps
+        places = torch.arange(widest, device=indices.device)
+        unkept = places < (widest - counts.to(indices.device))[..., None]
+        indices = indices[..., kept - widest :].masked_fill(unkept, -1)
+    return replace(selection, keep_indices=indices, head_tokens=counts)
 
 
 def _problem_of(policy: Policy, layer: PromptLayer, made: object) -> tuple[str, str] | None:
@@ -122,8 +125,9 @@ def _problem_of(policy: Policy, layer: PromptLayer, made: object) -> tuple[str, 
 
 def _is_count(made: object, shape: Sequence[int]) -> bool:
     """Whether it is a tensor of integers of that shape."""
-    is_tensor = isinstance(made, Tensor) and tuple(made.shape) == tuple(shape)
-    return is_tensor and not made.is_floating_point() and made.dtype != torch.bool
+    if not isinstance(made, Tensor) or made.is_floating_point() or made.dtype == torch.bool:
+        return False
+    return tuple(made.shape) == tuple(shape)
 
 
 def _shown(made: object) -> str:
