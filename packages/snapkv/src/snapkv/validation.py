@@ -112,7 +112,9 @@ def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_token
             f"budget: expected a number of tokens, got {budget} of type float; pass "
             f"keep_ratio={budget} to keep that share of the prompt before its window"
         )
-    require_int("budget", budget, minimum=-MOST)  # its type; the bounds below are said together
+    # The bounds of an integer are said together below.
+    is_integer = type(plain_number(budget)) is int
+    require_int("budget", budget, minimum=-MOST if is_integer else window_size + 1)
     if budget <= window_size:
         sinks = f", and at least {window_size + sink_tokens} with sink_tokens={sink_tokens}"
         raise InvalidArgumentError(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from snapkv import (
     AcrossLayers,
@@ -17,7 +18,15 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.cache import layer_group
-from tests.families import call, generated, peaked_model, random_ids, tiny_config, tiny_model
+from tests.families import (
+    call,
+    generated,
+    peaked_model,
+    random_ids,
+    small_config,
+    tiny_config,
+    tiny_model,
+)
 
 SNAPKV = SnapKV(24, window_size=8)
 POLICIES = {"snapkv": SNAPKV, "across-layers": AcrossLayers(SNAPKV)}
@@ -164,6 +173,27 @@ def test_layers_that_are_gone_take_no_part(name, layers, tmp_path):
             assert cache.get_seq_length() == cache.get_seq_length(0) == 74
     assert torch.equal(*found)
     assert all(map(torch.equal, *kept))
+
+
+def test_a_layer_that_is_gone_takes_no_part_where_the_last_one_has_no_attention():
+    kinds = ["full_attention"] * 3 + ["linear_attention"]
+    config = small_config("linear", layer_types=kinds, num_hidden_layers=4)
+    model = peaked_model(config, "sdpa")
+    del model.model.layers[0]
+    cache = CompressedCache(model, POLICIES["across-layers"])
+    call(model, cache, random_ids(1, 70) % config.vocab_size)
+    assert cache.compressed_layers == [1, 2]
+    assert cache.report().chosen_tokens == 24
+
+
+def test_eager_attention_is_found_for_a_class_that_is_derived_elsewhere():
+    model, ids = copy.deepcopy(tiny_model("llama", "eager")), random_ids(1, 70)
+    cache, plain = CompressedCache(model, SNAPKV), CompressedCache(model, SNAPKV)
+    call(model, plain, ids)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("Derived", (LlamaAttention,), {"__module__": __name__})
+    call(model, cache, ids)
+    assert torch.equal(cache.kept_positions(3), plain.kept_positions(3))
 
 
 def test_a_layer_that_the_configuration_does_not_count_is_refused_by_name():

@@ -95,7 +95,7 @@ def test_a_word_for_a_place_names_no_folder(recall, tmp_path, monkeypatch):
         ("recall: expected 'host' or the path", SNAPKV, {"recall": 5}),
         ("recall: expected 'host' or the path", SNAPKV, {"recall": ""}),
         ("policy: expected a policy such as", "snapkv", {}),
-        ("policy: expected a policy such as", Random, {}),
+        ("policy: expected a policy such as .*got the class Random; see", Random, {}),
         ("policy: .*got a LlamaConfig; see", tiny_config("llama"), {}),
     ],
 )

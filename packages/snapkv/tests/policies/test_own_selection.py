@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from snapkv import TOVA, CompressedCache, InvalidArgumentError, PromptThenDecode
+from snapkv import (
+    TOVA,
+    AcrossLayers,
+    CompressedCache,
+    InvalidArgumentError,
+    PromptThenDecode,
+    SnapKV,
+)
 from snapkv.policies import Policy, PrefixPolicy, Selection
 from tests.families import call, random_ids, read, tiny_model
 
@@ -116,7 +123,23 @@ WRONG = {
     "counts of other rows": (saying(head_tokens=torch.tensor([[9]])), "head_tokens of", "pass"),
     "counts that include a -1": (counting_a_filler, "negative indices", "head_tokens"),
     "padding beyond": (saying(padding_slots=torch.tensor([0, 21])), "negative or larger", "count"),
-    "padding of other rows": (saying(padding_slots=torch.zeros(3)), r"shape \(3,\)", "count"),
+    "counts in a list": (saying(head_tokens=[[9, 9]] * 2), "head_tokens of list", "tensor of int"),
+    "counts that are not whole": (
+        saying(head_tokens=torch.full((2, 2), 9.5)),
+        "head_tokens of shape .* and torch.float32",
+        "tensor of integers",
+    ),
+    "padding in a list": (saying(padding_slots=[0, 0]), "padding_slots of list", "tensor of int"),
+    "padding that is not whole": (
+        saying(padding_slots=torch.tensor([0.0, 1.5])),
+        "padding_slots of shape .* and torch.float32",
+        "tensor of integers",
+    ),
+    "padding of other rows": (
+        saying(padding_slots=torch.zeros(3).long()),
+        r"shape \(3,\)",
+        "tensor of integers",
+    ),
 }
 
 
@@ -131,6 +154,18 @@ def test_a_wrong_selection_is_refused_by_name(name, is_wrapped):
     line = rf"^select: expected .* from Chosen, got .*{said}.*; .*{remedy}"
     with pytest.raises(InvalidArgumentError, match=line):
         call(cache.model, cache, random_ids(2, TOKENS))
+
+
+@pytest.mark.parametrize("counts", [[[0, 0], [0, 0]], [[3, 7], [1, 0]], [[20, 2], [5, 5]]])
+def test_entries_that_no_head_keeps_take_no_part(counts):
+    """The tokens seen are all of the prompt, however many entries the widest head uses."""
+    made_by = saying(head_tokens=torch.tensor(counts))
+    cache = read(tiny_model("llama"), Chosen(made_by), random_ids(2, TOKENS))
+    call(cache.model, cache, random_ids(2, 1))
+    for layer in cache.prompt_state.layers:
+        layer.check_integrity()
+    held = (cache.kept_positions(0) >= 0).sum(dim=-1) - 1
+    assert (cache.get_seq_length(), held.tolist()) == (TOKENS + 1, counts)
 
 
 def test_the_layer_is_named_and_the_cache_can_be_used_again():
@@ -220,3 +255,21 @@ def test_padding_is_not_kept_for_a_token():
     mask[1, :50] = 0
     with pytest.raises(InvalidArgumentError, match=r"got indices of padding among .*pad_tokens"):
         read(tiny_model("llama"), Chosen(saying()), random_ids(2, TOKENS), mask)
+
+
+@dataclass(frozen=True)
+class Infinite(SnapKV):
+    """Scores that are infinite for more tokens than the budget allows."""
+
+    def score(self, layer):
+        return torch.full_like(super().score(layer), torch.inf)
+
+
+def test_infinite_scores_leave_the_window_of_every_head_in_its_place_across_layers():
+    cache = read(
+        tiny_model("llama"), AcrossLayers(Infinite(KEPT, window_size=4)), random_ids(2, 60)
+    )
+    kept = [cache.kept_positions(layer) for layer in cache.compressed_layers]
+    window = torch.arange(TOKENS - 4, TOKENS)
+    assert all((each[..., -4:] == window).all() for each in kept)
+    assert cache.report().chosen_tokens == KEPT

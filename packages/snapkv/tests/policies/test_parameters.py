@@ -153,6 +153,8 @@ REFUSED = [
         for said in ("a budget that is a number of tokens, since what stays must fit", repr(policy))
     ),
     (SnapKV, {"budget": 0.25}, TYPE, "budget", "pass keep_ratio=0.25"),
+    (SnapKV, {"budget": 64.0}, TYPE, "budget", "pass a whole number of at least 33"),
+    (SnapKV, {"budget": True}, TYPE, "budget", "pass a whole number of at least 33"),
     (AdaKV, {"keep_ratio": 0.25}, TYPE, "keep_ratio", "AdaKV(SnapKV(keep_ratio=0.25))"),
     (PromptThenDecode, {"budget": 9}, TYPE, "budget", "PromptThenDecode(prompt=SnapKV(budget=9))"),
     (SnapKV, {"max_capacity_prompt": 2048}, TYPE, "max_capacity_prompt", "write budget=2048, see"),

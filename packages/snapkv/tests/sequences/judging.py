@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from snapkv import AutoBudget, CompressedCache, SnapKVError, StreamingLLM
+from snapkv import AcrossLayers, AutoBudget, CompressedCache, SnapKVError, StreamingLLM
 from snapkv.hf.model_parts import States, states_of
 from snapkv.kvzip import read_twice
 from snapkv.policies import EvictingPolicy
@@ -181,7 +181,7 @@ class Judge:
 
     @property
     def _votes_choose_numbers(self) -> bool:
-        """Whether it depends on votes how many tokens a layer keeps."""
+        """Whether it depends on votes how many tokens all layers keep."""
         inner = [self.policy]
         while hasattr(inner[-1], "policy"):
             inner.append(inner[-1].policy)
@@ -232,6 +232,7 @@ class Judge:
             return  # spans hold more or less of what was kept
         if self.options.get("quantize") and state.other_groups and len(state.done) > 1:
             return  # other neighbours share a scale, so votes differ by rounding
+        totals = [0, 0]
         for layer in alone.compressed_layers:
             found = _sets(state.cache.kept_positions(layer)[row])
             expected = _sets(alone.kept_positions(layer)[0])
@@ -242,11 +243,16 @@ class Judge:
             )
             if state.fewer_votes:
                 counts = [sum(map(len, heads)) for heads in (found, expected)]
-                alike = self._votes_choose_numbers or counts[0] == counts[1]
+                totals = [total + count for total, count in zip(totals, counts, strict=True)]
+                # Across layers, votes also choose which of them keeps how many.
+                shares = self._votes_choose_numbers or isinstance(self.policy, AcrossLayers)
+                alike = shares or counts[0] == counts[1]
             else:
                 alike = found == expected
             if not alike:
                 raise WrongError(f"row {row} alone: layer {layer}: {found} for {expected}")
+        if totals[0] != totals[1] and not self._votes_choose_numbers:
+            raise WrongError(f"row {row} alone: {totals[0]} tokens in all for {totals[1]}")
 
     def _alone(self, state: State, row: int) -> tuple[CompressedCache, Tensor]:
         """The row read alone, and the logits of the last part."""

@@ -114,7 +114,7 @@ def _attention(
     **options: Any,
 ) -> Attended:
     """The registered attention function."""
-    family = sys.modules[type(module).__module__]
+    family = _family_of(type(module))  # type: ignore[arg-type] # classes are hashable
     interface = getattr(family, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     eager = getattr(family, "eager_attention_forward", None)
     call = AttentionCall(
@@ -132,6 +132,16 @@ def _attention(
     if (hook := forward_context.current.hook) is not None:
         hook.on_attention(call, attended)
     return attended
+
+
+@functools.cache
+def _family_of(kind: type[Any]) -> Any:
+    """The file of a class of attention that has eager attention; None where there is none.
+
+    A class that somebody derives from a family's stands in a file that has none.
+    """
+    files = (sys.modules[each.__module__] for each in kind.__mro__)
+    return next((file for file in files if hasattr(file, "eager_attention_forward")), None)
 
 
 def attend(call: AttentionCall) -> Attended:

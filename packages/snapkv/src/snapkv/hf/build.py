@@ -50,7 +50,7 @@ def plain_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:
         for index, layer in enumerate(DynamicCache(config=config).layers)
     ]
     attending = [index for index, layer in enumerate(layers) if isinstance(layer, DynamicLayer)]
-    for index in absent_layers(model, attending):
+    for index in absent_layers(model, attending, len(layers)):
         layers[index] = AbsentLayer(index)
     _require_kinds(type(model).__name__, layers)
     return layers

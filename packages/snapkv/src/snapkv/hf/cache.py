@@ -111,9 +111,11 @@ class CompressedCache(Cache):
         model = unwrapped(model)
         policy = default_policy() if policy is None else policy
         if not isinstance(policy, Policy):
+            is_class = isinstance(policy, type)
+            got = f"the class {policy.__name__}" if is_class else f"a {type(policy).__name__}"
             raise InvalidTypeError(
-                "policy: expected a policy such as SnapKV(budget=1024), got a "
-                f"{type(policy).__name__}; see snapkv.policies.POLICIES"
+                f"policy: expected a policy such as SnapKV(budget=1024), got {got}; see "
+                "snapkv.policies.POLICIES"
             )
         policy = with_known(model, policy)
         spans = None if protect is None else Spans.of("protect", protect)

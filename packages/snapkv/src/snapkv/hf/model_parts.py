@@ -232,18 +232,23 @@ def _rotary_embeddings(model: PreTrainedModel) -> list[Any]:
 _stored: weakref.WeakKeyDictionary[Any, tuple[set[Any], set[int]]] = weakref.WeakKeyDictionary()
 
 
-def absent_layers(model: PreTrainedModel, layers: Sequence[int]) -> list[int]:
+def absent_layers(model: PreTrainedModel, layers: Sequence[int], counted: int) -> list[int]:
     """Return those of these layers that the configuration counts and the model does not have.
 
     Whoever prunes a model takes modules out of it, and the configuration often stays as it was. A
     layer is there if a module of the decoder has its index. If none has, one token is tried out: a
     model that loops over its layers stores keys under more indices than its modules have.
+
+    Args:
+        model: a model whose layers may have been taken out.
+        layers: indices of the layers of attention, of which some may be absent.
+        counted: how many layers of any kind the configuration counts.
     """
     present = {getattr(module, "layer_idx", None) for module in model.get_decoder().modules()}
     missing = [index for index in layers if index not in present]
     if not missing or present == {None} or device_of(model).type == "meta":
         return []
-    if max(index for index in present if index is not None) > layers[-1]:
+    if max(index for index in present if index is not None) >= counted:
         return []  # the cache has no layer for it, which its first keys will be refused for
     if model not in _stored or _stored[model][0] != present:  # it may be pruned between two caches
         keys = _lone_keys(model, model.config.get_text_config(decoder=True), 0)

@@ -94,7 +94,8 @@ class AcrossLayers(AroundScores):
         scores = policy.scored(prefix)
         if (weights := policy.summed_weights(layer)) != 1:
             scores = scores / weights
-        ranked = prefix.ranked(scores.float().clamp(min=torch.finfo(torch.float32).min))
+        finite = torch.finfo(torch.float32)  # infinite is what must stay, and what must not
+        ranked = prefix.ranked(scores.float().clamp(finite.min, finite.max))
         window = layer.keys.shape[2] - prefix.slots
         ranked = F.pad(ranked, (0, window), value=math.inf)
         if (pads := layer.pads) is not None:

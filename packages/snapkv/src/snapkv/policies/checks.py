@@ -76,11 +76,14 @@ def select(policy: Policy, layer: PromptLayer, layers: Sequence[int]) -> Selecti
     indices, counts = selection.keep_indices, selection.head_tokens
     kept, tokens = indices.shape[2], layer.keys.shape[2]
     first = torch.arange(kept, device=indices.device).clamp(max=tokens - 1)
-    return replace(
-        selection,
-        keep_indices=torch.where(faults.any(), first, indices),
-        head_tokens=None if counts is None else counts.clamp(0, kept),
-    )
+    indices = torch.where(faults.any(), first, indices)
+    if counts is not None:
+        counts = counts.clamp(0, kept)
+        widest = int(counts.max())  # before it stand entries that no head keeps
+        places = torch.arange(widest, device=indices.device)
+        unkept = places < (widest - counts.to(indices.device))[..., None]
+        indices = indices[..., kept - widest :].masked_fill(unkept, -1)
+    return replace(selection, keep_indices=indices, head_tokens=counts)
 
 
 def _problem_of(policy: Policy, layer: PromptLayer, made: object) -> tuple[str, str] | None:
@@ -106,17 +109,31 @@ def _problem_of(policy: Policy, layer: PromptLayer, made: object) -> tuple[str, 
             "pass layer.keys.shape[2]",
         )
     counts, padding_slots = made.head_tokens, made.padding_slots
-    if counts is not None and (counts.shape != indices.shape[:2] or counts.is_floating_point()):
+    if counts is not None and not _is_count(counts, indices.shape[:2]):
         return (
-            f"head_tokens of shape {tuple(counts.shape)} and {counts.dtype}",
-            f"pass {tuple(indices.shape[:2])} integers, the entries that each head keeps",
+            f"head_tokens of {_shown(counts)}",
+            f"pass a {tuple(indices.shape[:2])} tensor of integers, the entries that each head "
+            "keeps",
         )
-    if padding_slots is not None and tuple(padding_slots.shape) != (B,):
+    if padding_slots is not None and not _is_count(padding_slots, (B,)):
         return (
-            f"padding_slots of shape {tuple(padding_slots.shape)} for {B} rows",
-            "count the leading entries of each row that hold no token",
+            f"padding_slots of {_shown(padding_slots)} for {B} rows",
+            f"pass a ({B},) tensor of integers, the leading entries of each row that hold no token",
         )
     return None
+
+
+def _is_count(made: object, shape: Sequence[int]) -> bool:
+    """Whether it is a tensor of integers of that shape."""
+    if not isinstance(made, Tensor) or made.is_floating_point() or made.dtype == torch.bool:
+        return False
+    return tuple(made.shape) == tuple(shape)
+
+
+def _shown(made: object) -> str:
+    if not isinstance(made, Tensor):
+        return type(made).__name__
+    return f"shape {tuple(made.shape)} and {made.dtype}"
 
 
 def _faults_of(window: int, layer: PromptLayer, made: Selection) -> Tensor:
