@@ -157,7 +157,7 @@ def test_images_are_compressed_only_where_positions_are_numbers(config):
         request = SimpleNamespace(**ASKS | {"mm_features": [1], "num_prompt_tokens": 100})
         request.sampling_params = params
         parts = {"_settings": ServingSettings(policy="tova", budget=64), "vllm_config": engine}
-        scheduler = SimpleNamespace(**parts, _sessions=None)
+        scheduler = SimpleNamespace(**parts, sessions=None)
         return _CompressingScheduler._plan_of(scheduler, request)
 
     assert plan_of(config).shared_tokens == 100
