@@ -9,9 +9,9 @@ import pytest
 from snapkv import default_policy
 from snapkv.app.prompts import Prompt
 from snapkv.policies.default import asked_by, by_layer
-from snapkv_vllm.admission import misspelt, require_session_name
-from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.spans import NAME
+from snapkv_vllm import Sessions
+from snapkv_vllm.admission.names import misspelt, require_session_name
+from snapkv_vllm.admission.spans import NAME
 from tests.serving.vllm.sites import Site
 
 CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"

@@ -21,8 +21,8 @@ from snapkv import default_policy
 from snapkv.app.prompts import Prompt
 from snapkv.errors import SnapKVError
 from snapkv.policies.default import asked_by, by_layer
-from snapkv_vllm.names import ENDPOINTS, SESSIONS_AT
-from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.admission.names import ENDPOINTS, SESSIONS_AT
+from snapkv_vllm.admission.settings import ServingSettings
 from tests.serving.fuzzing import random_settings
 from tests.serving.vllm.servers import Server
 
