@@ -17,13 +17,7 @@ from snapkv_vllm.front.bodies import admit
 from snapkv_vllm.front.rendering import resolve_requests
 from snapkv_vllm.front.routes import router
 from snapkv_vllm.front.streams import FirstEvent, Message, Send
-from snapkv_vllm.front.visits import (
-    EVERYBODY,
-    Visit,
-    answering,
-    look_at_prompts,
-    tenant_of,
-)
+from snapkv_vllm.front.visits import EVERYBODY, Visit, answering, look_at_prompts, tenant_of
 from snapkv_vllm.metrics import Metrics, labels_of
 from snapkv_vllm.plugin import end_with_parent
 
@@ -80,9 +74,9 @@ class SettingsCheck:
             await self._app(scope, receive, send)
 
     def _settings_of(self, scope: Message) -> ServingSettings:
-        from vllm import envs
-
         if self._settings is None:
+            from vllm import envs
+
             app = scope["app"]
             state = app.state
             self._settings = ServingSettings.from_config(state.args.additional_config or {})

@@ -1,4 +1,4 @@
-"""The words of requests and responses, and what is said of a value that is refused.
+"""The words of requests and responses, how clients spell them, and what is said of a refused value.
 
 Neither torch nor vLLM is needed here.
 """
@@ -130,7 +130,7 @@ _LONGEST_SESSION = 256
 _SESSION = re.compile(rf".{{1,{_LONGEST_SESSION}}}", re.DOTALL)
 
 OWNED_SESSION = re.compile(rf"(([0-9a-f]{{32}})?/)?{_SESSION.pattern}", re.DOTALL)
-"""A session's name inside the engine, with its tenant before it, see `tenants.owned`."""
+"""A session's name inside the engine, with its tenant before it, see `front.visits.owned`."""
 
 _MOST_FIELDS, _ALIKE = 100, 0.8
 """How many fields are compared with words of ours, and from which likeness on they are meant."""
