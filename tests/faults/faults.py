@@ -944,7 +944,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "test_kept_lengths.py",
         )
     ],
-    "snapkv_vllm/limits.py": [
+    "snapkv_vllm/admission/limits.py": [
         (
             "a budget may be as long as the time between two evictions",
             "if 0 < self.decode_budget <= every:",
@@ -952,7 +952,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "test_limits.py",
         )
     ],
-    "snapkv_vllm/plans.py": [
+    "snapkv_vllm/admission/plans.py": [
         (
             "a window puts queries aside that earlier steps have put aside",
             "first = max(seen_tokens, compression.at - compression.choice.query_tokens)",
@@ -994,7 +994,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "vllm/test_engine.py",
         )
     ],
-    "snapkv_vllm/shares.py": [
+    "snapkv_vllm/histories.py": [
         (
             "who has least gives back first",
             "max(beyond, key=lambda one: taken[one.tenant])",
@@ -1008,7 +1008,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "test_shares.py",
         ),
     ],
-    "snapkv_vllm/spans.py": [
+    "snapkv_vllm/admission/spans.py": [
         (
             "spans that touch are said to overlap",
             "if what and span[0] < before[1]:",

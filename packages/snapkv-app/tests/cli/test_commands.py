@@ -12,9 +12,8 @@ from snapkv_app.cli.demo import DemoOptions
 from snapkv_app.cli.policy import build_policy
 from snapkv_app.inspector.record import CHOSEN
 from snapkv_app.plan.shapes import SHAPES
-from snapkv_vllm import server
-from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.methods import METHODS
+from snapkv_vllm import Sessions, server
+from snapkv_vllm.admission.methods import METHODS
 from tests.families import tiny_config
 
 NEXT_COMMANDS = ("ask", "chat", "plan")

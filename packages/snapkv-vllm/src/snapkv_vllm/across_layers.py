@@ -7,7 +7,7 @@ from torch import Tensor
 
 from snapkv.policies import AcrossLayers, Policy, PromptLayer
 from snapkv.policies.across_layers import best_entries
-from snapkv_vllm.methods import WithSpans
+from snapkv_vllm.admission.methods import WithSpans
 
 
 def across_layers(policy: Policy | None) -> AcrossLayers | None:

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from snapkv.errors import UnsupportedModelError
-from snapkv_vllm.plans import Move, Order, PromptPlan
+from snapkv_vllm.admission.plans import Move, Order, PromptPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,3 +318,15 @@ def register_spec() -> None:
         KVCacheSpecRegistry.register(
             spec, CompressedManager, uniform_type_base_spec=FullAttentionSpec
         )
+
+
+def compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
+    """The managers of the KV cache groups that are compressed, by the group's index."""
+    found = {group: one for group, one in enumerate(managers) if type(one) is CompressedManager}
+    if not found:
+        kinds = ", ".join(type(manager).__name__ for manager in managers)
+        raise UnsupportedModelError(
+            f"snapkv: expected a group of blocks that may be compressed, got {kinds}; pass "
+            "worker_cls and scheduler_cls together, as snapkv_vllm.engine_args does"
+        )
+    return found

@@ -19,9 +19,9 @@ import torch
 from snapkv import ops
 from snapkv.policies import Policy, PromptLayer
 from snapkv_vllm.across_layers import across_layers, best_across, scores_across
+from snapkv_vllm.admission.methods import kept_tokens
+from snapkv_vllm.admission.settings import ServingSettings
 from snapkv_vllm.layers import voting_layer
-from snapkv_vllm.methods import kept_tokens
-from snapkv_vllm.settings import ServingSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from snapkv.validation import format_bytes
-from snapkv_vllm.names import RefusedError, wrong
+from snapkv_vllm.admission.names import RefusedError, wrong
 
 _logger = logging.getLogger("vllm.snapkv")
 

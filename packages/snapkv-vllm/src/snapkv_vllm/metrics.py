@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from snapkv_vllm.plans import Order
-from snapkv_vllm.streams import Message, Send
-from snapkv_vllm.visits import Visit
+from snapkv_vllm.admission.plans import Order
 
 _RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -126,24 +124,6 @@ def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
         return Stopwatch(device, lambda seconds: None)
     seconds = Metrics(**labels_of(vllm_config)).of("compression_seconds")
     return Stopwatch(device, seconds.observe)
-
-
-class Refusals(Metrics):
-    """Counts the requests that a front end refuses."""
-
-    def __init__(self, vllm_config: Any) -> None:
-        super().__init__(**labels_of(vllm_config) | {"engine": ""})
-
-    def counting(self, visit: Visit, send: Send) -> Send:
-        """Return what sends a response, and counts it if `visit` says that it is a refusal."""
-
-        async def send_and_count(message: Message) -> None:
-            starts = message["type"] == "http.response.start"
-            if starts and visit.refused is not None and message["status"] >= 400:
-                self.count("refusals", status=str(message["status"]), reason=visit.refused)
-            await send(message)
-
-        return send_and_count
 
 
 class PromptMetrics(Metrics):

@@ -75,8 +75,8 @@ def users_folder() -> Iterator[None]:
     """
     import fcntl
 
+    from snapkv_vllm.admission.names import wrong
     from snapkv_vllm.metric_files import no_room, require_room
-    from snapkv_vllm.names import wrong
 
     folder = os.environ[METRICS]
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 from snapkv.errors import MissingDependencyError
 from snapkv.validation import nearest
-from snapkv_vllm.names import wrong
+from snapkv_vllm.admission.names import wrong
 from snapkv_vllm.plugin import METRICS, metrics_folder
 from snapkv_vllm.server import engine_args, parsed
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from snapkv.errors import UnsupportedModelError
-from snapkv_vllm.compatibility import MOVABLE, STOCK
+from snapkv_vllm.admission.compatibility import MOVABLE, STOCK
 from snapkv_vllm.layouts import FP8, LAYOUTS
 
 
@@ -84,17 +84,3 @@ def require_shared_pages(caches: Sequence[Tensor], layers: int) -> None:
             "that are alike, whose caches are one tensor, layer by layer, got others; "
             "use --policy adakv"
         )
-
-
-def compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
-    """The managers of the KV cache groups that are compressed, by the group's index."""
-    from snapkv_vllm.blocks import CompressedManager
-
-    found = {group: one for group, one in enumerate(managers) if type(one) is CompressedManager}
-    if not found:
-        kinds = ", ".join(type(manager).__name__ for manager in managers)
-        raise UnsupportedModelError(
-            f"snapkv: expected a group of blocks that may be compressed, got {kinds}; pass "
-            "worker_cls and scheduler_cls together, as snapkv_vllm.engine_args does"
-        )
-    return found

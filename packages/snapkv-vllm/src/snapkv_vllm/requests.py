@@ -15,8 +15,8 @@ from snapkv_vllm.versions import require_supported_version
 
 require_supported_version()
 
-from snapkv_vllm.settings import ServingSettings
-from snapkv_vllm.visits import noting_refusals
+from snapkv_vllm.admission.settings import ServingSettings
+from snapkv_vllm.front.visits import noting_refusals
 
 
 class RequestCheck:

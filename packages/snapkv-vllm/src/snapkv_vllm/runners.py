@@ -8,17 +8,17 @@ from typing import Any, Self
 import torch
 
 from snapkv.policies import AcrossLayers
+from snapkv_vllm.admission.compatibility import require_compatible
+from snapkv_vllm.admission.plans import Move, Order
+from snapkv_vllm.admission.settings import ServingSettings
 from snapkv_vllm.blocks import compressed, is_compressed
-from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.compressor import Compressor, QueryRecorder
 from snapkv_vllm.heads import HeadsAttention
 from snapkv_vllm.kept_lengths import KeptLengths
 from snapkv_vllm.layers import attention_layers
 from snapkv_vllm.memory_profile import Largest, profiled
 from snapkv_vllm.metrics import Stopwatch, compression_stopwatch
-from snapkv_vllm.plans import Move, Order
 from snapkv_vllm.refusals import compressible_layers, require_heads_apart
-from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.steps import CompressingStep
 
 

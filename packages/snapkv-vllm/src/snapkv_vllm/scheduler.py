@@ -15,16 +15,15 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
-from snapkv_vllm.agents.sessions import HeldSessions
-from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
-from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.methods import require_spans_within
+from snapkv_vllm.admission.compatibility import require_compatible
+from snapkv_vllm.admission.methods import require_spans_within
+from snapkv_vllm.admission.names import ASKED, reason_of
+from snapkv_vllm.admission.plans import Order, PromptPlan
+from snapkv_vllm.admission.settings import ServingSettings
+from snapkv_vllm.blocks import CompressedBlocks, compressed_managers, share_exact_blocks
 from snapkv_vllm.metrics import PromptMetrics
-from snapkv_vllm.names import ASKED, reason_of
-from snapkv_vllm.plans import Order, PromptPlan
 from snapkv_vllm.plugin import end_with_parent
-from snapkv_vllm.refusals import compressed_managers
-from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.sessions import HeldSessions
 from snapkv_vllm.steps import CompressingStep
 
 logger = init_logger("vllm.snapkv")

@@ -14,12 +14,11 @@ from snapkv.validation import (
     MAX_WINDOW_SIZE,
     format_bytes,
 )
-from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.limits import Limits
-from snapkv_vllm.names import wrong
+from snapkv_vllm.admission.compatibility import require_compatible
+from snapkv_vllm.admission.limits import Limits, Sessions
+from snapkv_vllm.admission.names import wrong
+from snapkv_vllm.admission.settings import ServingSettings
 from snapkv_vllm.plugin import METRICS, metrics_folder, users_folder
-from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.versions import require_supported_version
 
 OWN = ("worker_cls", "scheduler_cls", "additional_config", "logits_processors")

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from snapkv_vllm.plans import Order
+from snapkv_vllm.admission.plans import Order
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import math
 
-from snapkv_vllm.names import OF_A_REQUEST, PREFIX
+from snapkv_vllm.admission.names import OF_A_REQUEST, PREFIX
 
 BIG = (2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**18, 10**400)
 WORDS = ("", "max", "avg", "fading", "MAX", "none", "64", "auto", "a\nb", "\u2028", "ü" * 40)

@@ -5,7 +5,7 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.policies import Policy, PromptLayer
 from snapkv_vllm.across_layers import across_layers, kept_across
-from snapkv_vllm.methods import kept_tokens
+from snapkv_vllm.admission.methods import kept_tokens
 
 
 def kept_of(policy: Policy, layer: PromptLayer) -> Tensor:

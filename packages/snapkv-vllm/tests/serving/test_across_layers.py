@@ -8,7 +8,7 @@ import torch
 
 from snapkv import default_policy
 from snapkv_vllm.across_layers import kept_across
-from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.admission.settings import ServingSettings
 from tests.ops.states import random_layer
 from tests.policies.reading import columns_kept
 

@@ -3,10 +3,10 @@
 import pytest
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
-from snapkv_vllm.admission import require_settings
-from snapkv_vllm.names import DEAF, OF_A_REQUEST
+from snapkv_vllm.admission.names import DEAF, OF_A_REQUEST
+from snapkv_vllm.admission.settings import ServingSettings
+from snapkv_vllm.front.bodies import require_settings
 from snapkv_vllm.server import command_line
-from snapkv_vllm.settings import ServingSettings
 
 SETTINGS = ServingSettings(budget=512)
 RIGHT = {"vllm_xargs": {"snapkv_budget": 64, "session": "mine"}}
@@ -119,7 +119,8 @@ MANY = {f"theirs_{number}": number for number in range(1001)}
 def test_more_settings_than_exist_are_refused_before_any_is_looked_at(body, place, monkeypatch):
     """Wherever settings are looked for: each would hold up all other requests for a moment."""
     looked_at = []
-    monkeypatch.setattr("snapkv_vllm.admission.meant", looked_at.append)
+    for module in ("admission.names", "front.bodies"):
+        monkeypatch.setattr(f"snapkv_vllm.{module}.meant", looked_at.append)
     said = f"^{place}: expected at most 1,000 names in the object, got 1,001; leave out"
     with pytest.raises(InvalidArgumentError, match=said):
         require_settings(body, SETTINGS)

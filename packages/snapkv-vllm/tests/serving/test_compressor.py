@@ -12,10 +12,10 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv_vllm import layers as rooms
+from snapkv_vllm.admission.plans import Move, PromptPlan
 from snapkv_vllm.compressor import Compressor, QueryRecorder
 from snapkv_vllm.heads import HeadPages, HeadPlaces, HeadsAttention
 from snapkv_vllm.layouts import PlainLayout, layout_of, slots
-from snapkv_vllm.plans import Move, PromptPlan
 from tests.families import random_ids, tiny_model
 
 BLOCK = 16

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapkv_vllm.agents.tokens import BLOCK, DigestedTokens
+from snapkv_vllm.histories import BLOCK, DigestedTokens
 
 
 def common_by_a_loop(one, other):

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv_vllm.methods import kept_tokens, last_tokens, scoring
-from snapkv_vllm.names import OF_A_REQUEST, PREFIX
-from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.admission.methods import kept_tokens, last_tokens, scoring
+from snapkv_vllm.admission.names import OF_A_REQUEST, PREFIX
+from snapkv_vllm.admission.settings import ServingSettings
 from tests.ops.states import random_layer
 from tests.serving.fuzzing import random_settings
 from tests.serving.selections import kept_of

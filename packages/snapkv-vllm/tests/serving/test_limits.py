@@ -5,7 +5,7 @@ import pytest
 from snapkv import RKV, TOVA, SnapKV, StreamingLLM
 from snapkv.errors import InvalidArgumentError
 from snapkv_vllm import Limits, ServingSettings
-from snapkv_vllm.plans import Growth
+from snapkv_vllm.admission.plans import Growth
 
 BOUNDED = ServingSettings(
     policy="snapkv",

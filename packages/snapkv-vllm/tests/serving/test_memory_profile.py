@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from snapkv import ops
 from snapkv_vllm.across_layers import across_layers, kept_across
+from snapkv_vllm.admission.methods import parameters_of
+from snapkv_vllm.admission.settings import ServingSettings
 from snapkv_vllm.memory_profile import Largest, profiled
-from snapkv_vllm.methods import parameters_of
-from snapkv_vllm.settings import ServingSettings
 from tests.ops.states import random_layer
 
 HEADS, KV_HEADS, WIDTH, LAYERS = 6, 2, 16, 3

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import TOVA, SnapKV, StreamingLLM
-from snapkv_vllm.plans import (
+from snapkv_vllm.admission.plans import (
     Growth,
     Order,
     PromptPlan,

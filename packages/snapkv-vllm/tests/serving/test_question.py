@@ -17,7 +17,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from snapkv_app.models import load
-from snapkv_vllm.agents.question import tokens_behind
+from snapkv_vllm.front.question import tokens_behind
 
 TEXT = "A fox <end>jumps — 12 times\n\n  over ßöä 狐狸 😀.\r\n<end>"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

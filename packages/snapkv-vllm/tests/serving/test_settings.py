@@ -10,11 +10,10 @@ from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM, default_policy
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.default import asked_by, by_layer
 from snapkv.policies.spans import Spans
-from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.limits import Limits
-from snapkv_vllm.methods import WithSpans
-from snapkv_vllm.settings import ServingSettings
-from snapkv_vllm.spans import RequestSpans
+from snapkv_vllm.admission.limits import Limits, Sessions
+from snapkv_vllm.admission.methods import WithSpans
+from snapkv_vllm.admission.settings import ServingSettings
+from snapkv_vllm.admission.spans import RequestSpans
 from tests.ops.states import random_layer
 
 PAPERS = functools.partial(ServingSettings, policy="snapkv")

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapkv_vllm.shares import going
-from snapkv_vllm.tenants import tenant_of
-from snapkv_vllm.visits import EVERYBODY
+from snapkv_vllm.front.visits import EVERYBODY, tenant_of
+from snapkv_vllm.histories import going
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from snapkv import SnapKV, StreamingLLM
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.policies.spans import Spans
-from snapkv_vllm.methods import METHODS, WithSpans, kept_tokens, require_spans_within
-from snapkv_vllm.settings import ServingSettings
-from snapkv_vllm.spans import NAME, RequestSpans, entries_of
+from snapkv_vllm.admission.methods import METHODS, WithSpans, kept_tokens, require_spans_within
+from snapkv_vllm.admission.settings import ServingSettings
+from snapkv_vllm.admission.spans import NAME, RequestSpans, entries_of
 from tests.ops.states import random_layer
 from tests.serving.fuzzing import any_value
 from tests.serving.selections import kept_of

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from snapkv_vllm.streams import FirstEvent
+from snapkv_vllm.front.streams import FirstEvent
 
 START = {
     "type": "http.response.start", "status": 200,

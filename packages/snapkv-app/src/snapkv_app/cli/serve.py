@@ -151,8 +151,7 @@ def serve(
 
 def _settings(options: ServeOptions, sessions: dict[str, Any] | None) -> "ServingSettings":
     from snapkv_app.cli.policy import typed_assignments  # imports torch
-    from snapkv_vllm import Limits, ServingSettings
-    from snapkv_vllm.agents.held import Sessions
+    from snapkv_vllm import Limits, ServingSettings, Sessions
 
     return ServingSettings(
         policy=options.policy,

@@ -1,5 +1,5 @@
 from snapkv import AdaKV, SnapKV
-from snapkv_vllm.plans import EndOfPrompt, room_tokens
+from snapkv_vllm.admission.plans import EndOfPrompt, room_tokens
 
 PARTED = EndOfPrompt(AdaKV(SnapKV(64)))
 

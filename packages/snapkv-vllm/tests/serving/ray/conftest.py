@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from snapkv_vllm.agents.held import Sessions
+from snapkv_vllm import Sessions
 from tests.serving.vllm.models import with_tokenizer
 
 # Engines on whatever core is free, and no output but errors; Ray's actors get these too.

@@ -17,8 +17,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from snapkv_vllm.admission.plans import Move, Order
 from snapkv_vllm.layouts import slots
-from snapkv_vllm.plans import Move, Order
 
 
 def chosen(positions: Sequence[int], kept: int) -> list[int]:

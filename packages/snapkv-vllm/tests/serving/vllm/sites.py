@@ -3,7 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
-from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.admission.settings import ServingSettings
 
 
 def configured(folder):

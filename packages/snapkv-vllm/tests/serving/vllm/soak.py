@@ -19,9 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from snapkv_vllm import Limits
-from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.spans import NAME
+from snapkv_vllm import Limits, Sessions
+from snapkv_vllm.admission.spans import NAME
 from tests.serving.vllm import conftest  # noqa: F401  sets the environment before vLLM is there
 from tests.serving.vllm.engines import Engine, greedy, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of

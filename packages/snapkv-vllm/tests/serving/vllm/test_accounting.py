@@ -77,7 +77,7 @@ def simulation(config, *, caching, ahead, windows=(None,), full_blocks=BLOCKS):
 def ended_at(seen, held, kept):
     """A choice that is due."""
     from snapkv import SnapKV
-    from snapkv_vllm.plans import EndOfPrompt, Order
+    from snapkv_vllm.admission.plans import EndOfPrompt, Order
 
     return Order(
         choice=EndOfPrompt(SnapKV(kept, window_size=2)),
@@ -163,7 +163,7 @@ def blocks_of(config, *, caching, windows=(None,)):
 def holding(config, mine, free, kept):
     """Request "a" in so many blocks with its prompt read, beside so many free ones."""
     from snapkv import SnapKV
-    from snapkv_vllm.plans import PromptPlan
+    from snapkv_vllm.admission.plans import PromptPlan
 
     blocks, manager = blocks_of(config, caching=True)
     pool = manager.block_pool

@@ -8,10 +8,9 @@ import pytest
 
 from snapkv import default_policy
 from snapkv.policies.default import asked_by, by_layer
-from snapkv_app.prompts import Prompt
-from snapkv_vllm.admission import misspelt, require_session_name
-from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.spans import NAME
+from snapkv_vllm import Sessions
+from snapkv_vllm.admission.names import misspelt, require_session_name
+from snapkv_vllm.admission.spans import NAME
 from tests.serving.vllm.sites import Site
 
 CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
@@ -325,7 +324,7 @@ NAMES += [*"\n\r\t\0\x1b\x7f\u2028\xa0\u200b", "a\nb", "run\n", ".", "..", "a/..
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_session_that_is_begun_can_be_deleted_by_its_name(config, monkeypatch, name):
     """The others are refused before any begins."""
-    site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
+    site = Answering(config, monkeypatch, keys=(), sessions=Sessions())
     site.client.told = {"histories": 1, "requests": 0}
     with site.asking() as client:
         answer = client.post(TEXT, json={"model": "demo", "prompt": "One two", "session_id": name})
@@ -336,7 +335,7 @@ def test_a_session_that_is_begun_can_be_deleted_by_its_name(config, monkeypatch,
         begun = site.seen[-1][0]["snapkv_session"]
         gone = client.delete(f"{SESSION_PATH}/{quote(name, safe='')}")
         assert gone.status_code == 204, gone.text
-        assert site.client.asked[-1][3] == [begun]
+        assert site.client.asked[-1][2] == [begun]
 
 
 def test_names_that_clients_use_are_not_refused():
@@ -348,7 +347,7 @@ def test_names_that_clients_use_are_not_refused():
 def test_a_field_of_a_hint_that_does_not_exist_is_refused_with_the_one_that_does(
     config, monkeypatch, stray
 ):
-    site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
+    site = Answering(config, monkeypatch, keys=(), sessions=Sessions())
     hint = {"session_id": "run", stray: "a"}
     with site.asking() as client:
         answer = client.post(TEXT, json={"model": "demo", "prompt": "One", "agent_hint": hint})
@@ -358,7 +357,7 @@ def test_a_field_of_a_hint_that_does_not_exist_is_refused_with_the_one_that_does
 
 
 def test_two_fields_that_name_different_sessions_are_refused(config, monkeypatch):
-    site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
+    site = Answering(config, monkeypatch, keys=(), sessions=Sessions())
     body = {"model": "demo", "prompt": "One", "agent_hint": {"session_id": "a"}, "session_id": "b"}
     with site.asking() as client:
         answer = client.post(TEXT, json=body)

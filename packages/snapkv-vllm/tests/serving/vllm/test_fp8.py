@@ -14,12 +14,11 @@ from snapkv import AdaKV, SnapKV, default_policy
 from snapkv.errors import UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
-from snapkv_vllm.agents.held import Sessions
+from snapkv_vllm.admission.limits import Limits, Sessions
+from snapkv_vllm.admission.names import PREFIX, SESSION
+from snapkv_vllm.admission.spans import NAME
 from snapkv_vllm.layers import attention_layers
 from snapkv_vllm.layouts import CpuLayout, NumberFormat
-from snapkv_vllm.limits import Limits
-from snapkv_vllm.names import PREFIX, SESSION
-from snapkv_vllm.spans import NAME
 from tests.policies.reading import columns_kept
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of

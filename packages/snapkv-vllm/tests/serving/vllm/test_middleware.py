@@ -8,7 +8,8 @@ from typing import Annotated
 
 import pytest
 
-from snapkv_vllm.settings import ServingSettings
+from snapkv.errors import SnapKVError
+from snapkv_vllm.admission.settings import ServingSettings
 
 WRONG = {"prompt": "a", "stream": True, "vllm_xargs": {"snapkv_budget": 3}}
 RIGHT = {"prompt": "a", "stream": True, "vllm_xargs": {"snapkv_budget": 300}}
@@ -270,16 +271,14 @@ FOREIGN = {f"theirs_{number}": number for number in range(SIZE)}
 )
 def test_how_much_is_done_about_a_body_does_not_grow_with_what_is_not_ours(body, is_refused):
     """What is done by Python for each of many settings holds up all other requests."""
-    from fastapi import HTTPException
-
-    from snapkv_vllm.middleware import _body_of, _checked
+    from snapkv_vllm.front.bodies import admit
 
     settings, refused, text = ServingSettings(budget=512), False, json.dumps(body).encode()
     with Calls() as calls:
         try:
-            _checked(_body_of(text), settings, "/v1/completions")
-        except HTTPException as error:
-            refused = error.status_code == 400
+            admit(text, settings, "/v1/completions")
+        except SnapKVError:
+            refused = True
     assert refused == is_refused
     assert calls.number < 3000 < SIZE
 

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from snapkv.errors import InvalidArgumentError, MissingDependencyError, UnsupportedModelError
-from snapkv_vllm import Limits, ServingSettings, engine_args, versions
-from snapkv_vllm import compatibility as rules
-from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.refusals import compressed_managers, compressible_layers, require_heads_apart
+from snapkv_vllm import Limits, ServingSettings, Sessions, engine_args, versions
+from snapkv_vllm.admission import compatibility as rules
+from snapkv_vllm.admission.compatibility import require_compatible
+from snapkv_vllm.refusals import compressible_layers, require_heads_apart
 
 
 def configured(folder, **options):
@@ -157,7 +156,7 @@ def test_images_are_compressed_only_where_positions_are_numbers(config):
         request = SimpleNamespace(**ASKS | {"mm_features": [1], "num_prompt_tokens": 100})
         request.sampling_params = params
         parts = {"_settings": ServingSettings(policy="tova", budget=64), "vllm_config": engine}
-        scheduler = SimpleNamespace(**parts, _sessions=None)
+        scheduler = SimpleNamespace(**parts, sessions=None)
         return _CompressingScheduler._plan_of(scheduler, request)
 
     assert plan_of(config).shared_tokens == 100
@@ -230,6 +229,8 @@ def test_a_group_of_blocks_is_compressed_whole_or_not_at_all():
 
 
 def test_a_scheduler_without_its_worker_is_refused():
+    from snapkv_vllm.blocks import compressed_managers
+
     with pytest.raises(UnsupportedModelError, match="together"):
         compressed_managers([object()])
 

@@ -1,15 +1,15 @@
 """Every endpoint of vLLM's server that takes a body hears what it says about compression."""
 
+import json
 import typing
 
 import pytest
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.admission import require_settings
-from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.agents.hints import session_named
-from snapkv_vllm.names import DEAF, SESSIONS_AT, SILENT
-from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm import Sessions
+from snapkv_vllm.admission.names import DEAF, SESSIONS_AT, SILENT
+from snapkv_vllm.admission.settings import ServingSettings
+from snapkv_vllm.front.bodies import admit, require_settings
 
 HEARING = {*SESSIONS_AT, "/v1/chat/completions/batch", "/invocations"}
 """Where settings inside `vllm_xargs` reach the engine."""
@@ -74,12 +74,14 @@ def test_every_endpoint_is_known(paths):
 
 @pytest.mark.parametrize("hint", [{"agent_hint": {"session_id": "a"}}, {"session_id": "a"}])
 def test_a_session_is_gone_on_from_or_refused_wherever_something_is_generated(paths, hint):
+    settings, body = ServingSettings(sessions=Sessions()), json.dumps(hint).encode()
     for path in paths - OTHERS - FORMS:
         if path in SESSIONS_AT:
-            assert session_named(hint, path)[1] == "a"
+            admitted = json.loads(admit(body, settings, path))
+            assert admitted == {**hint, "vllm_xargs": {"snapkv_session": "a"}}
         else:
             with pytest.raises(SnapKVError, match="session_id: expected it at /v1/completions"):
-                session_named(hint, path)
+                admit(body, settings, path)
 
 
 def test_settings_are_checked_or_refused_wherever_something_is_generated(paths):
@@ -96,5 +98,6 @@ def test_settings_are_checked_or_refused_wherever_something_is_generated(paths):
 
 
 def test_a_body_that_is_only_counted_may_name_a_session():
+    body = b'{"agent_hint": {"session_id": "a", "other": 1}}'
     for path in SILENT:
-        assert session_named({"agent_hint": {"session_id": "a", "other": 1}}, path) is None
+        assert admit(body, ServingSettings(sessions=Sessions()), path) is body

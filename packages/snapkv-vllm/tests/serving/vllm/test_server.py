@@ -20,9 +20,8 @@ import pytest
 from snapkv import default_policy
 from snapkv.errors import SnapKVError
 from snapkv.policies.default import asked_by, by_layer
-from snapkv_app.prompts import Prompt
-from snapkv_vllm.names import SESSIONS_AT
-from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.admission.names import ENDPOINTS, SESSIONS_AT
+from snapkv_vllm.admission.settings import ServingSettings
 from tests.serving.fuzzing import random_settings
 from tests.serving.vllm.servers import Server
 
@@ -168,7 +167,9 @@ MISTAKES = {
     "expected more than window_size=16": {"vllm_xargs": {"snapkv_budget": 3}},
     "expected inside vllm_xargs": {"snapkv_budget": 64},
     "write snapkv_budget": {"vllm_xargs": {"budget": 64}},
+    "snapkv_document: expected one of": {"vllm_xargs": {"snapkv_document": "nowhere"}},
 }
+BEYOND = {"/v1/completions": "one prompt"}  # of two, spans of which belong to neither
 
 
 def forget(server, session):
@@ -200,11 +201,10 @@ def test_every_endpoint_refuses_before_it_answers(server, path, stream):
         is_refused = "session_id: expected it at /v1/completions" in said
         assert (status, is_refused) == ((200, False) if path in SESSIONS_AT else (400, True)), said
     assert forget(server, "short") == (204 if is_chat(path) else 404)
-    named = own(document="nowhere")
-    status, said = server.post(path, BODIES[path] | {"stream": stream} | named)
-    is_for_documents = path in ("/v1/completions", "/v1/chat/completions")
-    words = "one of this key's documents" if is_for_documents else "inside vllm_xargs at /v1/comp"
-    assert (status, words in said) == (404 if is_for_documents else 400, True), said
+    beyond = {"snapkv_spans": [{"start": 0, "end": 999, "do": "drop"}]}
+    status, said = server.post(path, BODIES[path] | {"stream": stream} | beyond)
+    words = "it at /v1/completions" if path not in ENDPOINTS else BEYOND.get(path, "an end of at")
+    assert (status, f"snapkv_spans: expected {words}" in said) == (400, True), said
     if not (path.endswith("batch") and stream):
         right = {"stream": stream, "vllm_xargs": {"snapkv_budget": 64}}
         status, said = server.post(path, BODIES[path] | right)
@@ -343,7 +343,7 @@ def test_any_settings_are_answered_in_ordinary_time_or_refused(server, many_ids,
 
 def test_questions_about_one_text_read_it_once_and_are_answered_as_each_alone(client):
     """A salt of its own lets a request find nothing in the cache: it is as if it came alone."""
-    text = "The tenant pays the rent on the third day of the month. " * 60
+    text = "On the third day of the month the tenant pays the rent. " * 60  # begins like no other's
     questions = [
         "Why?",
         "Who pays?",

@@ -8,9 +8,9 @@ import torch
 from snapkv import CompressedCache, default_policy
 from snapkv.policies.default import asked_by, by_layer
 from snapkv.validation import DEFAULT, SMALL_WINDOW
-from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.names import PREFIX, SESSION
-from snapkv_vllm.spans import NAME
+from snapkv_vllm import Sessions
+from snapkv_vllm.admission.names import PREFIX, SESSION
+from snapkv_vllm.admission.spans import NAME
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import generated, ids_of

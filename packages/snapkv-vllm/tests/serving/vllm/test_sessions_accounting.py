@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.names import PREFIX, SESSION
-from snapkv_vllm.spans import NAME
+from snapkv_vllm import Sessions
+from snapkv_vllm.admission.names import PREFIX, SESSION
+from snapkv_vllm.admission.spans import NAME
 from tests.serving.vllm.test_accounting import (
     PAGE,
     TOKEN_BYTES,
@@ -168,7 +168,7 @@ def test_one_key_does_not_evict_anothers_histories_within_its_share(large, monke
     for number in range(3):
         turn(running, f"mine{number}", f"mine/{number}")
     for most in (POOL // 4, 20):
-        monkeypatch.setattr("snapkv_vllm.agents.sessions._MOST_HISTORIES", most)
+        monkeypatch.setattr("snapkv_vllm.sessions._MOST_HISTORIES", most)
         for number in range(2 * most):
             turn(running, f"r{most}{number}", f"flood/{most}{number}")
         owners = [one.owner[0] for one in held._held]

@@ -5,11 +5,11 @@ import random
 import pytest
 
 from snapkv.policies.spans import Spans
-from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.agents.tokens import DigestedTokens
-from snapkv_vllm.names import PREFIX, SESSION
-from snapkv_vllm.settings import ServingSettings
-from snapkv_vllm.spans import NAME
+from snapkv_vllm import Sessions
+from snapkv_vllm.admission.names import PREFIX, SESSION
+from snapkv_vllm.admission.settings import ServingSettings
+from snapkv_vllm.admission.spans import NAME
+from snapkv_vllm.histories import DigestedTokens
 from tests.serving.vllm.test_accounting import engine_config, simulation
 from tests.serving.vllm.test_sessions_accounting import turn
 
@@ -23,7 +23,7 @@ def config(folder):
 
 @pytest.fixture
 def running(config, monkeypatch):
-    monkeypatch.setattr("snapkv_vllm.agents.tokens.BLOCK", 4)  # prompts of the model are short
+    monkeypatch.setattr("snapkv_vllm.histories.BLOCK", 4)  # prompts of the model are short
     return simulation(config, caching=False, ahead=0, full_blocks=POOL)
 
 
@@ -81,7 +81,7 @@ def drawn(draw, texts):
 
 
 def history_of(draw, texts, owner):
-    from snapkv_vllm.agents.sessions import Compressed, History
+    from snapkv_vllm.histories import Compressed, History
 
     ids = drawn(draw, texts)
     seen = draw.choice([0, draw.randrange(1, len(ids) + 1)])
@@ -123,7 +123,7 @@ def test_the_history_is_as_good_as_that_of_a_plain_search(running, seed):
 @pytest.mark.parametrize("does_begin", [True, False], ids=["branches", "others"])
 def test_few_of_many_histories_are_planned_with(running, plans, does_begin):
     """Whether they begin like the prompt and end otherwise, or are other texts."""
-    from snapkv_vllm.agents.sessions import Compressed, History
+    from snapkv_vllm.histories import Compressed, History
 
     held, text = running.scheduler.sessions, list(range(1, 61))
     held._held = [
@@ -172,7 +172,7 @@ def test_a_name_has_a_bounded_number_of_histories_and_its_least_recently_used_on
     running, monkeypatch
 ):
     """Others keep theirs; where all of a name are in use, the new one is not held."""
-    monkeypatch.setattr("snapkv_vllm.agents.sessions._MOST_OF_A_NAME", 3)
+    monkeypatch.setattr("snapkv_vllm.sessions._MOST_OF_A_NAME", 3)
     held = running.scheduler.sessions
     turn(running, "other", "a/two")
     for number in range(5):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, FullCache, SnapKV
-from snapkv_vllm.spans import NAME
+from snapkv_vllm.admission.spans import NAME
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 

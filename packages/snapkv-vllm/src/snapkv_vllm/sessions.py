@@ -20,20 +20,17 @@ from vllm.utils.math_utils import cdiv
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.spans import Spans
 from snapkv.validation import format_bytes
-from snapkv_vllm.agents.tokens import DigestedTokens
+from snapkv_vllm.admission.names import PREFIX, SESSION
+from snapkv_vllm.admission.plans import Order, PromptPlan, TurnPlan
+from snapkv_vllm.admission.settings import ServingSettings
+from snapkv_vllm.admission.spans import RequestSpans
 from snapkv_vllm.blocks import CompressedManager
+from snapkv_vllm.histories import Compressed, DigestedTokens, History, Owner, going
 from snapkv_vllm.metrics import Metrics, labels_of
-from snapkv_vllm.names import PREFIX, SESSION
-from snapkv_vllm.plans import Order, PromptPlan, TurnPlan
-from snapkv_vllm.settings import ServingSettings
-from snapkv_vllm.shares import going
-from snapkv_vllm.spans import RequestSpans
 
 _logger = logging.getLogger("vllm.snapkv")
 
 _NAME = PREFIX + SESSION
-
-_NONE = Spans(())
 
 _MOST_HISTORIES = 512
 """However few blocks they take: the ids of all their tokens are held, too. Tenants share it."""
@@ -41,94 +38,6 @@ _MOST_HISTORIES = 512
 _MOST_OF_A_NAME = 32
 """Histories of one session name: a conversation, its retries and branches. A request of the session
 is compared with each of them."""
-
-Owner = tuple[str, str, str]
-"""Whose a history is: the session, the adapter that has read it, and the salt of its cache."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compressed:
-    """What is known of a history up to where it was compressed last.
-
-    Attributes:
-        tokens: how many were seen then; 0 where it never was. What came after them is whole.
-        kept_tokens: of those, per KV head.
-        drop: what its request wanted gone.
-        whole: what it wanted to stay, see `ServingSettings.whole_of`.
-    """
-
-    tokens: int = 0
-    kept_tokens: int = 0
-    drop: Spans = _NONE
-    whole: Spans = _NONE
-
-    @property
-    def dropped_tokens(self) -> int:
-        return self.tokens - self.kept_tokens
-
-    def left(self, asked: RequestSpans, whole: Spans) -> RequestSpans | None:
-        """Of what a request says of spans what is still to be done; None where that is too late.
-
-        What was dropped must be dropped, and what is to go or to stay now must be there whole.
-        """
-        if self.drop.without(asked.drop).parts or asked.compress:
-            return None
-        left, late = asked.drop.without(self.drop), Spans(((0, self.tokens),))
-        for named in (left, whole):
-            if named.overlap(late).without(self.whole).parts:
-                return None
-        return RequestSpans(drop=left, protect=asked.protect)
-
-
-@dataclass(kw_only=True, eq=False)
-class History:
-    """Tokens that were seen, and the blocks that hold what is kept of them."""
-
-    owner: Owner
-    prompt: bytes  # a digest of its request's, which is the same when a turn is tried again
-    tokens: DigestedTokens
-    compressed: Compressed
-    blocks: Sequence[list[Any]] = ()  # of every KV cache group
-    requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
-    last_used: float = field(default_factory=time.time)  # seconds since the epoch
-
-    @property
-    def tenant(self) -> str:
-        """Whose the session is; of a server that keeps keys apart its key, hashed."""
-        return self.owner[0].partition("/")[0]
-
-    @property
-    def first_block(self) -> int:
-        block: int = self.blocks[0][0].block_id
-        return block
-
-    @property
-    def held_tokens(self) -> int:
-        return len(self.tokens) - self.compressed.dropped_tokens
-
-    def block_count(self, sizes: Sequence[int]) -> int:
-        """How many it takes in groups of such blocks, those among them that others hold, too."""
-        return sum(cdiv(self.held_tokens, size) for size in sizes)
-
-    def usable_tokens(self, same: int, block_tokens: int) -> int:
-        """Return how many first tokens a request can take from its blocks; 0 for none.
-
-        In full blocks if there are some after what was compressed. Else no other request may begin
-        with it, and what it held after those tokens is written over.
-
-        Args:
-            same: the first tokens that it has in common with the request's prompt. The result does
-                not fall when these are more.
-            block_tokens: tokens in a block.
-        """
-        at = self.compressed
-        if same < max(1, at.tokens):
-            return 0
-        dropped = at.dropped_tokens
-        full = (same - dropped) // block_tokens * block_tokens + dropped
-        if full >= at.tokens:
-            return full if full > dropped else 0
-        return 0 if self.requests else same
 
 
 @dataclass(kw_only=True)
@@ -142,7 +51,9 @@ class _Turn:
     spans: RequestSpans
     whole: Spans  # what it wants to stay
     plan: TurnPlan
-    compressed: Compressed = Compressed()  # of what it begins with, then its own
+    compressed: Compressed = field(
+        default_factory=Compressed
+    )  # of what it begins with, then its own
     history: History | None = None
     first_block: int | None = None  # of those that hold what was compressed
     has_searched: bool = False  # and found no history, since its session's last changed

@@ -1,90 +1,33 @@
-"""Spans, sessions and questions on vLLM's own server: looked up where it renders a request.
-
-Bodies hold spans and a session next to their other fields, as clients of OpenAI and Anthropic send
-them (``extra_body``); inside vLLM they travel among the request's own settings, spans as JSON.
-"""
+"""Spans, sessions and questions on vLLM's own server: looked up where it renders a request."""
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.admission import meant, require_few_names
-from snapkv_vllm.agents.hints import session_named
-from snapkv_vllm.agents.question import question_tokens
-from snapkv_vllm.methods import require_spans_within
-from snapkv_vllm.names import (
+from snapkv_vllm.admission.methods import require_spans_within
+from snapkv_vllm.admission.names import (
     PREFIX,
     SESSION,
     XARGS,
-    shown,
     status_of,
     wrong,
 )
-from snapkv_vllm.settings import ServingSettings
-from snapkv_vllm.spans import NAME
-from snapkv_vllm.tenants import owned
-from snapkv_vllm.visits import current, noting_refusals
+from snapkv_vllm.admission.settings import ServingSettings
+from snapkv_vllm.admission.spans import NAME
+from snapkv_vllm.front.question import question_tokens
+from snapkv_vllm.front.visits import noting_refusals, owned
 
 _SESSION, _VOTERS = PREFIX + SESSION, PREFIX + "voters"
 
 Render = Callable[..., Awaitable[Any]]
 
 
-def moved_inside(
-    body: object, path: str, *, has_sessions: bool
-) -> tuple[object, Mapping[str, str]]:
-    """A body with its spans and session where vLLM hands them on; itself without any.
-
-    And what its client calls the settings that were moved. Raises InvalidArgumentError for what is
-    there already, or cannot be there.
-    """
-    if not isinstance(body, dict):
-        return body, {}
-    found: dict[str, Any] = {}
-    fields: dict[str, str] = {}
-    if NAME in body:
-        found[NAME] = json.dumps(body[NAME])
-    named = session_named(body, path) if has_sessions else None
-    if named is not None:
-        fields[_SESSION], found[_SESSION] = named
-    if not found:
-        return body, {}
-    inside = {} if (given := body.get(XARGS)) is None else given
-    if not isinstance(inside, dict):
-        raise wrong(XARGS, "an object", f"something of type {type(inside).__name__}", "pass one")
-    for name in found.keys() & inside.keys():
-        raise wrong(name, "it once", f"it inside {XARGS}, too", "leave one of them out")
-    others = {name: value for name, value in body.items() if name != NAME}
-    called = {name: fields[name] for name in found.keys() & fields.keys()}
-    return {**others, XARGS: {**inside, **found}}, called
-
-
-def as_checked(prompt: Any, sampling_params: Any) -> Any:
-    """The prompt of a request that names no setting in a body that is no JSON, as forms."""
-    if not current().is_checked:
-        given = getattr(sampling_params, "extra_args", None) or {}
-        require_few_names(XARGS, given)
-        for name in given:
-            if meant(name) is not None:
-                raise wrong(shown(name), "none in a form", "it", "leave it out")
-    return prompt
-
-
-# Of requests.
-
-
-def resolve_requests(state: Any, settings: ServingSettings) -> None:
-    """Have a server's renderer check spans against the prompt, and look up the question.
-
-    `state` is that of vLLM's FastAPI application.
-    """
-    renderer = getattr(state, "online_renderer", None)
-    if renderer is not None:  # else an application without models
-        _Resolver(renderer, settings)
+def resolve_requests(renderer: Any, settings: ServingSettings) -> None:
+    """Have a server's renderer check spans against the prompt, and look up the question."""
+    _Resolver(renderer, settings)
 
 
 class _Resolver:

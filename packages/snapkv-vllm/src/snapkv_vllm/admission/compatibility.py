@@ -9,8 +9,8 @@ from typing import Any, TypedDict, Unpack
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import RKV, TOVA, AcrossLayers, AdaKV
+from snapkv_vllm.admission.names import DECODE_BUDGET, PREFIX, SESSION, SPANS, shown, wrong
 from snapkv_vllm.layouts import FP8
-from snapkv_vllm.names import DECODE_BUDGET, PREFIX, SESSION, SPANS, shown, wrong
 
 _PLAIN = ("auto", "float16", "bfloat16", "float32")
 MOVABLE = (*_PLAIN, *FP8)

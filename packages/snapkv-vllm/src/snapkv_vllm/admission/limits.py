@@ -1,4 +1,4 @@
-"""How many tokens a request may store while it generates."""
+"""How many tokens a request may store while it generates, and how many bytes sessions may."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -9,13 +9,14 @@ from snapkv.policies import POLICIES, RKV, EvictingPolicy, Policy, StreamingLLM
 from snapkv.validation import (
     DEFAULT_EVERY,
     MOST,
+    format_bytes,
     nearest,
     require_choice,
     require_int,
 )
-from snapkv_vllm.methods import kept_tokens
-from snapkv_vllm.names import wrong
-from snapkv_vllm.plans import Growth, queries_of
+from snapkv_vllm.admission.methods import kept_tokens
+from snapkv_vllm.admission.names import wrong
+from snapkv_vllm.admission.plans import Growth, queries_of
 
 SERVED_WHILE_GENERATING = ("r-kv", "tova", "streaming-llm")
 """Methods that need only the last queries and the stored tokens to evict."""
@@ -119,3 +120,25 @@ class Limits(ConfigEntry):
         if not self.decode_budget:
             return 0
         return queries_of(self._evicting(self.decode_budget - self.evict_every))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sessions(ConfigEntry):
+    """How much of a server's cache the histories of sessions may take.
+
+    Args:
+        most_bytes: of all together; 0 for a quarter of the engine's cache.
+
+    Raises:
+        InvalidArgumentError: a value out of range.
+        InvalidTypeError: a value of the wrong type.
+    """
+
+    most_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        require_int("most_bytes", self.most_bytes, minimum=0)
+
+    @property
+    def summary(self) -> str:
+        return format_bytes(self.most_bytes) if self.most_bytes else "a quarter of the cache"

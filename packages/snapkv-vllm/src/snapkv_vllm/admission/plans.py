@@ -13,7 +13,7 @@ from torch import Tensor
 
 from snapkv.policies import DecodeStep, EvictingPolicy, Policy, PromptLayer
 from snapkv.policies.states import LayerStates
-from snapkv_vllm.methods import WithSpans, kept_tokens
+from snapkv_vllm.admission.methods import WithSpans, kept_tokens
 
 
 def queries_of(policy: EvictingPolicy) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from snapkv.policies.spans import Span, Spans
 from snapkv.validation import require_int
-from snapkv_vllm.names import PREFIX, SPANS, require_readable, shown, wrong
+from snapkv_vllm.admission.names import PREFIX, SPANS, require_readable, shown, wrong
 
 NAME = PREFIX + SPANS
 

@@ -1,8 +1,12 @@
-"""The words of requests and responses, and what is said of a value that is refused.
+"""The words of requests and responses, how clients spell them, and what is said of a refused value.
 
 Neither torch nor vLLM is needed here.
 """
 
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError, SnapKVError
@@ -115,3 +119,84 @@ def require_readable(name: str, value: Any) -> None:
     if not fits:
         got = f"something of type {type(value).__name__} that is longer than any of them"
         raise wrong(name, "a number, a word or a pair", got, "pass a shorter one")
+
+
+# How clients spell names.
+
+_OF_AGENTS = (SPANS, SESSION)
+
+_LONGEST_SESSION = 256
+
+_SESSION = re.compile(rf".{{1,{_LONGEST_SESSION}}}", re.DOTALL)
+
+OWNED_SESSION = re.compile(rf"(([0-9a-f]{{32}})?/)?{_SESSION.pattern}", re.DOTALL)
+"""A session's name inside the engine, with its tenant before it, see `front.visits.owned`."""
+
+_MOST_FIELDS, _ALIKE = 100, 0.8
+"""How many fields are compared with words of ours, and from which likeness on they are meant."""
+
+_MOST_NAMES = 1000
+"""Fields of a body, and settings inside: far more than any server knows. What a client sends is
+looked at on the loop that answers all requests, and again in the scheduler."""
+
+
+def require_few_names(argument: str, given: Mapping[Any, Any]) -> None:
+    """Raise InvalidArgumentError unless an object has at most 1,000 names."""
+    if len(given) > _MOST_NAMES:
+        most = f"at most {_MOST_NAMES:,} names in the object"
+        raise wrong(argument, most, f"{len(given):,}", "leave out what no server reads")
+
+
+def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
+    """A request's settings by their names without the prefix; other names belong to others.
+
+    A name that lacks the prefix, or spells it otherwise, is refused, and so are too many names.
+    """
+    require_few_names(XARGS, given)
+    own = {}
+    for name, value in given.items():
+        right = meant(name)
+        if right not in (None, name):
+            expected = f"the name of a setting, such as {right}"
+            raise wrong(shown(name), expected, shown(name), f"write {right}")
+        if right is not None:
+            own[name.removeprefix(PREFIX)] = value
+    return own
+
+
+def meant(name: object) -> str | None:
+    """The right name of the setting that whoever wrote a name meant; None for names of others."""
+    if not isinstance(name, str) or name.startswith(PREFIX):
+        return name if isinstance(name, str) else None
+    begun = name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
+    bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ") if begun else name
+    if bare in OF_A_REQUEST or (begun and bare in _OF_AGENTS):
+        return PREFIX + bare
+    return f"{PREFIX}budget" if begun else None
+
+
+def misspelt(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    """Fields of a body that are nearly words of this server's, and the right words."""
+    hint = body.get(HINT)
+    places = ((body, (HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (HINTED,)))
+    for fields, words in places:
+        for name in islice(fields, _MOST_FIELDS):
+            if isinstance(name, str) and name not in words and len(name) <= LONGEST:
+                for right in get_close_matches(name.lower(), words, 1, _ALIKE):
+                    yield name, right
+
+
+def require_session_name(argument: str, value: object, pattern: re.Pattern[str] = _SESSION) -> None:
+    """Raise RefusedError unless `value` can name a session.
+
+    The name becomes the end of a URL's path, by which the session is deleted. Clients and proxies
+    change control characters and segments of dots there, even if these are percent-encoded.
+    """
+    expected = f"a text of 1 to {_LONGEST_SESSION} characters"
+    remedy = "pass one, such as a random one"
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        got = "a longer text" if isinstance(value, str) and value else "another value"
+        raise wrong(argument, expected, got, remedy)
+    if not value.isprintable() or {".", ".."} & set(value.split("/")):
+        expected += ", all of them printable, without . or .. between slashes"
+        raise wrong(argument, expected, f"'{shown(value)}'", remedy)

@@ -19,11 +19,9 @@ from snapkv.validation import (
     require_at_least,
     require_int,
 )
-from snapkv_vllm.admission import OWNED_SESSION, own_settings, require_session_name
-from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.limits import Limits
-from snapkv_vllm.methods import (
+from snapkv_vllm.admission.compatibility import require_compatible
+from snapkv_vllm.admission.limits import Limits, Sessions
+from snapkv_vllm.admission.methods import (
     METHODS,
     WithSpans,
     first_tokens,
@@ -32,20 +30,23 @@ from snapkv_vllm.methods import (
     require_first_protected,
     scoring,
 )
-from snapkv_vllm.names import (
+from snapkv_vllm.admission.names import (
     DECODE_BUDGET,
     OF_A_REQUEST,
     OF_METHODS,
+    OWNED_SESSION,
     PREFIX,
     PROTECT_FIRST,
     SESSION,
     SPANS,
+    own_settings,
     require_readable,
+    require_session_name,
     shown,
     wrong,
 )
-from snapkv_vllm.plans import PromptPlan
-from snapkv_vllm.spans import RequestSpans, entries_of
+from snapkv_vllm.admission.plans import PromptPlan
+from snapkv_vllm.admission.spans import RequestSpans, entries_of
 
 KEY = "snapkv"
 """The server's settings in vLLM's `additional_config`."""
@@ -75,7 +76,7 @@ class ServingSettings:
     """The method that compresses prompts, and its parameters.
 
     Args:
-        policy: one of `snapkv_vllm.methods.METHODS`.
+        policy: one of `snapkv_vllm.admission.methods.METHODS`.
         budget: tokens kept per KV head and layer; 0 compresses only requests with a budget.
         parameters: further parameters of the method, by name.
         protect_first: how many of a prompt's first tokens stay whatever their votes, such as those
@@ -156,7 +157,7 @@ class ServingSettings:
 
         Args:
             extra_args: `SamplingParams.extra_args`, in HTTP bodies `vllm_xargs`; names that
-                `snapkv_vllm.admission` does not know belong to others.
+                `admission.names` does not know belong to others.
             prompt_tokens: length of its prompt.
 
         Raises:

@@ -8,9 +8,8 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.names import ASKED, TAKEN, UNKNOWN, shown, status_of, wrong
-from snapkv_vllm.tenants import owned
-from snapkv_vllm.visits import noting_refusals
+from snapkv_vllm.admission.names import ASKED, TAKEN, UNKNOWN, shown, status_of, wrong
+from snapkv_vllm.front.visits import noting_refusals, owned
 
 PATH = "/v1/snapkv/sessions"
 

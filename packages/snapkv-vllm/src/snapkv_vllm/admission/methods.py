@@ -22,8 +22,8 @@ from snapkv.policies import (
 from snapkv.policies.default import default_parameters, default_policy
 from snapkv.policies.spans import Spans
 from snapkv.validation import DEFAULT, MOST
-from snapkv_vllm.names import PROTECT_FIRST
-from snapkv_vllm.spans import RequestSpans
+from snapkv_vllm.admission.names import PROTECT_FIRST
+from snapkv_vllm.admission.spans import RequestSpans
 
 
 def _adakv(*, safeguard: float = AdaKV.safeguard, **of_scores: Any) -> AdaKV:

@@ -1,1 +1,0 @@
-"""What agents ask of a server: spans of their prompts, sessions."""
