@@ -108,7 +108,7 @@ print("modules:", *listed, ";", *sys.modules)
     listed, called = set(listed.split()), set(called.split())
     ours = {name for name in listed if name.startswith("snapkv")}
     assert ours == {
-        *("snapkv", "snapkv.errors", "snapkv_app.cli"),
+        *("snapkv", "snapkv.errors", "snapkv_app", "snapkv_app.cli"),
         *("snapkv_app.cli.app", "snapkv_app.cli.entry"),
         *("snapkv_app.cli.interrupts", "snapkv.validation"),
         *("snapkv_app.cli.standard_output", "snapkv_lab", "snapkv_lab.cli"),

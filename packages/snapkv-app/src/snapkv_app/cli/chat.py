@@ -59,9 +59,9 @@ def chat(
     policy = _policy_of(options, recall)  # imports torch, after the checks above
 
     from snapkv_app.cli.changes import asked_with_passages, explained_length
-    from snapkv_app.cli.from_files import protection_of
     from snapkv_app.cli.loading import load_model, say_if_demo
     from snapkv_app.cli.policy import usual_bits
+    from snapkv_app.cli.sources import protection_of
     from snapkv_app.conversation import Conversation
 
     ways: dict[str, Any] = {"recall": recall, "prefill": options.reading}
