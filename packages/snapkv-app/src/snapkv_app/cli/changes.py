@@ -7,8 +7,8 @@ from typing import Any
 
 from snapkv.errors import PromptTooLongError
 from snapkv_app.answering import Answer, prompt_ids
+from snapkv_app.cli.methods import accepted
 from snapkv_app.cli.options import OWN_FLAGS, RunOptions
-from snapkv_app.cli.policy import accepted
 from snapkv_app.models import LoadedModel
 from snapkv_app.prompts import question_prompt
 from snapkv_app.settings import GenerationSettings
@@ -45,7 +45,7 @@ def next_change(exactly: Change, options: RunOptions, answer: Answer) -> Change 
 
 def larger_budget(options: RunOptions, answer: Answer) -> Change | None:
     """Twice the kept tokens, or the full cache if that is as much; None without a budget."""
-    if "budget" not in accepted(options.policy, {}):
+    if "budget" not in accepted(options.policy):
         return None
     tokens = 2 * max(1, round(answer.kept_tokens))
     return {"budget": tokens, "keep_ratio": None} if tokens < answer.prompt_tokens else FULL

@@ -15,7 +15,7 @@ from snapkv_app.cli import panels
 from snapkv_app.cli.amounts import integers, token_budget
 from snapkv_app.cli.announcing import announce_model
 from snapkv_app.cli.fields import with_options
-from snapkv_app.cli.methods import known_method, specs
+from snapkv_app.cli.methods import known_method, parsed, specs, takes_budget
 from snapkv_app.cli.options import MethodOptions
 from snapkv_app.cli.outputs import Output, WritingOptions
 from snapkv_app.cli.standard_output import write
@@ -164,7 +164,7 @@ def _with_budget(options: InspectOptions, budget: Any) -> Any:
 def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
     """The methods of --beside: a label and a policy each."""
     from snapkv.policies.default import method_name
-    from snapkv_app.cli.policy import named_policies, parsed, takes_budget
+    from snapkv_app.cli.policy import named_policies
     from snapkv_app.inspector.ballots import scorer_of
 
     own = getattr(scorer_of(policy) or policy, "budget", None)
