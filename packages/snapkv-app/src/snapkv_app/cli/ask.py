@@ -12,7 +12,7 @@ from snapkv_app.cli.announcing import announce, announce_model
 from snapkv_app.cli.fields import with_options
 from snapkv_app.cli.options import AskOptions, RunOptions
 from snapkv_app.library.library import Library
-from snapkv_app.library_hits import changed_sources, search
+from snapkv_app.library_files import changed_sources, search
 from snapkv_app.prompts import require_question, require_unicode
 
 EXAMPLES = {
@@ -61,14 +61,14 @@ def _ask_library(options: AskOptions, question: str, typed: Sequence[str]) -> No
     library = Library(str(options.library), on_notice=warnings.append)
     library.required()
     announce(f"opening {options.library}")
-    found = search(library, question, options.documents or _DOCUMENTS)
-    warnings += changed_sources(library, found.hits, is_allowed=options.allow_changed)
+    hits, search_ms = search(library, question, options.documents or _DOCUMENTS)
+    warnings += changed_sources(library, hits, is_allowed=options.allow_changed)
 
     from snapkv_app.cli.session import show_answers
-    from snapkv_app.cli.sources import LibrarySource  # imports torch, after the checks above
+    from snapkv_app.cli.sources import open_library  # imports torch, after the checks above
 
-    given: dict[str, Any] = {"question": question, "typed": typed, "warnings": warnings}
-    show_answers(LibrarySource.opened(options, library, found, **given))
+    found = {"search_ms": search_ms, "typed": typed}
+    show_answers(open_library(options, library, question, hits, warnings, **found))
 
 
 @with_options(RunOptions)

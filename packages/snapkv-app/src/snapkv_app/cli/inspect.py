@@ -87,7 +87,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
 
     from snapkv.policies.default import method_name
     from snapkv_app.answering import prompt_ids
-    from snapkv_app.cli.changes import asked_with_passages, explained_length
+    from snapkv_app.cli.changes import asked, explained_length
     from snapkv_app.cli.loading import answers_progress, load_model, say_if_demo
     from snapkv_app.cli.session import versions
     from snapkv_app.inspector import inspect_prompt
@@ -97,9 +97,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     prompt = question_prompt(
         loaded.tokenizer, text_files.join(read), question, answer_start=options.answer_start
     )
-    with explained_length(
-        lambda: asked_with_passages(files, question, options.model, loaded, settings)
-    ):
+    with explained_length(loaded, question, settings, asked(files, question, options.model)):
         prompt_tokens = prompt_ids(loaded, prompt, settings).shape[1]
     if sizes is None:
         budgets = _parts_of(options, prompt_tokens)

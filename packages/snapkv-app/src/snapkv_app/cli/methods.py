@@ -57,12 +57,6 @@ def specs(texts: Iterable[str]) -> list[str]:
     return [part.strip() for part in parts if part.strip() not in ("", "none")]
 
 
-def require_known(texts: Iterable[str]) -> None:
-    """Raise if one of the policies in texts, see `specs`, is unknown."""
-    for spec in specs(texts):
-        known_method(spec.partition(":")[0])
-
-
 def assignments(texts: Iterable[str]) -> list[tuple[str, str]]:
     """Split ``NAME=VALUE`` texts into names, as Python writes them, and values."""
     found = []
@@ -160,22 +154,15 @@ def typed_assignments(
     name: str, texts: Iterable[str], own: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     """A method's own parameters, and those from ``NAME=VALUE`` texts, converted to their types."""
-    known = parameters(name)
-    if parts := wrapped(name):  # including those of any wrapped method
-        others = [each for each in methods() if each not in (DEFAULT, name)]
-        known = {
-            key: told
-            for inner in (*others, *parts.values())
-            for key, told in parameters(inner).items()
-        } | known
+    owners = [*methods(), *inner.values(), name] if (inner := wrapped(name)) else [name]
+    kinds = {key: told["type"] for each in owners for key, told in parameters(each).items()}
     given = dict(own)
     for parameter, text in assignments(texts):
         if parameter in given:
             raise InvalidArgumentError(
                 f"{parameter}: expected it once, got {given[parameter]} and {text}; leave one out"
             )
-        told = known.get(parameter.rpartition(".")[2])
-        given[parameter] = _typed(text, told["type"] if told else "")
+        given[parameter] = _typed(text, kinds.get(parameter.rpartition(".")[2], ""))
     return given
 
 
@@ -212,15 +199,14 @@ def _require_values(found: Chosen) -> None:
     for name, told in known.items():
         if ", " in told["type"]:
             require_choice(name, values[name], tuple(told["type"].split(", ")))
-    is_fading = values.get("pooling") == "fading"
     if "pooling" in known:
         require_pooling(values["pooling"], given.get("kernel_size"), given.get("decay"))
     if given.get("keep_ratio") is not None:
         require_budget(given.get("budget"), given["keep_ratio"], 1)
     elif isinstance(values.get("budget"), int):
         if "window_size" in known:
-            usual = FADING_SINKS if is_fading else values.get("sink_tokens") or 0
-            sinks = given.get("sink_tokens", usual)
+            fades = values.get("pooling") == "fading" and given.get("sink_tokens") is None
+            sinks = FADING_SINKS if fades else values.get("sink_tokens") or 0
             require_budget(values["budget"], None, values["window_size"], sinks)
         else:
             require_int("budget", values["budget"], 1)

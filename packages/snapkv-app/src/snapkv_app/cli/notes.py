@@ -8,7 +8,7 @@ from rich.text import Text
 
 from snapkv.policies.budget import dilution
 from snapkv.validation import AUTO
-from snapkv_app.answering import Answer
+from snapkv_app.answering import Answer, Comparison
 from snapkv_app.cli.changes import (
     Change,
     changed_command,
@@ -17,7 +17,6 @@ from snapkv_app.cli.changes import (
 )
 from snapkv_app.cli.options import RunOptions
 from snapkv_app.cli.sources import Source
-from snapkv_app.comparison import Comparison
 
 DIFFERS = 3
 """Exit status of `--check` where the answer is not the full cache's."""

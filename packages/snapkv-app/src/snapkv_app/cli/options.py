@@ -26,9 +26,11 @@ from snapkv_app.cli.amounts import (
 )
 from snapkv_app.cli.methods import (
     accepted,
+    chosen,
     known_method,
-    require_known,
+    parsed,
     require_values,
+    specs,
     typed_assignments,
 )
 from snapkv_app.prefills import PREFILLS, Exact, Prefill
@@ -376,14 +378,15 @@ class ComparedOptions(ModelOptions):
     bits: StorageBits = EXACT
 
     def __post_init__(self) -> None:
-        """Check names, budgets and bits; the methods check their parameters."""
+        """Check names, budgets and bits; the methods check the values of their parameters."""
         super().__post_init__()
         if self.policy is not None and not all(text.strip(" ,") for text in self.policy):
             raise InvalidArgumentError(
                 "policy: expected the name of a method, got an empty one; leave it out for the "
                 "default"
             )
-        require_known(self.policy or ())
+        for spec in specs(self.policy or ()):
+            chosen(*parsed(spec))
         token_budgets(self.budget)
         storage_bits(self.bits)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
@@ -25,7 +25,7 @@ from snapkv_app.answering import (
     require_positions,
 )
 from snapkv_app.cli.announcing import announce, announce_model
-from snapkv_app.cli.changes import Change, changed_command, explained_length, leaves_room
+from snapkv_app.cli.changes import Change, explained_length
 from snapkv_app.cli.library import like
 from snapkv_app.cli.loading import load_model, load_other, reading_progress
 from snapkv_app.cli.options import DRAFTS, AskOptions, RunOptions
@@ -35,7 +35,6 @@ from snapkv_app.library.about import question_ids
 from snapkv_app.library.library import Library
 from snapkv_app.library.records import Text
 from snapkv_app.library.searching import Hit
-from snapkv_app.library_hits import Found
 from snapkv_app.models import LoadedModel
 from snapkv_app.passages import Excerpts, best_passages
 from snapkv_app.prompts import Prompt, chat_prompt, question_prompt, text_prompt
@@ -112,10 +111,13 @@ class PromptSource(Source):
     protection: Protection
     drafts: DraftMethod | None
 
-    @property
-    @abstractmethod
+    @cached_property
     def prompt(self) -> Prompt:
         """What the model reads."""
+        return self._make_prompt()
+
+    @abstractmethod
+    def _make_prompt(self) -> Prompt: ...
 
     def _answer(self, on_text: TextSink | None) -> Answer:
         return self._read(
@@ -168,9 +170,7 @@ class TextSource(PromptSource):
     text: str
     is_chat: bool
 
-    @property
-    def prompt(self) -> Prompt:
-        """The files and the text, through the chat template if it is a message."""
+    def _make_prompt(self) -> Prompt:
         text = "\n\n".join(filter(None, [text_files.join(self.documents), self.text]))
         make = chat_prompt if self.is_chat else text_prompt
         return make(self.loaded.tokenizer, text, answer_start=self.options.answer_start)
@@ -197,9 +197,7 @@ class FilesSource(PromptSource):
         announce("looking for the passages that fit the question best")
         return best_passages(self.documents, self.question, self._fits)
 
-    @property
-    def prompt(self) -> Prompt:
-        """The question behind what is read of the files."""
+    def _make_prompt(self) -> Prompt:
         return self._prompt_of(self.excerpts.documents if self.excerpts else self.documents)
 
     def _prompt_of(self, read: Sequence[Text]) -> Prompt:
@@ -240,13 +238,9 @@ class FilesSource(PromptSource):
         return [f"read {found.read:,} of {found.of:,} passages: {'; '.join(shown)}"]
 
     def _read(self, policy: Policy, settings: GenerationSettings, **ways: Any) -> Answer:
-        with explained_length(self._with_passages):
+        typed = [] if self.options.passages else self.typed
+        with explained_length(self.loaded, self.question, self.settings, typed):
             return super()._read(policy, settings, **ways)
-
-    def _with_passages(self) -> str | None:
-        """Return the command that reads passages; None if they are read or have no room."""
-        helps = not self.options.passages and leaves_room(self.loaded, self.question, self.settings)
-        return changed_command(self.typed, {"passages": True}) if helps else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,34 +252,7 @@ class LibrarySource(Source):
     question: str
     hits: Sequence[Hit]  # the best first
     search_ms: float  # counts towards the first token
-
-    @classmethod
-    def opened(cls, options: AskOptions, library: Library, found: Found, **given: Any) -> Self:
-        """Load the model, and keep as many documents as it has positions for.
-
-        Args:
-            options: of the command.
-            library: a library, whose notices are added to `warnings`.
-            found: the documents.
-            given: the other fields.
-        """
-        policy = build_policy(options, alone=_is_partial(library, options))
-        require_one_reading(policy, "compress the documents by it when they are added")
-        is_default = options.policy == DEFAULT and not options.has_parameters
-        if _is_compressed(library) and is_default:
-            options, policy = replace(options, policy=FullCache.name), FullCache()  # not changed
-        options = like(library, options)
-        announce_model(options.model)
-        loaded = load_model(options)
-        hits = _within_positions(loaded, library, given["question"], found.hits, options)
-        given["warnings"] += [
-            f"{hit.name}: left out, since the model has no positions for its {hit.tokens:,} tokens"
-            for hit in found.hits
-            if hit not in hits
-        ]
-        given |= {"library": library, "hits": hits, "search_ms": found.search_ms}
-        given["exactly"] = {} if options.recompute == 1 else {"recompute": 1}
-        return cls(options=options, policy=policy, loaded=loaded, **given)
+    is_partial: bool  # whether documents of which tokens are missing are joined as they are
 
     @property
     def recompute(self) -> float:
@@ -296,7 +263,7 @@ class LibrarySource(Source):
     def bits(self) -> tuple[Bits | None, str]:
         """None for documents that were compressed when added."""
         quantize, why = super().bits
-        if quantize is not None and _is_partial(self.library, self.options):
+        if quantize is not None and self.is_partial:
             return None, "unquantized, since the documents were compressed when added"
         return quantize, why
 
@@ -346,13 +313,51 @@ class LibrarySource(Source):
         return [*found, *(f"warning: {line}" for line in self.warnings)]
 
 
-def _is_compressed(library: Library) -> bool:
-    return bool(library.required().policy["name"] != FullCache.name)
+def open_library(
+    options: AskOptions,
+    library: Library,
+    question: str,
+    hits: Sequence[Hit],
+    warnings: list[str],
+    **given: Any,
+) -> LibrarySource:
+    """Load the model, and keep as many documents as it has positions for.
 
-
-def _is_partial(library: Library, options: AskOptions) -> bool:
-    """Whether documents of which tokens are missing are joined as they are."""
-    return _is_compressed(library) and options.recompute != 1
+    Args:
+        options: of the command.
+        library: a library.
+        question: what is asked.
+        hits: the documents that were found, the best first.
+        warnings: about them; the list may grow while the source answers.
+        given: the other fields.
+    """
+    is_compressed = library.required().policy["name"] != FullCache.name
+    is_partial = is_compressed and options.recompute != 1
+    policy = build_policy(options, alone=is_partial)
+    require_one_reading(policy, "compress the documents by it when they are added")
+    if is_compressed and options.policy == DEFAULT and not options.has_parameters:
+        options, policy = replace(options, policy=FullCache.name), FullCache()  # not changed
+    options = like(library, options)
+    announce_model(options.model)
+    loaded = load_model(options)
+    kept = _within_positions(loaded, library, question, hits, options)
+    warnings += [
+        f"{hit.name}: left out, since the model has no positions for its {hit.tokens:,} tokens"
+        for hit in hits
+        if hit not in kept
+    ]
+    return LibrarySource(
+        options=options,
+        policy=policy,
+        loaded=loaded,
+        warnings=warnings,
+        exactly={} if options.recompute == 1 else {"recompute": 1},
+        library=library,
+        question=question,
+        hits=kept,
+        is_partial=is_partial,
+        **given,
+    )
 
 
 def _within_positions(
