@@ -27,13 +27,20 @@ from snapkv_app.answering import (
     require_positions,
 )
 from snapkv_app.models import LoadedModel
-from snapkv_app.parts import ROLES, SpokenPart, generation_tokens, question_parts, turn
+from snapkv_app.parts import (
+    MARKS,
+    ROLES,
+    SpokenPart,
+    generation_tokens,
+    question_parts,
+    thinking,
+    turn,
+)
 from snapkv_app.plan.advice import token_costs
 from snapkv_app.prefills import Exact, Prefill
 from snapkv_app.prompts import Prompt, next_turn, question_prompt, require_question
 from snapkv_app.protection import Protection
 from snapkv_app.settings import GenerationSettings
-from snapkv_app.thinking import MARKS, thinking
 
 NO_RECALL = "none"
 

@@ -13,8 +13,7 @@ from transformers import DynamicCache
 from snapkv import CompressedCache, FullCache, SnapKV, StreamingLLM, default_policy
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
 from snapkv.policies.default import asked_by, method_name
-from snapkv_app.answering import _Stopwatch, answer, answers_together
-from snapkv_app.comparison import Comparison
+from snapkv_app.answering import Comparison, _Stopwatch, answer, answers_together
 from snapkv_app.models import LoadedModel
 from snapkv_app.prefills import PREFILLS, Exact, LayerByLayer
 from snapkv_app.prompt_end import telling_of_prompt_end

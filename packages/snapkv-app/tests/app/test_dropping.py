@@ -4,7 +4,7 @@ import pytest
 
 from snapkv import InvalidArgumentError, SnapKV
 from snapkv_app.conversation import Conversation
-from snapkv_app.thinking import MARKS, thinking
+from snapkv_app.parts import MARKS, thinking
 from tests.app.test_conversation import DOCUMENT, POLICY, QUESTIONS, SHORT, said
 
 

@@ -4,12 +4,12 @@ python -m tests.cli.methods    record it, when a method or a parameter is new, c
 """
 
 import json
-from typing import Any, Literal, get_args, get_origin
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from snapkv.policies import POLICIES, default_policy
 from snapkv.validation import AUTO, DEFAULT
 from snapkv_app.cli.methods import RECORD
-from snapkv_app.cli.policy import parameters
 
 
 def described() -> dict[str, Any]:
@@ -26,9 +26,15 @@ def told_of(made_by: Any, policy: Any) -> dict[str, Any]:
         "summary": made_by.__doc__.strip().splitlines()[0],
         "parameters": {
             name: {"type": _type_name(hint), "default": _plain(defaults[name])}
-            for name, hint in parameters(type(policy)).items()
+            for name, hint in _parameters(type(policy)).items()
         },
     }
+
+
+def _parameters(policy: type) -> dict[str, Any]:
+    """A policy's parameters and their types."""
+    hints = get_type_hints(policy)
+    return {field.name: hints[field.name] for field in fields(policy) if field.init}
 
 
 def _plain(default: Any) -> Any:

@@ -164,6 +164,8 @@ def test_a_command_that_another_package_brings_is_listed_and_told_where_it_is_br
         {"budget": 20},
         {"budget": 17, "pooling": "max"},
         {"budget": 17, "kernel_size": "5"},
+        {"budget": 17, "set_": ["sink_tokens=0"]},
+        {"budget": 40, "policy": "prompt-then-decode", "set_": ["prompt.window_size=39"]},
         {"budget": 33, "policy": "snapkv"},
         {"window_size": 2000, "budget": "auto", "policy": "snapkv"},
         {"budget": {"auto": {"most": 100, "least": 1}}},

@@ -104,6 +104,13 @@ BAD_METHODS = (
     "--policy kvzip --budget 33",
     "--policy adakv --budget 32",
     "--policy r-kv --budget 8",
+    "--policy snapkv --set window_size=2000",
+    "--policy snapkv --set pooling=median",
+    "--policy streaming-llm --set positions=none",
+    "--policy adakv --set policy=keydiff --kernel-size 5",
+    "--policy prompt-then-decode --set decode.heavy=8",
+    "--policy prompt-then-decode --set prompt=snapvk",
+    "--policy adakv --budget 64 --set budget=128",
 )
 NO_NUMBER = (
     "expected a whole number such as 4096, 4k or 1.5k, got 'many'",

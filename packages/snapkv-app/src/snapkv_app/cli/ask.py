@@ -12,9 +12,8 @@ from snapkv_app.cli.announcing import announce, announce_model
 from snapkv_app.cli.fields import with_options
 from snapkv_app.cli.options import AskOptions, RunOptions
 from snapkv_app.library.library import Library
-from snapkv_app.library.records import Text
-from snapkv_app.library_hits import changed_sources, search
-from snapkv_app.prompts import Prompt, chat_prompt, require_question, require_unicode, text_prompt
+from snapkv_app.library_files import changed_sources, search
+from snapkv_app.prompts import require_question, require_unicode
 
 EXAMPLES = {
     "ask": (
@@ -47,11 +46,12 @@ def ask(
     if not files:
         _ask_library(options, question, context.obj)
         return
-    read, policy, request = _begun(files, options)
+    policy, found = _begun(files, options, context.obj)
 
-    from snapkv_app.cli.from_passages import answer_from_passages
+    from snapkv_app.cli.session import show_answers
+    from snapkv_app.cli.sources import FilesSource, open_prompt
 
-    answer_from_passages(options, policy, read, question, request, context.obj)
+    show_answers(open_prompt(FilesSource, options, policy, question=question, **found))
 
 
 def _ask_library(options: AskOptions, question: str, typed: Sequence[str]) -> None:
@@ -61,14 +61,14 @@ def _ask_library(options: AskOptions, question: str, typed: Sequence[str]) -> No
     library = Library(str(options.library), on_notice=warnings.append)
     library.required()
     announce(f"opening {options.library}")
-    found = search(library, question, options.documents or _DOCUMENTS)
-    warnings += changed_sources(library, found.hits, is_allowed=options.allow_changed)
+    hits, search_ms = search(library, question, options.documents or _DOCUMENTS)
+    warnings += changed_sources(library, hits, is_allowed=options.allow_changed)
 
-    from snapkv_app.cli.from_library import (
-        answer_from_library,  # imports torch, after the checks above
-    )
+    from snapkv_app.cli.session import show_answers
+    from snapkv_app.cli.sources import open_library  # imports torch, after the checks above
 
-    answer_from_library(library, found, options, question, typed, warnings)
+    found = {"search_ms": search_ms, "typed": typed}
+    show_answers(open_library(options, library, question, hits, warnings, **found))
 
 
 @with_options(RunOptions)
@@ -92,27 +92,23 @@ def generate(
             f"{EXAMPLES['generate'][0]}"
         )
     require_unicode("prompt", prompt)
-    read, policy, request = _begun(files or [], options)
+    policy, found = _begun(files or [], options, context.obj)
 
-    def made(loaded: Any) -> Prompt:
-        text = "\n\n".join(filter(None, [text_files.join(read), prompt]))
-        make = chat_prompt if chat else text_prompt
-        return make(loaded.tokenizer, text, answer_start=options.answer_start)
+    from snapkv_app.cli.session import show_answers
+    from snapkv_app.cli.sources import TextSource, open_prompt
 
-    from snapkv_app.cli.from_files import answer_from_files
-
-    request["prompt"] = prompt
-    answer_from_files(options, policy, made, request, context.obj, system=False)
+    show_answers(open_prompt(TextSource, options, policy, text=prompt, is_chat=chat, **found))
 
 
-def _begun(files: list[str], options: RunOptions) -> tuple[list[Text], Any, dict[str, Any]]:
-    """The files, the policy, and both as parts of the JSON object."""
+def _begun(
+    files: list[str], options: RunOptions, typed: Sequence[str]
+) -> tuple[Any, dict[str, Any]]:
+    """Read the files; return the policy, and fields of a source."""
     options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
     announce_model(options.model)
     from snapkv_app.cli.policy import build_policy  # imports torch, after the checks above
 
-    documents = [document.name for document in read]
-    request: dict[str, Any] = {"documents": documents, "warnings": warnings}
-    return read, build_policy(options), request
+    found = {"documents": read, "warnings": warnings, "typed": typed}
+    return build_policy(options), found

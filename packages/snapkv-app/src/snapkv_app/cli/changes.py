@@ -1,14 +1,14 @@
 """How to change a command whose answer differs from the full cache's."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from snapkv.errors import PromptTooLongError
 from snapkv_app.answering import Answer, prompt_ids
+from snapkv_app.cli.methods import accepted
 from snapkv_app.cli.options import OWN_FLAGS, RunOptions
-from snapkv_app.cli.policy import accepted
 from snapkv_app.models import LoadedModel
 from snapkv_app.prompts import question_prompt
 from snapkv_app.settings import GenerationSettings
@@ -45,7 +45,7 @@ def next_change(exactly: Change, options: RunOptions, answer: Answer) -> Change 
 
 def larger_budget(options: RunOptions, answer: Answer) -> Change | None:
     """Twice the kept tokens, or the full cache if that is as much; None without a budget."""
-    if "budget" not in accepted(options.policy, {}):
+    if "budget" not in accepted(options.policy):
         return None
     tokens = 2 * max(1, round(answer.kept_tokens))
     return {"budget": tokens, "keep_ratio": None} if tokens < answer.prompt_tokens else FULL
@@ -63,39 +63,41 @@ def changed_command(typed: Sequence[str], change: Change) -> str:
     return shlex.join(["snapkv", *_without(typed[:end], change), *new, *typed[end:]])
 
 
-def asked_with_passages(
-    files: Sequence[str],
-    question: str,
-    model: str | None,
-    loaded: LoadedModel,
-    settings: GenerationSettings,
-) -> str | None:
-    """The command that answers from the best passages of files; None if they have no room."""
-    if not (files and leaves_room(loaded, question, settings)):
-        return None
-    words = ["ask", *files, "-q", question, *([] if model is None else ["--model", model])]
-    return changed_command(words, {"passages": True})
+def asked(files: Sequence[str], question: str, model: str | None) -> list[str]:
+    """The command line that asks files a question; empty without files."""
+    named = [] if model is None else ["--model", model]
+    return ["ask", *files, "-q", question, *named] if files else []
 
 
-def leaves_room(loaded: LoadedModel, question: str, settings: GenerationSettings) -> bool:
+@contextmanager
+def explained_length(
+    loaded: LoadedModel, question: str, settings: GenerationSettings, typed: Sequence[str]
+) -> Iterator[None]:
+    """Say in the error of a prompt that is too long which command reads passages instead.
+
+    Args:
+        loaded: the model, which may have no room for a passage.
+        question: what is asked.
+        settings: of the answer.
+        typed: the command line without `--passages`; empty if that does not help.
+    """
+    try:
+        yield
+    except PromptTooLongError as error:
+        if not (typed and _leaves_room(loaded, question, settings)):
+            raise
+        command = changed_command(typed, {"passages": True})
+        raise PromptTooLongError(
+            f"{error}; to read the passages that fit the question best: {command}"
+        ) from error
+
+
+def _leaves_room(loaded: LoadedModel, question: str, settings: GenerationSettings) -> bool:
     """Whether the model has positions for more than a question and its answer."""
     with suppress(PromptTooLongError):
         prompt_ids(loaded, question_prompt(loaded.tokenizer, "", question), settings)
         return True
     return False
-
-
-@contextmanager
-def explained_length(command: Callable[[], str | None]) -> Iterator[None]:
-    """Say in the error of a prompt that is too long which command answers; None: none does."""
-    try:
-        yield
-    except PromptTooLongError as error:
-        if (answers := command()) is None:
-            raise
-        raise PromptTooLongError(
-            f"{error}; to read the passages that fit the question best: {answers}"
-        ) from error
 
 
 def _without(words: Sequence[str], change: Change) -> Iterator[str]:

@@ -58,10 +58,10 @@ def chat(
     announce_model(options.model)
     policy = _policy_of(options, recall)  # imports torch, after the checks above
 
-    from snapkv_app.cli.changes import asked_with_passages, explained_length
-    from snapkv_app.cli.from_files import protection_of
+    from snapkv_app.cli.changes import asked, explained_length
     from snapkv_app.cli.loading import load_model, say_if_demo
     from snapkv_app.cli.policy import usual_bits
+    from snapkv_app.cli.sources import protection_of
     from snapkv_app.conversation import Conversation
 
     ways: dict[str, Any] = {"recall": recall, "prefill": options.reading}
@@ -85,7 +85,7 @@ def chat(
         load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         explained=lambda question: explained_length(
-            lambda: asked_with_passages(files or [], question, options.model, loaded, settings)
+            loaded, question, settings, asked(files or [], question, options.model)
         ),
         as_json=options.json,
         with_layers=options.verbose,

@@ -15,7 +15,7 @@ from snapkv_app.cli import panels
 from snapkv_app.cli.amounts import integers, token_budget
 from snapkv_app.cli.announcing import announce_model
 from snapkv_app.cli.fields import with_options
-from snapkv_app.cli.methods import known_method, specs
+from snapkv_app.cli.methods import known_method, parsed, specs, takes_budget
 from snapkv_app.cli.options import MethodOptions
 from snapkv_app.cli.outputs import Output, WritingOptions
 from snapkv_app.cli.standard_output import write
@@ -87,7 +87,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
 
     from snapkv.policies.default import method_name
     from snapkv_app.answering import prompt_ids
-    from snapkv_app.cli.changes import asked_with_passages, explained_length
+    from snapkv_app.cli.changes import asked, explained_length
     from snapkv_app.cli.loading import answers_progress, load_model, say_if_demo
     from snapkv_app.cli.session import versions
     from snapkv_app.inspector import inspect_prompt
@@ -97,9 +97,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     prompt = question_prompt(
         loaded.tokenizer, text_files.join(read), question, answer_start=options.answer_start
     )
-    with explained_length(
-        lambda: asked_with_passages(files, question, options.model, loaded, settings)
-    ):
+    with explained_length(loaded, question, settings, asked(files, question, options.model)):
         prompt_tokens = prompt_ids(loaded, prompt, settings).shape[1]
     if sizes is None:
         budgets = _parts_of(options, prompt_tokens)
@@ -164,7 +162,7 @@ def _with_budget(options: InspectOptions, budget: Any) -> Any:
 def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
     """The methods of --beside: a label and a policy each."""
     from snapkv.policies.default import method_name
-    from snapkv_app.cli.policy import named_policies, parsed, takes_budget
+    from snapkv_app.cli.policy import named_policies
     from snapkv_app.inspector.ballots import scorer_of
 
     own = getattr(scorer_of(policy) or policy, "budget", None)

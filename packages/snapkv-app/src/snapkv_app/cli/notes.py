@@ -1,6 +1,6 @@
 """Notes after an answer: equal to the full cache's or not, and what to try next."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ from rich.text import Text
 
 from snapkv.policies.budget import dilution
 from snapkv.validation import AUTO
-from snapkv_app.answering import Answer
+from snapkv_app.answering import Answer, Comparison
 from snapkv_app.cli.changes import (
     Change,
     changed_command,
@@ -16,7 +16,7 @@ from snapkv_app.cli.changes import (
     next_change,
 )
 from snapkv_app.cli.options import RunOptions
-from snapkv_app.comparison import Comparison
+from snapkv_app.cli.sources import Source
 
 DIFFERS = 3
 """Exit status of `--check` where the answer is not the full cache's."""
@@ -75,29 +75,20 @@ class Note:
     status: int = 0
 
 
-def notes_on(
-    answers: Sequence[Answer],
-    options: RunOptions,
-    typed: Sequence[str],
-    *,
-    exactly: Change,
-    full_start: Callable[[int], Answer],
-) -> list[Note]:
-    """The notes after an answer.
+def notes_on(answers: Sequence[Answer], source: Source) -> list[Note]:
+    """Return the notes after an answer.
 
     Args:
         answers: the compressed one and, to compare it, the full cache's.
-        options: of the command.
-        typed: the command line.
-        exactly: the change of options that makes the prefill exact; empty if it is.
-        full_start: computes the first so many tokens of the full cache's answer.
+        source: of the answers.
     """
     ours, *full = answers
+    options, typed = source.options, source.typed
     notes = [votes_note(answers, options, typed)]
     if options.compare:
-        notes.append(compared_note(ours, full[0], options, typed, exactly))
+        notes.append(compared_note(ours, full[0], options, typed, source.exactly))
     if options.check is not None:
-        reference = full[0] if full else full_start(options.check)
+        reference = full[0] if full else source.full_answer(options.check)
         notes.append(checked_note(ours, reference, options.check))
     return notes
 

@@ -6,17 +6,11 @@ from typing import Annotated, Any
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
+    AUTO,
     DEFAULT,
-    FADING_SINKS,
-    GROUP_REDUCTIONS,
-    WINDOW_REDUCTIONS,
     nearest,
-    require_budget,
-    require_choice,
     require_device,
     require_dtype,
-    require_int,
-    require_pooling,
     require_share,
 )
 from snapkv_app.cli import panels
@@ -31,11 +25,13 @@ from snapkv_app.cli.amounts import (
     token_budgets,
 )
 from snapkv_app.cli.methods import (
-    assignments,
+    accepted,
+    chosen,
     known_method,
-    parameters_by_default,
-    require_known,
-    require_parameters,
+    parsed,
+    require_values,
+    specs,
+    typed_assignments,
 )
 from snapkv_app.prefills import PREFILLS, Exact, Prefill
 from snapkv_app.prompts import require_unicode
@@ -146,46 +142,24 @@ class PolicyOptions(ModelOptions):
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse wrong parameters before torch is imported and the model loaded.
-
-        The methods check them again, together with what is unknown here.
-        """
+        """Refuse wrong parameters before torch is imported and the model loaded."""
         super().__post_init__()
         if self.policy:
             object.__setattr__(self, "policy", known_method(self.policy))
-            given = [
-                (name, value) for name in OWN_FLAGS if (value := getattr(self, name)) is not None
-            ]
-            require_parameters(self.policy, [*given, *assignments(self.set_ or ())])
-        width = None if self.kernel_size is None else kernel(self.kernel_size)
-        is_default = self.policy == DEFAULT
-        pooling = self.pooling or ("fading" if is_default and width is None else "max")
-        if not self.set_:
-            require_pooling(pooling, width, self.decay)
-        if self.group_reduce is not None:
-            require_choice("group_reduce", self.group_reduce, GROUP_REDUCTIONS)
-        if self.window_reduce is not None:
-            require_choice("window_reduce", self.window_reduce, WINDOW_REDUCTIONS)
-        if self.keep_ratio is not None:
-            require_budget(self.budget, self.keep_ratio, 1)
-        else:
-            self._require_room(pooling)
+            require_values(self.policy, self.parameters)
 
-    def _require_room(self, pooling: str) -> None:
-        """Refuse a budget of tokens without room for the method's window and sinks."""
-        own = parameters_by_default(self.policy) if self.policy else {}
-        tokens = self.budget
-        if tokens is None and self.policy != DEFAULT:
-            tokens = own.get("budget")
-        if not isinstance(tokens, int):
-            return
-        if self.set_ or "window_size" not in own:
-            require_int("budget", tokens, 1)
-            return
-        sinks = FADING_SINKS if pooling == "fading" else own.get("sink_tokens") or 0
-        if self.policy == DEFAULT and pooling != "fading":
-            sinks = 0
-        require_budget(tokens, None, self.window_size or own["window_size"], sinks)
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters that the options give to the method."""
+        given = {name: value for name in OWN_FLAGS if (value := getattr(self, name)) is not None}
+        if self.kernel_size is not None:
+            given["kernel_size"] = kernel(self.kernel_size)
+        given = typed_assignments(self.policy, self.set_ or [], given)
+        if self.policy == DEFAULT and "keep_ratio" not in given:
+            given.setdefault("budget", AUTO)
+        if self.seed is not None and "seed" in accepted(self.policy, given):
+            given.setdefault("seed", self.seed)
+        return given
 
     @property
     def has_parameters(self) -> bool:
@@ -404,14 +378,15 @@ class ComparedOptions(ModelOptions):
     bits: StorageBits = EXACT
 
     def __post_init__(self) -> None:
-        """Check names, budgets and bits; the methods check their parameters."""
+        """Check names, budgets and bits; the methods check the values of their parameters."""
         super().__post_init__()
         if self.policy is not None and not all(text.strip(" ,") for text in self.policy):
             raise InvalidArgumentError(
                 "policy: expected the name of a method, got an empty one; leave it out for the "
                 "default"
             )
-        require_known(self.policy or ())
+        for spec in specs(self.policy or ()):
+            chosen(*parsed(spec))
         token_budgets(self.budget)
         storage_bits(self.bits)
 

@@ -18,6 +18,7 @@ from snapkv.validation import (
 from snapkv_app.cli.amounts import POSITIVE, WholeNumber, byte_count
 from snapkv_app.cli.fields import with_options
 from snapkv_app.cli.interrupts import started
+from snapkv_app.cli.methods import typed_assignments
 
 if TYPE_CHECKING:
     from snapkv_vllm import ServingSettings
@@ -150,7 +151,6 @@ def serve(
 
 
 def _settings(options: ServeOptions, sessions: dict[str, Any] | None) -> "ServingSettings":
-    from snapkv_app.cli.policy import typed_assignments  # imports torch
     from snapkv_vllm import Limits, ServingSettings, Sessions
 
     return ServingSettings(

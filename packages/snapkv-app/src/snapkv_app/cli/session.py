@@ -1,7 +1,7 @@
 """What `ask` and `generate` print: an answer and its costs, alone or next to the full cache's."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,16 +13,13 @@ from rich.text import Text
 from snapkv import __version__
 from snapkv.hf.placement import device_of
 from snapkv.policies.default import method_name
-from snapkv.validation import format_bytes
-from snapkv_app.answering import Answer, TextSink
-from snapkv_app.cli.changes import Change
+from snapkv.validation import format_bytes, without_controls
+from snapkv_app.answering import Answer
 from snapkv_app.cli.grid import Grid, say, show
 from snapkv_app.cli.loading import say_if_demo
 from snapkv_app.cli.notes import Note, notes_on, said_of_votes
-from snapkv_app.cli.options import RunOptions
+from snapkv_app.cli.sources import Source
 from snapkv_app.cli.standard_output import write, write_json
-from snapkv_app.models import LoadedModel
-from snapkv_app.settings import GenerationSettings
 
 _REQUEST = (
     *("question", "prompt", "documents", "warnings"),
@@ -32,53 +29,35 @@ _NOTES = ("lost_votes", "comparison", "check", "bits")
 """Keys of the JSON object that are null where there is nothing to say."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskSession:
-    """What was asked, and how to answer it.
+def show_answers(source: Source) -> None:
+    """Answer once or, to compare, twice; then print the results.
 
-    Attributes:
-        loaded: the model that answers.
-        settings: how it generates.
-        answered: computes the method's answer; its text goes to the given function meanwhile.
-        full: computes the full cache's answer, or its first so many tokens.
-        exactly: the change of options that makes the prefill exact; empty if it is.
-        own_bits: why the default quantization is impossible; empty if it is possible.
-        sources: lines to print between the answer and its costs.
+    Standard output gets the answer, the comparison or one JSON object; progress and the table below
+    an answer go to standard error.
     """
-
-    loaded: LoadedModel
-    settings: GenerationSettings
-    answered: Callable[[TextSink | None], Answer]
-    full: Callable[[int | None], Answer]
-    exactly: Change
-    own_bits: str = ""
-    sources: Callable[[], Sequence[Text]] = tuple
-
-
-def show_answers(
-    asked: AskSession, options: RunOptions, request: dict[str, Any], typed: Sequence[str]
-) -> None:
-    """Answer once or, to compare, twice; then print the results."""
+    options = source.options
+    model, settings = source.loaded.model, source.settings
     if options.compare:
-        _warm_up(asked.loaded.model)
-        answers = [asked.answered(None), asked.full(None)]
+        _warm_up(model)
+        answers = [source.answer(None), source.full_answer(settings.max_new_tokens)]
     else:
-        answers = [asked.answered(None if options.json else write)]
+        answers = [source.answer(None if options.json else write)]
     if not options.json:
-        _show(answers, asked.sources())
-    notes = notes_on(answers, options, typed, exactly=asked.exactly, full_start=asked.full)
-    lines = [Text(f"bits: {asked.own_bits}")] if asked.own_bits else []
-    notes.append(Note(key="bits", record={"note": asked.own_bits or None}, lines=lines))
+        _show(answers, [Text(without_controls(line)) for line in source.cited()])
+    _, own_bits = source.bits
+    notes = notes_on(answers, source)
+    lines = [Text(f"bits: {own_bits}")] if own_bits else []
+    notes.append(Note(key="bits", record={"note": own_bits or None}, lines=lines))
     if options.json:
-        about = {"model": asked.loaded.description(), **dict.fromkeys(_REQUEST), **request}
-        about["prefill"] = options.reading.describe()
-        about["settings"] = asdict(asked.settings)
+        about = {"model": source.loaded.description(), **dict.fromkeys(_REQUEST)}
+        about |= source.request() | {"prefill": options.reading.describe()}
         runs = [answer_record(each, with_layers=options.verbose) for each in answers]
         told = dict.fromkeys(_NOTES) | {note.key: note.record for note in notes}
-        write_json({"answer": runs[0]["text"]} | about | {"runs": runs} | told | versions())
+        about |= {"settings": asdict(settings), "runs": runs}
+        write_json({"answer": runs[0]["text"]} | about | told | versions())
     else:
         say([line for note in notes for line in note.lines], to_errors=not options.compare)
-    say_if_demo(asked.loaded)
+    say_if_demo(source.loaded)
     if status := max(note.status for note in notes):
         raise typer.Exit(status)
 

@@ -15,8 +15,7 @@ from snapkv.page.packing import Ballot
 from snapkv.page.words import answer_sentence, word_changes
 from snapkv.policies import FullCache, Policy
 from snapkv.policies.default import asked_by
-from snapkv_app.answering import Answer, prompt_ids
-from snapkv_app.comparison import Comparison
+from snapkv_app.answering import Answer, Comparison, prompt_ids
 from snapkv_app.inspector.ballots import ballots
 from snapkv_app.models import LoadedModel
 from snapkv_app.prefills import Exact

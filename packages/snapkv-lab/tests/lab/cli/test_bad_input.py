@@ -13,6 +13,7 @@ EARLY = [
     ("eval needle --policy=", "policy: expected the name of a method, got an empty one"),
     ("eval needle --haystack no/such", "no/such"),
     ("eval needle --policy snapvk", "did you mean snapkv?"),
+    ("eval needle --policy snapkv:kernelsize=5", "did you mean kernel_size?"),
     ("eval needle --baseline fulll", "did you mean full?"),
     ("eval needle --nothing 1", "No such option"),
     ("eval turns --turns recalled", "turns: expected one of append, compress, recall, got"),

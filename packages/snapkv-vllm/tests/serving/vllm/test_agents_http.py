@@ -8,6 +8,7 @@ import pytest
 
 from snapkv import default_policy
 from snapkv.policies.default import asked_by, by_layer
+from snapkv_app.prompts import Prompt
 from snapkv_vllm import Sessions
 from snapkv_vllm.admission.names import misspelt, require_session_name
 from snapkv_vllm.admission.spans import NAME

@@ -20,6 +20,7 @@ import pytest
 from snapkv import default_policy
 from snapkv.errors import SnapKVError
 from snapkv.policies.default import asked_by, by_layer
+from snapkv_app.prompts import Prompt
 from snapkv_vllm.admission.names import ENDPOINTS, SESSIONS_AT
 from snapkv_vllm.admission.settings import ServingSettings
 from tests.serving.fuzzing import random_settings

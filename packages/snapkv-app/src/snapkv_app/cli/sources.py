@@ -1,0 +1,415 @@
+"""What `ask` and `generate` answer from: a text, files, or a library."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any, ClassVar
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.hf.cache import CompressedCache
+from snapkv.kvzip import require_one_reading
+from snapkv.policies import FullCache, Policy
+from snapkv.policies.default import method_name
+from snapkv.storage.bits import Bits
+from snapkv.validation import DEFAULT, DEFAULT_RECOMPUTE
+from snapkv_app import draft_methods, text_files
+from snapkv_app.answering import (
+    MOST_CHARACTERS_PER_TOKEN,
+    Answer,
+    TextSink,
+    answer,
+    answer_ids,
+    require_positions,
+)
+from snapkv_app.cli.announcing import announce, announce_model
+from snapkv_app.cli.changes import Change, explained_length
+from snapkv_app.cli.library import like
+from snapkv_app.cli.loading import load_model, load_other, reading_progress
+from snapkv_app.cli.options import DRAFTS, AskOptions, RunOptions
+from snapkv_app.cli.policy import build_policy, usual_bits
+from snapkv_app.draft_methods import DraftMethod
+from snapkv_app.library.about import question_ids
+from snapkv_app.library.library import Library
+from snapkv_app.library.records import Text
+from snapkv_app.library.searching import Hit
+from snapkv_app.models import LoadedModel
+from snapkv_app.passages import Excerpts, best_passages
+from snapkv_app.prompts import Prompt, chat_prompt, question_prompt, text_prompt
+from snapkv_app.protection import Protection
+from snapkv_app.settings import GenerationSettings
+
+_MOST_PLACES = 12
+"""As many are named in the line below an answer; `--json` has all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(ABC):
+    """Something to answer from, with the model that reads it.
+
+    Attributes:
+        options: of the command.
+        policy: the method that compresses the cache.
+        loaded: the model.
+        typed: the command line.
+        warnings: lines about what was found there.
+        exactly: the change of options that makes the prefill exact; empty if it is.
+    """
+
+    options: RunOptions
+    policy: Policy
+    loaded: LoadedModel
+    typed: Sequence[str]
+    warnings: list[str]
+    exactly: Change = field(default_factory=dict)
+
+    @property
+    def settings(self) -> GenerationSettings:
+        """How the model generates."""
+        return self.options.settings()
+
+    @property
+    def bits(self) -> tuple[Bits | None, str]:
+        """How the cache is quantized, and why the default quantization is impossible."""
+        return usual_bits(self.policy, self.loaded.model, self.options)
+
+    def answer(self, on_text: TextSink | None) -> Answer:
+        """Compute the method's answer, and pass its text to `on_text` meanwhile."""
+        with reading_progress(self.loaded.model, method_name(self.policy.describe())) as bar:
+            return self._answer(on_text and bar.before(on_text))
+
+    def full_answer(self, tokens: int) -> Answer:
+        """Compute the full cache's answer of at most `tokens` tokens."""
+        with reading_progress(self.loaded.model, FullCache.name):
+            return self._full_answer(replace(self.settings, max_new_tokens=tokens))
+
+    @abstractmethod
+    def _answer(self, on_text: TextSink | None) -> Answer: ...
+
+    @abstractmethod
+    def _full_answer(self, settings: GenerationSettings) -> Answer: ...
+
+    @abstractmethod
+    def request(self) -> dict[str, Any]:
+        """Return what was asked and read, for the JSON object."""
+
+    def cited(self) -> list[str]:
+        """Return the lines to print between an answer and its costs."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSource(Source):
+    """A prompt that is read anew, with files in it."""
+
+    keeps_system: ClassVar[bool | None]
+    """Whether a system message is kept by default; None: if there is one and it fits."""
+
+    documents: Sequence[Text]
+    protection: Protection
+    drafts: DraftMethod | None
+
+    @cached_property
+    def prompt(self) -> Prompt:
+        """What the model reads."""
+        return self._make_prompt()
+
+    @abstractmethod
+    def _make_prompt(self) -> Prompt: ...
+
+    def _answer(self, on_text: TextSink | None) -> Answer:
+        return self._read(
+            self.policy,
+            self.settings,
+            drafts=self.drafts,
+            prefill=self.options.reading,
+            quantize=self.bits[0],
+            on_text=on_text,
+        )
+
+    def _full_answer(self, settings: GenerationSettings) -> Answer:
+        return self._read(FullCache(), settings)
+
+    def _read(self, policy: Policy, settings: GenerationSettings, **ways: Any) -> Answer:
+        protection = self.protection
+        return answer(self.loaded, self.prompt, policy, settings, protection=protection, **ways)
+
+    def request(self) -> dict[str, Any]:
+        """Return the names of the documents, and warnings about them."""
+        return {"documents": [each.name for each in self.documents], "warnings": self.warnings}
+
+
+def open_prompt(
+    kind: type[PromptSource], options: RunOptions, policy: Policy, **given: Any
+) -> PromptSource:
+    """Check that the options fit together, then load the model, and make the prompt.
+
+    Args:
+        kind: of the source.
+        options: of the command.
+        policy: the method.
+        given: the other fields.
+    """
+    given["protection"] = protection_of(options, system=kind.keeps_system)
+    _require_drafts_that_fit(options, policy)
+    loaded = load_model(options)
+    drafts = _draft_method(options, loaded)
+    made = kind(options=options, policy=policy, loaded=loaded, drafts=drafts, **given)
+    _ = made.prompt  # what is said of it would break a progress bar
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource(PromptSource):
+    """Files and a text behind them, to continue or to answer as a message."""
+
+    keeps_system = False
+
+    text: str
+    is_chat: bool
+
+    def _make_prompt(self) -> Prompt:
+        text = "\n\n".join(filter(None, [text_files.join(self.documents), self.text]))
+        make = chat_prompt if self.is_chat else text_prompt
+        return make(self.loaded.tokenizer, text, answer_start=self.options.answer_start)
+
+    def request(self) -> dict[str, Any]:
+        """Also return the text."""
+        return super().request() | {"prompt": self.text}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesSource(PromptSource):
+    """Files and a question: all of them, or of longer ones the passages that fit it best."""
+
+    keeps_system = None
+
+    options: AskOptions
+    question: str
+
+    @cached_property
+    def excerpts(self) -> Excerpts | None:
+        """The passages that are read; None if all documents are."""
+        if not self.options.passages or self._fits(self.documents):
+            return None
+        announce("looking for the passages that fit the question best")
+        return best_passages(self.documents, self.question, self._fits)
+
+    def _make_prompt(self) -> Prompt:
+        return self._prompt_of(self.excerpts.documents if self.excerpts else self.documents)
+
+    def _prompt_of(self, read: Sequence[Text]) -> Prompt:
+        prompt = question_prompt(
+            self.loaded.tokenizer,
+            text_files.join(read),
+            self.question,
+            answer_start=self.options.answer_start,
+        )
+        return prompt.hiding_question() if self.policy.needs_reconstruction_pass else prompt
+
+    def _fits(self, read: Sequence[Text]) -> bool:
+        most = self.loaded.max_tokens
+        if most is None:
+            return True
+        if sum(len(each.text) for each in read) > MOST_CHARACTERS_PER_TOKEN * most:
+            return False
+        tokens = len(self._prompt_of(read).encoded(self.loaded.tokenizer)[0])
+        return self.loaded.has_positions(tokens + self.options.max_new_tokens)
+
+    def request(self) -> dict[str, Any]:
+        """Also return the question and the passages."""
+        found = asdict(self.excerpts) if self.excerpts else None
+        passages = found and {name: found[name] for name in ("read", "of", "places")}
+        return super().request() | {"question": self.question, "passages": passages}
+
+    def cited(self) -> list[str]:
+        """Return a line of the passages that were read and where they are."""
+        if not (found := self.excerpts):
+            return []
+        shown, places = [], found.places[:_MOST_PLACES]
+        for name, own in groupby(places, key=lambda place: place.document):
+            lines = ", ".join(f"{first:,}-{last:,}" for first, last in (each.lines for each in own))
+            is_of_one = len(self.documents) == 1
+            shown.append(f"lines {lines}" if is_of_one else f"{name}, lines {lines}")
+        if more := len(found.places) - len(places):
+            shown.append(f"and {more:,} more places")
+        return [f"read {found.read:,} of {found.of:,} passages: {'; '.join(shown)}"]
+
+    def _read(self, policy: Policy, settings: GenerationSettings, **ways: Any) -> Answer:
+        typed = [] if self.options.passages else self.typed
+        with explained_length(self.loaded, self.question, self.settings, typed):
+            return super()._read(policy, settings, **ways)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibrarySource(Source):
+    """The documents of a library that fit a question best, read before."""
+
+    options: AskOptions
+    library: Library
+    question: str
+    hits: Sequence[Hit]  # the best first
+    search_ms: float  # counts towards the first token
+    is_partial: bool  # whether documents of which tokens are missing are joined as they are
+
+    @property
+    def recompute(self) -> float:
+        """The share of the documents' tokens that is computed again."""
+        return DEFAULT_RECOMPUTE if self.options.recompute is None else self.options.recompute
+
+    @property
+    def bits(self) -> tuple[Bits | None, str]:
+        """None for documents that were compressed when added."""
+        quantize, why = super().bits
+        if quantize is not None and self.is_partial:
+            return None, "unquantized, since the documents were compressed when added"
+        return quantize, why
+
+    def _answer(self, on_text: TextSink | None) -> Answer:
+        start = time.perf_counter()
+        given = self.library.inputs(
+            *self._asked,
+            **self._begun,
+            policy=self.loaded.completed(self.policy),
+            recompute=self.recompute,
+            quantize=self.bits[0],
+        )
+        before_ms = self.search_ms + 1000 * (time.perf_counter() - start)
+        inputs = given["input_ids"], given["past_key_values"]
+        found, _ = answer_ids(self.loaded, *inputs, self.settings, **self._begun, on_text=on_text)
+        return found.later(before_ms)
+
+    def _full_answer(self, settings: GenerationSettings) -> Answer:
+        ids = self.library.token_ids(*self._asked, **self._begun)
+        cache = CompressedCache(self.loaded.model, FullCache())
+        return answer_ids(self.loaded, ids, cache, settings, **self._begun)[0]
+
+    @property
+    def _asked(self) -> tuple[Any, Any, str, Sequence[Hit]]:
+        return self.loaded.model, self.loaded.tokenizer, self.question, self.hits
+
+    @property
+    def _begun(self) -> dict[str, Any]:
+        return {"answer_start": self.options.answer_start}
+
+    def request(self) -> dict[str, Any]:
+        """Return the question, the library, and the documents found in it."""
+        sources = [asdict(hit) for hit in self.hits]
+        return {
+            "library": str(self.library.path),
+            "recompute": self.recompute,
+            "sources": [{name: hit[name] for name in hit if name != "key"} for hit in sources],
+            "warnings": self.warnings,
+            "question": self.question,
+        }
+
+    def cited(self) -> list[str]:
+        """Return a line per document, with the lines of its best passage, and the warnings."""
+        found = [
+            f"source: {hit.name}, lines {hit.lines[0]:,}-{hit.lines[1]:,}" for hit in self.hits
+        ]
+        return [*found, *(f"warning: {line}" for line in self.warnings)]
+
+
+def open_library(
+    options: AskOptions,
+    library: Library,
+    question: str,
+    hits: Sequence[Hit],
+    warnings: list[str],
+    **given: Any,
+) -> LibrarySource:
+    """Load the model, and keep as many documents as it has positions for.
+
+    Args:
+        options: of the command.
+        library: a library.
+        question: what is asked.
+        hits: the documents that were found, the best first.
+        warnings: about them; the list may grow while the source answers.
+        given: the other fields.
+    """
+    is_compressed = library.required().policy["name"] != FullCache.name
+    is_partial = is_compressed and options.recompute != 1
+    policy = build_policy(options, alone=is_partial)
+    require_one_reading(policy, "compress the documents by it when they are added")
+    if is_compressed and options.policy == DEFAULT and not options.has_parameters:
+        options, policy = replace(options, policy=FullCache.name), FullCache()  # not changed
+    options = like(library, options)
+    announce_model(options.model)
+    loaded = load_model(options)
+    kept = _within_positions(loaded, library, question, hits, options)
+    warnings += [
+        f"{hit.name}: left out, since the model has no positions for its {hit.tokens:,} tokens"
+        for hit in hits
+        if hit not in kept
+    ]
+    return LibrarySource(
+        options=options,
+        policy=policy,
+        loaded=loaded,
+        warnings=warnings,
+        exactly={} if options.recompute == 1 else {"recompute": 1},
+        library=library,
+        question=question,
+        hits=kept,
+        is_partial=is_partial,
+        **given,
+    )
+
+
+def _within_positions(
+    loaded: LoadedModel, library: Library, question: str, hits: Sequence[Hit], options: AskOptions
+) -> list[Hit]:
+    """Return the documents that the model has positions for, or refuse if it has for none."""
+    taken = len(library.required().prefix_ids)
+    taken += len(question_ids(loaded.tokenizer, question, options.answer_start))
+    kept: list[Hit] = []
+    for hit in hits:
+        if loaded.has_positions(taken + hit.tokens + options.max_new_tokens):
+            kept.append(hit)
+            taken += hit.tokens
+    if not kept:
+        require_positions(loaded, taken + hits[0].tokens, options.settings())
+    return kept
+
+
+def protection_of(options: RunOptions, *, system: bool | None) -> Protection:
+    """The protected tokens; `system`: whether a system message is kept by default."""
+    return Protection(
+        texts=tuple(options.protect or ()),
+        first_tokens=options.protect_first,
+        system=system if options.protect_system is None else options.protect_system,
+    )
+
+
+def _require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
+    """Refuse several sources of drafts, and any if the prompt is not read in one pass."""
+    flags = {name: f"--{name.replace('_', '-')}" for name in DRAFTS}
+    given = [flag for name, flag in flags.items() if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise InvalidArgumentError(
+            f"drafts: expected one of {', '.join(flags.values())}, got {' and '.join(given)}; "
+            "leave one out"
+        )
+    if given and policy.needs_reconstruction_pass:
+        raise InvalidArgumentError(
+            f"drafts: expected none with {policy.name}, which has the documents read before the "
+            f"question, got {given[0]}; leave it out"
+        )
+    if given and options.prefill != "exact":
+        raise InvalidArgumentError(
+            f"drafts: expected none with --prefill {options.prefill}, since they are verified in "
+            f"one pass with the prompt, got {given[0]}; leave one of them out"
+        )
+
+
+def _draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | None:
+    """The source of drafts that the options choose; None for plain decoding."""
+    if options.assistant is not None:
+        return draft_methods.assistant(loaded, load_other(options.assistant, options))
+    if options.prompt_lookup is not None:
+        return draft_methods.prompt_lookup(options.prompt_lookup)
+    return None
