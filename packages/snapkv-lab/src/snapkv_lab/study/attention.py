@@ -186,15 +186,7 @@ class ReadingStudy(Study):
             tell("done", len(parts), len(parts))
             found = (row for record in store.records for row in record["rows"])
             rows = mean_rows(found, self.by, self.numbers)
-            unwritten = store.summarise(rows)
-        return Findings(
-            folder=folder,
-            run=block,
-            rows=rows,
-            warnings=warnings,
-            notices=notices,
-            unwritten=unwritten,
-        )
+            return Findings.of(store, rows, warnings=warnings, notices=notices)
 
     def _fitted(
         self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
@@ -209,7 +201,8 @@ class ReadingStudy(Study):
             parts = list(study.parts(found.texts))
             excess = study._excess_tokens(loaded, parts)
             if excess <= 0 or study.document_tokens - excess < LEAST_TOKENS:
-                said = found.shorter_than(self.document_tokens, "documents", why)
+                tokens = f"{found.tokens:,} tokens instead of {self.document_tokens:,}"
+                said = (f"documents are cut to {tokens}: {why}",) if why else ()
                 return study, parts, said  # what does not fit is refused when it is read
             why = f"the model has {loaded.max_tokens:,} positions for prompt and answer"
             study = replace(study, document_tokens=study.document_tokens - excess)

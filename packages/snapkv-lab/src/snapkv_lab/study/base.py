@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from snapkv.errors import OutputError
-from snapkv_lab.evaluate.store import Progress
+from snapkv_lab.evaluate.store import Progress, Summarised
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row, grouped, mean_of, short_hash
 
@@ -18,20 +17,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class Findings(Summarised):
     """The findings of a study: a record of how they were made, and rows.
 
     `warnings` name parts of the user's files that were not read, `notices` deviations from the
-    settings, `closing` the conclusion and its use; `unwritten` is why the folder has no summary.
+    settings, `closing` the conclusion and its use.
     """
 
-    folder: Path
-    run: Row
-    rows: list[Row]
     warnings: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     closing: str = ""
-    unwritten: OutputError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
