@@ -80,7 +80,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
 def _evaluate(*, settings: Task, options: EvalOptions) -> None:
     from snapkv_app.cli.loading import answers_progress  # imports torch
     from snapkv_lab.cli.methods import compared_methods, with_turns
-    from snapkv_lab.cli.tables import present
+    from snapkv_lab.cli.tables import show
     from snapkv_lab.drawing import require_drawable
     from snapkv_lab.evaluate.runner import Run
     from snapkv_lab.report import figures, page
@@ -103,13 +103,12 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         folder = results_folder(options.results, settings.name, loaded.name, run.fingerprint())
         with answers_progress(settings.name) as advance:
             results = run.evaluate(folder, advance, who)
-    found = {"run": results.run, "folder": str(folder), "rows": results.rows}
-    present(
-        found | {"warnings": results.task.warnings},
+    show(
+        results,
         lambda: page.method_table(results),
         as_json=options.json,
         place=f"answers: {folder}",
-        unwritten=results.unwritten,
+        warnings=results.task.warnings,
     )
     if options.plot is not None:
         for path in figures.save(figures.draw(results), options.plot):
@@ -167,7 +166,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
 
     from snapkv_app.cli.loading import answers_progress, load_model  # imports torch
     from snapkv_lab.cli.methods import compared_methods
-    from snapkv_lab.cli.tables import metrics_table, present
+    from snapkv_lab.cli.tables import metrics_table, show
     from snapkv_lab.evaluate.harness import HarnessRun
 
     compared = compared_methods(options)
@@ -184,13 +183,12 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     )
     with answers_progress("lm-eval") as advance:
         folder = results_folder(options.results, "lm-eval", loaded.name, run.fingerprint())
-        rows, unwritten = run.evaluate(folder, advance)
-    present(
-        {"run": run.description(), "folder": str(folder), "rows": rows},
-        lambda: metrics_table("lm-eval", rows),
+        found = run.evaluate(folder, advance)
+    show(
+        found,
+        lambda: metrics_table("lm-eval", found.rows),
         as_json=options.json,
         place=f"answers: {folder}",
-        unwritten=unwritten,
     )
 
 

@@ -84,18 +84,17 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
     if options.plot is not None:
         drawing.require_drawable(options.plot)
 
-    from snapkv_lab.cli.tables import present  # imports torch
+    from snapkv_lab.cli.tables import show  # imports torch
 
     findings = _findings(study, options)
     for notice in findings.notices:
         typer.echo(f"notice: {notice}", err=True)
-    found = {"run": findings.run, "folder": str(findings.folder), "rows": findings.rows}
-    present(
-        found | {"warnings": [*findings.warnings, *findings.notices]},
+    show(
+        findings,
         lambda: study.table(findings.rows),
         as_json=options.json,
         place=f"rows: {findings.folder}\n{findings.closing}".rstrip(),
-        unwritten=findings.unwritten,
+        warnings=[*findings.warnings, *findings.notices],
     )
     if options.plot is not None:
         drawing.save(study.figure(findings.rows), Path(options.plot), drawing.PLAIN, dpi=100)

@@ -1,12 +1,14 @@
 """Results of the laboratory's commands, as JSON or as a table on a terminal."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.text import Text
 
 from snapkv.errors import OutputError
 from snapkv.validation import format_bytes
 from snapkv_app.cli.grid import Grid, give
+from snapkv_lab.evaluate.store import Summarised
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row
 
@@ -23,6 +25,14 @@ def present(
     give(found, lambda: on_screen(table()), as_json=as_json, place=place)
     if unwritten is not None:  # after the slow part
         raise unwritten
+
+
+def show(
+    given: Summarised, table: Callable[[], Table], *, as_json: bool, place: str, **more: Any
+) -> None:
+    """Print what a run gave, in JSON with what else there is to say."""
+    found = {"run": given.run, "folder": str(given.folder), "rows": given.rows} | more
+    present(found, table, as_json=as_json, place=place, unwritten=given.unwritten)
 
 
 def on_screen(table: Table) -> Grid:

@@ -30,7 +30,7 @@ from snapkv_app.prompts import Prompt
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.runner import fitting_methods, require_same_policies
-from snapkv_lab.evaluate.store import Key, Progress, Store
+from snapkv_lab.evaluate.store import Key, Progress, Store, Summarised
 from snapkv_lab.measure.environment import versions
 from snapkv_lab.rows import Row, short_hash
 
@@ -58,14 +58,11 @@ class HarnessRun:
         require_at_least("batch_size", self.batch_size, 1)
         object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
 
-    def evaluate(
-        self, folder: Path, on_progress: Progress | None = None
-    ) -> tuple[list[Row], OutputError | None]:
+    def evaluate(self, folder: Path, on_progress: Progress | None = None) -> Summarised:
         """Answer what the folder does not hold yet; every metric of every task by every method.
 
-        Returns:
-            The rows, and why the folder has no summary of them, or None where it has. A row holds:
-            task, version, method, policy, metric, filter, score (as lm-eval counts it) and samples.
+        A row holds: task, version, method, policy, metric, filter, score (as lm-eval counts it) and
+        samples.
         """
         manager = self._manager()
         found = []
@@ -81,8 +78,7 @@ class HarnessRun:
                     on_progress=on_progress,
                 )
                 found += _rows(self._results(model, manager), method)
-            unwritten = store.summarise(found)
-        return found, unwritten
+            return Summarised.of(store, found)
 
     def fingerprint(self) -> str:
         return short_hash(self.description())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.known_gates import with_known
 from snapkv.kvzip import require_one_reading
@@ -15,7 +15,7 @@ from snapkv.validation import require_at_least
 from snapkv_app.models import LoadedModel
 from snapkv_lab.evaluate.asking import Answerer, AskedSample, Executor, Method
 from snapkv_lab.evaluate.sample import Sample, Setting, Template, around_turn, data_hash
-from snapkv_lab.evaluate.store import Key, Progress, Store, key
+from snapkv_lab.evaluate.store import Key, Progress, Store, Summarised, key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.measure.environment import versions
@@ -102,8 +102,7 @@ class Run:
                     done += 1
                     tell(f"{record['sample']}, {record['method']}", done, len(wanted))
             rows = summarise(store.records, wanted, self.task)
-            unwritten = store.summarise(rows)
-        return Results(folder=folder, run=block, task=self.task, rows=rows, unwritten=unwritten)
+            return Results.of(store, rows, task=self.task)
 
     def _samples(self) -> list[Sample]:
         samples = _limited(self.task.samples(self.loaded.tokenizer), self.limit)
@@ -158,22 +157,10 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Results:
-    """What a run gave.
+class Results(Summarised):
+    """What was asked gave a row per method, setting and cell, see `snapkv_lab.evaluate.summary`."""
 
-    Attributes:
-        folder: where the answers are.
-        run: the block that says how they were made.
-        task: what was asked.
-        rows: one per method, setting and cell, see `snapkv_lab.evaluate.summary`.
-        unwritten: why the folder has no summary of them; None where it has.
-    """
-
-    folder: Path
-    run: Row
     task: Task
-    rows: list[Row]
-    unwritten: OutputError | None = None
 
 
 def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:

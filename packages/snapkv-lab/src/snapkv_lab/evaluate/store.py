@@ -7,6 +7,7 @@ What was lost to memory has no line, so that it is asked for again when the run 
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -106,6 +107,29 @@ class Store:
             )
         with needing(self.folder):
             replace_file(path, json.dumps(self.run, indent=2) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summarised:
+    """What a run gave.
+
+    Attributes:
+        folder: where its records are.
+        run: the block that says how they were made.
+        rows: what they come to.
+        unwritten: why the folder has no summary of them; None where it has.
+    """
+
+    folder: Path
+    run: Row
+    rows: list[Row]
+    unwritten: OutputError | None = None
+
+    @classmethod
+    def of(cls, store: Store, rows: list[Row], **more: Any) -> Self:
+        """Write the summary of a store, and give it with what else there is to say."""
+        unwritten = store.summarise(rows)
+        return cls(folder=store.folder, run=store.run, rows=rows, unwritten=unwritten, **more)
 
 
 def key(record: Row) -> Key:

@@ -2,10 +2,11 @@
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from snapkv.errors import InvalidArgumentError
@@ -13,19 +14,11 @@ from snapkv.validation import require_at_least
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.drawing import Panel, curves
 from snapkv_lab.evaluate.sample import Sample, Template, data_hash
-from snapkv_lab.evaluate.store import Store
+from snapkv_lab.evaluate.store import Progress, Store, key
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row, grouped, of
-from snapkv_lab.study.base import (
-    DocumentStudy,
-    Step,
-    StudyPlan,
-    mean_rows,
-    named,
-    over_layers,
-    weighted,
-)
-from snapkv_lab.study.material import LEAST_TOKENS, QUESTIONS, cut
+from snapkv_lab.study.base import Findings, Study, mean_rows, named, over_layers, weighted
+from snapkv_lab.study.material import LEAST_TOKENS, QUESTIONS, cut, long_texts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +71,7 @@ class ReadingStep(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadingStudy(DocumentStudy):
+class ReadingStudy(Study):
     """A study that reads long documents, has questions answered, and looks at every layer.
 
     Args:
@@ -102,13 +95,17 @@ class ReadingStudy(DocumentStudy):
     parted: ClassVar[tuple[str, str]]
     """What tells the rows of one layer apart."""
 
+    documents: tuple[str, ...] = ()
+    samples: int = 3
     document_tokens: int = 3072
+    seed: int = 0
     questions: tuple[str, ...] = QUESTIONS
     temperature: float = 0.7
     template: Template = "tokenizer"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        require_at_least("samples", self.samples, 1)
+        require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
         if not self.questions or not all(question.strip() for question in self.questions):
             raise InvalidArgumentError(
                 "question: expected at least one question and no empty one, got "
@@ -169,26 +166,27 @@ class ReadingStudy(DocumentStudy):
             settings=settings,
         )
 
-    def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> StudyPlan:
-        """The parts of documents that are as long as they and the model allow."""
+    def measure(
+        self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
+    ) -> Findings:
+        """Read what is missing in the folder, and conclude from the means over all documents."""
+        texts, warnings = long_texts(self.documents, count=self.samples)
         study, parts, notices = self._fitted(loaded, texts)
         samples = [sample for part in parts for sample in part.samples]
-        block: Row = {"samples": len(samples), "data": data_hash(samples)}
+        block = self.settings(loaded) | {"samples": len(samples), "data": data_hash(samples)}
         if notices:
             block |= {"document_tokens_read": study.document_tokens, "notices": list(notices)}
-
-        def steps(store: Store) -> Iterable[Step]:
-            del store
+        tell = on_progress or (lambda *_: None)
+        with Store(folder, block) as store:
             for place, part in enumerate(parts):
-                read_part = partial(study._record, loaded, part)
-                yield Step(part.name, part.variant, place, len(parts), read_part)
-
-        return StudyPlan(steps, block, notices)
-
-    def summary(self, records: Sequence[Row]) -> list[Row]:
-        """The means over documents."""
-        rows = (row for record in records for row in record["rows"])
-        return mean_rows(rows, self.by, self.numbers)
+                tell(f"{part.name}, {part.variant}", place, len(parts))
+                about = {"sample": part.name, "method": self.name, "question": part.variant}
+                if key(about) not in store:
+                    store.add(about | study._record(loaded, part))
+            tell("done", len(parts), len(parts))
+            found = (row for record in store.records for row in record["rows"])
+            rows = mean_rows(found, self.by, self.numbers)
+            return Findings.of(store, rows, warnings=warnings, notices=notices)
 
     def _fitted(
         self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
@@ -203,7 +201,8 @@ class ReadingStudy(DocumentStudy):
             parts = list(study.parts(found.texts))
             excess = study._excess_tokens(loaded, parts)
             if excess <= 0 or study.document_tokens - excess < LEAST_TOKENS:
-                said = found.shorter_than(self.document_tokens, "documents", why)
+                tokens = f"{found.tokens:,} tokens instead of {self.document_tokens:,}"
+                said = (f"documents are cut to {tokens}: {why}",) if why else ()
                 return study, parts, said  # what does not fit is refused when it is read
             why = f"the model has {loaded.max_tokens:,} positions for prompt and answer"
             study = replace(study, document_tokens=study.document_tokens - excess)

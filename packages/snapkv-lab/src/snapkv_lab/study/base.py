@@ -2,38 +2,31 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from snapkv.errors import OutputError
-from snapkv.validation import require_at_least
-from snapkv_lab.evaluate.store import Progress, Store
+from snapkv_lab.evaluate.store import Progress, Summarised
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row, grouped, mean_of, short_hash
-from snapkv_lab.study.material import LEAST_TOKENS, long_texts
 
 if TYPE_CHECKING:
     from snapkv_app.models import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class Findings(Summarised):
     """The findings of a study: a record of how they were made, and rows.
 
     `warnings` name parts of the user's files that were not read, `notices` deviations from the
-    settings, `closing` the conclusion and its use; `unwritten` is why the folder has no summary.
+    settings, `closing` the conclusion and its use.
     """
 
-    folder: Path
-    run: Row
-    rows: list[Row]
     warnings: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     closing: str = ""
-    unwritten: OutputError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,74 +69,6 @@ class Study(ABC):
     def fingerprint(self, loaded: "LoadedModel") -> str:
         """A short name for the settings."""
         return short_hash(self.settings(loaded))
-
-
-class Step(NamedTuple):
-    """Number `place` of `total` readings: what its record is found by, and what makes the rest."""
-
-    sample: str
-    variant: str
-    place: int
-    total: int
-    read: Callable[[], Row]
-
-
-class StudyPlan(NamedTuple):
-    """What is read; a step may depend on the records of those before it, which are given."""
-
-    steps: Callable[[Store], Iterable[Step]]
-    block: Row
-    notices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentStudy(Study):
-    """A study that reads documents and examines every layer; it can be resumed."""
-
-    documents: tuple[str, ...] = ()
-    samples: int = 3
-    document_tokens: int = 1024
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_at_least("samples", self.samples, 1)
-        require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
-
-    @abstractmethod
-    def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> StudyPlan:
-        """What is read of documents, given by name and text."""
-
-    @abstractmethod
-    def summary(self, records: Sequence[Row]) -> list[Row]:
-        """Rows of all records."""
-
-    def measure(
-        self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
-    ) -> Findings:
-        """Read what is missing in the folder, and conclude from everything."""
-        texts, warnings = long_texts(self.documents, count=self.samples)
-        plan = self.plan(loaded, texts)
-        block = self.settings(loaded) | plan.block
-        tell = on_progress or (lambda *_: None)
-        with Store(folder, block) as store:
-            for step in plan.steps(store):
-                tell(f"{step.sample}, {step.variant}", step.place, step.total)
-                named = (step.sample, self.name, step.variant)
-                if named not in store:
-                    found = dict(zip(("sample", "method", "question"), named, strict=True))
-                    store.add(found | step.read())
-                if step.place + 1 == step.total:
-                    tell("done", step.total, step.total)
-            rows = self.summary(store.records)
-            unwritten = store.summarise(rows)
-        return Findings(
-            folder=folder,
-            run=block,
-            rows=rows,
-            warnings=warnings,
-            notices=plan.notices,
-            unwritten=unwritten,
-        )
 
 
 def mean_rows(rows: Iterable[Row], by: Sequence[str], numbers: Sequence[str]) -> list[Row]:

@@ -43,11 +43,6 @@ class Cut(NamedTuple):
     tokens: int
     shortest: str
 
-    def shorter_than(self, wanted: int, what: str, why: str = "") -> tuple[str, ...]:
-        """What to say where they are not as long as was asked for."""
-        said = f"{what} are cut to {self.tokens:,} tokens instead of {wanted:,}"
-        return (f"{said}: {why}" if why else said,) if self.tokens < wanted else ()
-
 
 def cut(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> Cut:
     """Documents cut to a number of tokens, or all of them to what the shortest one has."""
