@@ -140,7 +140,7 @@ def test_a_question_that_is_expected_changes_what_is_kept():
 def test_a_file_that_does_not_know_of_questions_is_read(tmp_path):
     """Those of 0.3: the next turn goes by the method as it is."""
     in_state("nothing is expected").cache.save(tmp_path / "one")
-    tensors, notes, _ = read_sealed(tmp_path / "one")
+    tensors, notes = read_sealed(tmp_path / "one")
     assert notes.pop("question_tokens", "none") is None
     write_sealed(tmp_path / "old", tensors, notes)
     rows = in_state("nothing is expected")

@@ -199,7 +199,7 @@ def test_sealed_nonsense_is_refused(tmp_path, change):
     """Notes that were changed by somebody who can seal a file."""
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "cache")
-    tensors, notes, _ = read_sealed(tmp_path / "cache")
+    tensors, notes = read_sealed(tmp_path / "cache")
     FORGED[change](notes)
     write_sealed(tmp_path / "forged", tensors, notes)
     with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):

@@ -140,7 +140,7 @@ def _family_of(kind: type[Any]) -> Any:
 
     A class that somebody derives from a family's stands in a file that has none.
     """
-    files = (sys.modules[each.__module__] for each in kind.__mro__)
+    files = (sys.modules.get(each.__module__) for each in kind.__mro__)
     return next((file for file in files if hasattr(file, "eager_attention_forward")), None)
 
 

@@ -33,7 +33,6 @@ class SealedFile(NamedTuple):
 
     tensors: "dict[str, Tensor]"
     notes: dict[str, Any]
-    seal: str
 
 
 def write_sealed(
@@ -97,7 +96,7 @@ def read_sealed(path: Path) -> SealedFile:
         raise _damaged(path, "it is no regular file")
     try:
         with path.open("rb") as file:
-            seal = _require_seal(file, path)
+            _require_seal(file, path)
             checked = _identity(os.fstat(file.fileno()))
             with safe_open(path, framework="pt") as content:
                 metadata = content.metadata()
@@ -116,7 +115,7 @@ def read_sealed(path: Path) -> SealedFile:
             f"path: expected a file of the format {f'{_FORMAT}{_VERSION}'!r}, got "
             f"{metadata.get('format')!r} of another version at {str(path)!r}; read its text again"
         )
-    return SealedFile(tensors, notes, seal)
+    return SealedFile(tensors, notes)
 
 
 def seal_of(path: Path, *, checked: bool = True) -> str:
