@@ -79,6 +79,26 @@ class OutOfMemoryError(SnapKVError, MemoryError):
     """The device has no memory left; the message says what would fit."""
 
 
+def wrong(
+    argument: str,
+    problem: str,
+    remedy: str,
+    error_type: type[SnapKVError] = InvalidArgumentError,
+) -> SnapKVError:
+    """Build the error that says what is wrong with an argument and what to do instead.
+
+    Args:
+        argument: the name of the argument, option or field, with which the message begins.
+        problem: what is wrong, with the value that was given; no capital, no full stop.
+        remedy: what to do instead, as an imperative with a capital; no full stop.
+        error_type: the class of the error.
+
+    Returns:
+        The error, for the caller to raise. Its message is "argument: problem. Remedy."
+    """
+    return error_type(f"{argument}: {problem}. {remedy}.")
+
+
 def missing_package(purpose: str, *packages: str) -> MissingDependencyError:
     """The error that says which packages a purpose, such as "plot: drawing figures", needs."""
     return MissingDependencyError(
