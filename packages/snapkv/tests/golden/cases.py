@@ -8,12 +8,15 @@ from snapkv import (
     H2O,
     RKV,
     TOVA,
+    AcrossLayers,
     AdaKV,
+    AutoBudget,
     CriticalKV,
     ExpectedAttention,
     FastGen,
     FullCache,
     KeyDiff,
+    KVzap,
     KVzip,
     LagKV,
     PromptThenDecode,
@@ -22,13 +25,21 @@ from snapkv import (
     Scissorhands,
     SnapKV,
     StreamingLLM,
+    default_policy,
 )
 from snapkv.policies import Policy
-from tests.golden.models import MODELS
+from tests.golden.models import MODELS, golden_gate
 
 BUDGET = 24
 _WINDOW = {"window_size": 6}
 _PICK = {**_WINDOW, "kernel_size": 5}
+_VOTED = AutoBudget(lost_vote=0.05, least=4)
+_CHUNKS = {**_WINDOW, "chunk_tokens": 32}
+
+
+def _kvzap(budget: int | str = BUDGET) -> KVzap:
+    return KVzap(budget, gate=golden_gate(), **_WINDOW)
+
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "snapkv": lambda: SnapKV(BUDGET, **_PICK),
@@ -69,11 +80,34 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "adakv-kvzip": lambda: AdaKV(KVzip(BUDGET, chunk_tokens=32, **_WINDOW)),
     "adakv-kvzip-plus": lambda: AdaKV(KVzip(BUDGET, chunk_tokens=32, plus=True, **_WINDOW)),
     "random": lambda: Random(BUDGET, sink_tokens=2, **_WINDOW),
+    "default": lambda: default_policy(BUDGET, **_WINDOW),
+    "default-window": lambda: default_policy(BUDGET),
+    "default-share": lambda: default_policy("40%", **_WINDOW),
+    "default-few-bytes": lambda: default_policy("12%", **_WINDOW),
+    "default-bytes": lambda: default_policy("9KiB", **_WINDOW),
+    "default-votes": lambda: default_policy(_VOTED, **_WINDOW),
+    "default-voters": lambda: default_policy(BUDGET, voters=20, **_WINDOW),
+    "default-max": lambda: default_policy(BUDGET, voters=40, pooling="max", **_WINDOW),
+    "across-layers": lambda: AcrossLayers(SnapKV(BUDGET, **_PICK)),
+    "across-layers-ratio": lambda: AcrossLayers(SnapKV(keep_ratio=0.4, **_PICK)),
+    "across-layers-none": lambda: AcrossLayers(SnapKV(BUDGET, group_reduce="none", **_PICK)),
+    "across-layers-kvzip": lambda: AcrossLayers(KVzip(BUDGET, **_CHUNKS)),
+    "across-layers-kvzap": lambda: AcrossLayers(_kvzap()),
+    "across-layers-kvzap-bytes": lambda: AcrossLayers(_kvzap("12%")),
+    "snapkv-share": lambda: SnapKV("40%", **_PICK),
+    "snapkv-few-bytes": lambda: SnapKV("12%", **_PICK),
+    "snapkv-votes": lambda: SnapKV(_VOTED, **_PICK),
+    "adakv-share": lambda: AdaKV(SnapKV("40%", **_PICK)),
+    "adakv-few-bytes": lambda: AdaKV(SnapKV("12%", **_PICK)),
+    "adakv-votes": lambda: AdaKV(SnapKV(_VOTED, **_PICK)),
+    "kvzap": _kvzap,
+    "adakv-kvzap": lambda: AdaKV(_kvzap()),
 }
 STORAGES: dict[str, dict[str, Any]] = {
     "dynamic": {},
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},
+    "k8v4": {"quantize": "K8V4"},
 }
 TURNS: dict[str, dict[str, Any]] = {
     "append": {},
@@ -86,7 +120,7 @@ ROWS = ("one", "padded")
 READINGS = ("whole", "pieces", "told", "layerwise", "twice")
 THEN = (
     "turns", "answer", "lookup", "medusa", "beams", "rows", "crop", "reset", "save", "copy",
-    "document",
+    "document", "long",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import math
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from snapkv.policies.gate import Gate, feature_count
 from tests.families import KINDS, small_config
 
 _MODELS = {
@@ -39,6 +40,13 @@ def golden_model(name: str, *, nudged: bool = False) -> PreTrainedModel:
             if nudged:
                 weight.mul_(1 + _bytes(weight.numel(), 7919 + number).view(weight.shape) * 2.0**-28)
     return model.float().eval()
+
+
+def golden_gate() -> Gate:
+    """Return a gate of drawn weights that fits the models of plain attention."""
+    layers, heads, size = 3, 2, 8
+    shape = layers, heads, feature_count(size, size)
+    return Gate.of(_bytes(math.prod(shape), 500).view(shape) / 128 - 1, size, size)
 
 
 def _filling(label: str, shape: torch.Size, number: int) -> torch.Tensor:

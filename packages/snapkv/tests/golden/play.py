@@ -210,6 +210,12 @@ def _turns(talk: Talk) -> Iterator[Stage]:
     yield talk.answer("third answer", 4)
 
 
+def _long(talk: Talk) -> Iterator[Stage]:
+    """Read a prompt that fills many blocks of codes."""
+    talk.ask(4 * PROMPT, 2)
+    yield from _turns(talk)
+
+
 def _lookup(talk: Talk) -> Iterator[Stage]:
     yield talk.answer("answer by lookup", 2 * ANSWER, prompt_lookup_num_tokens=3)
     talk.ask(9, 2)
@@ -340,6 +346,7 @@ def asked(model: PreTrainedModel, document: Any, name: str, questions: list[Tens
 _THEN: dict[str, Callable[[Talk], Iterator[Stage]]] = {
     "answer": _answer,
     "turns": _turns,
+    "long": _long,
     "lookup": _lookup,
     "medusa": _medusa,
     "beams": _beams,

@@ -15,7 +15,6 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
-import snapkv
 from tests.golden.cases import Case
 from tests.golden.models import MODELS, drawn_ids, golden_model
 from tests.golden.play import Stage, stages
@@ -126,13 +125,12 @@ def arithmetic() -> str:
 
 
 def made(cases: Iterable[Case]) -> Record:
-    """The record of some cases, and where it was made."""
+    """Return the record of some cases, each with the arithmetic that it was made with."""
+    rounding = arithmetic()
     return {
-        "source": str(Path(snapkv.__file__).parent),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "arithmetic": arithmetic(),
-        "cases": {str(case): seen_in(case) for case in cases},
+        "cases": {str(case): seen_in(case) | {"arithmetic": rounding} for case in cases},
     }
 
 
