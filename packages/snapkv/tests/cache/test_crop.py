@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from snapkv import InvalidArgumentError, InvalidTypeError, SnapKV
+from snapkv import InvalidArgumentError, InvalidTypeError, SnapKV, default_policy
 from tests.families import CLOSE, VOCABULARY, call, kept_of, random_ids, read, tiny_model
 
 PROMPT = 80
@@ -130,3 +130,17 @@ def test_numbers_that_are_no_count_are_refused_by_name():
     assert cache.get_seq_length() == PROMPT
     cache.crop(torch.tensor(-1))  # as some releases of transformers have it
     assert cache.get_seq_length() == PROMPT - 1
+
+
+@pytest.mark.parametrize("budget", [24, "30%"])
+def test_queries_that_are_left_vote_on_a_prompt_that_was_cropped_under_recall(budget):
+    """Four of six voters are taken back, and one comes: as if three had been asked for."""
+    model, cropped = tiny_model("llama"), TEXT[:1, : PROMPT - 4]
+    policy = default_policy(budget, window_size=6)
+    cache = read(model, policy, TEXT[:1], recall="host")
+    cache.crop(-4)
+    call(model, cache, LATER[:1, :1])
+    whole = torch.cat([cropped, LATER[:1, :1]], dim=1)
+    voters = default_policy(budget, window_size=6, voters=3)
+    assert kept_of(cache) == kept_of(read(model, voters, whole))
+    assert kept_of(cache) != kept_of(read(model, policy, whole))

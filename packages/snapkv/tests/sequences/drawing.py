@@ -19,10 +19,10 @@ Draw = random.Random
 
 
 def drawn(seed: int, number: int) -> do.Sequence:
-    """A sequence out of all there are."""
+    """Draw a sequence; the default method, which most people use, has every third one."""
     draw = Draw(f"{seed}/{number}")
     model = draw.choice(list(KINDS))
-    policy = _policy(draw, model)
+    policy = _policy(draw, model) if number % 3 else _default(draw)
     operations, options = _operations(draw, policy), _options(draw, policy, model)
     recorded, waiting = draw.random() < 0.5, draw.choice([0, 20_000, 1 << 30])
     return do.Sequence(model, policy, operations, options, recorded, waiting)
@@ -132,6 +132,24 @@ def _of_context(draw: Draw, model: str) -> Policy:
     return draw.choice(
         [kvzip, kv.AdaKV(kvzip), *[kv.AcrossLayers(kvzip)] * 3, *[kv.AcrossLayers(kvzap)] * 2]
     )
+
+
+def _default(draw: Draw) -> Policy:
+    """Draw the default method, with windows so small that short prompts are compressed, too."""
+    window = draw.choice([1, 2, 4, 6, 8])
+    voters = draw.choice([None, None, 2, 12, 40])
+    options: dict[str, Any] = {"window_size": window, "voters": voters}
+    if draw.random() < 0.25:
+        options["pooling"] = "max"
+    else:
+        options["sink_tokens"] = draw.choice([0, 1, 4])
+    least = window + options.get("sink_tokens", 0)
+    budgets: list[Any] = [
+        least + draw.choice([2, 4, 8, 12, 20]),
+        draw.choice(["12%", "20%", "30%", "50%", "70%"]),
+        kv.AutoBudget(lost_vote=draw.choice([0.03, 0.1, 0.3]), least=draw.choice([4, 8])),
+    ]
+    return kv.default_policy(draw.choice(budgets), **options)
 
 
 def _policy(draw: Draw, model: str) -> Policy:
