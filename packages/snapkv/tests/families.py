@@ -87,15 +87,11 @@ IMPLEMENTATIONS = {family: ("sdpa", "eager") for family in FAMILIES} | {
 HYBRID = tuple(family for family in FAMILIES if _OWN[family].get("sliding_window"))
 """Those that have layers with a sliding window beside full ones."""
 
-CASES = tuple(
-    (family, implementation) for family in FAMILIES for implementation in IMPLEMENTATIONS[family]
-)
-
 ONCE = tuple(
     (family, IMPLEMENTATIONS[family][index % len(IMPLEMENTATIONS[family])])
     for index, family in enumerate(FAMILIES)
 )
-"""Every family under one attention, both in turns; the whole product is `CASES`."""
+"""Every family under one implementation of attention, sdpa and eager in turns."""
 
 # Smaller ones, one per kind of layer, for suites of many cases.
 

@@ -1,65 +1,35 @@
 """Tokens are taken back from all layers or from none, and what follows is read as if never seen."""
 
 import copy
-import functools
 import re
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from snapkv import InvalidArgumentError, InvalidTypeError, SnapKV, default_policy
-from tests.families import CLOSE, VOCABULARY, call, kept_of, random_ids, read, tiny_model
+from tests.families import CLOSE, call, kept_of, random_ids, read, small_model, tiny_model
 
 PROMPT = 80
-TEXT, LATER = random_ids(2, PROMPT), random_ids(2, 20, 1)
+TEXT, LATER = (random_ids(2, tokens, tokens) % 61 + 3 for tokens in (PROMPT, 20))
 
 
 # Layers that are not compressed.
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-LINEAR = {
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "qwen3_next": {
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
-}
+STATES = ("convolutions", "linear")
 
 
-def hybrid(family):
+def hybrid(kind):
     """A model with layers of full attention and others, and a cache that has read a prompt."""
-    model = linear_model(family) if family in LINEAR else tiny_model(family, "eager")
+    model = small_model(kind)
     return model, read(model, SnapKV(40, window_size=12), TEXT)
 
 
-@functools.cache
-def linear_model(family):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES, **LINEAR[family])
-    return AutoModelForCausalLM.from_config(config).float().eval()
-
-
 @pytest.mark.parametrize(
-    ("family", "said"),
-    [("gemma3_text", "slides over a window"), ("lfm2", "has a state"), ("qwen3_next", "has a st")],
+    ("kind", "said"),
+    [("sliding", "slides over a window"), *((kind, "has a state") for kind in STATES)],
 )
-def test_what_some_layer_cannot_take_back_no_layer_does(family, said):
-    model, cache = hybrid(family)
+def test_what_some_layer_cannot_take_back_no_layer_does(kind, said):
+    model, cache = hybrid(kind)
     other = copy.deepcopy(cache)
     with pytest.raises(InvalidArgumentError, match=rf"tokens_to_rem.*at most 0.*layer 0 {said}"):
         cache.crop(-3)
@@ -70,7 +40,7 @@ def test_what_some_layer_cannot_take_back_no_layer_does(family, said):
 
 
 def test_a_sliding_layer_takes_back_what_it_has_recorded():
-    model, cache = hybrid("gemma3_text")
+    model, cache = hybrid("sliding")
     expected = copy.deepcopy(cache)
     cache.activate_past_recording()
     call(model, cache, LATER[:, :4])
@@ -96,9 +66,9 @@ NO_ROWS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", *LINEAR])
-def test_rows_of_all_layers_are_changed_and_such_as_are_not_there_refused(family):
-    model, cache = hybrid(family)
+@pytest.mark.parametrize("kind", ["llama", "sliding", *STATES])
+def test_rows_of_all_layers_are_changed_and_such_as_are_not_there_refused(kind):
+    model, cache = hybrid(kind)
     for got, rows in NO_ROWS.items():
         refusal = f"rows: expected some of the 2 rows of the batch, got {got}; pass a 1-D"
         for act in (cache.reorder_cache, cache.batch_select_indices):

@@ -8,7 +8,7 @@ from tests.golden import golden, record
 from tests.golden.cases import Case, parse
 
 RECORDED = record.read(golden.FILE)["cases"]
-BY_ROUNDING_ONLY = tuple(RECORDED)[::8]
+BY_ROUNDING_ONLY = tuple(RECORDED)[::12]
 
 
 @pytest.fixture(scope="module")
@@ -41,33 +41,26 @@ def seen():
     return record.seen_in(Case())
 
 
-def changed(seen, part):
-    """The same record with one thing changed in its last stage."""
+def changed(seen, change):
+    """Return a copy of a record in which something of its last stage is another."""
     other = copy.deepcopy(seen)
-    stage = other["stages"][-1]
-    if part == "error":
-        other["error"] = ["InvalidArgumentError", "policy: expected another"]
-    elif part == "stage":
-        other["stages"].pop()
-    elif part == "tokens":
-        stage["tokens"][0][-1] += 1
-    elif part == "positions":
-        stage["positions"]["1"][0][1] = "0-3 " + stage["positions"]["1"][0][1]
-    elif part == "layer":
-        stage["positions"].pop("2")
-    elif part == "report":
-        stage["report"]["held_bytes"] += 1
-    elif part == "layers":
-        stage["layers"][0][1] += 1
+    change(other["stages"][-1])
     return other
 
 
-PARTS = ("error", "stage", "tokens", "positions", "layer", "report", "layers")
+CHANGES = {
+    "stage": lambda stage: stage.update(name="another"),
+    "tokens": lambda stage: stage["tokens"][0].append(1),
+    "positions": lambda stage: stage["positions"]["1"][0].append("0-3"),
+    "layer": lambda stage: stage["positions"].pop("2"),
+    "report": lambda stage: stage["report"].update(held_bytes=1),
+    "layers": lambda stage: stage["layers"].pop(),
+}
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_change_is_told_in_either_way(seen, part):
-    other = {**changed(seen, part), "hold": len(seen["stages"]), "close": 1e-3}
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_told_in_either_way(seen, change):
+    other = {**changed(seen, change), "hold": len(seen["stages"]), "close": 1e-3}
     assert record.differences(seen, other)
     assert golden.beyond_rounding(seen, other)
 
@@ -80,9 +73,3 @@ def test_logits_are_compared_to_the_bit_or_to_what_rounding_can_do(seen):
     bits = further["stages"][0]["logits"][0]
     further["stages"][0]["logits"][0] = bits[8:16] + bits[8:]
     assert golden.beyond_rounding(seen, further)
-
-
-def test_records_are_read_as_they_were_written(seen, tmp_path):
-    made = {"cases": {str(Case()): seen}}
-    record.write(made, tmp_path / "record")
-    assert record.read(tmp_path / "record") == made

@@ -27,6 +27,7 @@ from tests.families import (
     tiny_config,
     tiny_model,
 )
+from tests.pairs import pairs
 
 SNAPKV = SnapKV(24, window_size=8)
 POLICIES = {"snapkv": SNAPKV, "across-layers": AcrossLayers(SNAPKV)}
@@ -71,10 +72,7 @@ def read(model, cache, ids, how):
     return logits
 
 
-@pytest.mark.parametrize("how", READ)
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", POLICIES)
+@pairs(name=list(POLICIES), implementation=["sdpa", "eager"], where=list(WHERE), how=READ)
 def test_a_layer_that_adds_keys_is_refused_by_name(name, implementation, where, how, adds_a_key):
     model = peaked_model(tiny_config("llama"), implementation)
     cache, ids = CompressedCache(model, POLICIES[name]), random_ids(2, 70)
@@ -101,9 +99,7 @@ class Without(nn.Module):
         return hidden_states, None
 
 
-@pytest.mark.parametrize("most_bytes", [0, 1 << 30])
-@pytest.mark.parametrize("where", [(2,), (3,), (1, 2), (2, 3)])
-@pytest.mark.parametrize("name", POLICIES)
+@pairs(name=list(POLICIES), where=[(2,), (3,), (1, 2), (2, 3)], most_bytes=[0, 1 << 30])
 def test_a_layer_that_never_reads_the_end_of_a_prompt_is_named(
     name, where, most_bytes, monkeypatch
 ):

@@ -25,11 +25,13 @@ from snapkv import (
 from snapkv.hf import forward_context, room, step_graph
 from snapkv.kvzip import read_twice
 from snapkv_app.reading import telling_of_reading
-from tests.families import CASES, HYBRID, peaked_model, random_ids, tiny_config, tiny_model
+from tests import families
+from tests.families import HYBRID, ONCE, peaked_model, random_ids, tiny_config, tiny_model
 from tests.hf.tape import TapeRecorder, recording_on_a_cpu
 from tests.methods import COMPRESSING, METHODS
 
 POLICY = SnapKV(40, window_size=8)
+IN_FEW_BITS = ("snapkv", "snapkv by query head", "adakv", "across-layers")
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +40,7 @@ def on_a_cpu():
         yield
 
 
-def generated(model, cache, ids, **options):
-    options = {
-        "do_sample": False,
-        "max_new_tokens": 12,
-        "attention_mask": torch.ones_like(ids),
-    } | options
-    return model.generate(ids, past_key_values=cache, **options)
+generated = functools.partial(families.generated, max_new_tokens=12)
 
 
 def as_eager(model, ids, policy=POLICY, **options):
@@ -74,8 +70,10 @@ def test_a_replayed_step_is_the_eager_one_for_every_prompt(family, quantize):
         assert cache.get_seq_length() == eager.get_seq_length()
 
 
-@pytest.mark.parametrize("quantize", [None, "int4"])
-@pytest.mark.parametrize("name", COMPRESSING)
+@pytest.mark.parametrize(
+    ("name", "quantize"),
+    [*((name, None) for name in COMPRESSING), *((name, "int4") for name in IN_FEW_BITS)],
+)
 def test_the_steps_of_every_method_are_one_graph(name, quantize):
     model, ids, answers, positions = tiny_model("llama"), random_ids(2, 90), [], []
     for options in ({}, {"disable_compile": True}):
@@ -92,7 +90,7 @@ def test_the_steps_of_every_method_are_one_graph(name, quantize):
 OBSTACLES = dict.fromkeys(HYBRID, "eager: ") | {"deepseek_v3": "share what is stored"}
 
 
-@pytest.mark.parametrize(("family", "implementation"), CASES)
+@pytest.mark.parametrize(("family", "implementation"), ONCE)
 def test_the_steps_of_every_family_are_one_graph_or_it_says_why_not(family, implementation):
     cache, _ = as_eager(tiny_model(family, implementation), random_ids(2, 60))
     assert OBSTACLES.get(family, "one graph") in cache.report()["steps"]

@@ -10,7 +10,7 @@ from tests.families import tiny_model
 from tests.matrix.images import image_of
 from tests.matrix.shrinking import seeing
 
-SEEING = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "qwen3_5"
+SEEING = "qwen2_5_vl", "glm4v", "qwen3_5"
 # One way of rotating each: halves, the first half of a head, neighbours in pairs, both of these,
 # tables of half the width and sinks of the model's own, two kinds.
 ROTARY = "llama", "phi3", "cohere", "glm4", "gpt_oss", "gemma3_text"

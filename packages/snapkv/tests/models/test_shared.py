@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from snapkv import CompressedCache, KVzip, SnapKV
+from snapkv import CompressedCache, KVzip
 from snapkv.errors import UnsupportedModelError
 from snapkv.kvzip import read_context
 from snapkv.prefill import SharedReading
 from snapkv.prefill.shared import shared_bytes
 from tests.families import generated, random_ids, small_model, tiny_model
-from tests.golden.cases import BUDGET, POLICIES
+from tests.methods import METHODS, SNAPKV
 
-SNAPKV = SnapKV(BUDGET, window_size=6)
 OPTIONS = {
     "int8": {"quantize": "int8"},
     "recall": {"recall": "host"},
@@ -43,11 +42,11 @@ def assert_alike(model, ids, shared, policy, **options):
 
 
 def test_every_policy_shares_one_reading_with_all_others():
-    model, ids = small_model("llama"), random_ids(1, 70) % 64
+    model, ids = tiny_model("llama"), random_ids(1, 90)
     shared = SharedReading(model, ids)
-    for policy in POLICIES.values():
-        if not policy().needs_reconstruction_pass:
-            assert_alike(model, ids, shared, policy())
+    for policy in METHODS.values():
+        if not policy.needs_reconstruction_pass:
+            assert_alike(model, ids, shared, policy)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -71,7 +70,7 @@ def test_a_question_behind_the_context_is_read_by_the_model():
 
 def test_the_first_of_two_readings_is_shared_and_the_second_is_not():
     model, ids = tiny_model("llama"), random_ids(1, 80)
-    policy = KVzip(BUDGET, window_size=6, chunk_tokens=32)
+    policy = KVzip(24, window_size=6, chunk_tokens=32)
     own = read_context(model, ids, policy)
     with SharedReading(model, ids).given():
         assert_stored_alike(read_context(model, ids, policy), own)

@@ -220,12 +220,6 @@ CASES = {
     "crop into a prompt under recall, the budget shared by layers": llama(
         kv.default_policy("30%", window_size=6), (do.Turn(46), do.Crop(4), do.Step(3)), HOST
     ),
-    # Spans covered all that a row had evicted, so it was whole and yet passed for compressed.
-    "crop where what was evicted was dropped, too": do.Sequence(
-        "sliding",
-        kv.default_policy(kv.AutoBudget(lost_vote=0.03, least=8), window_size=4, sink_tokens=4),
-        (do.Turn(22, how="layers", piece=19, pads=(0, 1)), do.Drop(((3, 21),)), do.Crop(28)),
-    ),
     "many turns": llama(
         FITS, tuple(do.Turn(5, how="generate", answer=4) for _ in range(9)), {"turns": "compress"}
     ),
