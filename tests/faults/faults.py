@@ -43,8 +43,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/cache/layer_group.py": [
         (
             "layers that are unlike choose together",
-            "== prompt.depth and self._kind == prompt.kind",
-            "== prompt.depth",
+            "elif self._next != (prompt.depth, prompt.kind):",
+            "elif self._next[0] != prompt.depth:",
             "cache/test_layer_group.py",
         ),
         (
@@ -660,15 +660,15 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/cache/shared_budget.py": [
         (
             "layers share out a token too few",
-            "return [total + first * later[seen] for total, later in totals]",
-            "return [total + first * later[seen] - 1 for total, later in totals]",
+            "return [sum(map(operator.mul, heads, map(max, row, least))) for row in rows]",
+            "return [sum(map(operator.mul, heads, map(max, row, least))) - 1 for row in rows]",
             "policies/test_across_layers.py",
         ),
         (
             "layers are pruned to half of what they share",
-            "if group.reaches_last or self._held > 2 * max(entries):",
-            "if self._held > max(entries) // 2:\n"
-            "            entries = entries if group.reaches_last else [n // 2 for n in entries]",
+            "if group.reaches_last or most_held > 2 * max(budgets):",
+            "if most_held > max(budgets) // 2:\n"
+            "            budgets = budgets if group.reaches_last else [n // 2 for n in budgets]",
             "policies/test_across_layers.py",
         ),
     ],

@@ -123,7 +123,7 @@ class RecordedPrompt:
             else:
                 cache.layers[index] = copy.deepcopy(other)
         for layer, shown in zip(cache.prompt_state.layers, self._filling(cache), strict=True):
-            cache.prompt_state.end_prompt(layer, shown)
+            cache.prompt_state.chooser.offer(layer, shown)
         return cache
 
     def _filling(self, cache: CompressedCache) -> Iterator[PromptLayer]:

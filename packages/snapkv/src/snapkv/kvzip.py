@@ -86,7 +86,8 @@ def read_twice(
         prompts = read_layers(model, input_ids, cache, instruction_ids=instruction_ids)
         with cache.prompt_state.attending():
             for layer, prompt in zip(cache.prompt_state.layers, prompts, strict=True):
-                cache.prompt_state.end_prompt(layer, prompt, once=True)  # what follows is read once
+                # What follows is read only once, so it cannot be compared with this prompt.
+                cache.prompt_state.chooser.offer(layer, prompt, is_final=True)
         cache.prompt_state.note_text(input_ids)
     except BaseException:
         cache.reset()

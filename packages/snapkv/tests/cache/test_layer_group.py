@@ -7,6 +7,7 @@ import torch
 
 from snapkv import AcrossLayers, CacheMismatchError, CompressedCache, SnapKV
 from snapkv.cache import layer_group
+from snapkv.cache.chooser import Chooser
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.policies.states import LostVotes
 from tests.families import call, peaked_model, random_ids, tiny_config, tiny_model
@@ -121,13 +122,13 @@ def test_of_layers_that_wait_no_more_queries_are_held_than_vote(wait):
 
 def stacks(model, cache, ids, monkeypatch):
     """How many layers chose at once, in order."""
-    found, own = [], type(cache.prompt_state).choose
+    found, own = [], Chooser._choose
 
-    def choose(state, **options):
-        found.append(len(state.group))
-        own(state, **options)
+    def choose(chooser, **options):
+        found.append(len(chooser.group))
+        own(chooser, **options)
 
-    monkeypatch.setattr(type(cache.prompt_state), "choose", choose)
+    monkeypatch.setattr(Chooser, "_choose", choose)
     call(model, cache, ids)
     return found
 

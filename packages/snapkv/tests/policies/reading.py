@@ -19,13 +19,8 @@ def ended(policy, prompts, codes=None):
         layer.update(prompt.keys, prompt.values)
         at, cost = layer.identity.depth, functools.partial(layer.token_cost, prompt.keys.shape[1])
         shown = replace(prompt, depth=at, num_layers=count, token_cost=cost)
-        if not prompt_state.group.goes_with(shown):
-            prompt_state.choose()
-        prompt_state.group.add(layer, shown)
-        if prompt_state.group.is_full:
-            prompt_state.choose()
-    assert prompt_state.shared is None
-    assert not prompt_state.group
+        prompt_state.chooser.offer(layer, shown, may_wait=True)
+    prompt_state.require_chosen()
     return layers
 
 

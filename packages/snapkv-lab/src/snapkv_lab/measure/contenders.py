@@ -206,7 +206,7 @@ def _end_prompt(
         output_weight=None if output is None else output_weight(output, layer.keys.dtype),
         token_cost=partial(layer.token_cost, layer.keys.shape[1]),
     )
-    cache.prompt_state.end_prompt(layer, prompt)
+    cache.prompt_state.chooser.offer(layer, prompt)
 
 
 def _random(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:

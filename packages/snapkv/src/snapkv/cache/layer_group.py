@@ -1,12 +1,13 @@
-"""Layers that have read a prompt's end and choose together, as rows of one batch.
+"""Layers that have read a prompt and choose what they keep together, as rows of one batch.
 
-The dozens of small operations of a choice take longer than the work that they are, on a GPU above
-all. So neighbours that are alike wait for each other, as many as are little to hold.
+A choice takes dozens of small operations. On a GPU, launching them takes longer than running them.
+So consecutive layers with tensors of the same shapes wait for each other, as long as they hold few
+bytes.
 """
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,93 +16,119 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
-from snapkv.policies import PromptLayer, Selection
+from snapkv.policies import Policy, PromptLayer, Selection, checks
 from snapkv.policies.states import LostVotes
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.ragged_store import CodedStore
 
 MOST_BYTES = {"cpu": 4 << 20}
-"""Of keys and values that wait, by the type of device; those of one layer may be more."""
+"""How many bytes of keys and values may wait, by type of device. A single layer may hold more."""
 
 _MOST_BYTES = 128 << 20
-"""On any other device; as much again for their copies, side by side."""
+"""The same for any other device. Stacking the layers takes as much memory again."""
 
 
 class LayerGroup:
-    """Neighbouring layers that wait, in order; none before a prompt ends and behind its last layer.
+    """Consecutive layers that have read the prompt and will choose together.
 
     Attributes:
-        layers: those that wait.
+        layers: the layers, in order.
         prompts: what each of them has read.
-        is_full: whether none that comes may wait with them.
-        reaches_last: whether the last layer of the model is among them.
+        check_votes: checks the votes of the group before it chooses; None for no check.
+        is_full: whether no further layer may join.
+        reaches_last: whether the model's last layer is in the group.
     """
 
     def __init__(self) -> None:
         self.layers: list[CompressedLayer] = []
         self.prompts: list[PromptLayer] = []
+        self.check_votes: Callable[[LayerGroup], None] | None = None
         self._outputs: list[Tensor] = []
-        self._kind: Any = None
-        self._bytes = 0
+        self._next: Any = None  # depth and kind of a prompt that may join
+        self._bytes_left = 0
         self.is_full = self.reaches_last = False
 
     def __len__(self) -> int:
         return len(self.layers)
 
-    def goes_with(self, prompt: PromptLayer) -> bool:
-        """Whether one more layer can choose together with those that wait, if any do."""
-        if not self.prompts:
-            return True
-        return self.prompts[-1].depth + 1 == prompt.depth and self._kind == prompt.kind
-
     def add(
-        self, layer: CompressedLayer, prompt: PromptLayer, output: Tensor | None = None
-    ) -> None:
-        """One more layer waits; `output` is (B, Hq, Dv), what attention gave the last token."""
-        self._bytes += prompt.keys.nbytes + prompt.values.nbytes
-        self._kind = prompt.kind
+        self,
+        layer: CompressedLayer,
+        prompt: PromptLayer,
+        output: Tensor | None = None,
+        check_votes: "Callable[[LayerGroup], None] | None" = None,
+    ) -> bool:
+        """Add a layer, unless it does not follow the others or has tensors of other shapes.
+
+        Args:
+            layer: the layer, which holds the whole prompt.
+            prompt: the prompt's states in this layer.
+            output: (B, Hq, Dv), the model's attention output of the prompt's last token.
+            check_votes: checks the votes of the group before it chooses.
+
+        Returns:
+            Whether the layer was added. An empty group takes any layer.
+        """
+        if not self.layers:
+            self._bytes_left = most_bytes(prompt.keys.device)
+        elif self._next != (prompt.depth, prompt.kind):
+            return False
+        self._bytes_left -= prompt.keys.nbytes + prompt.values.nbytes
+        self._next, self.check_votes = (prompt.depth + 1, prompt.kind), check_votes
         self.reaches_last = prompt.depth == prompt.num_layers - 1
-        is_much = self._bytes >= most_bytes(prompt.keys.device)
         stays_alone = prompt.kind is None or not layer.policy.chooses_of_stacks
-        self.is_full = is_much or stays_alone or self.reaches_last
-        if not self.is_full:  # a view would hold those of all tokens
+        self.is_full = self._bytes_left <= 0 or stays_alone or self.reaches_last
+        if not self.is_full:  # as views, these would keep the states of all tokens in memory
             prompt = replace(prompt, queries=prompt.queries.clone())
             output = None if output is None else output.clone()
         self.layers.append(layer)
         self.prompts.append(prompt)
         if output is not None:
             self._outputs.append(output)
+        return True
 
     @functools.cached_property
     @torch.no_grad()
     def stack(self) -> PromptLayer:
-        """What they have read, as rows of one layer."""
+        """What the layers have read, as rows of one layer."""
         return PromptLayer.stack(self.prompts)
 
     @property
     def outputs(self) -> Tensor:
-        """What attention gave the last token, as rows."""
+        """The attention outputs of the prompt's last token, (layers * B, Hq, Dv)."""
         outputs = self._outputs
         return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs).detach()
 
-    def keep(self, selection: Selection | None) -> None:
-        """Each keeps what was chosen of the stack, None for all, and notes what its votes lost."""
-        nothing: list[Selection | None] = [None] * len(self)
-        parts = nothing if selection is None else selection.of_layers(self.prompts)
+    def choose(self, policy: Policy, *, is_final: bool) -> None:
+        """Let the policy select what each layer keeps, and evict the rest.
+
+        Args:
+            policy: the policy of all layers.
+            is_final: as for `Chooser.offer`.
+        """
         with ops.scoring(self.stack.keys):
-            lost = self._lost_by(selection)
+            selection = checks.select(policy, self.stack, [one.layer_idx for one in self.prompts])
+            if selection is None and is_final:
+                selection = Selection.whole(self.stack)
+            lost = self._lost_votes(policy, selection)
+        parts: list[Selection | None] = [None] * len(self.layers)
+        if selection is not None:
+            parts = selection.of_layers(self.prompts)
         for layer, part, prompt, own in zip(self.layers, parts, self.prompts, lost, strict=True):
             layer.end_prompt(part, prompt, **own)
         prompt_tokens = self.prompts[0].keys.shape[2]
         kept = ((layer, layer.kept_slots(prompt_tokens)) for layer in self.layers)
         encode(kept, self.layers[0].codes)
 
-    def _lost_by(self, selection: Selection | None) -> list[dict[str, Tensor]]:
-        """What each loses of its votes; nothing where all is kept, or some had gone before."""
-        nothing: list[dict[str, Tensor]] = [{}] * len(self)
+    def _lost_votes(self, policy: Policy, selection: Selection | None) -> list[dict[str, Tensor]]:
+        """Return the votes that each layer loses, as arguments for `CompressedLayer.end_prompt`.
+
+        They are empty if nothing is evicted, or if tokens were evicted before.
+        """
+        nothing: list[dict[str, Tensor]] = [{}] * len(self.layers)
         if selection is None or not self.layers[0].slots.is_whole:
             return nothing
-        if (votes := self.layers[0].policy.votes_at_stake(self.stack)) is None:
+        if (votes := policy.votes_at_stake(self.stack)) is None:
             return nothing
         kept, tokens = selection.keep_indices, selection.prompt_tokens
         lost = LostVotes.of(votes.votes, votes.lifted(), kept, tokens)
@@ -110,14 +137,19 @@ class LayerGroup:
 
 
 def most_bytes(device: torch.device) -> int:
-    """What may be held by layers that do something together."""
+    """Return how many bytes layers may hold that are worked on together."""
     return MOST_BYTES.get(device.type, _MOST_BYTES)
 
 
 def encode(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes | None) -> None:
-    """Have layers hold so many first slots each as codes, if any are asked for.
+    """Quantize what layers keep of a prompt; without effect if `codes` is None.
 
-    Of neighbours that are alike as many at once as are little to hold: a GPU is waited for once.
+    Consecutive layers of the same kind are quantized together, up to `most_bytes`: a GPU is waited
+    for once for all of them.
+
+    Args:
+        kept: each layer with the number of its first slots that are quantized.
+        codes: the number of bits.
     """
     if codes is None:
         return
@@ -125,9 +157,9 @@ def encode(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes | None) -
     for _, alike in itertools.groupby(filled, lambda each: _kind_of_states(each[0])):
         layers = list(alike)
         largest = max(layer.held_bytes for layer, _ in layers)
-        at_once = max(1, most_bytes(layers[0][0].keys.device) // largest)
-        for start in range(0, len(layers), at_once):
-            some = layers[start : start + at_once]
+        count = max(1, most_bytes(layers[0][0].keys.device) // largest)
+        for start in range(0, len(layers), count):
+            some = layers[start : start + count]
             stores = [layer.in_heads(tokens) for layer, tokens in some]
             coded = CodedStore.of_each(stores, codes)
             for (layer, tokens), store in zip(some, coded, strict=True):

@@ -9,25 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv import ops
+from snapkv.cache.chooser import Chooser
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.layer_group import LayerGroup
 from snapkv.cache.read_ids import ReadIds
-from snapkv.cache.shared_budget import SharedBudget
 from snapkv.errors import (
     CacheMismatchError,
     InvalidArgumentError,
     InvalidTypeError,
     UnsupportedModelError,
 )
-from snapkv.policies import (
-    AcrossLayers,
-    EvictingPolicy,
-    Policy,
-    PromptLayer,
-    Selection,
-    checks,
-)
+from snapkv.policies import EvictingPolicy, Policy
 from snapkv.validation import require_int
 
 
@@ -130,10 +121,7 @@ class PromptState:
             prompt, whose ids may come in pieces.
         is_broken: whether a layer's attention has begun and not come to its end.
         thread: identifier of the thread whose forward pass began last; None before the first.
-        yet_to_choose: indices of the layers, in order, that have yet to read the end of the prompt
-            or turn in this forward pass; those of a pass that is over were missed.
-        shared: the budget that the layers of the prompt share whose end is being read, if any.
-        group: layers that have read the prompt's end and wait for others to choose with.
+        chooser: decides when the layers choose what they keep of the prompt.
         looks_at_tokens: whether the policy is told the ids of all tokens.
     """
 
@@ -148,9 +136,7 @@ class PromptState:
     ids_start: int | None = 0
     is_broken: bool = False
     thread: int | None = None
-    yet_to_choose: tuple[int, ...] = ()
-    shared: SharedBudget | None = None
-    group: LayerGroup = field(default_factory=LayerGroup, init=False)
+    chooser: Chooser = field(default_factory=Chooser)
 
     def __post_init__(self) -> None:
         self.looks_at_tokens = "token_ids" in self.policy.needs
@@ -205,39 +191,6 @@ class PromptState:
         if self.prompt_end is not None and self.seen_tokens < self.prompt_end <= seen_tokens:
             self.prompt_end = None
         self._recall_for_a_turn()
-
-    def end_prompt(
-        self, layer: CompressedLayer, prompt: PromptLayer, *, once: bool = False
-    ) -> None:
-        """Let the policy choose of a prompt that a layer has read, and the layer keep that.
-
-        What is chosen `once` is not chosen from again with what follows, even if nothing was
-        dropped.
-        """
-        self.group.add(layer, prompt)
-        self.choose(once=once)
-
-    def choose(self, *, once: bool = False) -> None:
-        """Let the policy choose for the layers that wait, and these keep that; as `end_prompt`.
-
-        Of a budget that all layers share, they keep what may be among the best until the last one.
-        """
-        group, policy = self.group, self.policy
-        self.group = LayerGroup()
-        if isinstance(policy, AcrossLayers) and policy.shares:
-            if self.shared is None or not group.stack.depth:
-                self.shared = SharedBudget(policy, group.prompts[0], once=once)
-            with ops.scoring(group.stack.keys):
-                self.shared.take(group)
-            if group.reaches_last:
-                self.shared = None
-            return
-        with ops.scoring(group.stack.keys):
-            layers = [prompt.layer_idx for prompt in group.prompts]
-            selection = checks.select(policy, group.stack, layers)
-            if selection is None and once:
-                selection = Selection.whole(group.stack)
-        group.keep(selection)
 
     # Where the prompt ends.
 
@@ -369,8 +322,28 @@ class PromptState:
                 f"{self.seen_tokens:,} of {self.prompt_end:,} tokens in it; use transformers' own "
                 "cache for it"
             )
-        if self.yet_to_choose:
-            raise self.interrupted(self.yet_to_choose)
+        self.require_chosen()
+
+    def record_end(self, layer_idx: int) -> None:
+        """Record that a layer reads the end of the prompt or turn.
+
+        Raises:
+            CacheMismatchError: a layer before it has missed the end, or the layer comes twice.
+        """
+        first, *later = self.chooser.unread_layers
+        if first != layer_idx:
+            unread = self.chooser.unread_layers
+            raise self.interrupted([index for index in unread if index < layer_idx])
+        self.chooser.unread_layers = tuple(later)
+
+    def require_chosen(self) -> None:
+        """Check that every layer has chosen what it keeps of the last prompt.
+
+        Raises:
+            CacheMismatchError: a layer did not read the prompt's end, or still waits to choose.
+        """
+        if self.chooser.unread_layers or self.chooser.group.layers:
+            raise self.interrupted(self.chooser.unread_layers)
 
     def interrupted(self, layers: Sequence[int] = ()) -> CacheMismatchError:
         """Return the error of a forward pass that some layers have not read to its end.

@@ -1,19 +1,22 @@
-"""A budget that all layers share, spent while these are read one after the other.
+"""A budget that the heads of all layers share, spent while the layers are read one after the other.
 
-Of a prompt a row keeps its N best entries, N being what the heads of all layers keep together. What
-is not among the N best of the layers read so far cannot be among those of all, so it goes: at most
-2 N entries and one layer, or those of a `LayerGroup`, are held, and the work is linear in what was
-read. It is exact: of equal scores the earlier layer, head and position wins, whenever entries go.
+An entry is one token in one KV head of one layer. Of each batch row the N best entries of all
+layers are kept. An entry that is not among the N best of the layers read so far cannot be among
+the N best of all layers, so it can be evicted before the next layer is read. All entries but the
+N best are evicted whenever the layers hold more than 2 N, and after the last layer. So the layers
+hold at most 2 N entries of a row and one `LayerGroup`, and the work grows linearly with the
+entries read. The result is exact: of equal scores the earlier layer, head and position wins.
 
-The entries of a row are listed layer by layer, one head after the other. So all layers are compared
-in a few operations; on a GPU those of each layer would take longer than the work that they are.
+Entries are listed in the order in which they lie in the layers' stores: by layer, batch row, head
+and position. So all layers are compared in a few operations. On a GPU, launching operations for
+each layer would take longer than running them.
 """
 
 import itertools
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,311 +26,240 @@ from torch.nn import functional as F
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_group import LayerGroup, encode
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.policies import AcrossLayers, PromptLayer, Selection
 from snapkv.policies.across_layers import best_entries
-from snapkv.policies.states import LEAST_VOTES, VotesAtStake
+from snapkv.policies.states import LEAST_VOTES
+from snapkv.storage.ragged import Counts
 
 
-class SharedBudget:
-    """What a prompt's layers hold while it is read; `once` as in `PromptState.end_prompt`."""
+class _Entries(NamedTuple):
+    """M entries: (M,) float32 scores, (M,) int32 columns, and votes.
 
-    def __init__(self, policy: AcrossLayers, first: PromptLayer, *, once: bool) -> None:
-        self._policy, self._once = policy, once
-        self._even = [policy.even_counts(first.at(depth)) for depth in range(first.num_layers)]
-        self._seen = [0 for _ in first.keys]  # what a row keeps in the layers that were read
-        self._to_come = [
-            _sums_from(row, policy.policy.most_tokens or 0) for row in zip(*self._even, strict=True)
-        ]
-        self._rows = [_Row(first.keys.device) for _ in first.keys]
-        self._device = first.keys.device
-        self._parts: list[_Part] = []
-        self._scores: list[Tensor] = []  # (B, heads of some, T) of layers that are not listed
-        self._votes: list[VotesAtStake] = []  # of the same
-        self._tokens = 0  # of all rows and heads
-        self._held = 0  # slots of a row, at most
-        self._listed = 0  # of how many layers the entries are listed
-
-    def take(self, group: LayerGroup) -> None:
-        """Layers have read the prompt; after the last one all hold what they keep."""
-        stack, rows, seen = group.stack, len(self._rows), len(self._parts)
-        if seen:
-            counts = self._policy.even_counts(stack)
-            read = [counts[at : at + rows] for at in range(0, len(counts), rows)]
-            self._even[seen : seen + len(group)] = read
-        scores = self._policy.ranked(stack, self._even)
-        heads = scores.shape[1]
-        self._scores.append(_side_by_side(scores, rows))
-        if (votes := self._policy.votes_at_stake(stack)) is not None:
-            pads = None if votes.pad_tokens is None else votes.pad_tokens[:rows]
-            beside = _side_by_side(votes.votes, rows)
-            self._votes.append(replace(votes, votes=beside, pad_tokens=pads))
-        for layer, prompt in zip(group.layers, group.prompts, strict=True):
-            assert layer.slots.is_whole
-            self._parts.append(_Part(layer, heads=heads))
-            layer.note_end(prompt)
-        entries = self._entries(seen)
-        self._tokens += heads * sum(stack.row_lengths)
-        self._held += self._scores[-1][0].numel()
-        if group.reaches_last or self._held > 2 * max(entries):
-            self._prune(entries, is_last=group.reaches_last)
-        if group.reaches_last:
-            self._end(stack.keys.shape[2])
-
-    def _entries(self, before: int) -> list[int]:
-        """B numbers: N, what a row keeps in all layers, of which some more have been read.
-
-        Layers to come have as many heads as the first one, or fewer, and may hold more tokens.
-        """
-        first, heads, seen = self._parts[0].heads, self._parts[-1].heads, len(self._parts)
-        if heads > first:
-            raise UnsupportedModelError(
-                "model: expected no more heads in a layer than in the first where layers share a "
-                f"budget, got {first} and {heads}; use SnapKV or AdaKV"
-            )
-        counts = map(sum, zip(*self._even[before:seen], strict=True))
-        self._seen = [
-            total + heads * count for total, count in zip(self._seen, counts, strict=True)
-        ]
-        totals = zip(self._seen, self._to_come, strict=True)
-        return [total + first * later[seen] for total, later in totals]
-
-    def _prune(self, entries: list[int], *, is_last: bool) -> None:
-        """List the best so many of each row; layers of which nothing has gone hold only these.
-
-        The others, too, after the last one, or where all would be more than twice as many.
-        """
-        since, new = self._listed, self._parts[self._listed :]
-        scores = torch.cat([each.flatten(1).to(self._device) for each in self._scores], dim=1)
-        tokens, heads = self._scores[0].shape[2], [part.heads for part in new]
-        compared = [
-            row.compare(own, [tokens] * sum(heads), total)
-            for row, own, total in zip(self._rows, scores, entries, strict=True)
-        ]
-        kept = torch.stack([row.before for row in compared]).tolist()  # waited for once
-        if not self._once and sum(before[-1] for before in kept) == self._tokens:
-            return
-        columns = torch.arange(tokens, dtype=torch.int32, device=self._device).repeat(sum(heads))
-        votes = self._unlisted_votes(tokens)
-        for at, (row, found, before) in enumerate(zip(self._rows, compared, kept, strict=True)):
-            start = len(row.at)
-            for part in new:
-                slots = part.heads * tokens
-                part.gaps.append(start - at * slots * (part.heads > 1))
-                start += slots
-            if votes is not None:
-                row.note_lost(found.best, votes[:, at], [tokens] * sum(heads))
-            row.keep(found, before, columns, heads)
-        self._listed, self._scores, self._votes = len(self._parts), [], []
-        left = [max(map(sum, rows)) for rows in self._counts_since(0)]
-        older = self._held - scores.shape[1]
-        if is_last or older + sum(left[since:]) > 2 * max(entries):
-            since = older = 0
-        self._held = older + sum(left[since:])
-        self._let_go(since)
-
-    def _unlisted_votes(self, tokens: int) -> Tensor | None:
-        """(2, B, N) float32: votes of layers of so many tokens, and what they are lifted to."""
-        if not self._votes:
-            return None
-        votes = VotesAtStake.joined(self._votes)
-        both = torch.stack([votes.votes, votes.lifted()])
-        return F.pad(both, (0, tokens - both.shape[-1])).flatten(2).to(self._device)
-
-    def _let_go(self, since: int) -> None:
-        """The layers from there on hold nothing but what is listed."""
-        counts = self._counts_since(since)
-        columns = self._columns_by_head(since, counts)
-        places = zip(*(row.places(since) for row in self._rows), strict=True)
-        parts = zip(self._parts[since:], columns, counts, places, strict=True)
-        for part, own_columns, own_counts, own_places in parts:
-            part.keep(own_columns, own_counts, own_places)
-
-    def _counts_since(self, since: int) -> list[tuple[list[int], ...]]:
-        """Of each layer from there on what the heads of each row keep."""
-        return list(zip(*[row.counts[since:] for row in self._rows], strict=True))
-
-    def _columns_by_head(self, since: int, counts: Sequence[Sequence[list[int]]]) -> list[Tensor]:
-        """(B, H, K) int32 of each layer from there on: the columns its heads keep, behind -1.
-
-        They lie in one block of memory.
-        """
-        shapes = [(len(rows), len(rows[0]), max(map(max, rows))) for rows in counts]
-        sizes = list(map(math.prod, shapes))
-        block = torch.full((sum(sizes),), -1, dtype=torch.int32, device=self._device)
-        for at, row in enumerate(self._rows):
-            begins = itertools.accumulate(sizes, initial=0)
-            row.put_columns(
-                block,
-                [
-                    begin + (at * heads + head + 1) * most
-                    for begin, (_, heads, most) in zip(begins, shapes, strict=False)
-                    for head in range(heads)
-                ],
-                since,
-            )
-        return [
-            each.view(shape) for each, shape in zip(torch.split(block, sizes), shapes, strict=True)
-        ]
-
-    def _end(self, prompt_tokens: int) -> None:
-        """Store as it is done behind a prompt of so many tokens, and note what was lost."""
-        layers = [part.layer for part in self._parts]
-        kept = ((layer, layer.kept_slots(prompt_tokens)) for layer in layers)
-        encode(kept, layers[0].codes)
-        if not len(self._rows[0].lost):  # or there are no votes
-            return
-        mass = torch.stack([row.lost / row.votes_sum.clamp(min=LEAST_VOTES) for row in self._rows])
-        peak = torch.stack([row.peak for row in self._rows])
-        heads = [part.heads for part in self._parts]
-        lost = zip(torch.split(mass, heads, 1), torch.split(peak, heads, 1), strict=True)
-        for part, (own, highest) in zip(self._parts, lost, strict=True):
-            state, device = part.layer.state, part.layer.store.keys.device
-            part.layer.state = replace(
-                state, lost_mass=own.to(device), lost_peak=highest.to(device)
-            )
-
-
-def _side_by_side(scores: Tensor, rows: int) -> Tensor:
-    """(B, layers * H, T) of (layers * B, H, T), see `PromptLayer.stack`."""
-    of_layers = scores.view(len(scores) // rows, rows, *scores.shape[1:])
-    return of_layers.transpose(0, 1).flatten(1, 2)
-
-
-@dataclass
-class _Part:
-    """One layer of the prompt.
-
-    Attributes:
-        gaps: for each row by how much `_Row.at` of an entry exceeds its place in the layer's store.
-    """
-
-    layer: CompressedLayer
-    heads: int
-    gaps: list[int] = field(default_factory=list)
-
-    def keep(
-        self,
-        columns: Tensor,
-        counts: Sequence[list[int]],
-        places: Sequence[tuple[int, Tensor]],
-    ) -> None:
-        """Hold only what stands at some places of each row's list, so many slots of each head.
-
-        `columns` are theirs, (B, H, K); each row's stand in its list from another place on now.
-        """
-        layer, own = self.layer, list(map(sum, counts))
-        slots = [each - gap for gap, (_, each) in zip(self.gaps, places, strict=True)]
-        if self.heads > 1:
-            rows = slots[0] if len(slots) == 1 else torch.cat(slots)
-            layer.keep_rows(rows, tuple(map(tuple, counts)), columns)
-            firsts = [0, *itertools.accumulate(own)]
-        else:
-            firsts = [columns.shape[-1] - count for count in own]
-            padded = [
-                F.pad(row, (empty, 0), value=-1) for row, empty in zip(slots, firsts, strict=True)
-            ]
-            selection = Selection(
-                keep_indices=torch.stack(padded)[:, None].to(layer.keys.device),
-                prompt_tokens=layer.store.slots,
-                padding_slots=ops.on_device(firsts, layer.keys.device),
-            )
-            layer.keep(selection)
-        self.gaps = [start - first for (start, _), first in zip(places, firsts, strict=False)]
-
-
-class _Compared(NamedTuple):
-    """Scores of a row's entries, those not listed before behind the others, and which are best.
-
-    `ranks`, (M + 1,), and `before`, (S + 1,), are int64: how many of the best stand before each
-    entry and before each head, and in all.
+    `votes` are (2, M) float32, the window's votes and what `VotesAtStake.lifted` makes of them;
+    (0, M) for a policy without votes.
     """
 
     scores: Tensor
-    best: Tensor
-    ranks: Tensor
-    before: Tensor
+    columns: Tensor
+    votes: Tensor
 
 
-class _Row:
-    """The entries of one row of the batch that may be among its best, M of S heads.
+class SharedBudget:
+    """The entries that the layers hold of a prompt while it is read, and when they are evicted.
 
-    Attributes:
-        counts: how many of them each head has, layer by layer.
-        scores: (M,) float32.
-        columns: (M,) int32.
-        at: (M,) int64, where in the list each stood when its layer let go of others.
-        votes: (2, M) float32, its votes and what these are lifted to, see `VotesAtStake`.
-        votes_sum, lost, peak: (S,) float32, of the prompt's votes on each head the sum, that of
-            those dropped, and the highest that a dropped entry is lifted to.
+    Args:
+        policy: the policy of all layers, which scores the entries.
+        first: the prompt in the first layer.
+        is_final: whether later turns must not choose from this prompt again, even if every entry
+            is kept.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        none = torch.empty(0, dtype=torch.float32, device=device)
-        self.counts: list[list[int]] = []
-        self.scores, self.columns, self.at = none, none.int(), none.long()
-        self.votes, self.votes_sum, self.lost, self.peak = none.expand(2, -1), none, none, none
+    def __init__(self, policy: AcrossLayers, first: PromptLayer, *, is_final: bool) -> None:
+        self._policy, self._is_final, self._device = policy, is_final, first.keys.device
+        # For each layer and row, how many tokens a head would keep if all heads kept the same.
+        self._even = [policy.even_counts(first.at(depth)) for depth in range(first.num_layers)]
+        self._layers: list[CompressedLayer] = []
+        self._counts: list[Counts] = []  # how many entries the heads of each layer hold
+        self._entries: list[_Entries] = []  # those of all layers, in several parts
+        self._tokens = 0  # how many entries were read, padding excluded
+        self._vote_sums: list[Tensor] = []  # of each head, over all its entries
+        none = torch.empty(0, device=self._device, dtype=torch.float32)
+        self._lost_sums, self._lost_peaks = none, none  # of each head, over its evicted entries
 
-    def compare(self, scores: Tensor, heads: list[int], total: int) -> _Compared:
-        """Which are the best so many, where there are more, of heads with so many each."""
-        scores = torch.cat([self.scores, scores])
-        best = best_entries(scores[None], [total])[0]
-        ends = itertools.accumulate([*itertools.chain(*self.counts), *heads], initial=0)
-        ranks = F.pad(best.cumsum(0), (1, 0))
-        return _Compared(scores, best, ranks, ranks[ops.on_device(list(ends), scores.device)])
+    def add(self, group: LayerGroup) -> None:
+        """Add layers that have read the prompt, and evict what cannot be among the best entries.
 
-    def note_lost(self, best: Tensor, votes: Tensor, heads: list[int]) -> None:
-        """Count the (2, N) votes of entries that were not listed, and of all those not best."""
-        counts = [*itertools.chain(*self.counts), *heads]
-        sizes = ops.on_device(counts, best.device)
-        of_head = torch.repeat_interleave(sizes, output_size=sum(counts))
-        before, self.votes = self.votes.shape[1], torch.cat([self.votes, votes], dim=1)
-        sums = F.pad(torch.stack([self.votes_sum, self.lost, self.peak]), (0, len(heads)))
-        dropped = self.votes.masked_fill(best, 0.0)
-        self.votes_sum = sums[0].index_add(0, of_head[before:], votes[0])
-        self.lost = sums[1].index_add(0, of_head, dropped[0])
-        self.peak = sums[2].scatter_reduce(0, of_head, dropped[1], "amax")
+        After the model's last layer, all layers hold exactly what they keep.
 
-    def keep(
-        self, compared: _Compared, before: list[int], columns: Tensor, heads: list[int]
-    ) -> None:
-        """List only the best; new layers, of so many heads, have these (N,) columns.
-
-        `before` are the numbers of `compared`.
+        Raises:
+            UnsupportedModelError: a layer has more heads than the first one.
         """
-        every = torch.arange(1, before[-1] + 1, device=self.at.device)
-        chosen = torch.searchsorted(compared.ranks, every) - 1  # asks for no number, as nonzero()
-        old = before[sum(map(len, self.counts))]
-        self.scores = compared.scores[chosen]
-        self.columns = torch.cat([self.columns, columns])[chosen]
-        self.at = torch.cat([self.at[chosen[:old]], chosen[old:]])
-        if self.votes.shape[1]:
-            self.votes = self.votes[:, chosen]
-        each = map(operator.sub, before[1:], before)
-        layers = [*map(len, self.counts), *heads]
-        self.counts = [list(itertools.islice(each, count)) for count in layers]
+        stack, rows, depth = group.stack, len(group.prompts[0].keys), len(self._layers)
+        if depth:
+            counts = self._policy.even_counts(stack)
+            by_layer = [counts[row : row + rows] for row in range(0, len(counts), rows)]
+            self._even[depth : depth + len(group)] = by_layer
+        scores = self._policy.ranked(stack, self._even)
+        heads, tokens = scores.shape[1:]
+        self._layers += group.layers
+        self._counts += [((tokens,) * heads,) * rows] * len(group)
+        self._tokens += heads * sum(stack.row_lengths)
+        self._list_entries(stack, scores)
+        for layer, prompt in zip(group.layers, group.prompts, strict=True):
+            assert layer.slots.is_whole
+            layer.note_end(prompt)
+        budgets = self._row_budgets()
+        most_held = max([sum(map(sum, row)) for row in zip(*self._counts, strict=True)])
+        if group.reaches_last or most_held > 2 * max(budgets):
+            self._evict(budgets)
+        if group.reaches_last:
+            self._finish(tokens)
 
-    def places(self, since: int) -> list[tuple[int, Tensor]]:
-        """Where each layer from there on begins in the list, and `at` of its entries until now."""
-        sizes = list(map(sum, self.counts[since:]))
-        begin = len(self.at) - sum(sizes)
-        before = torch.split(self.at[begin:], sizes)
-        now = torch.arange(begin, len(self.at), device=self.at.device)
-        self.at = torch.cat([self.at[:begin], now])
-        return list(zip(itertools.accumulate(sizes, initial=begin), before, strict=False))
+    def _list_entries(self, stack: PromptLayer, scores: Tensor) -> None:
+        """List the entries of layers that have read the prompt.
 
-    def put_columns(self, block: Tensor, ends: list[int], since: int) -> None:
-        """Write those of each head of the layers from there on into a block, up to its end."""
-        counts = list(itertools.chain(*self.counts[since:]))
-        gaps = list(map(operator.sub, ends, itertools.accumulate(counts)))
-        sizes, gap = ops.on_device([counts, gaps], block.device)
-        begin = len(self.columns) - sum(counts)
-        places = gap.repeat_interleave(sizes, output_size=sum(counts))
-        places += torch.arange(len(places), device=block.device)
-        block[places] = self.columns[begin:]
+        Args:
+            stack: the layers, as rows of one layer.
+            scores: (layers * B, H, T) float32.
+        """
+        heads, tokens = scores.shape[0] * scores.shape[1], scores.shape[2]
+        votes = scores.new_empty(0, heads * tokens)
+        if (at_stake := self._policy.votes_at_stake(stack)) is not None:
+            both = torch.stack([at_stake.votes, at_stake.lifted()])
+            votes = F.pad(both, (0, tokens - both.shape[-1])).flatten(1)
+            of_head = torch.arange(heads, device=votes.device).repeat_interleave(tokens)
+            sums = votes.new_zeros(heads).index_add(0, of_head, votes[0])
+            self._vote_sums.append(sums.to(self._device))
+        columns = torch.arange(tokens, dtype=torch.int32, device=self._device).repeat(heads)
+        scores, votes = (each.to(self._device) for each in (scores.flatten(), votes))
+        self._entries.append(_Entries(scores, columns, votes))
+
+    def _row_budgets(self) -> list[int]:
+        """Return N, how many entries of all layers are kept, for each batch row.
+
+        A layer that has not been read counts with the heads of the first layer and with as many
+        tokens as the policy ever keeps, so N never grows while the layers are read.
+
+        Raises:
+            UnsupportedModelError: a layer has more heads than the first one.
+        """
+        heads = [len(counts[0]) for counts in self._counts]
+        if heads[-1] > heads[0]:
+            raise wrong(
+                "model",
+                "expected no layer with more heads than the first where layers share a budget, "
+                f"got {heads[0]} heads in the first and {heads[-1]} in a later one",
+                "Use SnapKV or AdaKV",
+                UnsupportedModelError,
+            )
+        unread = len(self._even) - len(heads)
+        least = [0] * len(heads) + [self._policy.policy.most_tokens or 0] * unread
+        heads += [heads[0]] * unread
+        rows = zip(*self._even, strict=True)
+        return [sum(map(operator.mul, heads, map(max, row, least))) for row in rows]
+
+    def _evict(self, budgets: Sequence[int]) -> None:
+        """Evict all entries of each batch row but its best, whose numbers are `budgets`.
+
+        If no entry is evicted, the layers are left unchanged, unless the choice is final.
+        """
+        held = _Entries(*[torch.cat(each, dim=-1) for each in zip(*self._entries, strict=True)])
+        self._entries = [held]
+        best, sizes = self._best(held.scores, budgets), self._head_sizes()
+        ranks = F.pad(best.cumsum(0), (1, 0))  # how many of the best come before each entry
+        ends = list(itertools.accumulate(sizes, initial=0))
+        before = ranks[ops.on_device(ends, self._device)].tolist()  # waits for the device
+        if before[-1] == self._tokens and not self._is_final:
+            return
+        self._add_lost(held.votes.masked_fill(best, 0.0), sizes)
+        # Unlike nonzero(), a search needs no number from the device.
+        every = torch.arange(1, before[-1] + 1, device=self._device)
+        places = torch.searchsorted(ranks, every) - 1
+        self._entries = [_Entries(*[each[..., places] for each in held])]
+        ends = list(itertools.accumulate([sum(map(sum, counts)) for counts in self._counts]))
+        kept = map(operator.sub, before[1:], before)
+        self._counts = [
+            tuple([tuple(itertools.islice(kept, len(row))) for row in counts])
+            for counts in self._counts
+        ]
+        self._evict_unlisted(places, [0, *ends[:-1]])
+
+    def _best(self, scores: Tensor, budgets: Sequence[int]) -> Tensor:
+        """Return (M,) bool: which entries are among the best of their batch row."""
+        sizes, rows = [sum(row) for counts in self._counts for row in counts], len(budgets)
+        pieces, best = torch.split(scores, sizes), []
+        for row, budget in enumerate(budgets):
+            of_row = torch.cat(pieces[row::rows])  # the entries of all layers
+            best.append(torch.split(best_entries(of_row[None], [budget])[0], sizes[row::rows]))
+        return torch.cat(list(itertools.chain(*zip(*best, strict=True))))
+
+    def _head_sizes(self) -> list[int]:
+        """Return how many entries each head holds: by layer, batch row and head."""
+        return list(itertools.chain(*itertools.chain(*self._counts)))
+
+    def _add_lost(self, lost: Tensor, sizes: Sequence[int]) -> None:
+        """Add votes to what each head has lost.
+
+        Args:
+            lost: (2, M) float32, as `_Entries.votes`; 0 for entries that are kept.
+            sizes: how many of the entries each head holds.
+        """
+        if not len(lost):
+            return
+        size, new = ops.on_device(sizes, self._device), len(sizes) - len(self._lost_sums)
+        head = torch.repeat_interleave(size, output_size=lost.shape[1])
+        sums, peaks = F.pad(self._lost_sums, (0, new)), F.pad(self._lost_peaks, (0, new))
+        self._lost_sums = sums.index_add(0, head, lost[0])
+        self._lost_peaks = peaks.scatter_reduce(0, head, lost[1], "amax")
+
+    def _evict_unlisted(self, places: Tensor, starts: Sequence[int]) -> None:
+        """Evict what is no longer listed from the stores of the layers.
+
+        Args:
+            places: (M,) int64, where each listed entry was listed before.
+            starts: where the entries of each layer began before.
+        """
+        sizes = [sum(map(sum, counts)) for counts in self._counts]
+        start, size = ops.on_device([starts, sizes], self._device)
+        rows = places - start.repeat_interleave(size, output_size=len(places))
+        parts = zip(
+            self._layers, torch.split(rows, sizes), self._counts, self._columns(), strict=True
+        )
+        for layer, own_rows, counts, columns in parts:
+            if len(counts[0]) > 1:
+                layer.keep_rows(own_rows, counts, columns)
+            else:
+                _keep_columns(layer, counts, columns)
+
+    def _columns(self) -> Iterator[Tensor]:
+        """Yield (B, H, K) int32 for each layer: the columns of its entries, after a run of -1.
+
+        All layers share one block of memory, which takes few operations to fill.
+        """
+        shapes = [(len(counts), len(counts[0]), max(map(max, counts))) for counts in self._counts]
+        sizes = self._head_sizes()
+        widths = [longest for rows, heads, longest in shapes for _ in range(rows * heads)]
+        gaps = map(operator.sub, itertools.accumulate(widths), itertools.accumulate(sizes))
+        size, gap = ops.on_device([sizes, list(gaps)], self._device)
+        places = gap.repeat_interleave(size, output_size=sum(sizes))
+        places += torch.arange(len(places), device=self._device)
+        block = torch.full((sum(widths),), -1, dtype=torch.int32, device=self._device)
+        block[places] = self._entries[0].columns
+        return map(Tensor.view, torch.split(block, list(map(math.prod, shapes))), shapes)
+
+    def _finish(self, prompt_tokens: int) -> None:
+        """Quantize what is kept, if the layers are to do so, and tell each which votes it lost."""
+        kept = ((layer, layer.kept_slots(prompt_tokens)) for layer in self._layers)
+        encode(kept, self._layers[0].codes)
+        if not len(self._lost_sums):  # every entry is kept, or the policy has no votes
+            return
+        masses = self._lost_sums / torch.cat(self._vote_sums).clamp(min=LEAST_VOTES)
+        shapes = [(len(counts), len(counts[0])) for counts in self._counts]
+        sizes = list(map(math.prod, shapes))
+        lost = zip(torch.split(masses, sizes), torch.split(self._lost_peaks, sizes), strict=True)
+        for layer, shape, (mass, peak) in zip(self._layers, shapes, lost, strict=True):
+            device = layer.keys.device
+            own = {
+                "lost_mass": mass.view(shape).to(device),
+                "lost_peak": peak.view(shape).to(device),
+            }
+            layer.state = replace(layer.state, **own)
 
 
-def _sums_from(counts: Sequence[int], least: int) -> list[int]:
-    """Of each number the sum from it on, with those of less as that many, and 0 at the end."""
-    from_last = [max(count, least) for count in reversed(counts)]
-    return [*itertools.accumulate(from_last, initial=0)][::-1]
+def _keep_columns(layer: CompressedLayer, counts: Counts, columns: Tensor) -> None:
+    """Evict all tokens of a layer with one KV head but those in some columns.
+
+    Such a layer stays dense, with padding in batch rows that keep fewer than K tokens.
+
+    Args:
+        layer: the layer, which changes in place.
+        counts: how many tokens each row keeps.
+        columns: (B, 1, K) int32, ascending after a run of -1.
+    """
+    kept, columns = layer.slots.kept, columns.to(layer.keys.device)
+    slots = columns.long()
+    if kept is not None:
+        slots = torch.searchsorted(kept, columns).masked_fill(columns < 0, -1)
+    numbers, tokens = torch.tensor(counts), layer.store.slots
+    layer.keep(Selection.of_counts(slots, numbers, per_head_budget=False, prompt_tokens=tokens))

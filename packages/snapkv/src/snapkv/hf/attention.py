@@ -152,17 +152,16 @@ def attend(call: AttentionCall) -> Attended:
         shared = forward_context.take_shared(call.key)
         return call.attend() if shared is None else _attend_shared(call, shared)
     prompt_state = context.prompt_state
-    if context.reads_end and prompt_state.yet_to_choose:
-        reached = context.layer.identity.layer_idx
-        if prompt_state.yet_to_choose[0] != reached:
-            raise prompt_state.interrupted(
-                [each for each in prompt_state.yet_to_choose if each < reached]
-            )
-        prompt_state.yet_to_choose = prompt_state.yet_to_choose[1:]
+    reads_end = context.reads_end and bool(prompt_state.chooser.unread_layers)
+    if reads_end:
+        prompt_state.record_end(context.layer.identity.layer_idx)
     prompt_state.is_broken = True  # until it comes to its end, as in `PromptState.attending`
     if context.layer.identity.readers or forward_context.current.shared:
         forward_context.share(context, call.key)
     attended = _PHASES[context.phase](call, context)
+    if reads_end and not prompt_state.chooser.unread_layers:  # in every layer
+        prompt_state.chooser.finish()
+        context.check.close()
     prompt_state.is_broken = False
     return attended
 
@@ -191,24 +190,17 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     prompt = _prompt_layer(call, layer, pads, context.check.unasked)
-    state = context.prompt_state
     attended = _attend_prompt(call, layer)
-    if not state.group.goes_with(prompt):
-        _choose(call, context)
-    state.group.add(layer, prompt, attended[0][:, -1])
-    if state.group.is_full or state.is_piecewise:
-        _choose(call, context)
-        _close(call, context)
+    check_votes = None
+    if layer.policy.query_tokens:  # it scores by attention, which must be the model's
+        check_votes = functools.partial(
+            context.check.judge,
+            module=call.module,
+            rounds_scores=call.implementation == "eager",
+        )
+    state, output = context.prompt_state, attended[0][:, -1]
+    state.chooser.offer(layer, prompt, output, check_votes, may_wait=not state.is_piecewise)
     return attended
-
-
-def _choose(call: AttentionCall, context: ForwardContext) -> None:
-    """Let the layers that wait choose, where the votes are what the model's attention computes."""
-    group = context.prompt_state.group
-    if context.layer.policy.query_tokens:  # it scores by attention, which must be the model's
-        eager = call.implementation == "eager"
-        context.check.judge(group, call.module, rounds_scores=eager)
-    context.prompt_state.choose()
 
 
 def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
@@ -223,7 +215,6 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     if layer.turns != "append":
         layer.look_back(call.query)
     layer.store.finalize_step()
-    _close(call, context)
     return attended
 
 
@@ -234,7 +225,6 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     prompt = _prompt_layer(call, layer, layer.slots.padding_slots, context.check.unasked)
     with ops.scoring(call.key):
         selection = checks.select(layer.policy, prompt, [prompt.layer_idx])
-    _close(call, context)
     stored = prompt.keys.shape[2]
     if selection is None:
         layer.look_back(call.query)
@@ -243,15 +233,6 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
         stored = layer.kept_slots(stored)
     encode([(layer, stored)], layer.codes)
     return attended
-
-
-def _close(call: AttentionCall, context: ForwardContext) -> None:
-    """In the last layer, settle what is open of layers that dropped nothing so far: they choose."""
-    identity = context.layer.identity
-    if identity.depth == identity.num_layers - 1:
-        if context.prompt_state.group:
-            _choose(call, context)
-        context.check.close()
 
 
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:

@@ -193,7 +193,7 @@ class CompressedCache(Cache):
         coming = None if seen > end else end - seen
         keys, values = layer.update(key_states, value_states, coming=coming)
         if layer is first and seen == end:
-            prompt_state.yet_to_choose = self._choosing
+            prompt_state.chooser.unread_layers = self._choosing
         if prompt_state.coming_ids is not None:
             layer.remember_ids(prompt_state.coming_ids[1].to(key_states.device))
         turn = layer.turns if layer.slots.is_compressed else None
@@ -280,10 +280,8 @@ class CompressedCache(Cache):
         prompt_state.require_choice(new_tokens)
         if prompt_state.prompt_end is None:
             prompt_state.require_queries(prompt_state.seen_tokens + new_tokens)
-        if prompt_state.yet_to_choose:
-            raise prompt_state.interrupted(prompt_state.yet_to_choose)
-        left_open = self._check.doubts or len(prompt_state.group)
-        if left_open or prompt_state.is_broken or not self._use.is_in_place:
+        prompt_state.require_chosen()
+        if self._check.doubts or prompt_state.is_broken or not self._use.is_in_place:
             raise prompt_state.interrupted()
         prompt_state.thread = threading.get_ident()
         begins_anew = self.setup.states is States.BEGIN_ANEW
@@ -643,7 +641,8 @@ class CompressedCache(Cache):
         copied.__dict__.update(self.__dict__)
         copied.layers = [_branch(layer) for layer in self.layers]
         compressed = [layer for layer in copied.layers if isinstance(layer, CompressedLayer)]
-        copied.prompt_state = replace(self.prompt_state, layers=compressed)
+        chooser = replace(self.prompt_state.chooser)
+        copied.prompt_state = replace(self.prompt_state, layers=compressed, chooser=chooser)
         copied._padding, copied._check = replace(self._padding, layers=compressed), VoteCheck()
         return copied
 

@@ -88,7 +88,7 @@ class ForwardContext:
         layer, seen = self.layer, self.layer.seen_tokens
         layer.take_back(self.new_tokens)
         self.prompt_state.forget_end_within(seen)
-        self.prompt_state.yet_to_choose = ()
+        self.prompt_state.chooser.unread_layers = ()
         self.prompt_state.is_broken = layer.identity.layer_idx > 0 or bool(layer.other_states)
 
 
