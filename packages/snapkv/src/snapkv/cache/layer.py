@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
-from snapkv.cache.slots import LayerState, SlotMap, require_removable
+from snapkv.cache.slots import LayerState, SlotMap
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
@@ -161,66 +161,23 @@ class CompressedLayer(DynamicLayer):
             self.state = self.state.without_first(unused)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, a non-positive count, as transformers has it."""
-        count = require_removable(tokens_to_remove)
-        self.require_croppable(count)
-        if self.must_recall(count):
-            self.recall()
-        self.take_back(count)
+        """Forget the last tokens, such as rejected drafts or those of a refused pass.
 
-    def require_croppable(self, count: int) -> None:
-        """Refuse to take back tokens that some head does not hold, and that cannot be recalled."""
-        is_compressed = self.slots.kept is not None
-        can_recall = self.offloaded is not None and count <= self.seen_tokens
-        removed = self._removed_among_last(min(count, self.seen_tokens))
-        if len(set(removed)) > 1:
-            raise InvalidArgumentError(
-                f"tokens_to_remove: expected tokens of which each row has dropped as many, got "
-                f"{count}, of which the rows have dropped {', '.join(map(str, removed))}; take "
-                "back fewer, or give each conversation a cache of its own"
-            )
-        count -= removed[0]
-        if not count or (is_compressed and can_recall):
-            return
-        if is_compressed and not self.is_croppable:
-            raise InvalidArgumentError(
-                f"tokens_to_remove: expected at most 0, since none of the tokens that "
-                f"{self.policy.name} has counted and evicted by is still whole, got {count}; reset "
-                "the cache and read the shorter text again, or use a policy that only compresses "
-                "prompts"
-            )
-        self.slots.require_whole(count, self.store, self.identity.layer_idx)
+        The caller must have asked `snapkv.cache.taking_back` whether the layer can.
 
-    def must_recall(self, count: int) -> bool:
-        """Whether so many of the last tokens cannot be taken back before all are recalled.
-
-        Where nothing was dropped, what would be left must be as it came: codes are not.
+        Args:
+            tokens_to_remove: zero or a negative number, as in transformers.
         """
-        count -= self._removed_among_last(count)[0]
-        if not count or self.offloaded is None:
-            return False
-        if self.slots.kept is None:
-            return not self.store.is_exact and self.columns - count < self.offloaded.tokens
-        return count > self.slots.whole_tail(self.store)
-
-    def take_back(self, count: int) -> None:
-        """Forget the last tokens, which are whole: rejected ones, or those of a refused pass."""
-        if not count:
+        tokens = -tokens_to_remove
+        if not tokens:
             return
-        slots = self.slots.truncated(count, self.store)
-        count -= self._removed_among_last(count)[0]
-        left = self.store.slots - count
-        self.store = self.store.crop(count) if count else self.store
-        self.slots, self.state = slots.cropped(count, left), self.state.cropped(count, left)
+        columns = tokens - self.slots.removed_among_last(tokens, self.store.slots)[0]
+        slots, left = self.slots.truncated(tokens, self.store.slots), self.store.slots - columns
+        self.store = self.store.crop(columns) if columns else self.store
+        self.slots, self.state = slots.cropped(columns, left), self.state.cropped(columns, left)
         self._seen_tokens = self._counted_tokens
         if self.offloaded is not None:
             self.offloaded.crop(self.columns)
-
-    def _removed_among_last(self, count: int) -> list[int]:
-        """How many of the last tokens seen each row was told to drop."""
-        if self.slots.removed_spans is None:
-            return [0]
-        return self.slots.removed_among_last(count, self.store)
 
     def __copy__(self) -> Self:
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
@@ -279,11 +236,19 @@ class CompressedLayer(DynamicLayer):
     def _sink_bytes(self) -> int:
         return 0 if self.state.sink_keys is None else self.state.sink_keys.nbytes
 
+    def stored_columns(self) -> Tensor:
+        """Return (B, H, S) int64: the column of every slot; negative where it holds no token."""
+        columns = self.slots.columns(self.store.slots, self.keys.device)
+        return columns.expand(*self.keys.shape[:2], -1)
+
     def stored_positions(self) -> Tensor:
-        """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
+        """Return (B, H, S) int64: the true position of every stored token, ascending; -1 for a pad.
+
+        An empty layer has B = H = S = 0.
+        """
         if not self.store.is_filled:
             return torch.empty(0, 0, 0, dtype=torch.int64)
-        return self.slots.positions(self.store)
+        return self.slots.positions_of(self.stored_columns())
 
     # The last queries, which vote at the end of the prompt, or of the turns behind it.
 
@@ -356,7 +321,7 @@ class CompressedLayer(DynamicLayer):
         `pads` are (B,) leading ones of a first prompt, or None; it knows those of later ones.
         """
         if self.slots.kept is not None:
-            return spans.cover(self.slots.positions(self.store)[..., :slots])
+            return spans.cover(self.stored_positions()[..., :slots])
         columns = torch.arange(slots, device=self.keys.device).expand(len(self.keys), 1, -1)
         return spans.cover(replace(self.slots, pads=pads).positions_of(columns))
 
@@ -391,7 +356,8 @@ class CompressedLayer(DynamicLayer):
         self, kept: Tensor, tokens: int, counts: Counts | None = None, **changes: Any
     ) -> None:
         """Keep some of so many first slots: what these stand for has been chosen from."""
-        columns = self.slots.columns_of(kept, self.store)
+        every_head = kept.expand(-1, max(kept.shape[1], self.keys.shape[1]), -1)
+        columns = self.slots.columns_of(every_head, self.store.slots)
         self.store = self.store.keep(kept, tokens, counts)
         self.slots = self.slots.chosen(columns, self.slots.columns_by(tokens), **changes)
 
@@ -496,7 +462,7 @@ class CompressedLayer(DynamicLayer):
         store, tail = self.store, self.store.tail.tokens
         if not isinstance(store, RaggedStore) or not tail:
             return
-        columns, end = self.slots.columns(self.store), self.columns
+        columns, end = self.stored_columns(), self.columns
         self._note(slot_scores=self.state.scores_with(tail))
         store.absorb_tail()
         self.slots = self.slots.chosen(columns, end)
@@ -511,7 +477,7 @@ class CompressedLayer(DynamicLayer):
                 f"{sink_tokens} of {self.policy.name}; leave the sinks at their own positions"
             )
         assert self.identity.rotation is not None
-        gap, state = self.slots.evicted_by_row(self.store), self.state
+        gap, state = self.slots.evicted_by_row(), self.state
         before = (state.sink_keys, state.sinks_moved)
         keys, moved = self.store.move_sinks(sink_tokens, gap, self.identity.rotation, before)
         self._note(sink_keys=keys, sinks_moved=moved)
@@ -564,7 +530,7 @@ class CompressedLayer(DynamicLayer):
 
     def drop(self, spans: Sequence[Spans]) -> None:
         """Hold none of each row's spans any more, nor off the device."""
-        store, slots = self.store, self.slots
+        slots = self.slots
         stays = self.slots_without(spans)
         every = torch.arange(self.columns, device=stays.device).expand(len(spans), 1, -1)
         positions = slots.positions_of(every)
@@ -574,7 +540,7 @@ class CompressedLayer(DynamicLayer):
             self.offloaded.only(left & (positions[:, 0] >= 0))
         if (held := self.state.last_queries) is not None:
             self._note(last_queries=_queries_left(held, left, positions[:, 0]))
-        slots = slots.without(spans, store, stays)
+        slots = slots.without(spans, stays)
         self.store = self.store.only(stays)
         self.store.finalize_step()
         if slots.kept is not None:  # ragged heads hold no padding

@@ -66,7 +66,8 @@ class PaddingTracker:
         if not layer.slots.chosen_at or (visible is None and layer.slots.pads is None):
             return visible
         total = layer.seen_tokens + new_tokens
-        known = layer.slots.visible_columns(layer.store, total)
+        keys = layer.keys
+        known = layer.slots.visible_columns(total, len(keys), keys.device)
         if visible is None:
             return known
         if len(visible) != len(known):
@@ -184,25 +185,17 @@ class PromptState:
         """Begin anew: nothing has been read, nothing is announced."""
         vars(self).update(vars(PromptState(layers=self.layers)))
 
-    def crop(self, count: int) -> None:
-        """Take the last tokens back from all layers; where one refuses, none has changed."""
-        seen = self.seen_tokens
-        for layer in self.layers:
-            layer.require_croppable(count)
-        recalls = any(layer.must_recall(count) for layer in self.layers)
-        if recalls:
-            for layer in self.layers:
-                layer.recall()
-        for layer in self.layers:
-            layer.take_back(count)
-        self.read_ids = self.read_ids.up_to(seen - count)
-        if recalls and not self.is_announced:
-            self.prompt_end = None  # what was recalled is chosen from again with the next tokens
-        self.forget_end_within(seen)
+    def forget_taken_back(self, seen_before: int, *, chooses_again: bool = False) -> None:
+        """Forget what was known of tokens that the layers have taken back.
 
-    def forget_end_within(self, seen_tokens: int) -> None:
-        """Some of so many tokens were taken back: an end among them is to be announced again."""
-        if self.prompt_end is not None and self.seen_tokens < self.prompt_end <= seen_tokens:
+        Args:
+            seen_before: how many tokens the layers had seen before.
+            chooses_again: whether the next tokens end a prompt that is chosen from as a whole, even
+                if the end of the last one was not taken back.
+        """
+        self.read_ids = self.read_ids.up_to(self.seen_tokens)
+        end = self.prompt_end
+        if end is not None and end <= seen_before and (chooses_again or self.seen_tokens < end):
             self.prompt_end = None
         self._recall_for_a_turn()
 
@@ -310,7 +303,11 @@ class PromptState:
         compressed = [layer for layer in self.layers if layer.slots.is_compressed]
         if not compressed:
             return
-        of_layers = torch.stack([each.slots.whole_rows(each.store) for each in compressed])
+        rows_of_layers = [
+            each.slots.whole_rows(each.store.slots, is_ragged=each.store.ragged is not None)
+            for each in compressed
+        ]
+        of_layers = torch.stack(rows_of_layers)
         together = "all_layers" in policy.needs  # where one may hold all and others do not
         whole = int((of_layers.all(dim=0) if together else of_layers.any(dim=0)).sum())
         if whole:

@@ -17,6 +17,11 @@ RowSpans = Iterable[Span] | Sequence[Iterable[Span]]
 """Half-open spans of positions: one list for all rows, or one for each of them."""
 
 
+def row_tokens(layer: CompressedLayer) -> list[int]:
+    """Count the tokens that each row has seen, dropped ones included and pads left out."""
+    return layer.slots.row_tokens(len(layer.keys), layer.store.slots)
+
+
 def spans_of_rows(given: Any, tokens: Sequence[int]) -> list[Spans]:
     """The spans of each row, which has seen so many tokens.
 
@@ -66,7 +71,7 @@ def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) 
     """Refuse what would change more than that each row's spans are gone."""
     first = layers[0]
     _require_unprotected(first.protect, rows)
-    for row, (own, seen) in enumerate(zip(rows, first.slots.row_tokens(first.store), strict=True)):
+    for row, (own, seen) in enumerate(zip(rows, row_tokens(first), strict=True)):
         gone = own.union(first.slots.removed_spans_of(len(rows))[row])
         if gone.tokens >= seen:
             raise InvalidArgumentError(
@@ -119,7 +124,7 @@ def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> N
     held = layer.last_queries
     if held is None or len(rows) == 1:
         return
-    tokens, count = layer.slots.row_tokens(layer.store), held.shape[2]
+    tokens, count = row_tokens(layer), held.shape[2]
     lost = {
         own.tokens - own.among_first(max(0, seen - count))
         for own, seen in zip(rows, tokens, strict=True)

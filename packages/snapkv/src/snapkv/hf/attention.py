@@ -312,7 +312,7 @@ def _evict(
         keys, scores = store.ragged.decoded().padded_keys(), state.slot_scores
     else:
         keys, scores = call.key, state.scores_with(new_tokens)
-    columns, pads = slots.columns(store), slots.pads
+    columns, pads = layer.stored_columns(), slots.pads
     spans = layer.protect
     positions = columns if pads is None else columns - pads[:, None, None]
     step = DecodeStep(
