@@ -74,12 +74,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "hf/test_step_graph.py",
         ),
         (
-            "queries of dropped tokens vote on the next turn",
-            "self._note(last_queries=_queries_left(held, left, positions[:, 0]))",
-            "pass",
-            "cache/test_spans.py",
-        ),
-        (
             "notes stay in their row where rows change places",
             "self.slots, self.state = self.slots.select_rows(beam_idx), "
             "self.state.select_rows(beam_idx)",
@@ -91,12 +85,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens]",
             "whole.keys[:, :, :tokens], whole.values[:, :, :tokens]",
             "cache/test_recall.py",
-        ),
-        (
-            "spans are protected as if rows had no pads",
-            "replace(self.slots, pads=pads).positions_of",
-            "self.slots.positions_of",
-            "cache/test_protect.py",
         ),
     ],
     "snapkv/cache/read_ids.py": [
@@ -274,6 +262,18 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "snapkv/cache/spans.py": [
+        (
+            "queries of dropped tokens vote on the next turn",
+            "layer.state = replace(layer.state, last_queries=queries)",
+            "pass",
+            "cache/test_spans.py",
+        ),
+        (
+            "spans are protected as if rows had no pads",
+            "replace(layer.slots, pads=pads).positions_of",
+            "layer.slots.positions_of",
+            "cache/test_protect.py",
+        ),
         (
             "a span may reach one token beyond what was seen",
             "own.parts[-1][1] > seen:",

@@ -1,7 +1,7 @@
 """One layer of a compressed cache: stores fewer tokens than it has seen."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -173,9 +173,9 @@ class CompressedLayer(DynamicLayer):
             return
         columns = tokens - self.slots.removed_among_last(tokens, self.store.slots)[0]
         slots, left = self.slots.truncated(tokens, self.store.slots), self.store.slots - columns
-        self.store = self.store.crop(columns) if columns else self.store
-        self.slots, self.state = slots.cropped(columns, left), self.state.cropped(columns, left)
-        self._seen_tokens = self._counted_tokens
+        store = self.store.crop(columns) if columns else self.store
+        self.state = self.state.cropped(columns, left)
+        self.replace_tokens(store, slots.cropped(columns, left))
         if self.offloaded is not None:
             self.offloaded.crop(self.columns)
 
@@ -314,16 +314,6 @@ class CompressedLayer(DynamicLayer):
         if self.state.last_queries is not None and known is not None:
             token_ids = torch.cat([known, token_ids], dim=1)
         self._note(token_ids=token_ids)
-
-    def protected_slots(self, spans: Spans, slots: int, pads: Tensor | None) -> Tensor:
-        """(B, 1 or H, slots) bool: which of the first slots stand for positions in these spans.
-
-        `pads` are (B,) leading ones of a first prompt, or None; it knows those of later ones.
-        """
-        if self.slots.kept is not None:
-            return spans.cover(self.stored_positions()[..., :slots])
-        columns = torch.arange(slots, device=self.keys.device).expand(len(self.keys), 1, -1)
-        return spans.cover(replace(self.slots, pads=pads).positions_of(columns))
 
     # What becomes of its tokens.
 
@@ -526,40 +516,6 @@ class CompressedLayer(DynamicLayer):
         if held is not None:
             held.copy_(torch.cat([held[:, :, queries.shape[2] :], queries], dim=2))
 
-    # What a user says of spans.
-
-    def drop(self, spans: Sequence[Spans]) -> None:
-        """Hold none of each row's spans any more, nor off the device."""
-        slots = self.slots
-        stays = self.slots_without(spans)
-        every = torch.arange(self.columns, device=stays.device).expand(len(spans), 1, -1)
-        positions = slots.positions_of(every)
-        left = ~_cover(spans, positions)[:, 0]
-        if self.offloaded is not None and self.offloaded.tokens:
-            self._offload_tail()
-            self.offloaded.only(left & (positions[:, 0] >= 0))
-        if (held := self.state.last_queries) is not None:
-            self._note(last_queries=_queries_left(held, left, positions[:, 0]))
-        slots = slots.without(spans, stays)
-        self.store = self.store.only(stays)
-        self.store.finalize_step()
-        if slots.kept is not None:  # ragged heads hold no padding
-            is_ragged = self.store.ragged is not None
-            padding_slots = None if is_ragged else self.store.slots - stays[:, 0].sum(dim=-1)
-            slots = slots.chosen(slots.kept, slots.start, padding_slots=padding_slots)
-        self.slots = slots
-
-    def slots_without(self, spans: Sequence[Spans]) -> Tensor:
-        """(B, H, S) bool: the slots that hold a token of none of its row's spans."""
-        positions = self.stored_positions()
-        return (positions >= 0) & ~_cover(spans, positions)
-
-    def _offload_tail(self) -> None:
-        """Put all that was seen off the device, for less to take its place."""
-        assert self.offloaded is not None
-        if tokens := self.columns - self.offloaded.tokens:
-            self.offloaded.append(*self.store.last(tokens), is_limited=False)
-
     # What was dropped and comes back.
 
     @property
@@ -608,27 +564,13 @@ class CompressedLayer(DynamicLayer):
             return
         tail = self.store.last(self.columns - self.offloaded.tokens)
         keys, values = self.offloaded.with_tail(*tail)
-        self.store = DenseStore().fill(keys, values, self.store.num_kv_heads)
-        self.slots = self.slots.whole()
+        store = DenseStore().fill(keys, values, self.store.num_kv_heads)
+        self.replace_tokens(store, self.slots.whole())
+
+    def replace_tokens(self, store: TokenStore, slots: SlotMap) -> None:
+        """Hold the tokens of another store from now on; `slots` says which they are."""
+        self.store, self.slots = store, slots
         self._seen_tokens = self._counted_tokens
-
-
-def _cover(spans: Sequence[Spans], positions: Tensor) -> Tensor:
-    """(B, H, S) bool: which positions lie in a span of their row."""
-    return torch.stack([own.cover(row) for own, row in zip(spans, positions, strict=True)])
-
-
-def _queries_left(queries: Tensor, left: Tensor, positions: Tensor) -> Tensor:
-    """The last of (B, Hq, N, D) queries whose tokens are left, as many of each row.
-
-    Columns are (B, columns): which are left, at what position. A row without more tokens has pads.
-    """
-    held = left[:, left.shape[1] - queries.shape[2] :]
-    places = ops.kept_indices(held[:, None])
-    counts = held.sum(dim=-1)
-    is_all = counts >= (left & (positions >= 0)).sum(dim=-1)
-    fewest = int(counts.masked_fill(is_all, places.shape[-1]).min())
-    return ops.gather_tokens(queries, places[..., places.shape[-1] - fewest :])
 
 
 def _of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:

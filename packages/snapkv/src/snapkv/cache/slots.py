@@ -160,6 +160,15 @@ class SlotMap(RowRecord):
             first = first + self.pads[:, None]
         return torch.arange(columns, device=device) >= first
 
+    @property
+    def holds_every_column(self) -> bool:
+        """Whether every row and head holds all columns that are no pads; the device is asked."""
+        if self.kept is None or self.evicted_tokens:
+            return self.kept is None
+        columns = torch.arange(self.start, device=self.kept.device)
+        pads = 0 if self.pads is None else self.pads[:, None, None]
+        return bool(((self.kept == columns) | (columns < pads)).all())
+
     def whole_rows(self, slots: int, *, is_ragged: bool) -> Tensor:
         """Return which rows of a layer that has dropped something hold everything it has seen.
 

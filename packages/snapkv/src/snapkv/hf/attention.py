@@ -20,6 +20,7 @@ from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_group import encode
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
+from snapkv.cache.spans import protected_slots
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
@@ -373,7 +374,7 @@ def _prompt_layer(
         token_ids=None if ids is None else ids[:, :slots],
         rotation=layer.identity.rotation,
         output_weight=None if output is None else output_weight(output, call.value.dtype),
-        protected=None if spans is None else layer.protected_slots(spans, slots, pads),
+        protected=None if spans is None else protected_slots(layer, spans, slots, pads),
         token_cost=functools.partial(layer.token_cost, call.query.shape[1]),
         unasked=unasked,
         **_of_layer(call, layer),

@@ -18,6 +18,7 @@ from snapkv.cache.report import CacheReport
 from snapkv.cache.shown import page_of
 from snapkv.cache.spans import (
     RowSpans,
+    drop_spans,
     require_between_turns,
     require_droppable,
     require_turns_can_follow,
@@ -487,8 +488,7 @@ class CompressedCache(Cache):
         require_turns_can_follow(layers, rows)
         if any(own.parts for own in rows):
             with self.prompt_state.attending():
-                for layer in layers:
-                    layer.drop(rows)
+                drop_spans(layers, rows)
 
     def _rows_of(self, spans: RowSpans) -> list[Spans]:
         """The spans of every row, of a cache that can obey."""
