@@ -80,12 +80,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "self.slots = self.slots.select_rows(beam_idx)",
             "cache/test_layer_state.py",
         ),
-        (
-            "a later turn is offloaded together with what is there",
-            "whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens]",
-            "whole.keys[:, :, :tokens], whole.values[:, :, :tokens]",
-            "cache/test_recall.py",
-        ),
     ],
     "snapkv/cache/read_ids.py": [
         (
@@ -122,8 +116,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a prompt that failed stays announced",
-            "                self.prompt_end = before\n                self._recall",
-            "                self._recall",
+            "                self.prompt_end = before\n                schedule_recall",
+            "                schedule_recall",
             "hf/test_generate.py",
         ),
     ],
@@ -262,6 +256,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "snapkv/cache/spans.py": [
+        (
+            "a layer that drops all that it had evicted counts as compressed",
+            "            _make_whole(layer)\n",
+            "            pass\n",
+            "cache/test_spans.py",
+        ),
         (
             "queries of dropped tokens vote on the next turn",
             "layer.state = replace(layer.state, last_queries=queries)",
@@ -833,6 +833,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "snapkv/storage/offload.py": [
+        (
+            "a later turn is offloaded together with what is there",
+            "whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens]",
+            "whole.keys[:, :, :tokens], whole.values[:, :, :tokens]",
+            "cache/test_recall.py",
+        ),
         (
             "offloaded tokens come back that were taken back",
             "end=min(piece.end, tokens)",

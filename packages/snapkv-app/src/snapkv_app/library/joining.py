@@ -82,7 +82,7 @@ class Part:
                 "cache: expected one row without padding, got a batch or pads; read every document "
                 "by itself"
             )
-        if any(layer.offloaded is not None for layer in layers):
+        if any(layer.offloaded.is_enabled for layer in layers):
             raise InvalidArgumentError(
                 "cache: expected keys and values on the device, got a cache with recall; read the "
                 "document without recall"

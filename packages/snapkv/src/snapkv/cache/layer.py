@@ -19,7 +19,6 @@ from snapkv.policies.states import padding_left
 from snapkv.storage.base import TokenStore
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.dense import DenseStore
-from snapkv.storage.kinds import restored
 from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import Counts, tokens_of
@@ -62,7 +61,7 @@ class CompressedLayer(DynamicLayer):
         store: keys and values of the stored tokens.
         slots: which token stands in which slot of the store.
         state: what else is known of the tokens.
-        offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
+        offloaded: all tokens of the turns so far, off the device, if the layer has recall.
         turns: what becomes of a later prompt.
         protect: positions of the whole conversation that must stay; None for none.
     """
@@ -74,7 +73,7 @@ class CompressedLayer(DynamicLayer):
         self.policy, self.identity, self.codes = policy, identity, codes
         self.store: TokenStore = DenseStore()
         self.slots, self.state, self._seen_tokens = SlotMap(), LayerState(), 0
-        self.offloaded: OffloadedTokens | None = None
+        self.offloaded = OffloadedTokens()
         self.turns: Turns = "append"
         self.protect: Spans | None = None
 
@@ -117,7 +116,7 @@ class CompressedLayer(DynamicLayer):
         None where they are not. Where that chooses from all, what codes stand for is held again.
         """
         store, chooses = self.store, self.slots.kept is None or self.turns != "append"
-        if self.offloaded is not None and self.offloaded.is_due:
+        if self.offloaded.is_due:
             self.recall()
         elif chooses and coming is not None and isinstance(store, CodedStore):
             self._hold_dense(store)
@@ -143,8 +142,7 @@ class CompressedLayer(DynamicLayer):
     def reset(self) -> None:
         self.store, self.slots, self.state = DenseStore(), SlotMap(), type(self.state)()
         self._seen_tokens = 0
-        if self.offloaded is not None:
-            self.offloaded.clear()
+        self.offloaded.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Hold the rows in that order; some may go, some come twice."""
@@ -153,8 +151,7 @@ class CompressedLayer(DynamicLayer):
         before = self.store.slots
         self.store = self.store.select_rows(beam_idx)
         self.slots, self.state = self.slots.select_rows(beam_idx), self.state.select_rows(beam_idx)
-        if self.offloaded is not None:
-            self.offloaded.select_rows(beam_idx)
+        self.offloaded.select_rows(beam_idx)
         unused = before - self.store.slots  # where the row of the longest head is gone
         if unused:
             self.slots = self.slots.without_first(unused)
@@ -176,8 +173,7 @@ class CompressedLayer(DynamicLayer):
         store = self.store.crop(columns) if columns else self.store
         self.state = self.state.cropped(columns, left)
         self.replace_tokens(store, slots.cropped(columns, left))
-        if self.offloaded is not None:
-            self.offloaded.crop(self.columns)
+        self.offloaded.crop(self.columns)
 
     def __copy__(self) -> Self:
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
@@ -317,37 +313,12 @@ class CompressedLayer(DynamicLayer):
 
     # What becomes of its tokens.
 
-    def restore(
-        self, kind: str, stored: dict[str, Any], slots: SlotMap, state: LayerState | None = None
-    ) -> None:
-        """Hold what a file or a document holds: a store of that kind, by its `state()`."""
-        self.store = restored(kind, stored)
-        self.slots = slots if self.store.ragged is None else slots.without_padding()
-        self.state = self.state if state is None else state
-        self._seen_tokens = self._counted_tokens
-
-    def restore_chosen(
-        self, keys: Tensor, values: Tensor, places: Tensor, tokens: int, *, per_head_budget: bool
-    ) -> None:
-        """Hold (B, H, K, D) keys and values of what was chosen of a prompt of so many tokens.
-
-        Places are (B, H, K), ascending; where `per_head_budget`, behind a leading run of -1 in
-        heads that hold fewer.
-        """
-        state: dict[str, Any] = dict(keys=keys, values=values, num_kv_heads=keys.shape[1])
-        kind, K = DenseStore.kind, keys.shape[2]
-        if per_head_budget:
-            order = torch.arange(K, device=keys.device).where(places >= 0, -1)
-            store = RaggedStore.gather(DenseStore().fill(**state), order, K)
-            kind, state = RaggedStore.kind, store.state()
-        self.restore(kind, state, SlotMap().chosen(places, tokens, chosen_at=tokens))
-
     def _keep_slots(
         self, kept: Tensor, tokens: int, counts: Counts | None = None, **changes: Any
     ) -> None:
         """Keep some of so many first slots: what these stand for has been chosen from."""
-        every_head = kept.expand(-1, max(kept.shape[1], self.keys.shape[1]), -1)
-        columns = self.slots.columns_of(every_head, self.store.slots)
+        every_head = kept.expand(-1, max(kept.shape[1], self.store.keys.shape[1]), -1)
+        columns = self.slots.columns_of(every_head, tokens)
         self.store = self.store.keep(kept, tokens, counts)
         self.slots = self.slots.chosen(columns, self.slots.columns_by(tokens), **changes)
 
@@ -396,12 +367,12 @@ class CompressedLayer(DynamicLayer):
         whole, self.store = self.store, store
         self.slots = self.slots.without_padding()
         if self.slots.kept is None:
-            self._offload(whole, tokens)
+            self.offloaded.append_up_to(tokens, whole)
 
     def keep(self, selection: Selection) -> None:
         """Keep the selected slots of a prompt."""
         tokens, kept = selection.prompt_tokens, selection.keep_indices
-        self._offload(self.store, tokens)
+        self.offloaded.append_up_to(tokens, self.store)
         head_tokens, padding_slots = selection.head_tokens, selection.padding_slots
         counts = None if head_tokens is None else tuple(map(tuple, head_tokens.tolist()))
         self._keep_slots(kept, tokens, counts, padding_slots=padding_slots)
@@ -420,7 +391,7 @@ class CompressedLayer(DynamicLayer):
         """
         tokens, device = self.store.slots, self.store.keys.device
         at = self.slots.columns_by(tokens)
-        self._offload(self.store, tokens)
+        self.offloaded.append_up_to(tokens, self.store)
         if isinstance(self.store, DenseStore):
             self.store = self.store.ragged_from(None, tokens)
         assert isinstance(self.store, RaggedStore)
@@ -521,44 +492,15 @@ class CompressedLayer(DynamicLayer):
     @property
     def recall_due(self) -> bool:
         """Whether the next tokens are read over all that was seen, and vote on it."""
-        return self.offloaded is not None and self.offloaded.is_due
+        return self.offloaded.is_due
 
     @property
     def holds_all(self) -> bool:
         """Whether all that was seen is at hand as it came."""
         return self.slots.kept is None and not self.store.has_room and self.store.is_exact
 
-    def _offload(self, whole: TokenStore, tokens: int) -> None:
-        """Put those of the first tokens off the device that are not yet."""
-        if self.offloaded is not None:
-            done = self.offloaded.tokens
-            if tokens > done:
-                self.offloaded.append(
-                    whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens]
-                )
-
-    def set_aside(self) -> None:
-        """Between two pieces of a prompt, hold nothing on the device."""
-        if self.offloaded is None:
-            return
-        self._offload(self.store, self.columns)
-        none = torch.empty(*self.keys.shape[:2], 0, dtype=torch.int64, device=self.keys.device)
-        self._keep_slots(none, self.store.slots)
-        self.offloaded.is_due = True
-
-    def begin_at(self, tokens: int, pads: Tensor, *, forget_queries: bool) -> None:
-        """Have seen that many columns, nothing on the device: each row has pads, then tokens."""
-        assert self.offloaded is not None
-        self.offloaded.shift(pads, tokens)
-        self.slots = replace(self.slots, start=tokens)
-        self._seen_tokens = self._counted_tokens
-        if forget_queries:
-            self._note(last_queries=None)
-
     def recall(self) -> None:
         """Hold every token that was seen again, as before anything was dropped."""
-        if self.offloaded is None:
-            return
         self.offloaded.is_due = False
         if self.holds_all:
             return

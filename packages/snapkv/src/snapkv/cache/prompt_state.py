@@ -13,6 +13,7 @@ from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_group import LayerGroup
 from snapkv.cache.read_ids import ReadIds
+from snapkv.cache.recall import schedule_recall, set_aside
 from snapkv.cache.shared_budget import SharedBudget
 from snapkv.errors import (
     CacheMismatchError,
@@ -197,7 +198,7 @@ class PromptState:
         end = self.prompt_end
         if end is not None and end <= seen_before and (chooses_again or self.seen_tokens < end):
             self.prompt_end = None
-        self._recall_for_a_turn()
+        schedule_recall(self.layers, is_prompt_next=self.is_coming)
 
     def end_prompt(
         self, layer: CompressedLayer, prompt: PromptLayer, *, once: bool = False
@@ -288,7 +289,7 @@ class PromptState:
         if not self.is_announced:  # or the turn has begun, and only its end is another
             self.turn_start = seen
         self.prompt_end = prompt_tokens
-        self._recall_for_a_turn()
+        schedule_recall(self.layers, is_prompt_next=self.is_coming)
 
     def require_one_choice(self) -> None:
         """Refuse a turn behind what was kept, at whose end some rows alone would choose first."""
@@ -335,13 +336,6 @@ class PromptState:
                 "or KeyDiff"
             )
 
-    def _recall_for_a_turn(self) -> None:
-        """Read the tokens of a turn over all that was seen, in layers that can recall it."""
-        for layer in self.layers:
-            if layer.offloaded is not None:
-                is_needed = self.is_coming or layer.store.slots == 0
-                layer.offloaded.is_due = is_needed and not layer.holds_all
-
     @contextlib.contextmanager
     def announced(self, prompt_tokens: int) -> Iterator[None]:
         """Announce a prompt, and take the announcement back if nothing of it could be read."""
@@ -355,7 +349,7 @@ class PromptState:
             self.read_ids = self.read_ids.up_to(self.seen_tokens)
             if self.seen_tokens == seen:
                 self.prompt_end = before
-                self._recall_for_a_turn()
+                schedule_recall(self.layers, is_prompt_next=self.is_coming)
             raise
 
     def require_arrived(self) -> None:
@@ -480,4 +474,4 @@ class PromptState:
         with self._while(is_piecewise=True):
             yield
         if layer.seen_tokens < end:
-            layer.set_aside()
+            set_aside(layer)

@@ -86,7 +86,7 @@ def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) 
 
 def require_turns_can_follow(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) -> None:
     """Refuse to leave heads of different length where a turn chooses out of what is stored."""
-    if not layers[0].chooses_again or layers[0].offloaded is not None:
+    if not layers[0].chooses_again or layers[0].offloaded.is_enabled:
         return
     for layer in layers:
         counts = _slots_without(layer, rows).sum(dim=-1)
@@ -118,7 +118,7 @@ def _drop(layer: CompressedLayer, spans: Sequence[Spans]) -> None:
     every = torch.arange(layer.columns, device=stays.device).expand(len(spans), 1, -1)
     positions = slots.positions_of(every)
     left = ~_cover(spans, positions)[:, 0]
-    if offloaded is not None and offloaded.tokens:
+    if offloaded.tokens:
         if tokens := layer.columns - offloaded.tokens:
             # What is left takes less room than before, so that the limit does not matter.
             offloaded.append(*layer.store.last(tokens), is_limited=False)

@@ -85,7 +85,7 @@ def must_restore_before(layer: Any, tokens: int, layer_idx: int) -> bool:
         return False
     is_compressed = slots.kept is not None
     whole = slots.whole_tail(store.slots) if is_compressed else store.slots
-    if offloaded is not None and tokens <= layer.seen_tokens:
+    if offloaded.is_enabled and tokens <= layer.seen_tokens:
         # What is left of a text in codes must be the exact keys and values again, since a later
         # prompt chooses from them.
         left_in_codes = layer.columns - columns < offloaded.tokens and not store.is_exact

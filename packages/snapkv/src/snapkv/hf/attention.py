@@ -20,6 +20,7 @@ from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_group import encode
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
+from snapkv.cache.recall import set_aside
 from snapkv.cache.spans import protected_slots
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
@@ -181,7 +182,7 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
         hook.on_prompt(replace(_prompt_layer(call, layer, None, None), queries=call.query))
     layer.store.finalize_step()
     if not context.prompt_state.is_piecewise:
-        layer.set_aside()
+        set_aside(layer)
     return attended
 
 

@@ -144,7 +144,7 @@ class CompressedCache(Cache):
         pool = setup.pool
         for layer in compressed:
             layer.turns, layer.protect = setup.going_on, setup.protect
-            layer.offloaded = None if pool is None else OffloadedTokens(pool)
+            layer.offloaded = OffloadedTokens(pool)
         self._use = use(model)
         self.policy, self.setup = policy, setup
         self.prompt_state = PromptState(layers=compressed)
