@@ -11,17 +11,16 @@ from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
 from snapkv.cache.slots import LayerState, SlotMap
-from snapkv.errors import InvalidArgumentError
-from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
+from snapkv.errors import wrong
+from snapkv.policies import EvictingPolicy, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.spans import Spans
-from snapkv.policies.states import padding_left
 from snapkv.storage.base import TokenStore
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.offload import OffloadedTokens
-from snapkv.storage.ragged import Counts, tokens_of
+from snapkv.storage.ragged import Counts
 from snapkv.storage.ragged_store import CodedStore, RaggedStore
 
 Turns = Literal["append", "compress", "recall"]
@@ -170,10 +169,10 @@ class CompressedLayer(DynamicLayer):
             return
         columns = tokens - self.slots.removed_among_last(tokens, self.store.slots)[0]
         slots, left = self.slots.truncated(tokens, self.store.slots), self.store.slots - columns
-        store = self.store.crop(columns) if columns else self.store
+        store = self.store.truncate(columns) if columns else self.store
         self.state = self.state.cropped(columns, left)
         self.replace_tokens(store, slots.cropped(columns, left))
-        self.offloaded.crop(self.columns)
+        self.offloaded.truncate(self.columns)
 
     def __copy__(self) -> Self:
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
@@ -198,14 +197,6 @@ class CompressedLayer(DynamicLayer):
     @property
     def _counted_tokens(self) -> int:
         return self.slots.seen(self.store.slots)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the numbers are not those of the slots and the store."""
-        slots, store = self.slots, self.store
-        assert self.seen_tokens == self._counted_tokens, "tokens seen"
-        assert slots.chosen_slots <= store.slots, "slots of what was chosen"
-        assert slots.chosen_at <= self.seen_tokens, "tokens seen at the last choice"
-        assert 0 <= slots.removed_tokens <= self.seen_tokens, "tokens that are no columns"
 
     @property
     def columns(self) -> int:
@@ -313,13 +304,20 @@ class CompressedLayer(DynamicLayer):
 
     # What becomes of its tokens.
 
-    def _keep_slots(
+    def select(
         self, kept: Tensor, tokens: int, counts: Counts | None = None, **changes: Any
     ) -> None:
-        """Keep some of so many first slots: what these stand for has been chosen from."""
+        """Keep some of the first `tokens` slots, and all slots that come after them.
+
+        Args:
+            kept: (B, H', K) int64, slots as in `TokenStore.select`.
+            tokens: how many slots were chosen from.
+            counts: how many of them each head keeps, if heads differ.
+            **changes: other fields of the `SlotMap` that change with it.
+        """
         every_head = kept.expand(-1, max(kept.shape[1], self.store.keys.shape[1]), -1)
         columns = self.slots.columns_of(every_head, tokens)
-        self.store = self.store.keep(kept, tokens, counts)
+        self.store = self.store.select(kept, tokens, counts)
         self.slots = self.slots.chosen(columns, self.slots.columns_by(tokens), **changes)
 
     def token_cost(self, query_heads: int) -> ops.TokenCost:
@@ -375,14 +373,14 @@ class CompressedLayer(DynamicLayer):
         self.offloaded.append_up_to(tokens, self.store)
         head_tokens, padding_slots = selection.head_tokens, selection.padding_slots
         counts = None if head_tokens is None else tuple(map(tuple, head_tokens.tolist()))
-        self._keep_slots(kept, tokens, counts, padding_slots=padding_slots)
+        self.select(kept, tokens, counts, padding_slots=padding_slots)
         ids, scores = self.state.token_ids, self.state.slot_scores
         if selection.scores is not None:
-            scores = _of_slots(selection.scores, kept, self.keys.shape[1])
+            scores = scores_of_slots(selection.scores, kept, self.keys.shape[1])
         ids = None if ids is None else ids[:, tokens:]
         self._note(head_notes=selection.head_notes, slot_scores=scores, token_ids=ids)
         if selection.sink_tokens:
-            self._move_sinks(selection.sink_tokens)
+            self.move_sinks(selection.sink_tokens)
 
     def keep_rows(self, rows: Tensor, counts: Counts, columns: Tensor) -> None:
         """Keep (N,) rows of what heads hold, one after the other, so many of each head.
@@ -395,47 +393,25 @@ class CompressedLayer(DynamicLayer):
         if isinstance(self.store, DenseStore):
             self.store = self.store.ragged_from(None, tokens)
         assert isinstance(self.store, RaggedStore)
-        self.store.keep_rows(rows.to(device), counts)
+        self.store.select_flat(rows.to(device), counts)
         self.slots = self.slots.chosen(columns.to(device), at, padding_slots=None)
         ids = self.state.token_ids
         self._note(head_notes=None, token_ids=None if ids is None else ids[:, tokens:])
 
-    def apply_eviction(self, eviction: Eviction) -> None:
-        """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
-        scores, heads = eviction.scores, self.keys.shape[1]
-        if eviction.keep_indices is None:
-            self._note(slot_scores=None if scores is None else scores.expand(-1, heads, -1))
-            return
-        slots, kept = self.store.slots, eviction.keep_indices.expand(-1, heads, -1)
-        self._note(slot_scores=None if scores is None else _of_slots(scores, kept, heads))
-        ragged, padding_slots = eviction.per_head_budget, eviction.padding_slots
-        if ragged or self.store.ragged is not None:  # whose heads hold none
-            padding_slots = None
-        elif padding_slots is None:
-            padding_slots = padding_left(slots, kept.shape[-1], self.slots.padding_slots)
-        counts = tokens_of(kept) if ragged and self.store.ragged is None else None
-        self._keep_slots(kept, slots, counts, padding_slots=padding_slots)
-        if eviction.sink_tokens:
-            self._move_sinks(eviction.sink_tokens)
+    def move_sinks(self, sink_tokens: int) -> None:
+        """Rotate the first keys as if their tokens stood right before the other stored tokens.
 
-    def absorb_tail(self) -> None:
-        """Give every head of different length its part of the tokens behind the prompt."""
-        store, tail = self.store, self.store.tail.tokens
-        if not isinstance(store, RaggedStore) or not tail:
-            return
-        columns, end = self.stored_columns(), self.columns
-        self._note(slot_scores=self.state.scores_with(tail))
-        store.absorb_tail()
-        self.slots = self.slots.chosen(columns, end)
-
-    def _move_sinks(self, sink_tokens: int) -> None:
-        """Number the first tokens by their place in the cache."""
+        Raises:
+            InvalidArgumentError: heads hold different numbers of tokens.
+        """
         if not self.slots.evicted_tokens:
             return
         if self.store.ragged is not None:
-            raise InvalidArgumentError(
-                f"sink_tokens: expected 0 where heads keep different numbers of tokens, got "
-                f"{sink_tokens} of {self.policy.name}; leave the sinks at their own positions"
+            raise wrong(
+                "sink_tokens",
+                f"expected 0 where heads keep different numbers of tokens, got {sink_tokens} of "
+                f"{self.policy.name}",
+                "Leave the sinks at their own positions",
             )
         assert self.identity.rotation is not None
         gap, state = self.slots.evicted_by_row(), self.state
@@ -515,7 +491,7 @@ class CompressedLayer(DynamicLayer):
         self._seen_tokens = self._counted_tokens
 
 
-def _of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
+def scores_of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
     """(B, heads, K): the (B, heads or 1, S) scores of (B, heads or 1, K) slots; any for -1."""
     kept = kept.expand(-1, heads, -1).clamp(min=0)
     return scores.expand(-1, heads, -1).gather(2, kept)

@@ -30,7 +30,7 @@ def set_aside(layer: CompressedLayer) -> None:
         return
     offloaded.append_up_to(columns, store)
     none = torch.empty(*store.keys.shape[:2], 0, dtype=torch.int64, device=store.keys.device)
-    layer.replace_tokens(store.keep(none, store.slots), layer.slots.chosen(none, columns))
+    layer.replace_tokens(store.select(none, store.slots), layer.slots.chosen(none, columns))
     offloaded.is_due = True
 
 

@@ -122,11 +122,11 @@ def _drop(layer: CompressedLayer, spans: Sequence[Spans]) -> None:
         if tokens := layer.columns - offloaded.tokens:
             # What is left takes less room than before, so that the limit does not matter.
             offloaded.append(*layer.store.last(tokens), is_limited=False)
-        offloaded.only(left & (positions[:, 0] >= 0))
+        offloaded.select_where(left & (positions[:, 0] >= 0))
     if (held := layer.state.last_queries) is not None:
         queries = _queries_left(held, left, positions[:, 0])
         layer.state = replace(layer.state, last_queries=queries)
-    slots, store = slots.without(spans, stays), layer.store.only(stays)
+    slots, store = slots.without(spans, stays), layer.store.select_where(stays)
     store.finalize_step()
     if slots.kept is not None:  # ragged heads hold no padding
         padding_slots = None if store.ragged is not None else store.slots - stays[:, 0].sum(dim=-1)

@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from snapkv import ops
+from snapkv.cache.evicting import absorb_tail, apply_eviction
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_group import encode
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
@@ -308,7 +309,7 @@ def _evict(
     call: AttentionCall, layer: CompressedLayer, policy: EvictingPolicy, new_tokens: int
 ) -> None:
     """Let a policy that evicts while generating see these last tokens and drop what it will."""
-    layer.absorb_tail()
+    absorb_tail(layer)
     store, slots, state = layer.store, layer.slots, layer.state
     if store.ragged is not None:
         keys, scores = store.ragged.decoded().padded_keys(), state.slot_scores
@@ -332,7 +333,7 @@ def _evict(
     )
     with ops.scoring(call.key):
         eviction = policy.evict(step)
-    layer.apply_eviction(eviction)
+    apply_eviction(layer, eviction)
 
 
 def _of_layer(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:

@@ -253,11 +253,12 @@ class OffloadedTokens:
         start = self.tokens
         self.pieces.append(Piece(room=room, start=start, end=start + tokens, rows=rows, shift=none))
 
-    def only(self, stays: Tensor) -> None:
-        """Hold some of the columns, (B, tokens) bool, after one another: each row's are the last.
+    def select_where(self, stays: Tensor) -> None:
+        """Keep the columns that stay, and free the memory of the others if no copy holds them.
 
-        To be recalled to where `stays` is. What is not among them is free as soon as no copy of the
-        cache holds it.
+        Args:
+            stays: (B, tokens) bool, on the device to which they will be restored. A row for which
+                fewer columns stay than for another one has them behind padding.
         """
         slots = ops.kept_indices(stays.cpu()[:, None])
         keys, values = (ops.gather_tokens(states, slots) for states in self.on_host())
@@ -298,7 +299,7 @@ class OffloadedTokens:
         whole[:, :, self.tokens :] = tail
         return whole
 
-    def crop(self, tokens: int) -> None:
+    def truncate(self, tokens: int) -> None:
         """Keep no more than that many of the first tokens."""
         self.pieces = [
             replace(piece, end=min(piece.end, tokens))
