@@ -167,8 +167,8 @@ class CompressedLayer(DynamicLayer):
         tokens = -tokens_to_remove
         if not tokens:
             return
-        columns = tokens - self.slots.removed_among_last(tokens, self.store.slots)[0]
-        slots, left = self.slots.truncated(tokens, self.store.slots), self.store.slots - columns
+        slots, columns = self.slots.without_last(tokens, self.store.slots)
+        left = self.store.slots - columns
         store = self.store.truncate(columns) if columns else self.store
         self.state = self.state.cropped(columns, left)
         self.replace_tokens(store, slots.cropped(columns, left))
@@ -358,9 +358,10 @@ class CompressedLayer(DynamicLayer):
         return store
 
     def hold_codes(self, store: CodedStore, tokens: int) -> None:
-        """Hold so many first slots as these codes; what they change is offloaded.
+        """Replace the first `tokens` slots by their codes, which are in `store`.
 
-        Where tokens were dropped, all of them have been.
+        With recall, the exact keys and values are offloaded first, unless some token was evicted:
+        then all of them have been.
         """
         whole, self.store = self.store, store
         self.slots = self.slots.without_padding()
@@ -368,7 +369,7 @@ class CompressedLayer(DynamicLayer):
             self.offloaded.append_up_to(tokens, whole)
 
     def keep(self, selection: Selection) -> None:
-        """Keep the selected slots of a prompt."""
+        """Keep the selected slots of a prompt; with recall, offload all tokens first."""
         tokens, kept = selection.prompt_tokens, selection.keep_indices
         self.offloaded.append_up_to(tokens, self.store)
         head_tokens, padding_slots = selection.head_tokens, selection.padding_slots
@@ -383,9 +384,13 @@ class CompressedLayer(DynamicLayer):
             self.move_sinks(selection.sink_tokens)
 
     def keep_rows(self, rows: Tensor, counts: Counts, columns: Tensor) -> None:
-        """Keep (N,) rows of what heads hold, one after the other, so many of each head.
+        """Keep some tokens of every head of a prompt; with recall, offload all tokens first.
 
-        They stand in these (B, H, K) columns, behind a leading run of -1.
+        Args:
+            rows: (N,) int64, which tokens: places in the list of all tokens, head by head.
+            counts: how many of them each head keeps.
+            columns: (B, H, K) int32, the columns of these tokens; -1 in front if a head keeps
+                fewer than K.
         """
         tokens, device = self.store.slots, self.store.keys.device
         at = self.slots.columns_by(tokens)
@@ -467,16 +472,18 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def recall_due(self) -> bool:
-        """Whether the next tokens are read over all that was seen, and vote on it."""
+        """Whether the next tokens must find the offloaded ones restored, because they are of a
+        prompt whose end votes on all of them.
+        """
         return self.offloaded.is_due
 
     @property
     def holds_all(self) -> bool:
-        """Whether all that was seen is at hand as it came."""
+        """Whether the store holds the exact keys and values of every token that was seen."""
         return self.slots.kept is None and not self.store.has_room and self.store.is_exact
 
     def recall(self) -> None:
-        """Hold every token that was seen again, as before anything was dropped."""
+        """Restore the offloaded tokens in front of the newer ones, as if nothing was evicted."""
         self.offloaded.is_due = False
         if self.holds_all:
             return

@@ -112,6 +112,18 @@ def _whole(visible: Tensor, total: int) -> Tensor:
     return visible.new_ones(len(visible), total)
 
 
+def _whole_rows(layer: CompressedLayer) -> Tensor:
+    """Return (B,) bool on the CPU: which rows of a compressed layer hold all their tokens.
+
+    It is False for all rows if they all hold the same number of tokens, for which no device is
+    asked.
+    """
+    slots = layer.slots
+    if slots.pads is None and slots.padding_slots is None and layer.store.ragged is None:
+        return torch.zeros(len(layer.keys), dtype=torch.bool)
+    return slots.whole_rows().cpu()
+
+
 @dataclass(kw_only=True)
 class PromptState:
     """What a cache has been told of the prompt or turn that it reads.
@@ -304,11 +316,7 @@ class PromptState:
         compressed = [layer for layer in self.layers if layer.slots.is_compressed]
         if not compressed:
             return
-        rows_of_layers = [
-            each.slots.whole_rows(each.store.slots, is_ragged=each.store.ragged is not None)
-            for each in compressed
-        ]
-        of_layers = torch.stack(rows_of_layers)
+        of_layers = torch.stack([_whole_rows(layer) for layer in compressed])
         together = "all_layers" in policy.needs  # where one may hold all and others do not
         whole = int((of_layers.all(dim=0) if together else of_layers.any(dim=0)).sum())
         if whole:

@@ -160,33 +160,16 @@ class SlotMap(RowRecord):
             first = first + self.pads[:, None]
         return torch.arange(columns, device=device) >= first
 
-    @property
-    def holds_every_column(self) -> bool:
-        """Whether every row and head holds all columns that are no pads; the device is asked."""
-        if self.kept is None or self.evicted_tokens:
-            return self.kept is None
-        columns = torch.arange(self.start, device=self.kept.device)
-        pads = 0 if self.pads is None else self.pads[:, None, None]
-        return bool(((self.kept == columns) | (columns < pads)).all())
+    def whole_rows(self) -> Tensor:
+        """Return (B,) bool: which rows of a layer that has dropped something hold all their tokens.
 
-    def whole_rows(self, slots: int, *, is_ragged: bool) -> Tensor:
-        """Return which rows of a layer that has dropped something hold everything it has seen.
-
-        Args:
-            slots: how many slots the layer has.
-            is_ragged: whether its heads may hold different numbers of tokens.
-
-        Returns:
-            (B,) bool on the CPU; False for all rows if they all hold the same number of tokens,
-            for which the device is not asked.
+        Every head of the row then holds all columns that are no pads.
         """
         assert self.kept is not None
-        if self.pads is None and self.padding_slots is None and not is_ragged:
-            return torch.zeros(len(self.kept), dtype=torch.bool)
-        positions = self.positions_of(self.columns(slots, self.kept.device))
-        held = (positions >= 0).sum(dim=-1).amin(dim=-1)
-        pads = 0 if self.pads is None else self.pads
-        return torch.eq(held, self.columns_by(slots) - pads).cpu()
+        columns = torch.arange(self.evicted_tokens, self.start, device=self.kept.device)
+        pads = self.kept.new_zeros(len(self.kept)) if self.pads is None else self.pads
+        is_held = (self.kept == columns) | (columns < pads[:, None, None])
+        return is_held.flatten(1).all(dim=1) & (pads >= self.evicted_tokens)
 
     def whole_tail(self, slots: int) -> int:
         """Count the last tokens that every head and row still stores, with another before them.
@@ -329,12 +312,18 @@ class SlotMap(RowRecord):
             for seen, each in zip(own, removed_spans, strict=True)
         ]
 
-    def truncated(self, tokens: int, slots: int) -> Self:
-        """Return the map without what was dropped of the last tokens, which are the same number in
-        every row; `slots` as in `removed_among_last`.
+    def without_last(self, tokens: int, slots: int) -> tuple[Self, int]:
+        """Forget what the rows were told to drop of the last tokens, the same number in every row.
+
+        Args:
+            tokens: how many of the last tokens to look at.
+            slots: how many slots the layer has.
+
+        Returns:
+            The map without it, and how many of these tokens are columns.
         """
         if self.removed_spans is None:
-            return self
+            return self, tokens
         own = self.row_tokens(len(self.removed_spans), slots)
         count = self.removed_among_last(tokens, slots)[0]
         left = _padded(
@@ -343,7 +332,8 @@ class SlotMap(RowRecord):
                 for seen, each in zip(own, self.removed_spans_of(len(own)), strict=True)
             ]
         ).to(self.removed_spans.device)
-        return replace(self, removed_spans=left, removed_tokens=self.removed_tokens - count)
+        kept_spans = replace(self, removed_spans=left, removed_tokens=self.removed_tokens - count)
+        return kept_spans, tokens - count
 
 
 @dataclass(frozen=True, kw_only=True)

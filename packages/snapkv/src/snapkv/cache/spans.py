@@ -136,9 +136,10 @@ def _drop(layer: CompressedLayer, spans: Sequence[Spans]) -> None:
 
 def _is_whole_again(layer: CompressedLayer) -> bool:
     """Whether every head holds all columns, in a form that a layer has which dropped nothing."""
-    store = layer.store
-    has_set_per_kv_head = store.keys.shape[1] == store.num_kv_heads
-    return layer.slots.holds_every_column and (store.is_exact or has_set_per_kv_head)
+    slots, store = layer.slots, layer.store
+    if not store.is_exact and store.keys.shape[1] != store.num_kv_heads:
+        return False
+    return slots.is_whole or bool(slots.whole_rows().all())
 
 
 def _make_whole(layer: CompressedLayer) -> None:
