@@ -74,29 +74,11 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "hf/test_step_graph.py",
         ),
         (
-            "queries of dropped tokens vote on the next turn",
-            "self._note(last_queries=_queries_left(held, left, positions[:, 0]))",
-            "pass",
-            "cache/test_spans.py",
-        ),
-        (
             "notes stay in their row where rows change places",
             "self.slots, self.state = self.slots.select_rows(beam_idx), "
             "self.state.select_rows(beam_idx)",
             "self.slots = self.slots.select_rows(beam_idx)",
             "cache/test_layer_state.py",
-        ),
-        (
-            "a later turn is offloaded together with what is there",
-            "whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens]",
-            "whole.keys[:, :, :tokens], whole.values[:, :, :tokens]",
-            "cache/test_recall.py",
-        ),
-        (
-            "spans are protected as if rows had no pads",
-            "replace(self.slots, pads=pads).positions_of",
-            "self.slots.positions_of",
-            "cache/test_protect.py",
         ),
     ],
     "snapkv/cache/read_ids.py": [
@@ -128,14 +110,14 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "an end that was taken back stays announced",
-            "self.seen_tokens < self.prompt_end <= seen_tokens",
-            "self.seen_tokens < self.prompt_end < seen_tokens",
+            "end is not None and end <= seen_before and",
+            "end is not None and end < seen_before and",
             "sequences/test_sequences.py",
         ),
         (
             "a prompt that failed stays announced",
-            "                self.prompt_end = before\n                self._recall",
-            "                self._recall",
+            "                self.prompt_end = before\n                schedule_recall",
+            "                schedule_recall",
             "hf/test_generate.py",
         ),
     ],
@@ -237,8 +219,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "the last pad of a row is seen",
-            "return order >= first[:, None]",
-            "return order >= first[:, None] - 1",
+            "return torch.arange(columns, device=device) >= first",
+            "return torch.arange(columns, device=device) >= first - 1",
             "cache/test_pads_between_turns.py",
         ),
         (
@@ -274,6 +256,24 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "snapkv/cache/spans.py": [
+        (
+            "a layer that drops all that it had evicted counts as compressed",
+            "            _make_whole(layer)\n",
+            "            pass\n",
+            "cache/test_spans.py",
+        ),
+        (
+            "queries of dropped tokens vote on the next turn",
+            "layer.state = replace(layer.state, last_queries=queries)",
+            "pass",
+            "cache/test_spans.py",
+        ),
+        (
+            "spans are protected as if rows had no pads",
+            "replace(layer.slots, pads=pads).positions_of",
+            "layer.slots.positions_of",
+            "cache/test_protect.py",
+        ),
         (
             "a span may reach one token beyond what was seen",
             "own.parts[-1][1] > seen:",
@@ -346,7 +346,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a refused pass leaves its tokens",
-            "        layer.take_back(self.new_tokens)\n",
+            "        layer.crop(-self.new_tokens)\n",
             "",
             "hf/test_cache.py",
         ),
@@ -833,6 +833,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "snapkv/storage/offload.py": [
+        (
+            "a later turn is offloaded together with what is there",
+            "whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens]",
+            "whole.keys[:, :, :tokens], whole.values[:, :, :tokens]",
+            "cache/test_recall.py",
+        ),
         (
             "offloaded tokens come back that were taken back",
             "end=min(piece.end, tokens)",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from snapkv.cache.hybrid import HybridLayer
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.spans import protected_slots
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
@@ -139,7 +140,7 @@ class RecordedPrompt:
                 states,
                 queries=queries,
                 token_cost=functools.partial(layer.token_cost, queries.shape[1]),
-                protected=None if spans is None else layer.protected_slots(spans, *place),
+                protected=None if spans is None else protected_slots(layer, spans, *place),
             )
 
     def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:

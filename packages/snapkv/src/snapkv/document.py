@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.recall import begin_behind
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
@@ -143,7 +144,7 @@ class Document:
         for layer in cache.layers:
             layer.reorder_cache(torch.zeros(len(pads), dtype=torch.int64))
             if isinstance(layer, CompressedLayer):
-                layer.begin_at(seen, pads, forget_queries=not hybrid)
+                begin_behind(layer, seen, pads, forget_queries=not hybrid)
         return cache
 
     def save(self, path: str | Path, *, bits: Bits | KVCodes | None = None) -> None:

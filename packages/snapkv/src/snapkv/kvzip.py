@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.cache.prompt_state import one_reading_refusal
+from snapkv.cache.taking_back import take_back
 from snapkv.errors import (
     CacheMismatchError,
     InvalidArgumentError,
@@ -149,8 +150,7 @@ def read_layers(
         for piece in torch.split(input_ids, chunk, dim=1):
             repeated = torch.cat([before, piece], dim=1)
             model(repeated, **passed(cache), logits_to_keep=1)
-            for layer in cache.layers:
-                layer.crop(-repeated.shape[1])
+            take_back(cache.layers, repeated.shape[1])
     cache.prompt_state.prompt_end = tokens
     return [observer.prompt() for observer in observers]
 

@@ -5,10 +5,18 @@ import copy
 import pytest
 import torch
 
-from snapkv import AdaKV, CompressedCache, FullCache, InvalidArgumentError, SnapKV, SnapKVError
+from snapkv import (
+    AcrossLayers,
+    AdaKV,
+    CompressedCache,
+    FullCache,
+    InvalidArgumentError,
+    SnapKV,
+    SnapKVError,
+)
 from snapkv.policies.spans import Spans
 from tests import families
-from tests.families import call, random_ids, tiny_model
+from tests.families import CLOSE, call, random_ids, tiny_model
 from tests.oracle import masked_decode_logits
 
 SNAPKV = SnapKV(40, window_size=8)
@@ -168,3 +176,35 @@ def test_a_text_that_is_coming_in_has_no_spans_yet():
         cache.drop([(0, 3)])
     call(model, cache, random_ids(1, 40))
     cache.drop([(3, 9)])
+
+
+WHOLE_AGAIN = {
+    "one budget for all heads": (SnapKV(16, window_size=4), {}),
+    "a budget for each head": (AdaKV(SnapKV(16, window_size=4)), {}),
+    "a budget for all layers": (AcrossLayers(SnapKV(16, window_size=4)), {}),
+    "a set for each query head": (SnapKV(16, window_size=4, group_reduce="none"), {}),
+    "few bits": (SnapKV(16, window_size=4), {"quantize": "int8"}),
+    "recall": (SnapKV(16, window_size=4), {"recall": "host"}),
+}
+
+
+@pytest.mark.parametrize("way", WHOLE_AGAIN)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_cache_that_drops_all_that_it_had_evicted_is_as_if_nothing_was_evicted(way, rows):
+    policy, options = WHOLE_AGAIN[way]
+    text, turn = random_ids(rows, 60), random_ids(rows, 30, 9)
+    model, cache = read(policy, text, **options)
+    _, full = read(FullCache(), text, **options)
+    assert all(layer.slots.is_compressed for layer in cache.prompt_state.layers)
+    for each in (cache, full):
+        each.drop([(0, 57)])  # all but tokens of the window, which every head keeps
+    assert all(layer.slots.is_whole for layer in cache.prompt_state.layers)
+    emptied = copy.copy(cache)
+    emptied.crop(-3)
+    assert emptied.get_seq_length() == 57
+    close = {"atol": 0.02, "rtol": 0.0} if "quantize" in options else CLOSE
+    torch.testing.assert_close(call(model, cache, turn), call(model, full, turn), **close)
+    emptied.expect_prompt(87)
+    call(model, emptied, turn)
+    kept = [emptied.kept_positions(layer) for layer in emptied.compressed_layers]
+    assert sum(int((each >= 0).sum()) for each in kept) == 16 * rows * len(kept) * kept[0].shape[1]

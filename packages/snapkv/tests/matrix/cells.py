@@ -100,7 +100,7 @@ def hold_as_stored(cache: CompressedCache, full: DynamicCache) -> None:
     """
     for layer, other in zip(cache.layers, full.layers, strict=True):
         if isinstance(layer, CompressedLayer) and not layer.store.is_exact:
-            columns = layer.slots.columns(layer.store).long()
+            columns = layer.stored_columns()
             read = int((columns[0, 0] < other.keys.shape[2]).sum())
             for own, its in zip(layer.store.padded(), (other.keys, other.values), strict=True):
                 places = columns[:, :, :read, None].expand(-1, -1, -1, own.shape[-1])

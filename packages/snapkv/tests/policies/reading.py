@@ -26,4 +26,4 @@ def ended(policy, prompts, codes=None):
 
 def columns_kept(policy, prompts):
     """Of each layer (B, H, K) int64, those of the prompt's tokens; negative for none."""
-    return [layer.slots.columns(layer.store) for layer in ended(policy, prompts)]
+    return [layer.stored_columns() for layer in ended(policy, prompts)]

@@ -38,7 +38,7 @@ def kept_of(policy, prompts, layers=None):
     firsts = [0] * len(prompts[0].keys) if pads is None else pads.tolist()
     return [
         [
-            [set(head[head >= first].tolist()) for head in one.slots.columns(one.store)[row]]
+            [set(head[head >= first].tolist()) for head in one.stored_columns()[row]]
             for one in layers
         ]
         for row, first in enumerate(firsts)

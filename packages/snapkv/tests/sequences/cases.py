@@ -220,6 +220,21 @@ CASES = {
     "crop into a prompt under recall, the budget shared by layers": llama(
         kv.default_policy("30%", window_size=6), (do.Turn(46), do.Crop(4), do.Step(3)), HOST
     ),
+    # A layer that drops all that it had evicted was taken for one that still misses something.
+    "a turn behind everything that was evicted": do.Sequence(
+        "sliding",
+        kv.AcrossLayers(
+            kv.SnapKV(
+                kv.AutoBudget(lost_vote=0.03, least=8),
+                window_size=4,
+                pooling="fading",
+                sink_tokens=4,
+                group_reduce="max",
+                window_reduce="max",
+            )
+        ),
+        (do.Turn(22, pads=(0, 1)), do.Drop(((3, 21),)), do.Crop(20), do.Turn(13, answer=4)),
+    ),
     "many turns": llama(
         FITS, tuple(do.Turn(5, how="generate", answer=4) for _ in range(9)), {"turns": "compress"}
     ),

@@ -22,7 +22,7 @@ from snapkv.policies import EvictingPolicy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.prefill import layer_by_layer
 from snapkv.storage.bits import KVCodes
-from tests.families import small_model
+from tests.families import require_integrity, small_model
 from tests.oracle import hidden_columns, masked_judge, masked_pass
 from tests.sequences.operations import Sequence
 
@@ -194,7 +194,7 @@ class Judge:
         if seen != {state.seen}:
             raise WrongError(f"layers: expected all to have seen {state.seen} tokens, got {seen}")
         for layer in cache.prompt_state.layers:
-            layer.check_integrity()
+            require_integrity(layer)
         report = cache.report()
         for layer, row in zip(cache.layers, report["layers"], strict=True):
             if row["kind"] != "compressed" or not state.seen:

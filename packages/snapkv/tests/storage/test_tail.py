@@ -56,7 +56,7 @@ def test_what_was_handed_out_stays_as_it_is():
     before, other = first.clone(), copy.copy(tail)
     second = grown(tail, seed=2)
     apart = grown(other, seed=3)  # the slot behind it is taken
-    tail.crop(2)
+    tail.truncate(2)
     shorter = grown(tail, seed=4)
     assert torch.equal(first, before)
     assert torch.equal(second, torch.cat([before, states(1, seed=2)], dim=-2))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from snapkv.cache.restoring import restore, restore_chosen
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
@@ -125,12 +126,12 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Evenness)
         keys, values = one.key_states, one.value_states
         state: dict[str, Any] = dict(keys=keys, values=values, num_kv_heads=keys.shape[1])
         if held == "whole":
-            layer.restore(DenseStore.kind, state, SlotMap())
+            restore(layer, DenseStore.kind, state, SlotMap())
         elif held == "even":
             slots = SlotMap().chosen(one.places, one.tokens)
-            layer.restore(DenseStore.kind, state, slots)
+            restore(layer, DenseStore.kind, state, slots)
         else:
-            layer.restore_chosen(keys, values, one.places, one.tokens, per_head_budget=True)
+            restore_chosen(layer, keys, values, one.places, one.tokens)
     if held == "uneven":
         cache.prompt_state.prompt_end = joined[0].tokens
 

@@ -82,7 +82,7 @@ class Part:
                 "cache: expected one row without padding, got a batch or pads; read every document "
                 "by itself"
             )
-        if any(layer.offloaded is not None for layer in layers):
+        if any(layer.offloaded.is_enabled for layer in layers):
             raise InvalidArgumentError(
                 "cache: expected keys and values on the device, got a cache with recall; read the "
                 "document without recall"
@@ -258,7 +258,7 @@ def _moved(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A part's keys, values and places, without its first tokens, moved on by `step` positions."""
     keys, values = layer.store.padded()
-    places = layer.slots.positions(layer.store)
+    places = layer.stored_positions()
     left_out = int((places < prefix_tokens).sum(dim=-1).min())
     keys, values, places = (
         states[:, :, left_out:].to(keys.device) for states in (keys, values, places)

@@ -49,14 +49,10 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
         super().reorder_cache(beam_idx)
         LinearAttentionLayer.reorder_cache(self, beam_idx)
 
-    def require_croppable(self, count: int) -> None:
-        super().require_croppable(count)
-        uncompressed.require_croppable(self, count, self.identity.layer_idx)
-
-    def take_back(self, count: int) -> None:
-        super().take_back(count)
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
         if self.record_past:
-            LinearAttentionLayer.crop(self, -count)
+            LinearAttentionLayer.crop(self, tokens_to_remove)
 
     def __copy__(self) -> Self:
         copied = super().__copy__()

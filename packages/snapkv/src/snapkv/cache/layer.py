@@ -1,7 +1,7 @@
 """One layer of a compressed cache: stores fewer tokens than it has seen."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -10,19 +10,17 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
-from snapkv.cache.slots import LayerState, SlotMap, require_removable
-from snapkv.errors import InvalidArgumentError
-from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
+from snapkv.cache.slots import LayerState, SlotMap
+from snapkv.errors import wrong
+from snapkv.policies import EvictingPolicy, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.spans import Spans
-from snapkv.policies.states import padding_left
 from snapkv.storage.base import TokenStore
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.dense import DenseStore
-from snapkv.storage.kinds import restored
 from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.offload import OffloadedTokens
-from snapkv.storage.ragged import Counts, tokens_of
+from snapkv.storage.ragged import Counts
 from snapkv.storage.ragged_store import CodedStore, RaggedStore
 
 Turns = Literal["append", "compress", "recall"]
@@ -62,7 +60,7 @@ class CompressedLayer(DynamicLayer):
         store: keys and values of the stored tokens.
         slots: which token stands in which slot of the store.
         state: what else is known of the tokens.
-        offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
+        offloaded: all tokens of the turns so far, off the device, if the layer has recall.
         turns: what becomes of a later prompt.
         protect: positions of the whole conversation that must stay; None for none.
     """
@@ -74,7 +72,7 @@ class CompressedLayer(DynamicLayer):
         self.policy, self.identity, self.codes = policy, identity, codes
         self.store: TokenStore = DenseStore()
         self.slots, self.state, self._seen_tokens = SlotMap(), LayerState(), 0
-        self.offloaded: OffloadedTokens | None = None
+        self.offloaded = OffloadedTokens()
         self.turns: Turns = "append"
         self.protect: Spans | None = None
 
@@ -117,7 +115,7 @@ class CompressedLayer(DynamicLayer):
         None where they are not. Where that chooses from all, what codes stand for is held again.
         """
         store, chooses = self.store, self.slots.kept is None or self.turns != "append"
-        if self.offloaded is not None and self.offloaded.is_due:
+        if self.offloaded.is_due:
             self.recall()
         elif chooses and coming is not None and isinstance(store, CodedStore):
             self._hold_dense(store)
@@ -143,8 +141,7 @@ class CompressedLayer(DynamicLayer):
     def reset(self) -> None:
         self.store, self.slots, self.state = DenseStore(), SlotMap(), type(self.state)()
         self._seen_tokens = 0
-        if self.offloaded is not None:
-            self.offloaded.clear()
+        self.offloaded.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Hold the rows in that order; some may go, some come twice."""
@@ -153,74 +150,29 @@ class CompressedLayer(DynamicLayer):
         before = self.store.slots
         self.store = self.store.select_rows(beam_idx)
         self.slots, self.state = self.slots.select_rows(beam_idx), self.state.select_rows(beam_idx)
-        if self.offloaded is not None:
-            self.offloaded.select_rows(beam_idx)
+        self.offloaded.select_rows(beam_idx)
         unused = before - self.store.slots  # where the row of the longest head is gone
         if unused:
             self.slots = self.slots.without_first(unused)
             self.state = self.state.without_first(unused)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, a non-positive count, as transformers has it."""
-        count = require_removable(tokens_to_remove)
-        self.require_croppable(count)
-        if self.must_recall(count):
-            self.recall()
-        self.take_back(count)
+        """Forget the last tokens, such as rejected drafts or those of a refused pass.
 
-    def require_croppable(self, count: int) -> None:
-        """Refuse to take back tokens that some head does not hold, and that cannot be recalled."""
-        is_compressed = self.slots.kept is not None
-        can_recall = self.offloaded is not None and count <= self.seen_tokens
-        removed = self._removed_among_last(min(count, self.seen_tokens))
-        if len(set(removed)) > 1:
-            raise InvalidArgumentError(
-                f"tokens_to_remove: expected tokens of which each row has dropped as many, got "
-                f"{count}, of which the rows have dropped {', '.join(map(str, removed))}; take "
-                "back fewer, or give each conversation a cache of its own"
-            )
-        count -= removed[0]
-        if not count or (is_compressed and can_recall):
-            return
-        if is_compressed and not self.is_croppable:
-            raise InvalidArgumentError(
-                f"tokens_to_remove: expected at most 0, since none of the tokens that "
-                f"{self.policy.name} has counted and evicted by is still whole, got {count}; reset "
-                "the cache and read the shorter text again, or use a policy that only compresses "
-                "prompts"
-            )
-        self.slots.require_whole(count, self.store, self.identity.layer_idx)
+        The caller must have asked `snapkv.cache.taking_back` whether the layer can.
 
-    def must_recall(self, count: int) -> bool:
-        """Whether so many of the last tokens cannot be taken back before all are recalled.
-
-        Where nothing was dropped, what would be left must be as it came: codes are not.
+        Args:
+            tokens_to_remove: zero or a negative number, as in transformers.
         """
-        count -= self._removed_among_last(count)[0]
-        if not count or self.offloaded is None:
-            return False
-        if self.slots.kept is None:
-            return not self.store.is_exact and self.columns - count < self.offloaded.tokens
-        return count > self.slots.whole_tail(self.store)
-
-    def take_back(self, count: int) -> None:
-        """Forget the last tokens, which are whole: rejected ones, or those of a refused pass."""
-        if not count:
+        tokens = -tokens_to_remove
+        if not tokens:
             return
-        slots = self.slots.truncated(count, self.store)
-        count -= self._removed_among_last(count)[0]
-        left = self.store.slots - count
-        self.store = self.store.crop(count) if count else self.store
-        self.slots, self.state = slots.cropped(count, left), self.state.cropped(count, left)
-        self._seen_tokens = self._counted_tokens
-        if self.offloaded is not None:
-            self.offloaded.crop(self.columns)
-
-    def _removed_among_last(self, count: int) -> list[int]:
-        """How many of the last tokens seen each row was told to drop."""
-        if self.slots.removed_spans is None:
-            return [0]
-        return self.slots.removed_among_last(count, self.store)
+        slots, columns = self.slots.without_last(tokens, self.store.slots)
+        left = self.store.slots - columns
+        store = self.store.truncate(columns) if columns else self.store
+        self.state = self.state.cropped(columns, left)
+        self.replace_tokens(store, slots.cropped(columns, left))
+        self.offloaded.truncate(self.columns)
 
     def __copy__(self) -> Self:
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
@@ -245,14 +197,6 @@ class CompressedLayer(DynamicLayer):
     @property
     def _counted_tokens(self) -> int:
         return self.slots.seen(self.store.slots)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the numbers are not those of the slots and the store."""
-        slots, store = self.slots, self.store
-        assert self.seen_tokens == self._counted_tokens, "tokens seen"
-        assert slots.chosen_slots <= store.slots, "slots of what was chosen"
-        assert slots.chosen_at <= self.seen_tokens, "tokens seen at the last choice"
-        assert 0 <= slots.removed_tokens <= self.seen_tokens, "tokens that are no columns"
 
     @property
     def columns(self) -> int:
@@ -279,11 +223,19 @@ class CompressedLayer(DynamicLayer):
     def _sink_bytes(self) -> int:
         return 0 if self.state.sink_keys is None else self.state.sink_keys.nbytes
 
+    def stored_columns(self) -> Tensor:
+        """Return (B, H, S) int64: the column of every slot; negative where it holds no token."""
+        columns = self.slots.columns(self.store.slots, self.keys.device)
+        return columns.expand(*self.keys.shape[:2], -1)
+
     def stored_positions(self) -> Tensor:
-        """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
+        """Return (B, H, S) int64: the true position of every stored token, ascending; -1 for a pad.
+
+        An empty layer has B = H = S = 0.
+        """
         if not self.store.is_filled:
             return torch.empty(0, 0, 0, dtype=torch.int64)
-        return self.slots.positions(self.store)
+        return self.slots.positions_of(self.stored_columns())
 
     # The last queries, which vote at the end of the prompt, or of the turns behind it.
 
@@ -350,49 +302,22 @@ class CompressedLayer(DynamicLayer):
             token_ids = torch.cat([known, token_ids], dim=1)
         self._note(token_ids=token_ids)
 
-    def protected_slots(self, spans: Spans, slots: int, pads: Tensor | None) -> Tensor:
-        """(B, 1 or H, slots) bool: which of the first slots stand for positions in these spans.
-
-        `pads` are (B,) leading ones of a first prompt, or None; it knows those of later ones.
-        """
-        if self.slots.kept is not None:
-            return spans.cover(self.slots.positions(self.store)[..., :slots])
-        columns = torch.arange(slots, device=self.keys.device).expand(len(self.keys), 1, -1)
-        return spans.cover(replace(self.slots, pads=pads).positions_of(columns))
-
     # What becomes of its tokens.
 
-    def restore(
-        self, kind: str, stored: dict[str, Any], slots: SlotMap, state: LayerState | None = None
-    ) -> None:
-        """Hold what a file or a document holds: a store of that kind, by its `state()`."""
-        self.store = restored(kind, stored)
-        self.slots = slots if self.store.ragged is None else slots.without_padding()
-        self.state = self.state if state is None else state
-        self._seen_tokens = self._counted_tokens
-
-    def restore_chosen(
-        self, keys: Tensor, values: Tensor, places: Tensor, tokens: int, *, per_head_budget: bool
-    ) -> None:
-        """Hold (B, H, K, D) keys and values of what was chosen of a prompt of so many tokens.
-
-        Places are (B, H, K), ascending; where `per_head_budget`, behind a leading run of -1 in
-        heads that hold fewer.
-        """
-        state: dict[str, Any] = dict(keys=keys, values=values, num_kv_heads=keys.shape[1])
-        kind, K = DenseStore.kind, keys.shape[2]
-        if per_head_budget:
-            order = torch.arange(K, device=keys.device).where(places >= 0, -1)
-            store = RaggedStore.gather(DenseStore().fill(**state), order, K)
-            kind, state = RaggedStore.kind, store.state()
-        self.restore(kind, state, SlotMap().chosen(places, tokens, chosen_at=tokens))
-
-    def _keep_slots(
+    def select(
         self, kept: Tensor, tokens: int, counts: Counts | None = None, **changes: Any
     ) -> None:
-        """Keep some of so many first slots: what these stand for has been chosen from."""
-        columns = self.slots.columns_of(kept, self.store)
-        self.store = self.store.keep(kept, tokens, counts)
+        """Keep some of the first `tokens` slots, and all slots that come after them.
+
+        Args:
+            kept: (B, H', K) int64, slots as in `TokenStore.select`.
+            tokens: how many slots were chosen from.
+            counts: how many of them each head keeps, if heads differ.
+            **changes: other fields of the `SlotMap` that change with it.
+        """
+        every_head = kept.expand(-1, max(kept.shape[1], self.store.keys.shape[1]), -1)
+        columns = self.slots.columns_of(every_head, tokens)
+        self.store = self.store.select(kept, tokens, counts)
         self.slots = self.slots.chosen(columns, self.slots.columns_by(tokens), **changes)
 
     def token_cost(self, query_heads: int) -> ops.TokenCost:
@@ -433,85 +358,68 @@ class CompressedLayer(DynamicLayer):
         return store
 
     def hold_codes(self, store: CodedStore, tokens: int) -> None:
-        """Hold so many first slots as these codes; what they change is offloaded.
+        """Replace the first `tokens` slots by their codes, which are in `store`.
 
-        Where tokens were dropped, all of them have been.
+        With recall, the exact keys and values are offloaded first, unless some token was evicted:
+        then all of them have been.
         """
         whole, self.store = self.store, store
         self.slots = self.slots.without_padding()
         if self.slots.kept is None:
-            self._offload(whole, tokens)
+            self.offloaded.append_up_to(tokens, whole)
 
     def keep(self, selection: Selection) -> None:
-        """Keep the selected slots of a prompt."""
+        """Keep the selected slots of a prompt; with recall, offload all tokens first."""
         tokens, kept = selection.prompt_tokens, selection.keep_indices
-        self._offload(self.store, tokens)
+        self.offloaded.append_up_to(tokens, self.store)
         head_tokens, padding_slots = selection.head_tokens, selection.padding_slots
         counts = None if head_tokens is None else tuple(map(tuple, head_tokens.tolist()))
-        self._keep_slots(kept, tokens, counts, padding_slots=padding_slots)
+        self.select(kept, tokens, counts, padding_slots=padding_slots)
         ids, scores = self.state.token_ids, self.state.slot_scores
         if selection.scores is not None:
-            scores = _of_slots(selection.scores, kept, self.keys.shape[1])
+            scores = scores_of_slots(selection.scores, kept, self.keys.shape[1])
         ids = None if ids is None else ids[:, tokens:]
         self._note(head_notes=selection.head_notes, slot_scores=scores, token_ids=ids)
         if selection.sink_tokens:
-            self._move_sinks(selection.sink_tokens)
+            self.move_sinks(selection.sink_tokens)
 
     def keep_rows(self, rows: Tensor, counts: Counts, columns: Tensor) -> None:
-        """Keep (N,) rows of what heads hold, one after the other, so many of each head.
+        """Keep some tokens of every head of a prompt; with recall, offload all tokens first.
 
-        They stand in these (B, H, K) columns, behind a leading run of -1.
+        Args:
+            rows: (N,) int64, which tokens: places in the list of all tokens, head by head.
+            counts: how many of them each head keeps.
+            columns: (B, H, K) int32, the columns of these tokens; -1 in front if a head keeps
+                fewer than K.
         """
         tokens, device = self.store.slots, self.store.keys.device
         at = self.slots.columns_by(tokens)
-        self._offload(self.store, tokens)
+        self.offloaded.append_up_to(tokens, self.store)
         if isinstance(self.store, DenseStore):
             self.store = self.store.ragged_from(None, tokens)
         assert isinstance(self.store, RaggedStore)
-        self.store.keep_rows(rows.to(device), counts)
+        self.store.select_flat(rows.to(device), counts)
         self.slots = self.slots.chosen(columns.to(device), at, padding_slots=None)
         ids = self.state.token_ids
         self._note(head_notes=None, token_ids=None if ids is None else ids[:, tokens:])
 
-    def apply_eviction(self, eviction: Eviction) -> None:
-        """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
-        scores, heads = eviction.scores, self.keys.shape[1]
-        if eviction.keep_indices is None:
-            self._note(slot_scores=None if scores is None else scores.expand(-1, heads, -1))
-            return
-        slots, kept = self.store.slots, eviction.keep_indices.expand(-1, heads, -1)
-        self._note(slot_scores=None if scores is None else _of_slots(scores, kept, heads))
-        ragged, padding_slots = eviction.per_head_budget, eviction.padding_slots
-        if ragged or self.store.ragged is not None:  # whose heads hold none
-            padding_slots = None
-        elif padding_slots is None:
-            padding_slots = padding_left(slots, kept.shape[-1], self.slots.padding_slots)
-        counts = tokens_of(kept) if ragged and self.store.ragged is None else None
-        self._keep_slots(kept, slots, counts, padding_slots=padding_slots)
-        if eviction.sink_tokens:
-            self._move_sinks(eviction.sink_tokens)
+    def move_sinks(self, sink_tokens: int) -> None:
+        """Rotate the first keys as if their tokens stood right before the other stored tokens.
 
-    def absorb_tail(self) -> None:
-        """Give every head of different length its part of the tokens behind the prompt."""
-        store, tail = self.store, self.store.tail.tokens
-        if not isinstance(store, RaggedStore) or not tail:
-            return
-        columns, end = self.slots.columns(self.store), self.columns
-        self._note(slot_scores=self.state.scores_with(tail))
-        store.absorb_tail()
-        self.slots = self.slots.chosen(columns, end)
-
-    def _move_sinks(self, sink_tokens: int) -> None:
-        """Number the first tokens by their place in the cache."""
+        Raises:
+            InvalidArgumentError: heads hold different numbers of tokens.
+        """
         if not self.slots.evicted_tokens:
             return
         if self.store.ragged is not None:
-            raise InvalidArgumentError(
-                f"sink_tokens: expected 0 where heads keep different numbers of tokens, got "
-                f"{sink_tokens} of {self.policy.name}; leave the sinks at their own positions"
+            raise wrong(
+                "sink_tokens",
+                f"expected 0 where heads keep different numbers of tokens, got {sink_tokens} of "
+                f"{self.policy.name}",
+                "Leave the sinks at their own positions",
             )
         assert self.identity.rotation is not None
-        gap, state = self.slots.evicted_by_row(self.store), self.state
+        gap, state = self.slots.evicted_by_row(), self.state
         before = (state.sink_keys, state.sinks_moved)
         keys, moved = self.store.move_sinks(sink_tokens, gap, self.identity.rotation, before)
         self._note(sink_keys=keys, sinks_moved=moved)
@@ -560,112 +468,37 @@ class CompressedLayer(DynamicLayer):
         if held is not None:
             held.copy_(torch.cat([held[:, :, queries.shape[2] :], queries], dim=2))
 
-    # What a user says of spans.
-
-    def drop(self, spans: Sequence[Spans]) -> None:
-        """Hold none of each row's spans any more, nor off the device."""
-        store, slots = self.store, self.slots
-        stays = self.slots_without(spans)
-        every = torch.arange(self.columns, device=stays.device).expand(len(spans), 1, -1)
-        positions = slots.positions_of(every)
-        left = ~_cover(spans, positions)[:, 0]
-        if self.offloaded is not None and self.offloaded.tokens:
-            self._offload_tail()
-            self.offloaded.only(left & (positions[:, 0] >= 0))
-        if (held := self.state.last_queries) is not None:
-            self._note(last_queries=_queries_left(held, left, positions[:, 0]))
-        slots = slots.without(spans, store, stays)
-        self.store = self.store.only(stays)
-        self.store.finalize_step()
-        if slots.kept is not None:  # ragged heads hold no padding
-            is_ragged = self.store.ragged is not None
-            padding_slots = None if is_ragged else self.store.slots - stays[:, 0].sum(dim=-1)
-            slots = slots.chosen(slots.kept, slots.start, padding_slots=padding_slots)
-        self.slots = slots
-
-    def slots_without(self, spans: Sequence[Spans]) -> Tensor:
-        """(B, H, S) bool: the slots that hold a token of none of its row's spans."""
-        positions = self.stored_positions()
-        return (positions >= 0) & ~_cover(spans, positions)
-
-    def _offload_tail(self) -> None:
-        """Put all that was seen off the device, for less to take its place."""
-        assert self.offloaded is not None
-        if tokens := self.columns - self.offloaded.tokens:
-            self.offloaded.append(*self.store.last(tokens), is_limited=False)
-
     # What was dropped and comes back.
 
     @property
     def recall_due(self) -> bool:
-        """Whether the next tokens are read over all that was seen, and vote on it."""
-        return self.offloaded is not None and self.offloaded.is_due
+        """Whether the next tokens must find the offloaded ones restored, because they are of a
+        prompt whose end votes on all of them.
+        """
+        return self.offloaded.is_due
 
     @property
     def holds_all(self) -> bool:
-        """Whether all that was seen is at hand as it came."""
+        """Whether the store holds the exact keys and values of every token that was seen."""
         return self.slots.kept is None and not self.store.has_room and self.store.is_exact
 
-    def _offload(self, whole: TokenStore, tokens: int) -> None:
-        """Put those of the first tokens off the device that are not yet."""
-        if self.offloaded is not None:
-            done = self.offloaded.tokens
-            if tokens > done:
-                self.offloaded.append(
-                    whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens]
-                )
-
-    def set_aside(self) -> None:
-        """Between two pieces of a prompt, hold nothing on the device."""
-        if self.offloaded is None:
-            return
-        self._offload(self.store, self.columns)
-        none = torch.empty(*self.keys.shape[:2], 0, dtype=torch.int64, device=self.keys.device)
-        self._keep_slots(none, self.store.slots)
-        self.offloaded.is_due = True
-
-    def begin_at(self, tokens: int, pads: Tensor, *, forget_queries: bool) -> None:
-        """Have seen that many columns, nothing on the device: each row has pads, then tokens."""
-        assert self.offloaded is not None
-        self.offloaded.shift(pads, tokens)
-        self.slots = replace(self.slots, start=tokens)
-        self._seen_tokens = self._counted_tokens
-        if forget_queries:
-            self._note(last_queries=None)
-
     def recall(self) -> None:
-        """Hold every token that was seen again, as before anything was dropped."""
-        if self.offloaded is None:
-            return
+        """Restore the offloaded tokens in front of the newer ones, as if nothing was evicted."""
         self.offloaded.is_due = False
         if self.holds_all:
             return
         tail = self.store.last(self.columns - self.offloaded.tokens)
         keys, values = self.offloaded.with_tail(*tail)
-        self.store = DenseStore().fill(keys, values, self.store.num_kv_heads)
-        self.slots = self.slots.whole()
+        store = DenseStore().fill(keys, values, self.store.num_kv_heads)
+        self.replace_tokens(store, self.slots.whole())
+
+    def replace_tokens(self, store: TokenStore, slots: SlotMap) -> None:
+        """Hold the tokens of another store from now on; `slots` says which they are."""
+        self.store, self.slots = store, slots
         self._seen_tokens = self._counted_tokens
 
 
-def _cover(spans: Sequence[Spans], positions: Tensor) -> Tensor:
-    """(B, H, S) bool: which positions lie in a span of their row."""
-    return torch.stack([own.cover(row) for own, row in zip(spans, positions, strict=True)])
-
-
-def _queries_left(queries: Tensor, left: Tensor, positions: Tensor) -> Tensor:
-    """The last of (B, Hq, N, D) queries whose tokens are left, as many of each row.
-
-    Columns are (B, columns): which are left, at what position. A row without more tokens has pads.
-    """
-    held = left[:, left.shape[1] - queries.shape[2] :]
-    places = ops.kept_indices(held[:, None])
-    counts = held.sum(dim=-1)
-    is_all = counts >= (left & (positions >= 0)).sum(dim=-1)
-    fewest = int(counts.masked_fill(is_all, places.shape[-1]).min())
-    return ops.gather_tokens(queries, places[..., places.shape[-1] - fewest :])
-
-
-def _of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
+def scores_of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
     """(B, heads, K): the (B, heads or 1, S) scores of (B, heads or 1, K) slots; any for -1."""
     kept = kept.expand(-1, heads, -1).clamp(min=0)
     return scores.expand(-1, heads, -1).gather(2, kept)

@@ -12,6 +12,7 @@ from torch import Tensor
 from snapkv.cache.chooser import Chooser
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.read_ids import ReadIds
+from snapkv.cache.recall import schedule_recall, set_aside
 from snapkv.errors import (
     CacheMismatchError,
     InvalidArgumentError,
@@ -57,7 +58,8 @@ class PaddingTracker:
         if not layer.slots.chosen_at or (visible is None and layer.slots.pads is None):
             return visible
         total = layer.seen_tokens + new_tokens
-        known = layer.slots.visible_columns(layer.store, total)
+        keys = layer.keys
+        known = layer.slots.visible_columns(total, len(keys), keys.device)
         if visible is None:
             return known
         if len(visible) != len(known):
@@ -99,6 +101,18 @@ def _whole(visible: Tensor, total: int) -> Tensor:
             f"included, got {visible.shape[1]:,}; pass the whole mask"
         )
     return visible.new_ones(len(visible), total)
+
+
+def _whole_rows(layer: CompressedLayer) -> Tensor:
+    """Return (B,) bool on the CPU: which rows of a compressed layer hold all their tokens.
+
+    It is False for all rows if they all hold the same number of tokens, for which no device is
+    asked.
+    """
+    slots = layer.slots
+    if slots.pads is None and slots.padding_slots is None and layer.store.ragged is None:
+        return torch.zeros(len(layer.keys), dtype=torch.bool)
+    return slots.whole_rows().cpu()
 
 
 @dataclass(kw_only=True)
@@ -170,27 +184,19 @@ class PromptState:
         """Begin anew: nothing has been read, nothing is announced."""
         vars(self).update(vars(PromptState(layers=self.layers)))
 
-    def crop(self, count: int) -> None:
-        """Take the last tokens back from all layers; where one refuses, none has changed."""
-        seen = self.seen_tokens
-        for layer in self.layers:
-            layer.require_croppable(count)
-        recalls = any(layer.must_recall(count) for layer in self.layers)
-        if recalls:
-            for layer in self.layers:
-                layer.recall()
-        for layer in self.layers:
-            layer.take_back(count)
-        self.read_ids = self.read_ids.up_to(seen - count)
-        if recalls and not self.is_announced:
-            self.prompt_end = None  # what was recalled is chosen from again with the next tokens
-        self.forget_end_within(seen)
+    def forget_taken_back(self, seen_before: int, *, chooses_again: bool = False) -> None:
+        """Forget what was known of tokens that the layers have taken back.
 
-    def forget_end_within(self, seen_tokens: int) -> None:
-        """Some of so many tokens were taken back: an end among them is to be announced again."""
-        if self.prompt_end is not None and self.seen_tokens < self.prompt_end <= seen_tokens:
+        Args:
+            seen_before: how many tokens the layers had seen before.
+            chooses_again: whether the next tokens end a prompt that is chosen from as a whole, even
+                if the end of the last one was not taken back.
+        """
+        self.read_ids = self.read_ids.up_to(self.seen_tokens)
+        end = self.prompt_end
+        if end is not None and end <= seen_before and (chooses_again or self.seen_tokens < end):
             self.prompt_end = None
-        self._recall_for_a_turn()
+        schedule_recall(self.layers, is_prompt_next=self.is_coming)
 
     # Where the prompt ends.
 
@@ -248,7 +254,7 @@ class PromptState:
         if not self.is_announced:  # or the turn has begun, and only its end is another
             self.turn_start = seen
         self.prompt_end = prompt_tokens
-        self._recall_for_a_turn()
+        schedule_recall(self.layers, is_prompt_next=self.is_coming)
 
     def require_one_choice(self) -> None:
         """Refuse a turn behind what was kept, at whose end some rows alone would choose first."""
@@ -263,7 +269,7 @@ class PromptState:
         compressed = [layer for layer in self.layers if layer.slots.is_compressed]
         if not compressed:
             return
-        of_layers = torch.stack([each.slots.whole_rows(each.store) for each in compressed])
+        of_layers = torch.stack([_whole_rows(layer) for layer in compressed])
         together = "all_layers" in policy.needs  # where one may hold all and others do not
         whole = int((of_layers.all(dim=0) if together else of_layers.any(dim=0)).sum())
         if whole:
@@ -291,13 +297,6 @@ class PromptState:
                 "or KeyDiff"
             )
 
-    def _recall_for_a_turn(self) -> None:
-        """Read the tokens of a turn over all that was seen, in layers that can recall it."""
-        for layer in self.layers:
-            if layer.offloaded is not None:
-                is_needed = self.is_coming or layer.store.slots == 0
-                layer.offloaded.is_due = is_needed and not layer.holds_all
-
     @contextlib.contextmanager
     def announced(self, prompt_tokens: int) -> Iterator[None]:
         """Announce a prompt, and take the announcement back if nothing of it could be read."""
@@ -311,7 +310,7 @@ class PromptState:
             self.read_ids = self.read_ids.up_to(self.seen_tokens)
             if self.seen_tokens == seen:
                 self.prompt_end = before
-                self._recall_for_a_turn()
+                schedule_recall(self.layers, is_prompt_next=self.is_coming)
             raise
 
     def require_arrived(self) -> None:
@@ -456,4 +455,4 @@ class PromptState:
         with self._while(is_piecewise=True):
             yield
         if layer.seen_tokens < end:
-            layer.set_aside()
+            set_aside(layer)

@@ -71,7 +71,7 @@ class CacheReport(dict[str, Any]):
             later_tokens=_later_tokens(compressed[0]),
             held_bytes=sum(row["held_bytes"] for row in rows),
             index_bytes=sum(layer.index_bytes for layer in compressed),
-            host_bytes=sum(layer.offloaded.held_bytes for layer in compressed if layer.offloaded),
+            host_bytes=sum(layer.offloaded.held_bytes for layer in compressed),
             full_bytes=full_bytes,
             growing_layers=len(compressed),
             growing_share=grown / full_bytes if full_bytes else 1.0,

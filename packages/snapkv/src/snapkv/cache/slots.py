@@ -6,17 +6,15 @@ here, and nowhere else.
 """
 
 import functools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, SupportsIndex, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from snapkv import ops
 from snapkv.cache.rows import RowRecord, per_row
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.spans import Spans
 from snapkv.storage.base import TokenStore
 
@@ -107,29 +105,33 @@ class SlotMap(RowRecord):
 
     # Where the tokens of a store are.
 
-    def columns(self, store: TokenStore) -> Tensor:
-        """(B, H, S) int64: the column of every slot; negative where it holds none."""
-        B, H = store.keys.shape[:2]
-        end = self.columns_by(store.slots)
-        behind = torch.arange(self.start, end, device=store.keys.device).expand(B, H, -1)
-        return behind.clone() if self.kept is None else torch.cat([self.kept.long(), behind], -1)
+    def columns(self, slots: int, device: torch.device) -> Tensor:
+        """Return the column of every one of `slots` slots; negative where a slot holds no token.
 
-    def columns_of(self, indices: Tensor, store: TokenStore) -> Tensor:
-        """(B, H or H', K): the columns of (B, H' or 1, K) slots; -1 stays."""
-        stored = store.keys.shape[1]
-        heads = max(indices.shape[1], stored)
-        if heads > indices.shape[1]:
-            indices = indices.expand(-1, heads, -1)
+        Returns:
+            (B, H, S) int64 on `device`; (1, 1, S) while nothing was dropped, since the slots of all
+            rows and heads then stand for the same columns.
+        """
+        behind = torch.arange(self.start, self.columns_by(slots), device=device)
+        if self.kept is None:
+            return behind[None, None]
+        return torch.cat([self.kept.long(), behind.expand(*self.kept.shape[:2], -1)], dim=-1)
+
+    def columns_of(self, indices: Tensor, slots: int) -> Tensor:
+        """Return the columns of some of `slots` slots.
+
+        Args:
+            indices: (B, H', K) int64, slots; -1, which stays, for none. H' is H, or a multiple of
+                it where query heads keep sets of their own.
+            slots: how many slots the layer has.
+        """
         if self.kept is None:
             return indices
-        columns = self.kept if store.slots == self.chosen_slots else self.columns(store)
-        if heads > stored:
-            columns = columns.repeat_interleave(heads // stored, dim=1)
+        is_all_chosen = slots == self.chosen_slots
+        columns = self.kept if is_all_chosen else self.columns(slots, self.kept.device)
+        if indices.shape[1] > columns.shape[1]:
+            columns = columns.repeat_interleave(indices.shape[1] // columns.shape[1], dim=1)
         return columns.gather(2, indices.clamp(min=0)).masked_fill(indices < 0, -1)
-
-    def positions(self, store: TokenStore) -> Tensor:
-        """(B, H, S) int64: the position of every slot's token, ascending; -1 for a pad."""
-        return self.positions_of(self.columns(store))
 
     def positions_of(self, columns: Tensor) -> Tensor:
         """The positions of (B, H, S) columns; -1 for a pad."""
@@ -146,48 +148,49 @@ class SlotMap(RowRecord):
         """(B, slots) bool: which of the first slots hold a token and no padding."""
         return _from(self.empty, slots, store)
 
-    def visible_columns(self, store: TokenStore, columns: int) -> Tensor:
-        """(B, columns) bool: which of the first columns, seen or to come, are no pads."""
-        if not self.removed_tokens:
-            return _from(self.pads, columns, store)
-        none = torch.zeros(store.keys.shape[0], dtype=torch.int64, device=store.keys.device)
-        return _from(
-            self.removed_tokens + (none if self.pads is None else self.pads), columns, store
-        )
+    def visible_columns(self, columns: int, rows: int, device: torch.device) -> Tensor:
+        """Return which of the first columns, seen or to come, are no pads.
 
-    def whole_rows(self, store: TokenStore) -> Tensor:
-        """(B,) bool: which rows of a compressed layer hold all that was seen.
-
-        None of them where rows and heads hold as many tokens each.
+        Returns:
+            (rows, columns) bool on `device`. Tokens that every row was told to drop count as pads
+            in front.
         """
-        if self.pads is None and self.padding_slots is None and not store.unmasked_slots:
-            return torch.zeros(len(store.keys), dtype=torch.bool)
-        held = (self.positions(store) >= 0).sum(dim=-1).amin(dim=-1)
-        pads = 0 if self.pads is None else self.pads
-        return torch.eq(held, self.columns_by(store.slots) - pads).cpu()
+        first = torch.full((rows, 1), self.removed_tokens, device=device)
+        if self.pads is not None:
+            first = first + self.pads[:, None]
+        return torch.arange(columns, device=device) >= first
 
-    def whole_tail(self, store: TokenStore) -> int:
-        """How many of the last tokens every head and row still stores, and another before them."""
-        columns, end = self.columns(store), self.columns_by(store.slots)
+    def whole_rows(self) -> Tensor:
+        """Return (B,) bool: which rows of a layer that has dropped something hold all their tokens.
+
+        Every head of the row then holds all columns that are no pads.
+        """
+        assert self.kept is not None
+        columns = torch.arange(self.evicted_tokens, self.start, device=self.kept.device)
+        pads = self.kept.new_zeros(len(self.kept)) if self.pads is None else self.pads
+        is_held = (self.kept == columns) | (columns < pads[:, None, None])
+        return is_held.flatten(1).all(dim=1) & (pads >= self.evicted_tokens)
+
+    def whole_tail(self, slots: int) -> int:
+        """Count the last tokens that every head and row still stores, with another before them.
+
+        The layer has `slots` slots and has dropped something.
+        """
+        assert self.kept is not None
+        columns, end = self.columns(slots, self.kept.device), self.columns_by(slots)
         last = torch.arange(end - columns.shape[-1], end, device=columns.device)
         whole = (columns == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
         pads = 0 if self.pads is None else self.pads[:, None, None]
         held = (columns >= pads).sum(dim=-1)
         return int(whole.minimum(held - 1).min())
 
-    def require_whole(self, tokens: int, store: TokenStore, layer_idx: int) -> None:
-        """Refuse to take back more of the last tokens than every head and row still holds."""
-        whole = store.slots if self.kept is None else self.whole_tail(store)
-        if tokens > whole:
-            raise InvalidArgumentError(
-                f"tokens_to_remove: expected at most {whole}, the tokens at the end of layer "
-                f"{layer_idx} that are still whole, got {tokens}; reset the cache and read the "
-                "shorter prompt again"
-            )
+    def evicted_by_row(self) -> Tensor:
+        """Return (B,) int64: how many tokens, pads left out, each row has seen and does not store.
 
-    def evicted_by_row(self, store: TokenStore) -> Tensor:
-        """(B,) int64: tokens of each row that have been seen and are not stored; pads are none."""
-        dropped = torch.full((store.keys.shape[0],), self.evicted_tokens, device=store.keys.device)
+        The layer has dropped something, and all heads of a row hold the same number of tokens.
+        """
+        assert self.kept is not None
+        dropped = torch.full(self.kept.shape[:1], self.evicted_tokens, device=self.kept.device)
         if self.pads is not None:
             dropped = dropped - self.pads
         return dropped if self.padding_slots is None else dropped + self.padding_slots
@@ -225,11 +228,16 @@ class SlotMap(RowRecord):
 
     # What a user drops.
 
-    def row_tokens(self, store: TokenStore) -> list[int]:
-        """B numbers: tokens of each row that were seen, dropped ones included."""
-        B, seen = store.keys.shape[0], self.seen(store.slots)
-        pads = [0] * B if self.pads is None else self.pads.tolist()
-        removed = (each.tokens - self.removed_tokens for each in self.removed_spans_of(B))
+    def row_tokens(self, rows: int, slots: int) -> list[int]:
+        """Count the tokens that each of `rows` rows has seen, dropped ones included and pads not.
+
+        Args:
+            rows: how many rows the batch has.
+            slots: how many slots the layer has.
+        """
+        seen = self.seen(slots)
+        pads = [0] * rows if self.pads is None else self.pads.tolist()
+        removed = (each.tokens - self.removed_tokens for each in self.removed_spans_of(rows))
         return [seen - own_pads + more for own_pads, more in zip(pads, removed, strict=True)]
 
     @property
@@ -250,14 +258,21 @@ class SlotMap(RowRecord):
             for row in self.removed_spans.tolist()
         ]
 
-    def without(self, spans: Sequence[Spans], store: TokenStore, stays: Tensor) -> Self:
-        """The map when each row's spans are no columns any more: (B, H, S) bool slots stay."""
-        rows, device = len(spans), store.keys.device
+    def without(self, spans: Sequence[Spans], stays: Tensor) -> Self:
+        """Return the map of the slots that are left when each row drops its spans.
+
+        The tokens of these spans are no columns any more.
+
+        Args:
+            spans: what each row drops, in positions.
+            stays: (B, H, S) bool, which slots hold a token that is left.
+        """
+        rows, slots, device = len(spans), stays.shape[-1], stays.device
         removed_spans = [
             before.union(more)
             for before, more in zip(self.removed_spans_of(rows), spans, strict=True)
         ]
-        tokens = self.row_tokens(store)
+        tokens = self.row_tokens(rows, slots)
         left = torch.tensor(
             [own - each.tokens for own, each in zip(tokens, removed_spans, strict=True)]
         )
@@ -266,38 +281,59 @@ class SlotMap(RowRecord):
         moved = replace(
             self,
             removed_spans=_padded(removed_spans).to(device),
-            removed_tokens=self.seen(store.slots) - columns,
+            removed_tokens=self.seen(slots) - columns,
             pads=pads if bool(pads.any()) else None,
         )
         if self.kept is None:
             return moved
-        positions, slots = self.positions(store), ops.kept_indices(stays)
+        positions = self.positions_of(self.columns(slots, device))
+        left_slots = ops.kept_indices(stays)
         starts, stops = moved.removed_spans.unbind(dim=-1)  # type: ignore[union-attr] # just made
         ranks = positions - _sum_up_to(positions, starts, (stops - starts).cumsum(-1))
-        places = (ranks + pads[:, None, None]).gather(2, slots.clamp(min=0))
-        return moved.chosen(places.masked_fill(slots < 0, -1), columns)
+        places = (ranks + pads[:, None, None]).gather(2, left_slots.clamp(min=0))
+        return moved.chosen(places.masked_fill(left_slots < 0, -1), columns)
 
-    def removed_among_last(self, tokens: int, store: TokenStore) -> list[int]:
-        """B numbers: how many of a row's last tokens it was told to drop."""
-        own = self.row_tokens(store)
+    def removed_among_last(self, tokens: int, slots: int) -> list[int]:
+        """Count for each row how many of its last tokens it was told to drop.
+
+        Args:
+            tokens: how many of the last tokens to look at.
+            slots: how many slots the layer has.
+
+        Returns:
+            One number per row, or a single 0 if no row was told to drop anything.
+        """
+        if self.removed_spans is None:
+            return [0]
+        own = self.row_tokens(len(self.removed_spans), slots)
         removed_spans = self.removed_spans_of(len(own))
         return [
             each.tokens - each.among_first(max(0, seen - tokens))
             for seen, each in zip(own, removed_spans, strict=True)
         ]
 
-    def truncated(self, tokens: int, store: TokenStore) -> Self:
-        """Without what was dropped of the last tokens, as many in every row."""
+    def without_last(self, tokens: int, slots: int) -> tuple[Self, int]:
+        """Forget what the rows were told to drop of the last tokens, the same number in every row.
+
+        Args:
+            tokens: how many of the last tokens to look at.
+            slots: how many slots the layer has.
+
+        Returns:
+            The map without it, and how many of these tokens are columns.
+        """
         if self.removed_spans is None:
-            return self
-        own, count = self.row_tokens(store), self.removed_among_last(tokens, store)[0]
+            return self, tokens
+        own = self.row_tokens(len(self.removed_spans), slots)
+        count = self.removed_among_last(tokens, slots)[0]
         left = _padded(
             [
                 each.without(Spans(((max(0, seen - tokens), seen),)))
                 for seen, each in zip(own, self.removed_spans_of(len(own)), strict=True)
             ]
         ).to(self.removed_spans.device)
-        return replace(self, removed_spans=left, removed_tokens=self.removed_tokens - count)
+        kept_spans = replace(self, removed_spans=left, removed_tokens=self.removed_tokens - count)
+        return kept_spans, tokens - count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,26 +365,6 @@ class LayerState(RowRecord):
         if self.slot_scores is None:
             return None
         return torch.nn.functional.pad(self.slot_scores, (0, new_tokens))
-
-
-def require_removable(tokens_to_remove: SupportsIndex) -> int:
-    """How many of the last tokens a crop takes back: as transformers has it, a count below zero.
-
-    Its releases pass an int or a tensor of one.
-    """
-    try:
-        tokens_to_remove = operator.index(tokens_to_remove)
-    except TypeError as error:
-        raise InvalidTypeError(
-            f"tokens_to_remove: expected an integer, got {tokens_to_remove!r}; pass -n to remove "
-            "the last n tokens"
-        ) from error
-    if tokens_to_remove > 0:
-        raise InvalidArgumentError(
-            f"tokens_to_remove: expected zero or a negative number of tokens to remove, got "
-            f"{tokens_to_remove}; pass -n to remove the last n tokens"
-        )
-    return -tokens_to_remove
 
 
 def _from(first: Tensor | None, count: int, store: TokenStore) -> Tensor:

@@ -1,20 +1,28 @@
-"""Spans to drop of what a cache has seen: read, or refused before anything changes."""
+"""Spans of the text: checked, dropped from a cache, and protected."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.prompt_state import PromptState
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv.policies.spans import Span, Spans
+from snapkv.storage.dense import DenseStore
 
 RowSpans = Iterable[Span] | Sequence[Iterable[Span]]
 """Half-open spans of positions: one list for all rows, or one for each of them."""
+
+
+def row_tokens(layer: CompressedLayer) -> list[int]:
+    """Count the tokens that each row has seen, dropped ones included and pads left out."""
+    return layer.slots.row_tokens(len(layer.keys), layer.store.slots)
 
 
 def spans_of_rows(given: Any, tokens: Sequence[int]) -> list[Spans]:
@@ -66,7 +74,7 @@ def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) 
     """Refuse what would change more than that each row's spans are gone."""
     first = layers[0]
     _require_unprotected(first.protect, rows)
-    for row, (own, seen) in enumerate(zip(rows, first.slots.row_tokens(first.store), strict=True)):
+    for row, (own, seen) in enumerate(zip(rows, row_tokens(first), strict=True)):
         gone = own.union(first.slots.removed_spans_of(len(rows))[row])
         if gone.tokens >= seen:
             raise InvalidArgumentError(
@@ -78,16 +86,90 @@ def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) 
 
 def require_turns_can_follow(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) -> None:
     """Refuse to leave heads of different length where a turn chooses out of what is stored."""
-    if not layers[0].chooses_again or layers[0].offloaded is not None:
+    if not layers[0].chooses_again or layers[0].offloaded.is_enabled:
         return
     for layer in layers:
-        counts = layer.slots_without(rows).sum(dim=-1)
+        counts = _slots_without(layer, rows).sum(dim=-1)
         if bool((counts != counts[:, :1]).any()):
             raise InvalidArgumentError(
                 f"turns: expected spans of which every head holds as many where later turns choose "
                 f"of what is stored, got turns='compress' and heads of layer "
                 f"{layer.identity.layer_idx} that would differ; pass recall='host'"
             )
+
+
+def drop_spans(layers: Sequence[CompressedLayer], spans: Sequence[Spans]) -> None:
+    """Drop the spans of each row from all layers and from what these have offloaded.
+
+    The caller must have checked the spans. A layer that had evicted nothing but what is dropped
+    now holds all columns: it is whole again, as if its text had never had the spans. If the policy
+    chooses for all layers at once, they are whole together or not at all.
+    """
+    for layer in layers:
+        _drop(layer, spans)
+    whole = [layer for layer in layers if _is_whole_again(layer)]
+    if len(whole) == len(layers) or "all_layers" not in layers[0].policy.needs:
+        for layer in whole:
+            _make_whole(layer)
+
+
+def _drop(layer: CompressedLayer, spans: Sequence[Spans]) -> None:
+    slots, stays, offloaded = layer.slots, _slots_without(layer, spans), layer.offloaded
+    every = torch.arange(layer.columns, device=stays.device).expand(len(spans), 1, -1)
+    positions = slots.positions_of(every)
+    left = ~_cover(spans, positions)[:, 0]
+    if offloaded.tokens:
+        if tokens := layer.columns - offloaded.tokens:
+            # What is left takes less room than before, so that the limit does not matter.
+            offloaded.append(*layer.store.last(tokens), is_limited=False)
+        offloaded.select_where(left & (positions[:, 0] >= 0))
+    if (held := layer.state.last_queries) is not None:
+        queries = _queries_left(held, left, positions[:, 0])
+        layer.state = replace(layer.state, last_queries=queries)
+    slots, store = slots.without(spans, stays), layer.store.select_where(stays)
+    store.finalize_step()
+    if slots.kept is not None:  # ragged heads hold no padding
+        padding_slots = None if store.ragged is not None else store.slots - stays[:, 0].sum(dim=-1)
+        slots = slots.chosen(slots.kept, slots.start, padding_slots=padding_slots)
+    layer.replace_tokens(store, slots)
+
+
+def _is_whole_again(layer: CompressedLayer) -> bool:
+    """Whether every head holds all columns, in a form that a layer has which dropped nothing."""
+    slots, store = layer.slots, layer.store
+    if not store.is_exact and store.keys.shape[1] != store.num_kv_heads:
+        return False
+    return slots.is_whole or bool(slots.whole_rows().all())
+
+
+def _make_whole(layer: CompressedLayer) -> None:
+    """Hold all columns in the way of a layer that has dropped nothing."""
+    store = layer.store
+    if layer.slots.kept is None:
+        return
+    if store.is_exact:  # codes stay until a prompt follows
+        store = DenseStore().fill(*store.last(store.slots), store.num_kv_heads)
+    layer.replace_tokens(store, layer.slots.whole())
+
+
+def protected_slots(
+    layer: CompressedLayer, spans: Spans, slots: int, pads: Tensor | None
+) -> Tensor:
+    """Return which of the first slots stand for positions in the protected spans.
+
+    Args:
+        layer: the layer that is about to choose.
+        spans: what is protected.
+        slots: how many of its slots to look at.
+        pads: (B,) leading pads of a first prompt, or None; the layer knows those of later ones.
+
+    Returns:
+        (B, 1 or H, slots) bool.
+    """
+    if layer.slots.kept is not None:
+        return spans.cover(layer.stored_positions()[..., :slots])
+    columns = torch.arange(slots, device=layer.keys.device).expand(len(layer.keys), 1, -1)
+    return spans.cover(replace(layer.slots, pads=pads).positions_of(columns))
 
 
 def layer_of_sizes(positions: Tensor, spans: Spans, num_layers: int, **options: Any) -> PromptLayer:
@@ -119,7 +201,7 @@ def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> N
     held = layer.last_queries
     if held is None or len(rows) == 1:
         return
-    tokens, count = layer.slots.row_tokens(layer.store), held.shape[2]
+    tokens, count = row_tokens(layer), held.shape[2]
     lost = {
         own.tokens - own.among_first(max(0, seen - count))
         for own, seen in zip(rows, tokens, strict=True)
@@ -130,3 +212,30 @@ def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> N
             f"the next turn, got {', '.join(map(str, sorted(lost)))}; give each conversation a "
             "cache of its own"
         )
+
+
+def _slots_without(layer: CompressedLayer, spans: Sequence[Spans]) -> Tensor:
+    """Return (B, H, S) bool: which slots hold a token that is in none of its row's spans."""
+    positions = layer.stored_positions()
+    return (positions >= 0) & ~_cover(spans, positions)
+
+
+def _cover(spans: Sequence[Spans], positions: Tensor) -> Tensor:
+    """Return (B, H, S) bool: which positions lie in a span of their row."""
+    return torch.stack([own.cover(row) for own, row in zip(spans, positions, strict=True)])
+
+
+def _queries_left(queries: Tensor, left: Tensor, positions: Tensor) -> Tensor:
+    """Return the last queries whose tokens are left, the same number for every row.
+
+    Args:
+        queries: (B, Hq, N, D), those of the last N columns.
+        left: (B, columns) bool, which columns are left.
+        positions: (B, columns) int64, -1 for a pad. A row with too few tokens has pads instead.
+    """
+    held = left[:, left.shape[1] - queries.shape[2] :]
+    places = ops.kept_indices(held[:, None])
+    counts = held.sum(dim=-1)
+    is_all = counts >= (left & (positions >= 0)).sum(dim=-1)
+    fewest = int(counts.masked_fill(is_all, places.shape[-1]).min())
+    return ops.gather_tokens(queries, places[..., places.shape[-1] - fewest :])

@@ -17,9 +17,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from snapkv import ops
+from snapkv.cache.evicting import absorb_tail, apply_eviction
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_group import encode
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
+from snapkv.cache.recall import set_aside
+from snapkv.cache.spans import protected_slots
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
@@ -179,7 +182,7 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
         hook.on_prompt(replace(_prompt_layer(call, layer, None, None), queries=call.query))
     layer.store.finalize_step()
     if not context.prompt_state.is_piecewise:
-        layer.set_aside()
+        set_aside(layer)
     return attended
 
 
@@ -287,13 +290,13 @@ def _evict(
     call: AttentionCall, layer: CompressedLayer, policy: EvictingPolicy, new_tokens: int
 ) -> None:
     """Let a policy that evicts while generating see these last tokens and drop what it will."""
-    layer.absorb_tail()
+    absorb_tail(layer)
     store, slots, state = layer.store, layer.slots, layer.state
     if store.ragged is not None:
         keys, scores = store.ragged.decoded().padded_keys(), state.slot_scores
     else:
         keys, scores = call.key, state.scores_with(new_tokens)
-    columns, pads = slots.columns(store), slots.pads
+    columns, pads = layer.stored_columns(), slots.pads
     spans = layer.protect
     positions = columns if pads is None else columns - pads[:, None, None]
     step = DecodeStep(
@@ -311,7 +314,7 @@ def _evict(
     )
     with ops.scoring(call.key):
         eviction = policy.evict(step)
-    layer.apply_eviction(eviction)
+    apply_eviction(layer, eviction)
 
 
 def _of_layer(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
@@ -354,7 +357,7 @@ def _prompt_layer(
         token_ids=None if ids is None else ids[:, :slots],
         rotation=layer.identity.rotation,
         output_weight=None if output is None else output_weight(output, call.value.dtype),
-        protected=None if spans is None else layer.protected_slots(spans, slots, pads),
+        protected=None if spans is None else protected_slots(layer, spans, slots, pads),
         token_cost=functools.partial(layer.token_cost, call.query.shape[1]),
         unasked=unasked,
         **_of_layer(call, layer),

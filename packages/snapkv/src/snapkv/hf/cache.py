@@ -16,14 +16,16 @@ from snapkv.cache.layer import CompressedLayer, Turns
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.cache.report import CacheReport
 from snapkv.cache.shown import page_of
-from snapkv.cache.slots import require_removable
 from snapkv.cache.spans import (
     RowSpans,
+    drop_spans,
     require_between_turns,
     require_droppable,
     require_turns_can_follow,
+    row_tokens,
     spans_of_rows,
 )
+from snapkv.cache.taking_back import count_to_remove, take_back
 from snapkv.errors import (
     CacheMismatchError,
     InvalidArgumentError,
@@ -142,7 +144,7 @@ class CompressedCache(Cache):
         pool = setup.pool
         for layer in compressed:
             layer.turns, layer.protect = setup.going_on, setup.protect
-            layer.offloaded = None if pool is None else OffloadedTokens(pool)
+            layer.offloaded = OffloadedTokens(pool)
         self._use = use(model)
         self.policy, self.setup = policy, setup
         self.prompt_state = PromptState(layers=compressed)
@@ -311,21 +313,15 @@ class CompressedCache(Cache):
         """Forget the last ``-tokens_to_remove`` tokens, such as rejected drafts.
 
         Raises:
-            InvalidArgumentError: a positive number, or more than some layer can take back; then
-                none has changed.
+            InvalidArgumentError: `tokens_to_remove` is positive, or some layer cannot take that
+                many tokens back. Nothing has changed then.
+            InvalidTypeError: `tokens_to_remove` is not an integer.
         """
-        count = require_removable(tokens_to_remove)
+        count = count_to_remove(tokens_to_remove)
         self.leave_room()
-        others = [
-            (index, layer)
-            for index, layer in enumerate(self.layers)
-            if not isinstance(layer, CompressedLayer)
-        ]
-        for index, layer in others:
-            uncompressed.require_croppable(layer, count, index)
-        self.prompt_state.crop(count)
-        for _, layer in others:
-            uncompressed.crop(layer, count)
+        seen = self.prompt_state.seen_tokens
+        has_restored = take_back(self.layers, count)
+        self.prompt_state.forget_taken_back(seen, chooses_again=has_restored)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows of all layers in the order of `beam_idx`; what is no row changes none."""
@@ -490,8 +486,7 @@ class CompressedCache(Cache):
         require_turns_can_follow(layers, rows)
         if any(own.parts for own in rows):
             with self.prompt_state.attending():
-                for layer in layers:
-                    layer.drop(rows)
+                drop_spans(layers, rows)
 
     def _rows_of(self, spans: RowSpans) -> list[Spans]:
         """The spans of every row, of a cache that can obey."""
@@ -499,8 +494,7 @@ class CompressedCache(Cache):
             raise self.prompt_state.interrupted()
         self.setup.require("drop")
         require_between_turns(self.prompt_state)
-        layer = self.prompt_state.layers[0]
-        return spans_of_rows(spans, layer.slots.row_tokens(layer.store))
+        return spans_of_rows(spans, row_tokens(self.prompt_state.layers[0]))
 
     @property
     def options(self) -> dict[str, Any]:

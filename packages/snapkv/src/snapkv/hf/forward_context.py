@@ -86,8 +86,8 @@ class ForwardContext:
     def take_back(self) -> None:
         """Undo the update, whose attention is refused; what layers before it did stays done."""
         layer, seen = self.layer, self.layer.seen_tokens
-        layer.take_back(self.new_tokens)
-        self.prompt_state.forget_end_within(seen)
+        layer.crop(-self.new_tokens)
+        self.prompt_state.forget_taken_back(seen)
         self.prompt_state.chooser.unread_layers = ()
         self.prompt_state.is_broken = layer.identity.layer_idx > 0 or bool(layer.other_states)
 

@@ -102,8 +102,8 @@ class TokenStore(ABC):
         return self.tail.append(keys, values, in_place=in_place)
 
     @abstractmethod
-    def keep(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> "TokenStore":
-        """Of the first tokens keep some, bit for bit, and all that come after them.
+    def select(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> "TokenStore":
+        """Keep some of the first tokens, bit for bit, and all that come after them.
 
         Args:
             indices: (B, H or 1, K) int64, slots; -1 for any. More heads than are stored: each of
@@ -114,14 +114,17 @@ class TokenStore(ABC):
         """
 
     @abstractmethod
-    def only(self, stays: Tensor) -> "TokenStore":
-        """Hold only some slots, (B, H, S) bool, bit for bit: of each head its last ones.
+    def select_where(self, stays: Tensor) -> "TokenStore":
+        """Keep the slots that stay, bit for bit, and no others.
 
-        As many as the head has that keeps most.
+        Args:
+            stays: (B, H, S) bool. A head for which fewer slots stay than for another one is padded
+                on the left.
         """
 
-    def crop(self, tokens: int) -> "TokenStore":
-        self.tail.crop(tokens)
+    def truncate(self, tokens: int) -> "TokenStore":
+        """Forget the last `tokens` tokens of every head."""
+        self.tail.truncate(tokens)
         return self
 
     def select_rows(self, rows: Tensor) -> "TokenStore":

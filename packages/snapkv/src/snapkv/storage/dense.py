@@ -38,7 +38,7 @@ class DenseStore(TokenStore):
             self.tail.hold(keys, values)
         return self
 
-    def keep(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> TokenStore:
+    def select(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> TokenStore:
         if counts is not None:
             return RaggedStore.gather(self, indices, tokens, counts)
         keys, values = self.tail.written
@@ -46,14 +46,14 @@ class DenseStore(TokenStore):
         self.tail.hold(*ops.gather_pair(keys, values, indices))
         return self
 
-    def only(self, stays: Tensor) -> TokenStore:
-        """Hold some slots; ragged where heads of a row differ in how many.
+    def select_where(self, stays: Tensor) -> TokenStore:
+        """Keep the slots that stay; the store is ragged if their number differs between heads.
 
         The tail is then what follows the last slot that not all of them keep, or drop.
         """
         counts = stays.sum(dim=-1)
         if bool((counts == counts[:, :1]).all()):
-            return self.keep(ops.kept_indices(stays), self.slots)
+            return self.select(ops.kept_indices(stays), self.slots)
         alike = (stays == stays[:1, :1]).flatten(0, 1).all(dim=0)
         first = self.slots - int(alike.flip(0).cumprod(0).sum())
         store = RaggedStore.gather(self, ops.kept_indices(stays[..., :first]), first)

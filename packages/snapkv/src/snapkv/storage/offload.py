@@ -16,6 +16,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from snapkv.storage.base import TokenStore
 from snapkv.validation import format_bytes, require_int
 
 Recall = str | Path
@@ -181,17 +182,23 @@ class Piece:
 class OffloadedTokens:
     """The first tokens that a layer has seen, in pieces, as they were put off the device.
 
-    On a GPU copies run in their own stream, parallel to the next layer's work.
+    On a GPU copies run in their own stream, parallel to the next layer's work. Without a pool
+    nothing is put off the device, and what is evicted is gone.
 
     Attributes:
-        pool: where there is room for them.
+        pool: where there is room for them; None for a layer without recall.
         is_due: whether they are to come back with the next tokens, which vote on all that was seen.
     """
 
-    def __init__(self, pool: OffloadPool) -> None:
+    def __init__(self, pool: OffloadPool | None = None) -> None:
         self.pool = pool
         self.pieces: list[Piece] = []
         self.is_due = False
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the layer offloads what it evicts."""
+        return self.pool is not None
 
     @property
     def tokens(self) -> int:
@@ -201,6 +208,20 @@ class OffloadedTokens:
     @property
     def held_bytes(self) -> int:
         return sum(states.nbytes for piece in self.pieces for states in piece.room.tensors)
+
+    def append_up_to(self, tokens: int, whole: TokenStore) -> None:
+        """Copy those of the first `tokens` tokens that are not here yet, if the layer has recall.
+
+        Args:
+            tokens: how many of the first tokens are here afterwards, at least.
+            whole: a store of all that the layer has seen, if some of these tokens are not here.
+
+        Raises:
+            OutOfMemoryError: there is no room.
+        """
+        done = self.tokens if self.pool is not None else tokens
+        if done < tokens:
+            self.append(whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens])
 
     def append(
         self,
@@ -212,11 +233,13 @@ class OffloadedTokens:
     ) -> None:
         """Copy the (B, Hkv, N, D) tokens that come next, to be recalled to where they are or `on`.
 
+        Nothing is copied without a pool.
+
         Raises:
             OutOfMemoryError: there is no room.
         """
         tokens, batch = keys.shape[2], keys.shape[0]
-        if not tokens:
+        if not tokens or self.pool is None:
             return
         states = (keys.detach(), values.detach())
         device = on or keys.device
@@ -230,11 +253,12 @@ class OffloadedTokens:
         start = self.tokens
         self.pieces.append(Piece(room=room, start=start, end=start + tokens, rows=rows, shift=none))
 
-    def only(self, stays: Tensor) -> None:
-        """Hold some of the columns, (B, tokens) bool, after one another: each row's are the last.
+    def select_where(self, stays: Tensor) -> None:
+        """Keep the columns that stay, and free the memory of the others if no copy holds them.
 
-        To be recalled to where `stays` is. What is not among them is free as soon as no copy of the
-        cache holds it.
+        Args:
+            stays: (B, tokens) bool, on the device to which they will be restored. A row for which
+                fewer columns stay than for another one has them behind padding.
         """
         slots = ops.kept_indices(stays.cpu()[:, None])
         keys, values = (ops.gather_tokens(states, slots) for states in self.on_host())
@@ -275,7 +299,7 @@ class OffloadedTokens:
         whole[:, :, self.tokens :] = tail
         return whole
 
-    def crop(self, tokens: int) -> None:
+    def truncate(self, tokens: int) -> None:
         """Keep no more than that many of the first tokens."""
         self.pieces = [
             replace(piece, end=min(piece.end, tokens))

@@ -50,9 +50,9 @@ class RaggedStates:
     def _at_last(self, rows: Tensor, counts: Counts) -> "RaggedStates":
         """Copy those at (B, H, K) flat rows that are tokens, the last ones of a head."""
         heads = zip(rows.flatten(0, 1), itertools.chain(*counts), strict=True)
-        return self.at_rows(torch.cat([head[len(head) - n :] for head, n in heads]), counts)
+        return self.select_flat(torch.cat([head[len(head) - n :] for head, n in heads]), counts)
 
-    def at_rows(self, rows: Tensor, counts: Counts) -> "RaggedStates":
+    def select_flat(self, rows: Tensor, counts: Counts) -> "RaggedStates":
         """Copy (N,) flat rows, so many of each head."""
         keys, values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
         return RaggedStates(keys=keys, values=values, head_tokens=counts)
@@ -76,7 +76,7 @@ class RaggedStates:
             keys=keys.flatten(0, 2), values=values.flatten(0, 2), head_tokens=((N,) * H,) * B
         )
 
-    def keep(self, keep_indices: Tensor, counts: Counts | None = None) -> "RaggedStates":
+    def select(self, keep_indices: Tensor, counts: Counts | None = None) -> "RaggedStates":
         """Copy the tokens of (B, H, K) slots of the padded layout; -1, ahead of them, is none.
 
         A slot that holds no token counts as -1 where `counts` are not given, as in `gather`.

@@ -76,13 +76,13 @@ class RaggedStore(TokenStore):
         self.ragged = replace(heads.joined(tail), least_slots=slots)
         self._hold(lambda states: states[..., :0, :].clone())
 
-    def keep(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> TokenStore:
+    def select(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> TokenStore:
         """Keep some of what the heads keep; the tail comes after those slots, or is absorbed."""
         assert tokens == self.unmasked_slots
-        self.ragged = self.heads().keep(indices, counts)
+        self.ragged = self.heads().select(indices, counts)
         return self
 
-    def keep_rows(self, rows: Tensor, counts: Counts) -> None:
+    def select_flat(self, rows: Tensor, counts: Counts) -> None:
         """Keep (N,) rows of what heads hold, one head after the other, so many of each.
 
         Of a prompt, which no token comes after. Where more heads are counted than are stored, rows
@@ -95,28 +95,28 @@ class RaggedStore(TokenStore):
             tokens = heads.longest_tokens
             rows = rows // (tokens * repeats) * tokens + rows % tokens
             self._hold(lambda states: states.repeat_interleave(repeats, dim=1))
-        self.ragged = heads.at_rows(rows, counts)
+        self.ragged = heads.select_flat(rows, counts)
 
-    def only(self, stays: Tensor) -> TokenStore:
-        """Hold some slots; the tail keeps as many tokens of all heads, the others go to theirs."""
+    def select_where(self, stays: Tensor) -> TokenStore:
+        """Keep the slots that stay; what not all heads keep of the tail moves to the heads."""
         longest, heads = self.unmasked_slots, self.heads()
         tail = ops.kept_indices(stays[..., longest:])
         last = int(stays[..., longest:].sum(dim=-1).min())
-        self.ragged = heads.keep(ops.kept_indices(stays[..., :longest]))
+        self.ragged = heads.select(ops.kept_indices(stays[..., :longest]))
         if more := tail.shape[-1] - last:
             older = RaggedStates.gather(self.keys, self.values, tail[..., :more])
             self.ragged = self.ragged.joined(older)
         self._hold(lambda states: ops.gather_tokens(states, tail[..., more:]))
         return self
 
-    def crop(self, tokens: int) -> TokenStore:
+    def truncate(self, tokens: int) -> TokenStore:
         """Forget the last tokens, of every head as many: those of the tail, then its own."""
         last = min(tokens, self.tail.tokens)
         if last:
-            super().crop(last)
+            super().truncate(last)
         if own := tokens - last:
             heads = self.heads()
-            self.ragged = heads.keep(heads.slots()[..., : heads.longest_tokens - own])
+            self.ragged = heads.select(heads.slots()[..., : heads.longest_tokens - own])
         return self
 
     def last(self, tokens: int) -> Pair:

@@ -85,8 +85,8 @@ class Tail:
         self.keys, self.values = written
         return self.keys, self.values
 
-    def crop(self, tokens: int) -> None:
-        """Forget the last ones."""
+    def truncate(self, tokens: int) -> None:
+        """Forget the last `tokens` tokens."""
         left = self.tokens - tokens
         self.hold(self.keys[:, :, :left], self.values[:, :, :left])
 

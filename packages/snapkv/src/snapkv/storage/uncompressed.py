@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 
 
 class CrossAttentionLayer(DynamicLayer):
@@ -49,10 +49,10 @@ def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:
 
 
 def require_croppable(layer: Any, count: int, layer_idx: int) -> None:
-    """Refuse to take back more of the last tokens than a layer can go back after.
+    """Check that a layer's state or sliding window can go back by `count` tokens.
 
     Raises:
-        InvalidArgumentError: the layer has let go of what stood before them.
+        InvalidArgumentError: the layer no longer holds what stood before these tokens.
     """
     if hasattr(layer, "conv_states"):
         most, why = _recorded(layer), "has a state, which does not go back"
@@ -61,14 +61,18 @@ def require_croppable(layer: Any, count: int, layer_idx: int) -> None:
     else:
         return
     if count > most:
-        raise InvalidArgumentError(
-            f"tokens_to_remove: expected at most {most}, since layer {layer_idx} {why}, got "
-            f"{count}; reset the cache and read the shorter text again"
+        raise wrong(
+            "tokens_to_remove",
+            f"expected at most {most}, got {count}, because layer {layer_idx} {why}",
+            "Reset the cache and read the shorter text again",
         )
 
 
 def crop(layer: Any, count: int) -> None:
-    """Forget the last tokens; without any, hold no more than the next pass needs."""
+    """Forget the last `count` tokens of a layer of any kind.
+
+    If `count` is 0, a layer that records past states or a longer window lets go of these.
+    """
     if count or getattr(layer, "record_past", False):
         layer.crop(-count)
 

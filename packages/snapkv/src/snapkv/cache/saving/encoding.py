@@ -13,6 +13,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.restoring import restore
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import CacheFileError, CacheMismatchError
 from snapkv.storage.bits import KVCodes
@@ -41,7 +42,7 @@ def encode_layer(
         "slots": layer.slots.state(),
         "notes": layer.state.state(),
     }
-    if layer.offloaded is not None and layer.offloaded.held_bytes:
+    if layer.offloaded.held_bytes:
         parts["offloaded"] = layer.offloaded.on_host()
     if codes is not None:
         parts["store"] = state_in_codes(parts["store"], codes)
@@ -84,15 +85,14 @@ def decode_layer(
     offloaded = decode(saved.get("offloaded"), tensors.__getitem__)
     if isinstance(offloaded, dict):
         offloaded = tuple(state_spread(offloaded)[name] for name in _BOTH)
-    if layer.offloaded is not None:
-        if offloaded is not None:
-            layer.offloaded.append(*offloaded, on=device)
-        layer.offloaded.is_due = saved["recall_due"]
+    if offloaded is not None:
+        layer.offloaded.append(*offloaded, on=device)
+    layer.offloaded.is_due = saved["recall_due"]
     slots = on_device(saved["slots"])
     slots.pop("is_partial", None)  # written by 0.3.0; `chosen_at` says the same
-    state = layer.state.restored(on_device(saved["notes"]))
+    layer.state = layer.state.restored(on_device(saved["notes"]))
     store = state_spread(on_device(saved["store"]))
-    layer.restore(saved["store_kind"], store, SlotMap.restored(slots), state)
+    restore(layer, saved["store_kind"], store, SlotMap.restored(slots))
     _require_fitting(layer)
 
 

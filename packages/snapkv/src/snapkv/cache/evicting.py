@@ -1,0 +1,43 @@
+"""Evicting while tokens are generated: what a step drops, and what its policy notes of the rest."""
+
+from dataclasses import replace
+
+from snapkv.cache.layer import CompressedLayer, scores_of_slots
+from snapkv.policies import Eviction
+from snapkv.policies.states import padding_left
+from snapkv.storage.ragged import tokens_of
+from snapkv.storage.ragged_store import RaggedStore
+
+
+def absorb_tail(layer: CompressedLayer) -> None:
+    """Give every head its part of the tokens behind the prompt, if heads differ in length."""
+    store, tail = layer.store, layer.store.tail.tokens
+    if not isinstance(store, RaggedStore) or not tail:
+        return
+    columns, end = layer.stored_columns(), layer.columns
+    layer.state = replace(layer.state, slot_scores=layer.state.scores_with(tail))
+    store.absorb_tail()
+    layer.slots = layer.slots.chosen(columns, end)
+
+
+def apply_eviction(layer: CompressedLayer, eviction: Eviction) -> None:
+    """Drop what a decode step evicts, and hold the scores that the policy gives to the rest."""
+    scores, heads, kept = eviction.scores, layer.keys.shape[1], eviction.keep_indices
+    if kept is not None:
+        kept = kept.expand(-1, heads, -1)
+        scores = None if scores is None else scores_of_slots(scores, kept, heads)
+    elif scores is not None:
+        scores = scores.expand(-1, heads, -1)
+    layer.state = replace(layer.state, slot_scores=scores)
+    if kept is None:
+        return
+    slots, padding_slots = layer.store.slots, eviction.padding_slots
+    is_ragged = layer.store.ragged is not None
+    if eviction.per_head_budget or is_ragged:  # ragged heads hold no padding
+        padding_slots = None
+    elif padding_slots is None:
+        padding_slots = padding_left(slots, kept.shape[-1], layer.slots.padding_slots)
+    counts = tokens_of(kept) if eviction.per_head_budget and not is_ragged else None
+    layer.select(kept, slots, counts, padding_slots=padding_slots)
+    if eviction.sink_tokens:
+        layer.move_sinks(eviction.sink_tokens)

@@ -1,0 +1,108 @@
+"""Taking the last tokens back: all layers are asked before any of them changes."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+from snapkv.cache.layer import CompressedLayer
+from snapkv.errors import InvalidTypeError, wrong
+from snapkv.storage import uncompressed
+
+
+def count_to_remove(tokens_to_remove: SupportsIndex) -> int:
+    """Return how many of the last tokens a crop takes back.
+
+    Args:
+        tokens_to_remove: zero or a negative number, as in transformers. Its releases pass an int or
+            a tensor that holds one.
+
+    Raises:
+        InvalidArgumentError: the number is positive.
+        InvalidTypeError: `tokens_to_remove` is not an integer.
+    """
+    try:
+        tokens_to_remove = operator.index(tokens_to_remove)
+    except TypeError as error:
+        raise wrong(
+            "tokens_to_remove",
+            f"expected an integer, got {tokens_to_remove!r}",
+            "Pass -n to remove the last n tokens",
+            InvalidTypeError,
+        ) from error
+    if tokens_to_remove > 0:
+        raise wrong(
+            "tokens_to_remove",
+            f"expected zero or a negative number of tokens to remove, got {tokens_to_remove}",
+            "Pass -n to remove the last n tokens",
+        )
+    return -tokens_to_remove
+
+
+def take_back(layers: Sequence[Any], tokens: int) -> bool:
+    """Forget the last tokens in all layers of a cache, whatever their kind.
+
+    Returns:
+        Whether the offloaded tokens of every compressed layer were restored for it.
+
+    Raises:
+        InvalidArgumentError: some layer cannot forget that many tokens. No layer has changed then.
+    """
+    must_restore = [
+        must_restore_before(layer, tokens, layer_idx) for layer_idx, layer in enumerate(layers)
+    ]
+    for layer in layers:
+        if any(must_restore) and isinstance(layer, CompressedLayer):
+            layer.recall()
+        uncompressed.crop(layer, tokens)
+    return any(must_restore)
+
+
+def must_restore_before(layer: Any, tokens: int, layer_idx: int) -> bool:
+    """Return whether a layer must restore its offloaded tokens to forget the last `tokens`.
+
+    Nothing changes. A compressed layer can forget the tokens at its end that every head still
+    stores. If it offloads evicted tokens, it can also restore them all first.
+
+    Raises:
+        InvalidArgumentError: the layer cannot forget that many tokens. Its state or its sliding
+            window does not go back so far; or the rows of the batch have dropped different numbers
+            of these tokens; or some head has evicted one that it would need.
+    """
+    uncompressed.require_croppable(layer, tokens, layer_idx)
+    if not isinstance(layer, CompressedLayer):
+        return False
+    slots, store, offloaded = layer.slots, layer.store, layer.offloaded
+    dropped = slots.removed_among_last(min(tokens, layer.seen_tokens), store.slots)
+    if len(set(dropped)) > 1:
+        raise wrong(
+            "tokens_to_remove",
+            f"cannot remove the last {tokens:,} tokens, because the rows have already dropped "
+            f"different numbers of them ({', '.join(map(str, dropped))})",
+            "Remove fewer tokens, or use one cache per conversation",
+        )
+    columns = tokens - dropped[0]
+    if not columns:
+        return False
+    is_compressed = slots.kept is not None
+    whole = slots.whole_tail(store.slots) if is_compressed else store.slots
+    if offloaded.is_enabled and tokens <= layer.seen_tokens:
+        # What is left of a text in codes must be the exact keys and values again, since a later
+        # prompt chooses from them.
+        left_in_codes = layer.columns - columns < offloaded.tokens and not store.is_exact
+        return columns > whole if is_compressed else left_in_codes
+    if is_compressed and not layer.is_croppable:
+        raise wrong(
+            "tokens_to_remove",
+            f"expected at most 0, got {columns}, because none of the tokens that "
+            f"{layer.policy.name} has counted and evicted by is still whole",
+            "Reset the cache and read the shorter text again, or use a policy that only compresses "
+            "prompts",
+        )
+    if columns > whole:
+        raise wrong(
+            "tokens_to_remove",
+            f"expected at most {whole}, the tokens at the end of layer {layer_idx} that are still "
+            f"whole, got {columns}",
+            "Reset the cache and read the shorter prompt again",
+        )
+    return False
