@@ -428,7 +428,7 @@ class CompressedLayer(DynamicLayer):
         """Its store, of which so many first slots are what heads keep."""
         store = self.store
         if isinstance(store, DenseStore):
-            store = store.ragged_from(self.slots.empty, tokens)
+            store = store.ragged_from(self.slots.leading_padding, tokens)
         assert isinstance(store, RaggedStore)
         return store
 
@@ -528,7 +528,7 @@ class CompressedLayer(DynamicLayer):
         store = self.store
         is_dense = isinstance(store, DenseStore)
         if isinstance(store, DenseStore):
-            store = store.ragged_from(self.slots.empty, store.slots)
+            store = store.ragged_from(self.slots.leading_padding, store.slots)
             self.slots = self.slots.without_padding()
         elif isinstance(store.tail, LentTail):
             is_dense = store.tail.stood_for_all

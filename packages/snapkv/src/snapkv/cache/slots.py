@@ -82,28 +82,16 @@ class SlotMap(RowRecord):
         """
         return self.removed_tokens + self.columns_by(slots)
 
-    @functools.cached_property
-    def needs_own_mask(self) -> bool:
-        """Whether the padding mask, shifted to the stored slots, hides too few of them.
-
-        Where every row keeps the same budget, exactly its padding slots are pads. Rows with budgets
-        of their own, or that evict at times of their own, can hold more than that.
-        """
-        if self.padding_slots is None or self.kept is None:
-            return False
-        pads = torch.zeros_like(self.padding_slots) if self.pads is None else self.pads
-        return bool((self.padding_slots != (pads - self.evicted_tokens).clamp(min=0)).any())
-
-    @functools.cached_property
-    def hides_slots(self) -> bool:
-        """Whether any of the first slots must be hidden; asked of the device once."""
-        hidden = self.empty
-        return hidden is not None and bool(hidden.any())
-
-    @functools.cached_property
-    def empty(self) -> Tensor | None:
-        """(B,) leading slots that hold no token."""
+    @property
+    def leading_padding(self) -> Tensor | None:
+        """(B,) int64: how many leading slots of each row hold no token, or None for none."""
         return self.pads if self.kept is None else self.padding_slots
+
+    @functools.cached_property
+    def hidden_slots(self) -> Tensor | None:
+        """`leading_padding`, or None if it is zero in every row; the device is asked once."""
+        padding = self.leading_padding
+        return padding if padding is not None and bool(padding.any()) else None
 
     # Where the tokens of a store are.
 
@@ -141,10 +129,6 @@ class SlotMap(RowRecord):
         sums = lengths.cumsum(-1)
         after = self.removed_spans[..., 0] - (sums - lengths)  # rank of the token after each span
         return ranks + _sum_up_to(ranks, after, sums)
-
-    def visible(self, store: TokenStore, slots: int) -> Tensor:
-        """(B, slots) bool: which of the first slots hold a token and no padding."""
-        return _from(self.empty, slots, store)
 
     def visible_columns(self, store: TokenStore, columns: int) -> Tensor:
         """(B, columns) bool: which of the first columns, seen or to come, are no pads."""
@@ -196,9 +180,7 @@ class SlotMap(RowRecord):
 
     def chosen(self, kept: Tensor, columns: int, **changes: Any) -> Self:
         """Of the first columns the slots hold what was kept, and all that come after them."""
-        made = replace(self, kept=kept.to(torch.int32), start=columns, **changes)
-        _ = made.needs_own_mask  # asked of the device now, not by the next token
-        return made
+        return replace(self, kept=kept.to(torch.int32), start=columns, **changes)
 
     def whole(self) -> Self:
         return replace(self, kept=None, start=0, padding_slots=None)

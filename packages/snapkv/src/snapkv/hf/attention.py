@@ -22,7 +22,7 @@ from snapkv.cache.layer_group import encode
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
-from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
+from snapkv.hf.attend import Attended, AttentionCall, attend_stored, with_fitting_mask
 from snapkv.hf.forward_context import ForwardContext, Phase, Shared
 from snapkv.hf.masks import leading_pads, mask_function, sees_ahead
 from snapkv.hf.model_parts import has_images_positions, output_weight
@@ -162,7 +162,7 @@ def attend(call: AttentionCall) -> Attended:
     prompt_state.is_broken = True  # until it comes to its end, as in `PromptState.attending`
     if context.layer.identity.readers or forward_context.current.shared:
         forward_context.share(context, call.key)
-    attended = _PHASES[context.phase](call, context)
+    attended = _PHASES[context.phase](with_fitting_mask(call, context.layer), context)
     prompt_state.is_broken = False
     return attended
 
@@ -173,8 +173,7 @@ def attend(call: AttentionCall) -> Attended:
 def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     """Attend to the prompt as far as it has been read, and hold what its end will need."""
     layer = context.layer
-    call = fitting(call, layer)
-    attended = _attend_prompt(call, layer)
+    attended = attend_stored(call, layer)
     layer.remember_queries(call.query)
     if (hook := forward_context.current.hook) is not None:
         hook.on_prompt(replace(_prompt_layer(call, layer, None, None), queries=call.query))
@@ -187,12 +186,11 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     """The prompt ends in this pass: attend to all of it, then let the layer keep its part."""
     layer = context.layer
-    call = fitting(call, layer)
     own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     prompt = _prompt_layer(call, layer, pads, context.check.unasked)
     state = context.prompt_state
-    attended = _attend_prompt(call, layer)
+    attended = attend_stored(call, layer)
     if not state.group.goes_with(prompt):
         _choose(call, context)
     state.group.add(layer, prompt, attended[0][:, -1])
@@ -280,9 +278,7 @@ def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
     """Attend to what an earlier layer has stored, as it did before it chose what to keep."""
     if (context := shared.context) is None:
         return _attend_in_place(call, shared)
-    if context.phase in (Phase.READ_PROMPT, Phase.END_PROMPT):
-        return _attend_prompt(fitting(call, context.layer), context.layer)
-    return attend_stored(call, context.layer)
+    return attend_stored(with_fitting_mask(call, context.layer), context.layer)
 
 
 def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
@@ -292,11 +288,6 @@ def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
             raise _without_weights()
     shared.layer.pass_queries(call.query)
     return attend_stored(call, shared.layer)
-
-
-def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
-    """Attend to the prompt as far as it has been read, or to what is held of it."""
-    return call.attend() if layer.slots.kept is None else attend_stored(call, layer)
 
 
 # What the policy is shown and asked.
