@@ -151,8 +151,8 @@ def attend(call: AttentionCall) -> Attended:
         _require_taken(call)
         shared = forward_context.take_shared(call.key)
         return call.attend() if shared is None else _attend_shared(call, shared)
-    prompt_state = context.prompt_state
-    if context.reads_end and prompt_state.yet_to_choose:
+    prompt_state = context.forward_pass.prompt_state
+    if prompt_state.yet_to_choose and context.forward_pass.reads_end:
         reached = context.layer.identity.layer_idx
         if prompt_state.yet_to_choose[0] != reached:
             raise prompt_state.interrupted(
@@ -178,7 +178,7 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     if (hook := forward_context.current.hook) is not None:
         hook.on_prompt(replace(_prompt_layer(call, layer, None, None), queries=call.query))
     layer.store.finalize_step()
-    if not context.prompt_state.is_piecewise:
+    if not context.forward_pass.prompt_state.is_piecewise:
         layer.set_aside()
     return attended
 
@@ -188,8 +188,8 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     layer = context.layer
     own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
-    prompt = _prompt_layer(call, layer, pads, context.check.unasked)
-    state = context.prompt_state
+    prompt = _prompt_layer(call, layer, pads, context.forward_pass.check.unasked)
+    state = context.forward_pass.prompt_state
     attended = attend_stored(call, layer)
     if not state.group.goes_with(prompt):
         _choose(call, context)
@@ -202,11 +202,11 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 
 def _choose(call: AttentionCall, context: ForwardContext) -> None:
     """Let the layers that wait choose, where the votes are what the model's attention computes."""
-    group = context.prompt_state.group
+    group = context.forward_pass.prompt_state.group
     if context.layer.policy.query_tokens:  # it scores by attention, which must be the model's
         eager = call.implementation == "eager"
-        context.check.judge(group, call.module, rounds_scores=eager)
-    context.prompt_state.choose()
+        context.forward_pass.check.judge(group, call.module, rounds_scores=eager)
+    context.forward_pass.prompt_state.choose()
 
 
 def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
@@ -214,10 +214,11 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     layer = context.layer
     attended = attend_stored(call, layer)
     if isinstance(policy := layer.policy, EvictingPolicy):
-        if context.reads_end:  # as if the turn came at once
-            _evict(call, layer, policy, context.turn_tokens)
+        turn_tokens = context.forward_pass.turn_tokens
+        if context.forward_pass.reads_end:  # as if the turn came at once
+            _evict(call, layer, policy, turn_tokens)
         else:
-            layer.remember_queries(call.query, context.turn_tokens)
+            layer.remember_queries(call.query, turn_tokens)
     if layer.turns != "append":
         layer.look_back(call.query)
     layer.store.finalize_step()
@@ -229,7 +230,8 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     """A later prompt ends in this pass: read it over what is stored, then let it vote on that."""
     layer = context.layer
     attended = attend_stored(call, layer)
-    prompt = _prompt_layer(call, layer, layer.slots.padding_slots, context.check.unasked)
+    unasked = context.forward_pass.check.unasked
+    prompt = _prompt_layer(call, layer, layer.slots.padding_slots, unasked)
     with ops.scoring(call.key):
         selection = checks.select(layer.policy, prompt, [prompt.layer_idx])
     _close(call, context)
@@ -247,16 +249,16 @@ def _close(call: AttentionCall, context: ForwardContext) -> None:
     """In the last layer, settle what is open of layers that dropped nothing so far: they choose."""
     identity = context.layer.identity
     if identity.depth == identity.num_layers - 1:
-        if context.prompt_state.group:
+        if context.forward_pass.prompt_state.group:
             _choose(call, context)
-        context.check.close()
+        context.forward_pass.check.close()
 
 
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
     """Tokens behind the prompt attend to what is stored, and may make a method evict."""
     layer = context.layer
     attended = attend_stored(call, layer)
-    drafts = call.query.shape[2] if context.prompt_state.verifies_drafts else 0
+    drafts = call.query.shape[2] if context.forward_pass.prompt_state.verifies_drafts else 0
     if isinstance(policy := layer.policy, EvictingPolicy):
         _evict(call, layer, policy, call.query.shape[2])
     if layer.turns != "append":
@@ -381,7 +383,9 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
     if context is None:
         return None
     if call.key.shape[2] != context.keys.shape[2] and not _is_of_layer(call, context):
-        context.prompt_state.is_broken = True  # another model's call: the layer has missed its own
+        context.forward_pass.prompt_state.is_broken = (
+            True  # another model's call: the layer has missed its own
+        )
         return None
     refusal = _refusal(call, context)
     if refusal is not None:
@@ -397,9 +401,9 @@ def _is_of_layer(call: AttentionCall, context: ForwardContext) -> bool:
     """
     layer_idx = getattr(call.module, "layer_idx", None)
     return (
-        call.module in context.modules
+        call.module in context.forward_pass.modules
         and layer_idx in (None, context.layer.identity.layer_idx)
-        and call.query.shape[2] == context.new_tokens
+        and call.query.shape[2] == context.forward_pass.new_tokens
     )
 
 
@@ -415,7 +419,7 @@ def _require_taken(call: AttentionCall) -> None:
 def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     """Why this call cannot be compressed correctly; None where it can."""
     name, layer = type(call.module).__name__, context.layer
-    if call.module not in context.modules:
+    if call.module not in context.forward_pass.modules:
         return CacheMismatchError(
             f"cache: expected the model the cache was made for, got another {name}; make "
             "a CompressedCache for this model"
@@ -437,9 +441,10 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     is_ragged = layer.store.ragged is not None
     if is_ragged and call.implementation == "eager" and _asks_for_weights(call):
         return _without_weights()
-    if not layer.identity.depth and (refusal := _refusal_of_images(name, context)):
-        return refusal  # asked once a pass
-    is_own = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
+    is_asked = not layer.identity.depth and context.phase is not Phase.DECODE  # once a pass
+    if is_asked and (refusal := _refusal_of_images(name, context)):
+        return refusal
+    is_own = context.forward_pass.has_own_mask and getattr(call.mask, "ndim", 0) == 4
     if is_own and layer.slots.is_compressed:
         return UnsupportedModelError(
             "attention_mask: expected a 2-D one after a compressed prompt, whose heads keep "
@@ -450,11 +455,11 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
 
 
 def _refusal_of_images(name: str, context: ForwardContext) -> UnsupportedModelError | None:
-    """Why a method that turns states by how many tokens precede them cannot."""
+    """Return the error of a policy that rotates states after an image; None for other policies."""
     layer = context.layer
     if "rotation" not in layer.policy.needs:
         return None
-    if context.phase is Phase.DECODE or not has_images_positions(context.modules):
+    if not has_images_positions(context.forward_pass.modules):
         return None
     return UnsupportedModelError(
         f"policy: expected one that does not ask for positions after an image, whose "
