@@ -10,17 +10,16 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
+from snapkv.cache.queries import QueryMemory
 from snapkv.cache.slots import LayerState, SlotMap, require_removable
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
-from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import padding_left
 from snapkv.storage.base import TokenStore
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.kinds import restored
-from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import Counts, tokens_of
 from snapkv.storage.ragged_store import CodedStore, RaggedStore
@@ -62,6 +61,7 @@ class CompressedLayer(DynamicLayer):
         store: keys and values of the stored tokens.
         slots: which token stands in which slot of the store.
         state: what else is known of the tokens.
+        queries: the last queries, which may vote again.
         offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
         turns: what becomes of a later prompt.
         protect: positions of the whole conversation that must stay; None for none.
@@ -72,6 +72,7 @@ class CompressedLayer(DynamicLayer):
     def __init__(self, policy: Policy, identity: LayerIdentity, codes: KVCodes | None) -> None:
         # Not transformers' own, which would assign keys and values.
         self.policy, self.identity, self.codes = policy, identity, codes
+        self.queries = QueryMemory(policy)
         self.store: TokenStore = DenseStore()
         self.slots, self.state, self._seen_tokens = SlotMap(), LayerState(), 0
         self.offloaded: OffloadedTokens | None = None
@@ -131,18 +132,15 @@ class CompressedLayer(DynamicLayer):
         return self.seen_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns, offset): the stored slots stand for the last columns of the full mask."""
+        """Return (columns, offset): stored slots stand for the last columns of the full mask."""
         if self.recall_due or (self.slots.kept is None and not self.store.has_room):
             return self.columns + query_length, self.slots.removed_tokens
-        columns = self.store.mask_columns(query_length)
-        return (
-            columns,
-            self.slots.removed_tokens + self.slots.evicted_tokens + self.store.unmasked_slots,
-        )
+        store = self.store
+        return store.tail.columns(query_length), self.slots.seen(store.unmasked_slots)
 
     def reset(self) -> None:
         self.store, self.slots, self.state = DenseStore(), SlotMap(), type(self.state)()
-        self._seen_tokens = 0
+        self._seen_tokens, self.queries.held = 0, None
         if self.offloaded is not None:
             self.offloaded.clear()
 
@@ -153,6 +151,7 @@ class CompressedLayer(DynamicLayer):
         before = self.store.slots
         self.store = self.store.select_rows(beam_idx)
         self.slots, self.state = self.slots.select_rows(beam_idx), self.state.select_rows(beam_idx)
+        self.queries.select_rows(beam_idx)
         if self.offloaded is not None:
             self.offloaded.select_rows(beam_idx)
         unused = before - self.store.slots  # where the row of the longest head is gone
@@ -212,6 +211,7 @@ class CompressedLayer(DynamicLayer):
         left = self.store.slots - count
         self.store = self.store.crop(count) if count else self.store
         self.slots, self.state = slots.cropped(count, left), self.state.cropped(count, left)
+        self.queries.crop(count)
         self._seen_tokens = self._counted_tokens
         if self.offloaded is not None:
             self.offloaded.crop(self.columns)
@@ -227,6 +227,7 @@ class CompressedLayer(DynamicLayer):
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.offloaded, copied.store = copy.copy(self.offloaded), copy.copy(self.store)
+        copied.queries = copy.copy(self.queries)
         copied.leave_room()
         return copied
 
@@ -268,7 +269,7 @@ class CompressedLayer(DynamicLayer):
     def index_bytes(self) -> int:
         """Bytes of what is held beside the keys and values, measured on the tensors."""
         noted = self.slots.nbytes + self.state.nbytes - self._sink_bytes
-        return noted + self.store.index_bytes
+        return noted + self.queries.nbytes + self.store.index_bytes
 
     @property
     def other_states(self) -> dict[str, Any]:
@@ -285,59 +286,6 @@ class CompressedLayer(DynamicLayer):
             return torch.empty(0, 0, 0, dtype=torch.int64)
         return self.slots.positions(self.store)
 
-    # The last queries, which vote at the end of the prompt, or of the turns behind it.
-
-    @property
-    def history_tokens(self) -> int:
-        """How many of them to hold behind a prompt: a short one's window begins before it."""
-        if isinstance(self.policy, EvictingPolicy):
-            return self.policy.history_tokens
-        wanted = self.policy.query_tokens
-        return wanted if self.turns != "append" and wanted != ALL_QUERIES else 0
-
-    def with_remembered(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
-        """(B, Hq, up to `query_tokens` + ahead, D): the last queries of the prompt so far."""
-        return last_tokens(
-            self._behind_remembered(queries), self.policy.query_tokens + ahead_tokens
-        )
-
-    def remember_queries(self, queries: Tensor, ahead_tokens: int = 0) -> None:
-        """Hold the last ones of a chunk, and as many more as the turn has of which it is."""
-        self._note(last_queries=self.with_remembered(queries, ahead_tokens).clone())
-
-    def look_back(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
-        """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
-
-        Holds on to those for the steps to come, and to as many more as `crop` may take away. Of a
-        turn in parts the step has the queries of all.
-        """
-        history = self.history_tokens
-        if not history:
-            queries = self._behind_remembered(queries)
-            if self.state.last_queries is not None:  # the turn has ended, and no later one begins
-                self._note(last_queries=None)
-            return queries
-        if (held := self.state.last_queries) is not None:  # no more of it than stays
-            self._note(last_queries=last_tokens(held, history + ahead_tokens - queries.shape[-2]))
-        queries = last_tokens(self._behind_remembered(queries), history + ahead_tokens)
-        self._note(last_queries=queries)
-        return last_tokens(queries, history)
-
-    @property
-    def last_queries(self) -> Tensor | None:
-        """(B, Hq, N, D): those that vote with the next turn, where any are held."""
-        held = self.state.last_queries
-        return held if held is None else last_tokens(held, self.history_tokens)
-
-    def move_queries(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Put the last ones into another order."""
-        if self.state.last_queries is not None:
-            self._note(last_queries=move(self.state.last_queries))
-
-    def _behind_remembered(self, queries: Tensor) -> Tensor:
-        held = self.state.last_queries
-        return queries if held is None else torch.cat([held, queries.detach()], dim=-2)
-
     def _note(self, **known: Any) -> None:
         self.state = replace(self.state, **known)
 
@@ -346,7 +294,7 @@ class CompressedLayer(DynamicLayer):
     def remember_ids(self, token_ids: Tensor) -> None:
         """Take the new tokens' ids, behind those of its turn, or instead of the last step's."""
         known = self.state.token_ids
-        if self.state.last_queries is not None and known is not None:
+        if self.queries.held is not None and known is not None:
             token_ids = torch.cat([known, token_ids], dim=1)
         self._note(token_ids=token_ids)
 
@@ -412,10 +360,9 @@ class CompressedLayer(DynamicLayer):
 
     def note_end(self, prompt: PromptLayer, **lost: Tensor) -> None:
         """Note that the prompt has been read; `lost` as in `end_prompt`."""
-        slots, queries = self.slots, None
-        if history := self.history_tokens:
-            queries = prompt.queries[:, :, -history:].clone()
-        self._note(**{"lost_mass": None, "lost_peak": None, **lost, "last_queries": queries})
+        slots = self.slots
+        self.queries.end_prompt(prompt.queries)
+        self._note(**{"lost_mass": None, "lost_peak": None, **lost})
         pads = prompt.pad_tokens if slots.is_whole else slots.pads
         chosen_at = slots.seen(prompt.keys.shape[2])
         self.slots = replace(slots, pads=pads, chosen_at=chosen_at)
@@ -517,48 +464,28 @@ class CompressedLayer(DynamicLayer):
         self._note(sink_keys=keys, sinks_moved=moved)
 
     def _hold_dense(self, store: RaggedStore) -> None:
-        self.store, empty = DenseStore.of(store)
-        if self.slots.kept is not None and bool(empty.any()):
-            self.slots = replace(self.slots, padding_slots=empty)
+        self.store, padding = DenseStore.of(store)
+        if self.slots.kept is not None and bool(padding.any()):
+            self.slots = replace(self.slots, padding_slots=padding)
 
     # Room for the steps of one `generate`, which may be replayed without Python.
 
     def take_room(self, tokens: int) -> None:
-        """Have room for so many more, at places that stay, until `leave_room`."""
-        store = self.store
-        is_dense = isinstance(store, DenseStore)
-        if isinstance(store, DenseStore):
-            store = store.ragged_from(self.slots.leading_padding, store.slots)
-            self.slots = self.slots.without_padding()
-        elif isinstance(store.tail, LentTail):
-            is_dense = store.tail.stood_for_all
-        store.take_room(tokens, stood_for_all=is_dense)
-        self.store = store
-        self._hold_own_queries()
+        """Have room for `tokens` more tokens, at addresses that stay until `leave_room`."""
+        self.store = self.store.with_room(tokens, self.slots.leading_padding)
+        self.slots = self.slots.without_padding()
+        self.queries.own()
 
     def leave_room(self) -> None:
-        """Grow again, as before; without effect where no room was lent."""
-        store, tail = self.store, self.store.tail
-        if not isinstance(tail, LentTail):
+        """Grow again as before; without effect if no room was taken."""
+        if not self.store.has_room:
             return
-        store.leave_room()
-        if tail.stood_for_all:
-            assert isinstance(store, RaggedStore)
-            self._hold_dense(store)
+        self.store.leave_room()
+        if isinstance(self.store, RaggedStore) and self.store.was_dense:
+            self._hold_dense(self.store)
         self._seen_tokens = self._counted_tokens
-        self._hold_own_queries()
+        self.queries.own()
         self.store.finalize_step()
-
-    def _hold_own_queries(self) -> None:
-        """Hold the last ones where no other layer does: a replayed step writes over them."""
-        if (held := self.last_queries) is not None:
-            self._note(last_queries=held.clone())
-
-    def pass_queries(self, queries: Tensor) -> None:
-        """Hold a step's queries in the place of the oldest ones of those that vote with a turn."""
-        held = self.state.last_queries
-        if held is not None:
-            held.copy_(torch.cat([held[:, :, queries.shape[2] :], queries], dim=2))
 
     # What a user says of spans.
 
@@ -572,8 +499,7 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is not None and self.offloaded.tokens:
             self._offload_tail()
             self.offloaded.only(left & (positions[:, 0] >= 0))
-        if (held := self.state.last_queries) is not None:
-            self._note(last_queries=_queries_left(held, left, positions[:, 0]))
+        self.queries.drop(left, positions[:, 0])
         slots = slots.without(spans, store, stays)
         self.store = self.store.only(stays)
         self.store.finalize_step()
@@ -631,7 +557,7 @@ class CompressedLayer(DynamicLayer):
         self.slots = replace(self.slots, start=tokens)
         self._seen_tokens = self._counted_tokens
         if forget_queries:
-            self._note(last_queries=None)
+            self.queries.held = None
 
     def recall(self) -> None:
         """Hold every token that was seen again, as before anything was dropped."""
@@ -652,25 +578,7 @@ def _cover(spans: Sequence[Spans], positions: Tensor) -> Tensor:
     return torch.stack([own.cover(row) for own, row in zip(spans, positions, strict=True)])
 
 
-def _queries_left(queries: Tensor, left: Tensor, positions: Tensor) -> Tensor:
-    """The last of (B, Hq, N, D) queries whose tokens are left, as many of each row.
-
-    Columns are (B, columns): which are left, at what position. A row without more tokens has pads.
-    """
-    held = left[:, left.shape[1] - queries.shape[2] :]
-    places = ops.kept_indices(held[:, None])
-    counts = held.sum(dim=-1)
-    is_all = counts >= (left & (positions >= 0)).sum(dim=-1)
-    fewest = int(counts.masked_fill(is_all, places.shape[-1]).min())
-    return ops.gather_tokens(queries, places[..., places.shape[-1] - fewest :])
-
-
 def _of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
     """(B, heads, K): the (B, heads or 1, S) scores of (B, heads or 1, K) slots; any for -1."""
     kept = kept.expand(-1, heads, -1).clamp(min=0)
     return scores.expand(-1, heads, -1).gather(2, kept)
-
-
-def last_tokens(queries: Tensor, tokens: int) -> Tensor:
-    """The last of (B, Hq, N, D), all where there are no more than that."""
-    return queries[..., max(0, queries.shape[-2] - max(tokens, 0)) :, :]

@@ -260,7 +260,7 @@ class PromptState:
             InvalidArgumentError: the policy cannot choose at the end that it reaches, or would ask
                 for queries that are not held.
         """
-        if self.prompt_end is not None and self.prompt_end <= self.seen_tokens:
+        if self.prompt_end is not None and self.prompt_end <= self.layers[0].seen_tokens:
             return
         self.require_end(new_tokens)
         self.require_choice(new_tokens)
@@ -345,7 +345,7 @@ class PromptState:
         most = layer.policy.most_tokens
         if not self.seen_tokens or "queries" not in layer.policy.needs:
             return
-        held = 0 if layer.state.last_queries is None else layer.state.last_queries.shape[2]
+        held = 0 if layer.queries.held is None else layer.queries.held.shape[2]
         if held >= self.seen_tokens:
             return
         choosing = prompt_tokens - layer.slots.removed_tokens

@@ -131,13 +131,12 @@ class SlotMap(RowRecord):
         return ranks + _sum_up_to(ranks, after, sums)
 
     def visible_columns(self, store: TokenStore, columns: int) -> Tensor:
-        """(B, columns) bool: which of the first columns, seen or to come, are no pads."""
-        if not self.removed_tokens:
-            return _from(self.pads, columns, store)
-        none = torch.zeros(store.keys.shape[0], dtype=torch.int64, device=store.keys.device)
-        return _from(
-            self.removed_tokens + (none if self.pads is None else self.pads), columns, store
+        """Return which of the first columns, seen or to come, hold a token: (B, columns) bool."""
+        first = (
+            self.removed_tokens if self.pads is None else self.removed_tokens + self.pads[:, None]
         )
+        order = torch.arange(columns, device=store.keys.device).expand(len(store.keys), -1)
+        return order >= first
 
     def whole_rows(self, store: TokenStore) -> Tensor:
         """(B,) bool: which rows of a compressed layer hold all that was seen.
@@ -290,7 +289,6 @@ class LayerState(RowRecord):
         slot_scores: (B, H, S) float32, what an evicting policy has noted of every slot.
         head_notes: (B, H, N) int64, what an evicting policy has noted of every head.
         token_ids: (B, N) int64, of the prompt as far as it has been read, then of the last step.
-        last_queries: (B, Hq, N, D), for an observation window that begins before the last pass.
         sink_keys: (B, H, start, D), keys of attention sinks before they were moved on; the store
             holds them as they are now.
         sinks_moved: (B, 1, 1, 1) bool, whether a row's sinks have been moved.
@@ -300,7 +298,6 @@ class LayerState(RowRecord):
     slot_scores: Tensor | None = per_row(slot_axis=2)
     head_notes: Tensor | None = per_row()
     token_ids: Tensor | None = per_row(token_axis=1)
-    last_queries: Tensor | None = per_row(token_axis=2)
     sink_keys: Tensor | None = per_row()
     sinks_moved: Tensor | None = per_row()
     lost_mass: Tensor | None = per_row(measured=True)
@@ -331,14 +328,6 @@ def require_removable(tokens_to_remove: SupportsIndex) -> int:
             f"{tokens_to_remove}; pass -n to remove the last n tokens"
         )
     return -tokens_to_remove
-
-
-def _from(first: Tensor | None, count: int, store: TokenStore) -> Tensor:
-    """(B, count) bool: what stands at or after the first place of each row."""
-    order = torch.arange(count, device=store.keys.device)
-    if first is None:
-        return torch.ones(store.keys.shape[0], count, dtype=torch.bool, device=order.device)
-    return order >= first[:, None]
 
 
 def _sum_up_to(places: Tensor, begins: Tensor, sums: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def _require_unprotected(protect: Spans | None, rows: Sequence[Spans]) -> None:
 
 def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> None:
     """Refuse rows that lose different numbers of the queries that vote with the next turn."""
-    held = layer.last_queries
+    held = layer.queries.last
     if held is None or len(rows) == 1:
         return
     tokens, count = layer.slots.row_tokens(layer.store), held.shape[2]

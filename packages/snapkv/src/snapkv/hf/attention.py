@@ -174,7 +174,7 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     """Attend to the prompt as far as it has been read, and hold what its end will need."""
     layer = context.layer
     attended = attend_stored(call, layer)
-    layer.remember_queries(call.query)
+    layer.queries.remember(call.query)
     if (hook := forward_context.current.hook) is not None:
         hook.on_prompt(replace(_prompt_layer(call, layer, None, None), queries=call.query))
     layer.store.finalize_step()
@@ -218,9 +218,9 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
         if context.forward_pass.reads_end:  # as if the turn came at once
             _evict(call, layer, policy, turn_tokens)
         else:
-            layer.remember_queries(call.query, turn_tokens)
+            layer.queries.remember(call.query, turn_tokens)
     if layer.turns != "append":
-        layer.look_back(call.query)
+        layer.queries.look_back(call.query)
     layer.store.finalize_step()
     _close(call, context)
     return attended
@@ -237,7 +237,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     _close(call, context)
     stored = prompt.keys.shape[2]
     if selection is None:
-        layer.look_back(call.query)
+        layer.queries.look_back(call.query)
     else:
         layer.end_prompt(selection, prompt)
         stored = layer.kept_slots(stored)
@@ -262,7 +262,7 @@ def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
     if isinstance(policy := layer.policy, EvictingPolicy):
         _evict(call, layer, policy, call.query.shape[2])
     if layer.turns != "append":
-        layer.look_back(call.query, drafts)
+        layer.queries.look_back(call.query, drafts)
     layer.store.finalize_step(drafts)
     return attended
 
@@ -288,7 +288,7 @@ def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
     if call.implementation == "eager" and _asks_for_weights(call):
         with shared.prompt_state.attending():
             raise _without_weights()
-    shared.layer.pass_queries(call.query)
+    shared.layer.queries.write_over(call.query)
     return attend_stored(call, shared.layer)
 
 
@@ -309,7 +309,7 @@ def _evict(
     spans = layer.protect
     positions = columns if pads is None else columns - pads[:, None, None]
     step = DecodeStep(
-        queries=layer.look_back(call.query),
+        queries=layer.queries.look_back(call.query),
         keys=keys,
         scores=scores,
         head_notes=state.head_notes,
@@ -359,7 +359,7 @@ def _prompt_layer(
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
     return PromptLayer(
-        queries=layer.with_remembered(call.query).detach(),
+        queries=layer.queries.window(call.query).detach(),
         keys=call.key,
         values=call.value,
         pad_tokens=pads,

@@ -33,7 +33,7 @@ from snapkv.errors import (
 from snapkv.hf import forward_context, saved, step_graph
 from snapkv.hf.build import layers_for, other_kinds, plain_layers
 from snapkv.hf.fidelity import VoteCheck
-from snapkv.hf.forward_context import ForwardContext, Pass
+from snapkv.hf.forward_context import ForwardContext, Pass, phase_of
 from snapkv.hf.identity import unwrapped
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
@@ -142,6 +142,7 @@ class CompressedCache(Cache):
         pool = setup.pool
         for layer in compressed:
             layer.turns, layer.protect = setup.going_on, setup.protect
+            layer.queries.fit(policy, chooses_again=layer.chooses_again)
             layer.offloaded = None if pool is None else OffloadedTokens(pool)
         self._use = use(model)
         self.policy, self.setup = policy, setup
@@ -202,9 +203,25 @@ class CompressedCache(Cache):
         return keys, values
 
     def _begin_pass(self, seen_tokens: int, new_tokens: int) -> Pass:
-        modules, masked_to = self._use.modules, self._padding.masked_to
-        return Pass.begin(
-            self.prompt_state, seen_tokens, new_tokens, masked_to, modules, self._check
+        """Return the forward pass that reads `new_tokens` after `seen_tokens` in every layer.
+
+        Raises:
+            CacheMismatchError: it may hold drafts, and no prompt has been announced.
+        """
+        state, seen = self.prompt_state, seen_tokens + new_tokens
+        end, turns = state.end_by(seen), state.layers[0].turns
+        return Pass(
+            prompt_state=state,
+            modules=self._use.modules,
+            check=self._check,
+            start=seen_tokens,
+            new_tokens=new_tokens,
+            coming=None if seen > end else end - seen,
+            reads_end=seen >= end,
+            turn_tokens=end - state.turn_start,
+            phase=phase_of(seen, new_tokens, end, None),
+            turn_phase=phase_of(seen, new_tokens, end, turns),
+            has_own_mask=self._padding.masked_to != (end if state.is_piecewise else seen),
         )
 
     def keep_among_last(self, tokens: int, places: Tensor) -> None:
@@ -449,6 +466,7 @@ class CompressedCache(Cache):
         asked = asked_by(self.policy, question_tokens)
         for layer in self.prompt_state.layers:
             layer.policy = asked
+            layer.queries.fit(asked, chooses_again=layer.chooses_again)
 
     def expect_tokens(self, token_ids: Tensor) -> None:
         """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.
@@ -688,6 +706,6 @@ def _bring_forward(layer: Any, places: Tensor, tokens: int) -> None:
         return states
 
     if isinstance(layer, CompressedLayer):
-        layer.move_queries(lambda held: move(held.clone(), held.shape[-2]))
+        layer.queries.change(lambda held: move(held.clone(), held.shape[-2]))
     for states in (layer.keys, layer.values):
         move(states, layer.keys.shape[-2])

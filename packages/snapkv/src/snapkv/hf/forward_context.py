@@ -90,37 +90,6 @@ class Pass:
     turn_phase: Phase
     has_own_mask: bool
 
-    @classmethod
-    def begin(
-        cls,
-        prompt_state: PromptState,
-        start: int,
-        new_tokens: int,
-        masked_to: int | None,
-        modules: "weakref.WeakSet[Any]",
-        check: VoteCheck,
-    ) -> "Pass":
-        """Return the pass that reads `new_tokens` after `start`; `masked_to` as in the tracker.
-
-        Raises:
-            CacheMismatchError: the pass may hold drafts, and no prompt has been announced.
-        """
-        seen = start + new_tokens
-        end = prompt_state.end_by(seen)
-        return cls(
-            prompt_state=prompt_state,
-            modules=modules,
-            check=check,
-            start=start,
-            new_tokens=new_tokens,
-            coming=None if seen > end else end - seen,
-            reads_end=seen >= end,
-            turn_tokens=end - prompt_state.turn_start,
-            phase=phase_of(seen, new_tokens, end, None),
-            turn_phase=phase_of(seen, new_tokens, end, prompt_state.layers[0].turns),
-            has_own_mask=masked_to != (end if prompt_state.is_piecewise else seen),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
