@@ -239,8 +239,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "the last pad of a row is seen",
-            "return order >= first\n",
-            "return order >= first - 1\n",
+            "return order >= self.removed_tokens + pads",
+            "return order >= self.removed_tokens + pads - 1",
             "cache/test_pads_between_turns.py",
         ),
         (

@@ -55,7 +55,9 @@ class QueryMemory:
             queries: (B, Hq, Q, D), the queries of this pass.
             ahead_tokens: how many more queries to return.
         """
-        return _last_tokens(self._after_held(queries), self.window_tokens + ahead_tokens)
+        if self.held is not None:
+            queries = self._after_held(queries)
+        return _last_tokens(queries, self.window_tokens + ahead_tokens)
 
     def remember(self, queries: Tensor, ahead_tokens: int = 0) -> None:
         """Hold a copy of `window(queries, ahead_tokens)` for the pieces of a prompt to come."""

@@ -132,11 +132,9 @@ class SlotMap(RowRecord):
 
     def visible_columns(self, store: TokenStore, columns: int) -> Tensor:
         """Return which of the first columns, seen or to come, hold a token: (B, columns) bool."""
-        first = (
-            self.removed_tokens if self.pads is None else self.removed_tokens + self.pads[:, None]
-        )
+        pads = 0 if self.pads is None else self.pads[:, None]
         order = torch.arange(columns, device=store.keys.device).expand(len(store.keys), -1)
-        return order >= first
+        return order >= self.removed_tokens + pads
 
     def whole_rows(self, store: TokenStore) -> Tensor:
         """(B,) bool: which rows of a compressed layer hold all that was seen.

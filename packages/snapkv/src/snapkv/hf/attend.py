@@ -112,9 +112,8 @@ def with_fitting_mask(call: AttentionCall, layer: CompressedLayer) -> AttentionC
         return call  # it may hide more than padding, such as what an image's tokens do not see
     if slots.hidden_slots is None and (fits or mask is None):
         return call
-    return replace(
-        call, mask=stored_mask(call.implementation, slots.hidden_slots, width, call.query)
-    )
+    mask = stored_mask(call.implementation, slots.hidden_slots, width, call.query)
+    return replace(call, mask=mask)
 
 
 def _attend_ragged(call: AttentionCall, store: TokenStore) -> Tensor:

@@ -457,9 +457,8 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
 def _refusal_of_images(name: str, context: ForwardContext) -> UnsupportedModelError | None:
     """Return the error of a policy that rotates states after an image; None for other policies."""
     layer = context.layer
-    if "rotation" not in layer.policy.needs:
-        return None
-    if not has_images_positions(context.forward_pass.modules):
+    needs_rotation = "rotation" in layer.policy.needs
+    if not needs_rotation or not has_images_positions(context.forward_pass.modules):
         return None
     return UnsupportedModelError(
         f"policy: expected one that does not ask for positions after an image, whose "

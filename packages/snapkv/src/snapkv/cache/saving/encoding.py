@@ -104,8 +104,7 @@ def _require_fitting(layer: CompressedLayer) -> None:
     keys, values, kept = store.keys, store.values, slots.kept
     numbers = (slots.start, slots.chosen_at, slots.removed_tokens, store.num_kv_heads)
     tensors = [*slots.tensors.values(), *layer.state.tensors.values()]
-    if layer.queries.held is not None:
-        tensors.append(layer.queries.held)
+    tensors += [] if layer.queries.held is None else [layer.queries.held]
     fits = all(type(number) is int and number >= 0 for number in numbers)
     if not store.is_filled:
         fits = fits and not tensors and not slots.start
