@@ -383,9 +383,8 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
     if context is None:
         return None
     if call.key.shape[2] != context.keys.shape[2] and not _is_of_layer(call, context):
-        context.forward_pass.prompt_state.is_broken = (
-            True  # another model's call: the layer has missed its own
-        )
+        # This is another model's call: the layer has missed its own.
+        context.forward_pass.prompt_state.is_broken = True
         return None
     refusal = _refusal(call, context)
     if refusal is not None:
