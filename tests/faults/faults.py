@@ -348,7 +348,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a refused pass leaves its tokens",
-            "        layer.take_back(self.new_tokens)\n",
+            "        layer.take_back(self.forward_pass.new_tokens)\n",
             "",
             "hf/test_cache.py",
         ),
