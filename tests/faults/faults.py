@@ -56,14 +56,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv/cache/layer.py": [
         (
-            "replayed queries do not vote with the next turn",
-            "held.copy_(torch.cat([held",
-            "(torch.cat([held",
-            "hf/test_step_graph.py",
-        ),
-        (
             "a branch votes by the queries of the steps that go on without it",
-            "        self._hold_own_queries()\n        self.store.finalize_step()\n",
+            "        self.queries.own()\n        self.store.finalize_step()\n",
             "        self.store.finalize_step()\n",
             "hf/test_step_graph.py",
         ),
@@ -80,6 +74,14 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "self.slots = self.slots.select_rows(beam_idx)",
             "cache/test_layer_state.py",
         ),
+    ],
+    "snapkv/cache/queries.py": [
+        (
+            "replayed queries do not vote with the next turn",
+            "held.copy_(torch.cat([held",
+            "(torch.cat([held",
+            "hf/test_step_graph.py",
+        )
     ],
     "snapkv/cache/read_ids.py": [
         (
@@ -264,7 +266,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "queries of dropped tokens vote on the next turn",
-            "layer.state = replace(layer.state, last_queries=queries)",
+            "layer.queries.drop(left, positions[:, 0])",
             "pass",
             "cache/test_spans.py",
         ),
@@ -346,7 +348,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a refused pass leaves its tokens",
-            "        layer.crop(-self.new_tokens)\n",
+            "        layer.crop(-self.forward_pass.new_tokens)\n",
             "",
             "hf/test_cache.py",
         ),

@@ -76,7 +76,7 @@ def require_in_place(cache):
         if index in cache.compressed_layers:
             parts = (getattr(layer, name).state() for name in ("store", "slots", "state"))
             held = [vars(part) if hasattr(part, "__dict__") else part for part in parts]
-            held += [layer.keys, layer.values, layer.other_states]
+            held += [layer.queries.held, layer.keys, layer.values, layer.other_states]
         found = {each.device for each in tree_leaves(held) if isinstance(each, torch.Tensor)}
         assert found == {devices[index]}
 

@@ -116,9 +116,9 @@ def test_a_dropped_span_leaves_the_pool_and_the_next_turn_chooses_as_without_it(
 
 def test_queries_of_dropped_tokens_do_not_vote():
     _, cache = read(SNAPKV, random_ids(1, 90), recall="host")
-    before = cache.prompt_state.layers[0].state.last_queries
+    before = cache.prompt_state.layers[0].queries.held
     cache.drop([(20, 30), (84, 87)])
-    after = cache.prompt_state.layers[0].state.last_queries
+    after = cache.prompt_state.layers[0].queries.held
     assert torch.equal(after, before[:, :, [0, 1, 5, 6, 7]])
 
 

@@ -55,8 +55,8 @@ def test_each_branch_is_read_as_alone_and_one_is_kept(storage, implementation, b
     for layer in range(len(cache.layers)):
         assert torch.equal(cache.kept_positions(layer), alone.kept_positions(layer))
     for own, other in zip(cache.layers, alone.layers, strict=True):
-        if other.last_queries is not None:
-            torch.testing.assert_close(own.last_queries, other.last_queries)
+        if other.queries.last is not None:
+            torch.testing.assert_close(own.queries.last, other.queries.last)
     torch.testing.assert_close(call(model, cache, following), call(model, alone, following))
 
 

@@ -132,7 +132,7 @@ def test_rows_of_pads_may_see_anything(form):
 
 # Masks over what is stored.
 
-VISIBLE = torch.tensor([[False, False, True, True], [True, True, True, True]])
+SLOTS, HIDDEN = 7, torch.tensor([2, 0])
 EXPECTED = torch.tensor(
     [
         [[0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1, 1]],
@@ -148,27 +148,27 @@ def queries(dtype=torch.float32, tokens=3, batch=2):
 
 
 def test_the_stored_mask_of_sdpa_is_boolean():
-    mask = stored_mask("sdpa", VISIBLE, queries())
+    mask = stored_mask("sdpa", HIDDEN, SLOTS, queries())
     assert mask.dtype == torch.bool
     assert torch.equal(mask, EXPECTED[:, None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_stored_mask_of_eager_is_added_to_the_scores(dtype):
-    mask = stored_mask("eager", VISIBLE, queries(dtype))
+    mask = stored_mask("eager", HIDDEN, SLOTS, queries(dtype))
     assert mask.dtype == dtype
     assert torch.equal(mask == 0, EXPECTED[:, None])
     assert torch.equal(mask == torch.finfo(dtype).min, ~EXPECTED[:, None])
 
 
 def test_the_stored_mask_of_flash_is_two_dimensional():
-    mask = stored_mask("flash_attention_2", VISIBLE, queries())
+    mask = stored_mask("flash_attention_2", HIDDEN, SLOTS, queries())
     assert mask.tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]
-    assert stored_mask("flash_attention_2", torch.ones_like(VISIBLE), queries()) is None
+    assert stored_mask("flash_attention_2", None, SLOTS, queries()) is None
 
 
 def test_the_stored_mask_of_flex_is_a_block_mask_of_the_same_content():
-    mask = stored_mask("flex_attention", VISIBLE, queries())
+    mask = stored_mask("flex_attention", HIDDEN, SLOTS, queries())
     assert mask.shape == (2, 1, 3, 7)
     dense = create_mask(mask.mask_mod, 2, 1, 3, 7, device="cpu")
     assert torch.equal(dense[:, 0], EXPECTED)

@@ -195,7 +195,7 @@ def test_a_branch_that_is_made_meanwhile_grows_by_itself(options, tmp_path):
         for token in got[0, 60:seen]:
             model(token.view(1, 1), past_key_values=eager)
         for own, other in zip(each.layers, eager.layers, strict=True):
-            torch.testing.assert_close(own.last_queries, other.last_queries)
+            torch.testing.assert_close(own.queries.last, other.queries.last)
         logits = model(got[:, seen:], past_key_values=each).logits
         torch.testing.assert_close(model(got[:, seen:], past_key_values=eager).logits, logits)
 

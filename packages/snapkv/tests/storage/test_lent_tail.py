@@ -8,7 +8,7 @@ from snapkv.storage.tail import Tail
 
 def test_it_holds_what_a_growing_tail_does_at_places_that_stay():
     keys, values = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 6)
-    grown, lent = Tail(keys, values), LentTail(keys, values, 8, stood_for_all=False)
+    grown, lent = Tail(keys, values), LentTail(keys, values, 8)
     places = lent.keys.data_ptr(), lent.values.data_ptr(), lent.count.data_ptr()
     for tokens in (1, 4, 3):
         new = torch.randn(2, 3, tokens, 4), torch.randn(2, 3, tokens, 6)
@@ -21,6 +21,6 @@ def test_it_holds_what_a_growing_tail_does_at_places_that_stay():
 def test_what_is_not_written_is_a_number():
     """A weight of nothing would not hide one that is none."""
     keys = torch.full((1, 1, 2, 4), torch.nan)
-    lent = LentTail(keys, keys, 3, stood_for_all=False)
+    lent = LentTail(keys, keys, 3)
     assert not lent.keys[:, :, 2:].any()
     assert not lent.values[:, :, 2:].any()

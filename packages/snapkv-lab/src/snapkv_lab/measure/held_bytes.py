@@ -19,8 +19,9 @@ def cache_bytes(cache: Cache) -> int:
     sizes: dict[int, int] = {}
     for layer in cache.layers:
         ours = isinstance(layer, CompressedLayer)
-        parts = [layer.store, layer.slots, layer.state] if ours else list(vars(layer).values())
-        for tensor in _tensors(parts):
+        own = vars(layer)
+        names = ("store", "slots", "state", "queries") if ours else own
+        for tensor in _tensors([own[name] for name in names]):
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())

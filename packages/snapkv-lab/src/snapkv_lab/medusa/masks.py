@@ -50,14 +50,12 @@ def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, sl
             f"attn_implementation: expected sdpa or eager where a tree of candidates is verified, "
             f"got {implementation}; load the model so, or draft a chain"
         )
-    B, _, Q, _ = query.shape
     if mask is None:
-        past = torch.ones(B, slots - Q, dtype=torch.bool, device=query.device)
-        mask = stored_mask(implementation, past, query)
+        mask = stored_mask(implementation, None, slots, query)
     visible = visible.to(mask.device)
     depths = visible.sum(dim=-1) - 1
     columns = torch.arange(mask.shape[-1], device=mask.device)
-    start = len(columns) - Q
+    start = len(columns) - query.shape[2]
     own = (columns - start).clamp(min=0)
     of_candidates = columns >= start
     stands_at = torch.where(of_candidates, start + depths[own], columns)

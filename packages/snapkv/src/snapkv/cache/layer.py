@@ -10,15 +10,14 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
+from snapkv.cache.queries import QueryMemory
 from snapkv.cache.slots import LayerState, SlotMap
 from snapkv.errors import wrong
 from snapkv.policies import EvictingPolicy, Policy, PromptLayer, Selection
-from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.spans import Spans
 from snapkv.storage.base import TokenStore
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.dense import DenseStore
-from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import Counts
 from snapkv.storage.ragged_store import CodedStore, RaggedStore
@@ -60,6 +59,7 @@ class CompressedLayer(DynamicLayer):
         store: keys and values of the stored tokens.
         slots: which token stands in which slot of the store.
         state: what else is known of the tokens.
+        queries: the last queries, which may vote again.
         offloaded: all tokens of the turns so far, off the device, if the layer has recall.
         turns: what becomes of a later prompt.
         protect: positions of the whole conversation that must stay; None for none.
@@ -70,6 +70,7 @@ class CompressedLayer(DynamicLayer):
     def __init__(self, policy: Policy, identity: LayerIdentity, codes: KVCodes | None) -> None:
         # Not transformers' own, which would assign keys and values.
         self.policy, self.identity, self.codes = policy, identity, codes
+        self.queries = QueryMemory(policy)
         self.store: TokenStore = DenseStore()
         self.slots, self.state, self._seen_tokens = SlotMap(), LayerState(), 0
         self.offloaded = OffloadedTokens()
@@ -129,18 +130,15 @@ class CompressedLayer(DynamicLayer):
         return self.seen_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns, offset): the stored slots stand for the last columns of the full mask."""
+        """Return (columns, offset): stored slots stand for the last columns of the full mask."""
         if self.recall_due or (self.slots.kept is None and not self.store.has_room):
             return self.columns + query_length, self.slots.removed_tokens
-        columns = self.store.mask_columns(query_length)
-        return (
-            columns,
-            self.slots.removed_tokens + self.slots.evicted_tokens + self.store.unmasked_slots,
-        )
+        store = self.store
+        return store.tail.columns(query_length), self.slots.seen(store.unmasked_slots)
 
     def reset(self) -> None:
         self.store, self.slots, self.state = DenseStore(), SlotMap(), type(self.state)()
-        self._seen_tokens = 0
+        self._seen_tokens, self.queries.held = 0, None
         self.offloaded.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -150,6 +148,7 @@ class CompressedLayer(DynamicLayer):
         before = self.store.slots
         self.store = self.store.select_rows(beam_idx)
         self.slots, self.state = self.slots.select_rows(beam_idx), self.state.select_rows(beam_idx)
+        self.queries.select_rows(beam_idx)
         self.offloaded.select_rows(beam_idx)
         unused = before - self.store.slots  # where the row of the longest head is gone
         if unused:
@@ -172,6 +171,7 @@ class CompressedLayer(DynamicLayer):
         store = self.store.truncate(columns) if columns else self.store
         self.state = self.state.cropped(columns, left)
         self.replace_tokens(store, slots.cropped(columns, left))
+        self.queries.crop(columns)
         self.offloaded.truncate(self.columns)
 
     def __copy__(self) -> Self:
@@ -179,6 +179,7 @@ class CompressedLayer(DynamicLayer):
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.offloaded, copied.store = copy.copy(self.offloaded), copy.copy(self.store)
+        copied.queries = copy.copy(self.queries)
         copied.leave_room()
         return copied
 
@@ -212,7 +213,7 @@ class CompressedLayer(DynamicLayer):
     def index_bytes(self) -> int:
         """Bytes of what is held beside the keys and values, measured on the tensors."""
         noted = self.slots.nbytes + self.state.nbytes - self._sink_bytes
-        return noted + self.store.index_bytes
+        return noted + self.queries.nbytes + self.store.index_bytes
 
     @property
     def other_states(self) -> dict[str, Any]:
@@ -237,59 +238,6 @@ class CompressedLayer(DynamicLayer):
             return torch.empty(0, 0, 0, dtype=torch.int64)
         return self.slots.positions_of(self.stored_columns())
 
-    # The last queries, which vote at the end of the prompt, or of the turns behind it.
-
-    @property
-    def history_tokens(self) -> int:
-        """How many of them to hold behind a prompt: a short one's window begins before it."""
-        if isinstance(self.policy, EvictingPolicy):
-            return self.policy.history_tokens
-        wanted = self.policy.query_tokens
-        return wanted if self.turns != "append" and wanted != ALL_QUERIES else 0
-
-    def with_remembered(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
-        """(B, Hq, up to `query_tokens` + ahead, D): the last queries of the prompt so far."""
-        return last_tokens(
-            self._behind_remembered(queries), self.policy.query_tokens + ahead_tokens
-        )
-
-    def remember_queries(self, queries: Tensor, ahead_tokens: int = 0) -> None:
-        """Hold the last ones of a chunk, and as many more as the turn has of which it is."""
-        self._note(last_queries=self.with_remembered(queries, ahead_tokens).clone())
-
-    def look_back(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
-        """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
-
-        Holds on to those for the steps to come, and to as many more as `crop` may take away. Of a
-        turn in parts the step has the queries of all.
-        """
-        history = self.history_tokens
-        if not history:
-            queries = self._behind_remembered(queries)
-            if self.state.last_queries is not None:  # the turn has ended, and no later one begins
-                self._note(last_queries=None)
-            return queries
-        if (held := self.state.last_queries) is not None:  # no more of it than stays
-            self._note(last_queries=last_tokens(held, history + ahead_tokens - queries.shape[-2]))
-        queries = last_tokens(self._behind_remembered(queries), history + ahead_tokens)
-        self._note(last_queries=queries)
-        return last_tokens(queries, history)
-
-    @property
-    def last_queries(self) -> Tensor | None:
-        """(B, Hq, N, D): those that vote with the next turn, where any are held."""
-        held = self.state.last_queries
-        return held if held is None else last_tokens(held, self.history_tokens)
-
-    def move_queries(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Put the last ones into another order."""
-        if self.state.last_queries is not None:
-            self._note(last_queries=move(self.state.last_queries))
-
-    def _behind_remembered(self, queries: Tensor) -> Tensor:
-        held = self.state.last_queries
-        return queries if held is None else torch.cat([held, queries.detach()], dim=-2)
-
     def _note(self, **known: Any) -> None:
         self.state = replace(self.state, **known)
 
@@ -298,7 +246,7 @@ class CompressedLayer(DynamicLayer):
     def remember_ids(self, token_ids: Tensor) -> None:
         """Take the new tokens' ids, behind those of its turn, or instead of the last step's."""
         known = self.state.token_ids
-        if self.state.last_queries is not None and known is not None:
+        if self.queries.held is not None and known is not None:
             token_ids = torch.cat([known, token_ids], dim=1)
         self._note(token_ids=token_ids)
 
@@ -337,10 +285,9 @@ class CompressedLayer(DynamicLayer):
 
     def note_end(self, prompt: PromptLayer, **lost: Tensor) -> None:
         """Note that the prompt has been read; `lost` as in `end_prompt`."""
-        slots, queries = self.slots, None
-        if history := self.history_tokens:
-            queries = prompt.queries[:, :, -history:].clone()
-        self._note(**{"lost_mass": None, "lost_peak": None, **lost, "last_queries": queries})
+        slots = self.slots
+        self.queries.end_prompt(prompt.queries)
+        self._note(**{"lost_mass": None, "lost_peak": None, **lost})
         pads = prompt.pad_tokens if slots.is_whole else slots.pads
         chosen_at = slots.seen(prompt.keys.shape[2])
         self.slots = replace(slots, pads=pads, chosen_at=chosen_at)
@@ -353,7 +300,7 @@ class CompressedLayer(DynamicLayer):
         """Its store, of which so many first slots are what heads keep."""
         store = self.store
         if isinstance(store, DenseStore):
-            store = store.ragged_from(self.slots.empty, tokens)
+            store = store.ragged_from(self.slots.leading_padding, tokens)
         assert isinstance(store, RaggedStore)
         return store
 
@@ -425,48 +372,28 @@ class CompressedLayer(DynamicLayer):
         self._note(sink_keys=keys, sinks_moved=moved)
 
     def _hold_dense(self, store: RaggedStore) -> None:
-        self.store, empty = DenseStore.of(store)
-        if self.slots.kept is not None and bool(empty.any()):
-            self.slots = replace(self.slots, padding_slots=empty)
+        self.store, padding = DenseStore.of(store)
+        if self.slots.kept is not None and bool(padding.any()):
+            self.slots = replace(self.slots, padding_slots=padding)
 
     # Room for the steps of one `generate`, which may be replayed without Python.
 
     def take_room(self, tokens: int) -> None:
-        """Have room for so many more, at places that stay, until `leave_room`."""
-        store = self.store
-        is_dense = isinstance(store, DenseStore)
-        if isinstance(store, DenseStore):
-            store = store.ragged_from(self.slots.empty, store.slots)
-            self.slots = self.slots.without_padding()
-        elif isinstance(store.tail, LentTail):
-            is_dense = store.tail.stood_for_all
-        store.take_room(tokens, stood_for_all=is_dense)
-        self.store = store
-        self._hold_own_queries()
+        """Have room for `tokens` more tokens, at addresses that stay until `leave_room`."""
+        self.store = self.store.with_room(tokens, self.slots.leading_padding)
+        self.slots = self.slots.without_padding()
+        self.queries.own()
 
     def leave_room(self) -> None:
-        """Grow again, as before; without effect where no room was lent."""
-        store, tail = self.store, self.store.tail
-        if not isinstance(tail, LentTail):
+        """Grow again as before; without effect if no room was taken."""
+        if not self.store.has_room:
             return
-        store.leave_room()
-        if tail.stood_for_all:
-            assert isinstance(store, RaggedStore)
-            self._hold_dense(store)
+        self.store.leave_room()
+        if isinstance(self.store, RaggedStore) and self.store.was_dense:
+            self._hold_dense(self.store)
         self._seen_tokens = self._counted_tokens
-        self._hold_own_queries()
+        self.queries.own()
         self.store.finalize_step()
-
-    def _hold_own_queries(self) -> None:
-        """Hold the last ones where no other layer does: a replayed step writes over them."""
-        if (held := self.last_queries) is not None:
-            self._note(last_queries=held.clone())
-
-    def pass_queries(self, queries: Tensor) -> None:
-        """Hold a step's queries in the place of the oldest ones of those that vote with a turn."""
-        held = self.state.last_queries
-        if held is not None:
-            held.copy_(torch.cat([held[:, :, queries.shape[2] :], queries], dim=2))
 
     # What was dropped and comes back.
 
@@ -502,8 +429,3 @@ def scores_of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
     """(B, heads, K): the (B, heads or 1, S) scores of (B, heads or 1, K) slots; any for -1."""
     kept = kept.expand(-1, heads, -1).clamp(min=0)
     return scores.expand(-1, heads, -1).gather(2, kept)
-
-
-def last_tokens(queries: Tensor, tokens: int) -> Tensor:
-    """The last of (B, Hq, N, D), all where there are no more than that."""
-    return queries[..., max(0, queries.shape[-2] - max(tokens, 0)) :, :]

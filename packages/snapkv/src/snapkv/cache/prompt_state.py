@@ -137,6 +137,8 @@ class PromptState:
         thread: identifier of the thread whose forward pass began last; None before the first.
         chooser: decides when the layers choose what they keep of the prompt.
         looks_at_tokens: whether the policy is told the ids of all tokens.
+        forward_pass: the `snapkv.hf.forward_context.Pass` that its first layer has begun; None
+            before the first one, and after tokens were taken back.
     """
 
     layers: Sequence[CompressedLayer]
@@ -151,6 +153,7 @@ class PromptState:
     is_broken: bool = False
     thread: int | None = None
     chooser: Chooser = field(default_factory=Chooser)
+    forward_pass: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.looks_at_tokens = "token_ids" in self.policy.needs
@@ -167,8 +170,8 @@ class PromptState:
     @property
     def rows(self) -> int:
         """Rows of the batch; 0 while empty."""
-        layer = self.layers[0]
-        return len(layer.keys) if layer.is_initialized else 0
+        keys = self.layers[0].store.keys
+        return 0 if keys is None else len(keys)
 
     @property
     def is_announced(self) -> bool:
@@ -196,6 +199,7 @@ class PromptState:
         end = self.prompt_end
         if end is not None and end <= seen_before and (chooses_again or self.seen_tokens < end):
             self.prompt_end = None
+        self.forward_pass = None
         schedule_recall(self.layers, is_prompt_next=self.is_coming)
 
     # Where the prompt ends.
@@ -206,6 +210,21 @@ class PromptState:
             self.require_end()
             self.turn_start, self.prompt_end = self.seen_tokens, seen_tokens
         return self.prompt_end
+
+    def require_prompt(self, new_tokens: int) -> None:
+        """Refuse a pass that would read a prompt wrongly, before any layer has changed.
+
+        Raises:
+            CacheMismatchError: it may hold drafts, or reads tokens after the end that it reaches.
+            InvalidArgumentError: the policy cannot choose at the end that it reaches, or would ask
+                for queries that are not held.
+        """
+        if self.prompt_end is not None and self.prompt_end <= self.layers[0].seen_tokens:
+            return
+        self.require_end(new_tokens)
+        self.require_choice(new_tokens)
+        if self.prompt_end is None:
+            self.require_queries(self.seen_tokens + new_tokens)
 
     def require_end(self, new_tokens: int = 0) -> None:
         """Refuse a pass that may hold drafts, or more tokens than the prompt that it ends."""
@@ -285,7 +304,7 @@ class PromptState:
         most = layer.policy.most_tokens
         if not self.seen_tokens or "queries" not in layer.policy.needs:
             return
-        held = 0 if layer.state.last_queries is None else layer.state.last_queries.shape[2]
+        held = 0 if layer.queries.held is None else layer.queries.held.shape[2]
         if held >= self.seen_tokens:
             return
         choosing = prompt_tokens - layer.slots.removed_tokens
@@ -403,12 +422,15 @@ class PromptState:
         self.note_text(ids)
 
     def require_ids(self, tokens: int, rows: int | None) -> None:
-        """Refuse tokens whose ids were not announced, where the policy looks at them.
+        """Refuse tokens of a policy that looks at tokens if their ids were not announced.
 
-        `rows` is None where it is not known yet how many there are.
+        Args:
+            tokens: how many tokens come.
+            rows: rows of the batch; None if the number is not known yet.
+
+        Raises:
+            CacheMismatchError: no ids were announced, or ids of other tokens.
         """
-        if not self.looks_at_tokens:
-            return
         begin, ids = self.coming_ids or (None, None)
         if ids is None or begin != self.seen_tokens:
             told = "none"

@@ -48,4 +48,4 @@ def begin_behind(
     layer.offloaded.shift(pads, columns)
     layer.replace_tokens(layer.store, replace(layer.slots, start=columns))
     if forget_queries:
-        layer.state = replace(layer.state, last_queries=None)
+        layer.queries.held = None

@@ -16,7 +16,6 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.cache.rows import RowRecord, per_row
 from snapkv.policies.spans import Spans
-from snapkv.storage.base import TokenStore
 
 Count = TypeVar("Count", int, Tensor)
 """A number of tokens or slots, which the device counts while steps are recorded."""
@@ -80,28 +79,16 @@ class SlotMap(RowRecord):
         """
         return self.removed_tokens + self.columns_by(slots)
 
-    @functools.cached_property
-    def needs_own_mask(self) -> bool:
-        """Whether the padding mask, shifted to the stored slots, hides too few of them.
-
-        Where every row keeps the same budget, exactly its padding slots are pads. Rows with budgets
-        of their own, or that evict at times of their own, can hold more than that.
-        """
-        if self.padding_slots is None or self.kept is None:
-            return False
-        pads = torch.zeros_like(self.padding_slots) if self.pads is None else self.pads
-        return bool((self.padding_slots != (pads - self.evicted_tokens).clamp(min=0)).any())
-
-    @functools.cached_property
-    def hides_slots(self) -> bool:
-        """Whether any of the first slots must be hidden; asked of the device once."""
-        hidden = self.empty
-        return hidden is not None and bool(hidden.any())
-
-    @functools.cached_property
-    def empty(self) -> Tensor | None:
-        """(B,) leading slots that hold no token."""
+    @property
+    def leading_padding(self) -> Tensor | None:
+        """(B,) int64: how many leading slots of each row hold no token, or None for none."""
         return self.pads if self.kept is None else self.padding_slots
+
+    @functools.cached_property
+    def hidden_slots(self) -> Tensor | None:
+        """`leading_padding`, or None if it is zero in every row; the device is asked once."""
+        padding = self.leading_padding
+        return padding if padding is not None and bool(padding.any()) else None
 
     # Where the tokens of a store are.
 
@@ -144,12 +131,8 @@ class SlotMap(RowRecord):
         after = self.removed_spans[..., 0] - (sums - lengths)  # rank of the token after each span
         return ranks + _sum_up_to(ranks, after, sums)
 
-    def visible(self, store: TokenStore, slots: int) -> Tensor:
-        """(B, slots) bool: which of the first slots hold a token and no padding."""
-        return _from(self.empty, slots, store)
-
     def visible_columns(self, columns: int, rows: int, device: torch.device) -> Tensor:
-        """Return which of the first columns, seen or to come, are no pads.
+        """Return which of the first columns, seen or to come, hold a token.
 
         Returns:
             (rows, columns) bool on `device`. Tokens that every row was told to drop count as pads
@@ -199,9 +182,7 @@ class SlotMap(RowRecord):
 
     def chosen(self, kept: Tensor, columns: int, **changes: Any) -> Self:
         """Of the first columns the slots hold what was kept, and all that come after them."""
-        made = replace(self, kept=kept.to(torch.int32), start=columns, **changes)
-        _ = made.needs_own_mask  # asked of the device now, not by the next token
-        return made
+        return replace(self, kept=kept.to(torch.int32), start=columns, **changes)
 
     def whole(self) -> Self:
         return replace(self, kept=None, start=0, padding_slots=None)
@@ -344,7 +325,6 @@ class LayerState(RowRecord):
         slot_scores: (B, H, S) float32, what an evicting policy has noted of every slot.
         head_notes: (B, H, N) int64, what an evicting policy has noted of every head.
         token_ids: (B, N) int64, of the prompt as far as it has been read, then of the last step.
-        last_queries: (B, Hq, N, D), for an observation window that begins before the last pass.
         sink_keys: (B, H, start, D), keys of attention sinks before they were moved on; the store
             holds them as they are now.
         sinks_moved: (B, 1, 1, 1) bool, whether a row's sinks have been moved.
@@ -354,7 +334,6 @@ class LayerState(RowRecord):
     slot_scores: Tensor | None = per_row(slot_axis=2)
     head_notes: Tensor | None = per_row()
     token_ids: Tensor | None = per_row(token_axis=1)
-    last_queries: Tensor | None = per_row(token_axis=2)
     sink_keys: Tensor | None = per_row()
     sinks_moved: Tensor | None = per_row()
     lost_mass: Tensor | None = per_row(measured=True)
@@ -365,14 +344,6 @@ class LayerState(RowRecord):
         if self.slot_scores is None:
             return None
         return torch.nn.functional.pad(self.slot_scores, (0, new_tokens))
-
-
-def _from(first: Tensor | None, count: int, store: TokenStore) -> Tensor:
-    """(B, count) bool: what stands at or after the first place of each row."""
-    order = torch.arange(count, device=store.keys.device)
-    if first is None:
-        return torch.ones(store.keys.shape[0], count, dtype=torch.bool, device=order.device)
-    return order >= first[:, None]
 
 
 def _sum_up_to(places: Tensor, begins: Tensor, sums: Tensor) -> Tensor:

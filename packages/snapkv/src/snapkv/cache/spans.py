@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.prompt_state import PromptState
 from snapkv.errors import InvalidArgumentError
@@ -123,9 +122,7 @@ def _drop(layer: CompressedLayer, spans: Sequence[Spans]) -> None:
             # What is left takes less room than before, so that the limit does not matter.
             offloaded.append(*layer.store.last(tokens), is_limited=False)
         offloaded.select_where(left & (positions[:, 0] >= 0))
-    if (held := layer.state.last_queries) is not None:
-        queries = _queries_left(held, left, positions[:, 0])
-        layer.state = replace(layer.state, last_queries=queries)
+    layer.queries.drop(left, positions[:, 0])
     slots, store = slots.without(spans, stays), layer.store.select_where(stays)
     store.finalize_step()
     if slots.kept is not None:  # ragged heads hold no padding
@@ -198,7 +195,7 @@ def _require_unprotected(protect: Spans | None, rows: Sequence[Spans]) -> None:
 
 def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> None:
     """Refuse rows that lose different numbers of the queries that vote with the next turn."""
-    held = layer.last_queries
+    held = layer.queries.last
     if held is None or len(rows) == 1:
         return
     tokens, count = row_tokens(layer), held.shape[2]
@@ -223,19 +220,3 @@ def _slots_without(layer: CompressedLayer, spans: Sequence[Spans]) -> Tensor:
 def _cover(spans: Sequence[Spans], positions: Tensor) -> Tensor:
     """Return (B, H, S) bool: which positions lie in a span of their row."""
     return torch.stack([own.cover(row) for own, row in zip(spans, positions, strict=True)])
-
-
-def _queries_left(queries: Tensor, left: Tensor, positions: Tensor) -> Tensor:
-    """Return the last queries whose tokens are left, the same number for every row.
-
-    Args:
-        queries: (B, Hq, N, D), those of the last N columns.
-        left: (B, columns) bool, which columns are left.
-        positions: (B, columns) int64, -1 for a pad. A row with too few tokens has pads instead.
-    """
-    held = left[:, left.shape[1] - queries.shape[2] :]
-    places = ops.kept_indices(held[:, None])
-    counts = held.sum(dim=-1)
-    is_all = counts >= (left & (positions >= 0)).sum(dim=-1)
-    fewest = int(counts.masked_fill(is_all, places.shape[-1]).min())
-    return ops.gather_tokens(queries, places[..., places.shape[-1] - fewest :])

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -53,8 +52,7 @@ class AttentionCall:
         if self.branches is not None:
             mask = self.branches.mask(self)
         elif mask is None and few and Q > 1:
-            past = torch.ones(len(self.query), S - Q, dtype=torch.bool, device=self.query.device)
-            mask = stored_mask(self.implementation, past, self.query)
+            mask = stored_mask(self.implementation, None, S, self.query)
         elif mask is None and self.implementation == "sdpa" and 1 < Q < S:
             states = self.query, self.key, self.value
             if not self.options.get("dropout") and is_faster_in_parts(*states):
@@ -92,41 +90,30 @@ class AttentionCall:
 
 
 def attend_stored(call: AttentionCall, layer: CompressedLayer) -> Attended:
-    """Attend to what a compressed layer stores, the queries' own tokens last.
-
-    The model makes one mask for all layers, as wide as the first one, or none where that one has
-    nothing to hide; a layer that stores another number of tokens, or hides other slots than the
-    padding mask does, needs its own.
-    """
-    store, slots = layer.store, layer.slots
-    if store.ragged is not None:
-        return _attend_ragged(call, store), None
-    mask = call.mask
-    other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
-    unmasked = mask is None and slots.hides_slots
-    if other_width or unmasked or slots.needs_own_mask:
-        call = _with_own_mask(call, layer)
-    if slots.kept is not None and call.key.shape[1] == call.query.shape[1]:
+    """Attend to what a layer stores, the queries' own tokens last; the call's mask must fit it."""
+    if layer.store.ragged is not None:
+        return _attend_ragged(call, layer.store), None
+    if layer.slots.kept is not None and call.key.shape[1] == call.query.shape[1]:
         call = replace(call, module=_Ungrouped(call.module))
     return call.attend()
 
 
-def fitting(call: AttentionCall, layer: CompressedLayer) -> AttentionCall:
-    """The call of a layer that has dropped nothing, where the first one has: with its own mask.
+def with_fitting_mask(call: AttentionCall, layer: CompressedLayer) -> AttentionCall:
+    """Return the call with a mask over the slots that `layer` stores.
 
-    Where what the first one stores has no pads, there was none.
+    The model makes one mask for all layers, as wide as the first compressed one. A layer that
+    dropped tokens and has padding, or that stores another number of tokens, gets its own.
     """
-    slots, mask = layer.slots, call.mask
-    if not slots.chosen_at or slots.kept is not None:
+    slots, mask, width = layer.slots, call.mask, call.key.shape[2]
+    if layer.store.ragged is not None or not slots.chosen_at:
+        return call  # ragged attention takes no mask; in a first prompt, the model's always fits
+    fits = mask is not None and mask.shape[-1] == width
+    if fits and slots.kept is None:
+        return call  # it may hide more than padding, such as what an image's tokens do not see
+    if slots.hidden_slots is None and (fits or mask is None):
         return call
-    is_other = slots.hides_slots if mask is None else mask.shape[-1] < call.key.shape[2]
-    return _with_own_mask(call, layer) if is_other else call
-
-
-def _with_own_mask(call: AttentionCall, layer: CompressedLayer) -> AttentionCall:
-    store, slots, new = layer.store, layer.slots, call.query.shape[2]
-    past = slots.visible(store, store.slots - new)
-    return replace(call, mask=stored_mask(call.implementation, past, call.query))
+    mask = stored_mask(call.implementation, slots.hidden_slots, width, call.query)
+    return replace(call, mask=mask)
 
 
 def _attend_ragged(call: AttentionCall, store: TokenStore) -> Tensor:

@@ -25,7 +25,7 @@ from snapkv.cache.recall import set_aside
 from snapkv.cache.spans import protected_slots
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
-from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
+from snapkv.hf.attend import Attended, AttentionCall, attend_stored, with_fitting_mask
 from snapkv.hf.forward_context import ForwardContext, Phase, Shared
 from snapkv.hf.masks import leading_pads, mask_function, sees_ahead
 from snapkv.hf.model_parts import has_images_positions, output_weight
@@ -154,17 +154,17 @@ def attend(call: AttentionCall) -> Attended:
         _require_taken(call)
         shared = forward_context.take_shared(call.key)
         return call.attend() if shared is None else _attend_shared(call, shared)
-    prompt_state = context.prompt_state
-    reads_end = context.reads_end and bool(prompt_state.chooser.unread_layers)
+    prompt_state = context.forward_pass.prompt_state
+    reads_end = context.forward_pass.reads_end and bool(prompt_state.chooser.unread_layers)
     if reads_end:
         prompt_state.record_end(context.layer.identity.layer_idx)
     prompt_state.is_broken = True  # until it comes to its end, as in `PromptState.attending`
     if context.layer.identity.readers or forward_context.current.shared:
         forward_context.share(context, call.key)
-    attended = _PHASES[context.phase](call, context)
+    attended = _PHASES[context.phase](with_fitting_mask(call, context.layer), context)
     if reads_end and not prompt_state.chooser.unread_layers:  # in every layer
         prompt_state.chooser.finish()
-        context.check.close()
+        context.forward_pass.check.close()
     prompt_state.is_broken = False
     return attended
 
@@ -175,13 +175,12 @@ def attend(call: AttentionCall) -> Attended:
 def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     """Attend to the prompt as far as it has been read, and hold what its end will need."""
     layer = context.layer
-    call = fitting(call, layer)
-    attended = _attend_prompt(call, layer)
-    layer.remember_queries(call.query)
+    attended = attend_stored(call, layer)
+    layer.queries.remember(call.query)
     if (hook := forward_context.current.hook) is not None:
         hook.on_prompt(replace(_prompt_layer(call, layer, None, None), queries=call.query))
     layer.store.finalize_step()
-    if not context.prompt_state.is_piecewise:
+    if not context.forward_pass.prompt_state.is_piecewise:
         set_aside(layer)
     return attended
 
@@ -189,19 +188,17 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     """The prompt ends in this pass: attend to all of it, then let the layer keep its part."""
     layer = context.layer
-    call = fitting(call, layer)
     own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
-    prompt = _prompt_layer(call, layer, pads, context.check.unasked)
-    attended = _attend_prompt(call, layer)
+    check, state = context.forward_pass.check, context.forward_pass.prompt_state
+    prompt = _prompt_layer(call, layer, pads, check.unasked)
+    attended = attend_stored(call, layer)
     check_votes = None
     if layer.policy.query_tokens:  # it scores by attention, which must be the model's
         check_votes = functools.partial(
-            context.check.judge,
-            module=call.module,
-            rounds_scores=call.implementation == "eager",
+            check.judge, module=call.module, rounds_scores=call.implementation == "eager"
         )
-    state, output = context.prompt_state, attended[0][:, -1]
+    output = attended[0][:, -1]
     state.chooser.offer(layer, prompt, output, check_votes, may_wait=not state.is_piecewise)
     return attended
 
@@ -211,12 +208,13 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     layer = context.layer
     attended = attend_stored(call, layer)
     if isinstance(policy := layer.policy, EvictingPolicy):
-        if context.reads_end:  # as if the turn came at once
-            _evict(call, layer, policy, context.turn_tokens)
+        turn_tokens = context.forward_pass.turn_tokens
+        if context.forward_pass.reads_end:  # as if the turn came at once
+            _evict(call, layer, policy, turn_tokens)
         else:
-            layer.remember_queries(call.query, context.turn_tokens)
+            layer.queries.remember(call.query, turn_tokens)
     if layer.turns != "append":
-        layer.look_back(call.query)
+        layer.queries.look_back(call.query)
     layer.store.finalize_step()
     return attended
 
@@ -225,12 +223,13 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     """A later prompt ends in this pass: read it over what is stored, then let it vote on that."""
     layer = context.layer
     attended = attend_stored(call, layer)
-    prompt = _prompt_layer(call, layer, layer.slots.padding_slots, context.check.unasked)
+    unasked = context.forward_pass.check.unasked
+    prompt = _prompt_layer(call, layer, layer.slots.padding_slots, unasked)
     with ops.scoring(call.key):
         selection = checks.select(layer.policy, prompt, [prompt.layer_idx])
     stored = prompt.keys.shape[2]
     if selection is None:
-        layer.look_back(call.query)
+        layer.queries.look_back(call.query)
     else:
         layer.end_prompt(selection, prompt)
         stored = layer.kept_slots(stored)
@@ -242,11 +241,11 @@ def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
     """Tokens behind the prompt attend to what is stored, and may make a method evict."""
     layer = context.layer
     attended = attend_stored(call, layer)
-    drafts = call.query.shape[2] if context.prompt_state.verifies_drafts else 0
+    drafts = call.query.shape[2] if context.forward_pass.prompt_state.verifies_drafts else 0
     if isinstance(policy := layer.policy, EvictingPolicy):
         _evict(call, layer, policy, call.query.shape[2])
     if layer.turns != "append":
-        layer.look_back(call.query, drafts)
+        layer.queries.look_back(call.query, drafts)
     layer.store.finalize_step(drafts)
     return attended
 
@@ -264,9 +263,7 @@ def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
     """Attend to what an earlier layer has stored, as it did before it chose what to keep."""
     if (context := shared.context) is None:
         return _attend_in_place(call, shared)
-    if context.phase in (Phase.READ_PROMPT, Phase.END_PROMPT):
-        return _attend_prompt(fitting(call, context.layer), context.layer)
-    return attend_stored(call, context.layer)
+    return attend_stored(with_fitting_mask(call, context.layer), context.layer)
 
 
 def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
@@ -274,13 +271,8 @@ def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
     if call.implementation == "eager" and _asks_for_weights(call):
         with shared.prompt_state.attending():
             raise _without_weights()
-    shared.layer.pass_queries(call.query)
+    shared.layer.queries.write_over(call.query)
     return attend_stored(call, shared.layer)
-
-
-def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
-    """Attend to the prompt as far as it has been read, or to what is held of it."""
-    return call.attend() if layer.slots.kept is None else attend_stored(call, layer)
 
 
 # What the policy is shown and asked.
@@ -300,7 +292,7 @@ def _evict(
     spans = layer.protect
     positions = columns if pads is None else columns - pads[:, None, None]
     step = DecodeStep(
-        queries=layer.look_back(call.query),
+        queries=layer.queries.look_back(call.query),
         keys=keys,
         scores=scores,
         head_notes=state.head_notes,
@@ -350,7 +342,7 @@ def _prompt_layer(
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
     return PromptLayer(
-        queries=layer.with_remembered(call.query).detach(),
+        queries=layer.queries.window(call.query).detach(),
         keys=call.key,
         values=call.value,
         pad_tokens=pads,
@@ -374,7 +366,8 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
     if context is None:
         return None
     if call.key.shape[2] != context.keys.shape[2] and not _is_of_layer(call, context):
-        context.prompt_state.is_broken = True  # another model's call: the layer has missed its own
+        # This is another model's call: the layer has missed its own.
+        context.forward_pass.prompt_state.is_broken = True
         return None
     refusal = _refusal(call, context)
     if refusal is not None:
@@ -390,9 +383,9 @@ def _is_of_layer(call: AttentionCall, context: ForwardContext) -> bool:
     """
     layer_idx = getattr(call.module, "layer_idx", None)
     return (
-        call.module in context.modules
+        call.module in context.forward_pass.modules
         and layer_idx in (None, context.layer.identity.layer_idx)
-        and call.query.shape[2] == context.new_tokens
+        and call.query.shape[2] == context.forward_pass.new_tokens
     )
 
 
@@ -408,7 +401,7 @@ def _require_taken(call: AttentionCall) -> None:
 def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     """Why this call cannot be compressed correctly; None where it can."""
     name, layer = type(call.module).__name__, context.layer
-    if call.module not in context.modules:
+    if call.module not in context.forward_pass.modules:
         return CacheMismatchError(
             f"cache: expected the model the cache was made for, got another {name}; make "
             "a CompressedCache for this model"
@@ -430,9 +423,10 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     is_ragged = layer.store.ragged is not None
     if is_ragged and call.implementation == "eager" and _asks_for_weights(call):
         return _without_weights()
-    if not layer.identity.depth and (refusal := _refusal_of_images(name, context)):
-        return refusal  # asked once a pass
-    is_own = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
+    is_asked = not layer.identity.depth and context.phase is not Phase.DECODE  # once a pass
+    if is_asked and (refusal := _refusal_of_images(name, context)):
+        return refusal
+    is_own = context.forward_pass.has_own_mask and getattr(call.mask, "ndim", 0) == 4
     if is_own and layer.slots.is_compressed:
         return UnsupportedModelError(
             "attention_mask: expected a 2-D one after a compressed prompt, whose heads keep "
@@ -443,11 +437,10 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
 
 
 def _refusal_of_images(name: str, context: ForwardContext) -> UnsupportedModelError | None:
-    """Why a method that turns states by how many tokens precede them cannot."""
+    """Return the error of a policy that rotates states after an image; None for other policies."""
     layer = context.layer
-    if "rotation" not in layer.policy.needs:
-        return None
-    if context.phase is Phase.DECODE or not has_images_positions(context.modules):
+    needs_rotation = "rotation" in layer.policy.needs
+    if not needs_rotation or not has_images_positions(context.forward_pass.modules):
         return None
     return UnsupportedModelError(
         f"policy: expected one that does not ask for positions after an image, whose "

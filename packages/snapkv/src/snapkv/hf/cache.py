@@ -35,7 +35,7 @@ from snapkv.errors import (
 from snapkv.hf import forward_context, saved, step_graph
 from snapkv.hf.build import layers_for, other_kinds, plain_layers
 from snapkv.hf.fidelity import VoteCheck
-from snapkv.hf.forward_context import ForwardContext, phase_of
+from snapkv.hf.forward_context import ForwardContext, Pass, phase_of
 from snapkv.hf.identity import unwrapped
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
@@ -144,6 +144,7 @@ class CompressedCache(Cache):
         pool = setup.pool
         for layer in compressed:
             layer.turns, layer.protect = setup.going_on, setup.protect
+            layer.queries.fit(policy, chooses_again=layer.chooses_again)
             layer.offloaded = OffloadedTokens(pool)
         self._use = use(model)
         self.policy, self.setup = policy, setup
@@ -183,35 +184,47 @@ class CompressedCache(Cache):
             keys, values = layer.update(key_states, value_states)
             forward_context.share_heads(layer, self.prompt_state, keys)
             return keys, values
-        padding, prompt_state, seen = self._padding, self.prompt_state, layer.seen_tokens
-        first, is_piece = prompt_state.layers[0], prompt_state.is_piecewise
-        uneven = not (is_piece or layer is first) and seen + new_tokens != first.seen_tokens
-        current = forward_context.current
-        if uneven or (current.context is not None and forward_context.leave(prompt_state)):
-            # In the forward pass before this one, some layer's attention did not run.
-            raise prompt_state.interrupted()
-        end = prompt_state.prompt_end or prompt_state.end_by(seen + new_tokens)
-        seen += new_tokens
-        coming = None if seen > end else end - seen
-        keys, values = layer.update(key_states, value_states, coming=coming)
-        if layer is first and seen == end:
+        current, prompt_state, seen = forward_context.current, self.prompt_state, layer.seen_tokens
+        if current.context is not None and forward_context.leave(prompt_state):
+            raise prompt_state.interrupted()  # the attention of the layer before did not run
+        is_first = layer is prompt_state.layers[0]
+        if is_first or prompt_state.is_piecewise:
+            prompt_state.forward_pass = self._begin_pass(seen, new_tokens)
+        read: Pass | None = prompt_state.forward_pass
+        if read is None or read.start != seen or read.new_tokens != new_tokens:
+            raise prompt_state.interrupted()  # layers before have read other tokens, or none
+        keys, values = layer.update(key_states, value_states, coming=read.coming)
+        if is_first and read.coming == 0:
             prompt_state.chooser.unread_layers = self._choosing
         if prompt_state.coming_ids is not None:
             layer.remember_ids(prompt_state.coming_ids[1].to(key_states.device))
-        turn = layer.turns if layer.slots.is_compressed else None
+        phase = read.turn_phase if layer.slots.is_compressed else read.phase
         current.context = ForwardContext(
-            layer=layer,
-            keys=keys,
-            values=values,
-            new_tokens=new_tokens,
-            phase=phase_of(seen, new_tokens, end, turn),
-            reads_end=seen >= end,
-            prompt_state=prompt_state,
-            modules=self._use.modules,
-            check=self._check,
-            has_own_mask=padding.masked_to != (end if is_piece else seen),
+            layer=layer, keys=keys, values=values, forward_pass=read, phase=phase
         )
         return keys, values
+
+    def _begin_pass(self, seen_tokens: int, new_tokens: int) -> Pass:
+        """Return the forward pass that reads `new_tokens` after `seen_tokens` in every layer.
+
+        Raises:
+            CacheMismatchError: it may hold drafts, and no prompt has been announced.
+        """
+        state, seen = self.prompt_state, seen_tokens + new_tokens
+        end, turns = state.end_by(seen), state.layers[0].turns
+        return Pass(
+            prompt_state=state,
+            modules=self._use.modules,
+            check=self._check,
+            start=seen_tokens,
+            new_tokens=new_tokens,
+            coming=None if seen > end else end - seen,
+            reads_end=seen >= end,
+            turn_tokens=end - state.turn_start,
+            phase=phase_of(seen, new_tokens, end, None),
+            turn_phase=phase_of(seen, new_tokens, end, turns),
+            has_own_mask=self._padding.masked_to != (end if state.is_piecewise else seen),
+        )
 
     def keep_among_last(self, tokens: int, places: Tensor) -> None:
         """Keep some of the last tokens in every layer, and forget the others.
@@ -272,16 +285,14 @@ class CompressedCache(Cache):
         current, prompt_state = forward_context.current, self.prompt_state
         if prompt_state.layers[0].store.has_room and not current.is_step:
             self.leave_room()
-        prompt_state.require_ids(new_tokens, rows)
+        if prompt_state.looks_at_tokens:
+            prompt_state.require_ids(new_tokens, rows)
         if current.is_recording:
             return
-        _require_reached(self.model)
+        _require_reached(self._use.model)
         if rows is not None:
             self.require_rows(rows)
-        prompt_state.require_end(new_tokens)
-        prompt_state.require_choice(new_tokens)
-        if prompt_state.prompt_end is None:
-            prompt_state.require_queries(prompt_state.seen_tokens + new_tokens)
+        prompt_state.require_prompt(new_tokens)
         prompt_state.require_chosen()
         if self._check.doubts or prompt_state.is_broken or not self._use.is_in_place:
             raise prompt_state.interrupted()
@@ -449,6 +460,7 @@ class CompressedCache(Cache):
         asked = asked_by(self.policy, question_tokens)
         for layer in self.prompt_state.layers:
             layer.policy = asked
+            layer.queries.fit(asked, chooses_again=layer.chooses_again)
 
     def expect_tokens(self, token_ids: Tensor) -> None:
         """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.
@@ -687,6 +699,6 @@ def _bring_forward(layer: Any, places: Tensor, tokens: int) -> None:
         return states
 
     if isinstance(layer, CompressedLayer):
-        layer.move_queries(lambda held: move(held.clone(), held.shape[-2]))
+        layer.queries.change(lambda held: move(held.clone(), held.shape[-2]))
     for states in (layer.keys, layer.values):
         move(states, layer.keys.shape[-2])

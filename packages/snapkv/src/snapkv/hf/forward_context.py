@@ -58,38 +58,67 @@ def phase_of(seen_tokens: int, new_tokens: int, prompt_end: int, turn: Turns | N
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What is the same for all layers of one forward pass; the first compressed layer makes it.
+
+    If a prompt is read layer by layer, each piece of each layer is a pass of its own.
+
+    Attributes:
+        prompt_state: what the cache was told of the prompt or turn.
+        modules: the modules of the model that the cache is for.
+        check: compares the votes with the model's attention.
+        start: how many tokens each layer had seen before this pass.
+        new_tokens: how many tokens this pass reads.
+        coming: how many tokens of the prompt or turn later passes will read; None if this pass
+            reads tokens after its end.
+        reads_end: whether the prompt or turn has been read to its end with this pass.
+        turn_tokens: how many tokens the prompt or turn has, in one pass or in several.
+        phase: the phase for a layer that holds all tokens it has seen.
+        turn_phase: the phase for a layer that has dropped tokens of a prompt.
+        has_own_mask: whether a mask that comes with this pass was made by the user.
+    """
+
+    prompt_state: PromptState
+    modules: "weakref.WeakSet[Any]"
+    check: VoteCheck
+    start: int
+    new_tokens: int
+    coming: int | None
+    reads_end: bool
+    turn_tokens: int
+    phase: Phase
+    turn_phase: Phase
+    has_own_mask: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardContext:
-    """A layer whose new tokens are already stored, for the attention call that follows."""
+    """A layer whose new tokens are already stored, for the attention call that follows.
+
+    Attributes:
+        layer: the layer.
+        keys: the keys that the layer has handed out.
+        values: the values that the layer has handed out.
+        forward_pass: what the layer shares with the other layers of the forward pass.
+        phase: what the attention call reads, before the layer changes.
+    """
 
     layer: CompressedLayer
-    keys: Tensor  # what it has handed out, likewise `values`
+    keys: Tensor
     values: Tensor
-    new_tokens: int
-    phase: Phase  # where in the conversation the pass lies, before the layer changes
-    prompt_state: PromptState
-    modules: "weakref.WeakSet[Any]"  # of the model that the cache is for
-    check: VoteCheck
-    reads_end: bool  # whether the prompt or turn has been read to its end by this pass
-    has_own_mask: bool = False  # whether a mask that comes with this pass is the user's own
-
-    @property
-    def prompt_end(self) -> int:
-        """Tokens seen when the prompt or turn ends, counted from the start of the cache."""
-        assert self.prompt_state.prompt_end is not None
-        return self.prompt_state.prompt_end
-
-    @property
-    def turn_tokens(self) -> int:
-        """How many tokens the prompt or turn has, whether it comes in pieces or not."""
-        return self.prompt_end - self.prompt_state.turn_start
+    forward_pass: Pass
+    phase: Phase
 
     def take_back(self) -> None:
-        """Undo the update, whose attention is refused; what layers before it did stays done."""
-        layer, seen = self.layer, self.layer.seen_tokens
-        layer.crop(-self.new_tokens)
-        self.prompt_state.forget_taken_back(seen)
-        self.prompt_state.chooser.unread_layers = ()
-        self.prompt_state.is_broken = layer.identity.layer_idx > 0 or bool(layer.other_states)
+        """Undo the update of a layer whose attention is refused; earlier layers stay as they are.
+
+        Changes the layer and the state of the prompt in place.
+        """
+        layer, seen, state = self.layer, self.layer.seen_tokens, self.forward_pass.prompt_state
+        layer.crop(-self.forward_pass.new_tokens)
+        state.forget_taken_back(seen)
+        state.chooser.unread_layers = ()
+        state.is_broken = layer.identity.layer_idx > 0 or bool(layer.other_states)
 
 
 @dataclass(eq=False)
@@ -170,8 +199,9 @@ def step(*, is_recording: bool = False) -> Iterator[None]:
 
 
 def leave(prompt_state: PromptState) -> bool:
-    """Take back what a cache has left and no attention call has taken; whether there was any."""
-    left = current.context is not None and current.context.prompt_state is prompt_state
+    """Drop the context that a cache has left; return whether there was one."""
+    context = current.context
+    left = context is not None and context.forward_pass.prompt_state is prompt_state
     if left:
         current.context = None
     return left
@@ -181,7 +211,7 @@ def share(context: ForwardContext, keys: Tensor) -> None:
     """Before a layer attends and chooses: let its readers, if any, attend to the same."""
     layer, readers = context.layer, context.layer.identity.readers
     before = replace(context, layer=copy.copy(layer)) if readers else context
-    _share(Shared(before, layer, context.prompt_state, keys, readers))
+    _share(Shared(before, layer, context.forward_pass.prompt_state, keys, readers))
 
 
 def share_heads(layer: CompressedLayer, prompt_state: PromptState, keys: Tensor) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.nn.functional import pad
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from snapkv import ops
@@ -125,20 +124,27 @@ def sees_ahead(mask: Any, new_tokens: int) -> bool:
     return bool((seen.diff(dim=-1) != 1).any())  # each sees one more than the one before
 
 
-def stored_mask(implementation: str, visible: Tensor, query: Tensor) -> Any:
-    """The mask for queries (B, Hq, Q, D) at the end of a cache whose slots are all in the past.
+def stored_mask(implementation: str, hidden_slots: Tensor | None, slots: int, query: Tensor) -> Any:
+    """Make the mask for the queries of the last tokens of a cache.
 
-    `visible` is (B, S) bool, which stored slots hold a token, those of the queries excluded. The
-    mask has the form the implementation expects, over S + Q columns.
+    Args:
+        implementation: the attention's name, which decides the form of the mask.
+        hidden_slots: (B,) int64, how many leading slots of each row are hidden; None for none.
+        slots: how many slots are stored, those of the queries' own tokens included.
+        query: (B, Hq, Q, D).
+
+    Returns:
+        A mask over all slots. For flash attention it is None if every slot is visible.
     """
-    Q, S = query.shape[2], visible.shape[-1]
-    columns = pad(visible, (0, Q), value=True)
+    B, _, Q, _ = query.shape
+    order = torch.arange(slots, device=query.device)
+    first = torch.zeros_like(order[:1]) if hidden_slots is None else hidden_slots
+    columns = (order >= first[:, None]).expand(B, -1)
     if "flash" in implementation:
         return None if bool(columns.all()) else columns
     if "flex" in implementation:
         return _block_mask(columns, Q)
-    causal = torch.ones(Q, S + Q, dtype=torch.bool, device=query.device).tril(S)
-    allowed = columns[:, None, None] & causal
+    allowed = columns[:, None, None] & (order <= order[slots - Q :, None])
     if implementation != "eager":
         return allowed
     lowest = torch.finfo(query.dtype).min
@@ -146,7 +152,7 @@ def stored_mask(implementation: str, visible: Tensor, query: Tensor) -> Any:
 
 
 def _block_mask(columns: Tensor, query_tokens: int) -> BlockMask:
-    """`stored_mask` for flex attention: (B, S + Q) bool, which columns are visible."""
+    """Make a `stored_mask` for flex attention; `columns` is (B, S + Q) bool, True if visible."""
     slots = torch.tensor(columns.shape[-1] - query_tokens, device=columns.device)
 
     def sees(batch: Tensor, _: Tensor, query_idx: Tensor, slot: Tensor) -> Tensor:

@@ -51,9 +51,9 @@ class Room:
             return f"fewer than {LEAST_TOKENS} tokens may come"
         if self._taken_back > MOST_TIMES:
             return "the cache is changed while tokens are made"
-        layer = prompt_state.layers[0]
-        if history := layer.history_tokens:
-            held = layer.last_queries
+        queries = prompt_state.layers[0].queries
+        if history := queries.history_tokens:
+            held = queries.last
             if prompt_state.looks_at_tokens or held is None or held.shape[2] < history:
                 return "the tokens to come may vote with the next prompt"
         return ""

@@ -240,7 +240,7 @@ def _counts(cache: Any) -> list[Tensor]:
 
 def _written_over(cache: Any) -> list[Tensor]:
     """What a step changes besides slots that nobody reads before they are written."""
-    queries = (layer.last_queries for layer in cache.prompt_state.layers)
+    queries = (layer.queries.last for layer in cache.prompt_state.layers)
     return [*_counts(cache), *(held for held in queries if held is not None)]
 
 

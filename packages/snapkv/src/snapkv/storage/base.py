@@ -80,10 +80,6 @@ class TokenStore(ABC):
         """Tokens per row and head, on average where they differ."""
         return self.slots
 
-    def mask_columns(self, new_tokens: int) -> int:
-        """Columns of the mask of a forward pass that appends that many tokens."""
-        return self.tail.columns(new_tokens)
-
     def append(
         self, keys: Tensor, values: Tensor, coming: int = 0, *, in_place: bool = True
     ) -> tuple[Tensor, Tensor]:
@@ -169,13 +165,19 @@ class TokenStore(ABC):
         self.keys[..., :sink_tokens, :] = torch.where(moved, turned, sinks)
         return sinks, moved
 
-    def take_room(self, tokens: int, *, stood_for_all: bool) -> None:
-        """Have room for so many more tokens from now on, see `LentTail`."""
-        self.tail = LentTail(*self.tail.written, tokens, stood_for_all=stood_for_all)
-        self.has_room = True
+    def with_room(self, tokens: int, padding: Tensor | None) -> "TokenStore":
+        """Return the store to go on with, which has room for `tokens` more tokens; see `LentTail`.
+
+        Args:
+            tokens: how many tokens there is room for.
+            padding: (B,) int64, how many leading slots of each row hold no token; None for none.
+        """
+        del padding  # ragged heads hold none
+        self.tail, self.has_room = LentTail(*self.tail.written, tokens), True
+        return self
 
     def leave_room(self) -> None:
-        """Grow from now on, with a tail of what is written."""
+        """Grow from now on, with a tail of the tokens that were written."""
         self.tail = Tail(*(part.clone() for part in self.tail.written))
         self.has_room = False
 

@@ -60,6 +60,12 @@ class DenseStore(TokenStore):
         store._hold(lambda states: states[:, :, stays[0, 0, first:]])
         return store
 
+    def with_room(self, tokens: int, padding: Tensor | None) -> TokenStore:
+        """Return a ragged store of all tokens, with room in the tail after them."""
+        store = self.ragged_from(padding, self.slots)
+        store.was_dense = True
+        return store.with_room(tokens, None)
+
     def ragged_from(self, empty: Tensor | None, tokens: int) -> RaggedStore:
         """The first tokens by heads, without (B,) leading slots that hold none; others after."""
         keys, values = self.tail.written

@@ -7,25 +7,22 @@ from snapkv.storage.tail import Pair, Tail
 
 
 class LentTail(Tail):
-    """In buffers with room, all of which attention is handed; how many are written is a tensor.
+    """Holds tokens in buffers with room, whole buffers of which attention is handed.
 
-    A step counts it up by itself. Attention to what heads hold hides what is not written.
+    The number of written tokens is a tensor that a replayed step increases by itself. Ragged
+    attention hides the slots that are not written.
 
     Args:
-        keys: (B, H, S, D), what to hold.
-        values: (B, H, S, Dv).
-        new_tokens: how many there is room for behind those.
-        stood_for_all: whether heads held nothing and the tail all tokens, before it had room.
+        keys: (B, H, S, D), the keys to hold.
+        values: (B, H, S, Dv), their values.
+        new_tokens: how many tokens there is room for after them.
     """
 
     count: Tensor
 
-    def __init__(
-        self, keys: Tensor, values: Tensor, new_tokens: int, *, stood_for_all: bool
-    ) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, new_tokens: int) -> None:
         super().__init__(_in_buffer(keys, new_tokens), _in_buffer(values, new_tokens))
         self.count = torch.tensor(keys.shape[2], device=keys.device)
-        self.stood_for_all = stood_for_all
 
     @property
     def tokens(self) -> int:

@@ -18,10 +18,12 @@ from snapkv.storage.tail import Pair, Tail
 class RaggedStore(TokenStore):
     """What the heads keep of a prompt, and apart from it the tokens after it, the tail.
 
-    `keys` and `values` are the tail, (B, H, N, D), as many tokens for every head.
+    `keys` and `values` are the tail, (B, H, N, D), as many tokens for every head. `was_dense` tells
+    that a `DenseStore` became this store for as long as it has room.
     """
 
     kind = "ragged"
+    was_dense = False
     ragged: RaggedStates | CodedStates
 
     def __init__(

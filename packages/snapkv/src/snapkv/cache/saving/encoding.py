@@ -40,7 +40,7 @@ def encode_layer(
     parts: dict[str, Any] = {
         "store": layer.store.state(),
         "slots": layer.slots.state(),
-        "notes": layer.state.state(),
+        "notes": {**layer.state.state(), "last_queries": layer.queries.held},
     }
     if layer.offloaded.held_bytes:
         parts["offloaded"] = layer.offloaded.on_host()
@@ -90,7 +90,9 @@ def decode_layer(
     layer.offloaded.is_due = saved["recall_due"]
     slots = on_device(saved["slots"])
     slots.pop("is_partial", None)  # written by 0.3.0; `chosen_at` says the same
-    layer.state = layer.state.restored(on_device(saved["notes"]))
+    notes = on_device(saved["notes"])
+    layer.queries.held = notes.pop("last_queries")
+    layer.state = layer.state.restored(notes)
     store = state_spread(on_device(saved["store"]))
     restore(layer, saved["store_kind"], store, SlotMap.restored(slots))
     _require_fitting(layer)
@@ -102,6 +104,7 @@ def _require_fitting(layer: CompressedLayer) -> None:
     keys, values, kept = store.keys, store.values, slots.kept
     numbers = (slots.start, slots.chosen_at, slots.removed_tokens, store.num_kv_heads)
     tensors = [*slots.tensors.values(), *layer.state.tensors.values()]
+    tensors += [] if layer.queries.held is None else [layer.queries.held]
     fits = all(type(number) is int and number >= 0 for number in numbers)
     if not store.is_filled:
         fits = fits and not tensors and not slots.start

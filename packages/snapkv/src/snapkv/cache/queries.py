@@ -1,0 +1,142 @@
+"""The last queries of a layer, for observation windows that begin before the last forward pass."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.policies import EvictingPolicy, Policy
+from snapkv.policies.base import ALL_QUERIES
+
+
+class QueryMemory:
+    """Holds the last queries of a layer while they may vote again.
+
+    They vote at the end of a prompt that comes in pieces, with the next turn, or when a policy
+    evicts while it generates.
+
+    Attributes:
+        window_tokens: how many queries vote at the end of a prompt.
+        history_tokens: how many queries are held after a prompt: a short turn's window begins
+            before the turn.
+        held: (B, Hq, N, D), the queries of the last N tokens; None if none are needed. N may
+            exceed `history_tokens` by the tokens that a crop may take back.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.held: Tensor | None = None
+        self.fit(policy, chooses_again=False)
+
+    def fit(self, policy: Policy, *, chooses_again: bool) -> None:
+        """Set how many queries to hold; `chooses_again`: whether later turns vote, too."""
+        wanted = self.window_tokens = policy.query_tokens
+        if isinstance(policy, EvictingPolicy):
+            self.history_tokens = policy.history_tokens
+        else:
+            self.history_tokens = wanted if chooses_again and wanted != ALL_QUERIES else 0
+
+    @property
+    def last(self) -> Tensor | None:
+        """(B, Hq, N, D): the queries that vote with the next turn; None if none are held."""
+        return None if self.held is None else _last_tokens(self.held, self.history_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the held queries."""
+        return 0 if self.held is None else self.held.nbytes
+
+    # While a prompt or turn is read.
+
+    def window(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
+        """Return the last `window_tokens` + `ahead_tokens` queries, those of this pass included.
+
+        Args:
+            queries: (B, Hq, Q, D), the queries of this pass.
+            ahead_tokens: how many more queries to return.
+        """
+        if self.held is not None:
+            queries = self._after_held(queries)
+        return _last_tokens(queries, self.window_tokens + ahead_tokens)
+
+    def remember(self, queries: Tensor, ahead_tokens: int = 0) -> None:
+        """Hold a copy of `window(queries, ahead_tokens)` for the pieces of a prompt to come."""
+        self.held = self.window(queries, ahead_tokens).clone()
+
+    def end_prompt(self, queries: Tensor) -> None:
+        """Hold a copy of the last of a prompt's queries, as many as are needed after it."""
+        history = self.history_tokens
+        self.held = queries[:, :, -history:].clone() if history else None
+
+    # While tokens are generated.
+
+    def look_back(self, queries: Tensor, draft_tokens: int = 0) -> Tensor:
+        """Return the last `history_tokens` queries, and hold them for the steps to come.
+
+        If no history is needed, return all queries of a turn that came in pieces, and hold none.
+
+        Args:
+            queries: (B, Hq, Q, D), the queries of this step.
+            draft_tokens: how many more queries to hold, since `crop` may take these tokens back.
+        """
+        history = self.history_tokens
+        if not history:
+            queries, self.held = self._after_held(queries), None
+            return queries
+        if self.held is not None:  # copy no more of them than stay
+            left = history + draft_tokens - queries.shape[-2]
+            self.held = _last_tokens(self.held, left)
+        self.held = _last_tokens(self._after_held(queries), history + draft_tokens)
+        return _last_tokens(self.held, history)
+
+    def write_over(self, queries: Tensor) -> None:
+        """Write a step's queries in place of the oldest ones held; the tensor stays the same."""
+        if (held := self.held) is not None:
+            held.copy_(torch.cat([held[:, :, queries.shape[2] :], queries], dim=2))
+
+    def own(self) -> None:
+        """Hold a copy of `last` that no other layer shares: a replayed step writes over it."""
+        self.held = None if self.last is None else self.last.clone()
+
+    # When the cache changes.
+
+    def change(self, make: Callable[[Tensor], Tensor]) -> None:
+        """Hold what `make` returns for the held queries, if there are any."""
+        if self.held is not None:
+            self.held = make(self.held)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Hold the batch rows in another order."""
+        self.change(lambda held: held.index_select(0, rows.to(held.device)))
+
+    def crop(self, tokens: int) -> None:
+        """Forget the queries of the last `tokens` tokens."""
+        self.change(lambda held: held[:, :, : max(0, held.shape[2] - tokens)])
+
+    def drop(self, stays: Tensor, positions: Tensor) -> None:
+        """Forget the queries of dropped tokens, so that each row still holds as many.
+
+        A row without older tokens has pads in their place.
+
+        Args:
+            stays: (B, columns) bool, which tokens stay.
+            positions: (B, columns) int64, their positions; negative for a pad.
+        """
+
+        def left(held: Tensor) -> Tensor:
+            stay = stays[:, stays.shape[1] - held.shape[2] :]
+            places, counts = ops.kept_indices(stay[:, None]), stay.sum(dim=-1)
+            is_all = counts >= (stays & (positions >= 0)).sum(dim=-1)
+            fewest = int(counts.masked_fill(is_all, places.shape[-1]).min())
+            return ops.gather_tokens(held, places[..., places.shape[-1] - fewest :])
+
+        self.change(left)
+
+    def _after_held(self, queries: Tensor) -> Tensor:
+        held = self.held
+        return queries if held is None else torch.cat([held, queries.detach()], dim=-2)
+
+
+def _last_tokens(queries: Tensor, tokens: int) -> Tensor:
+    """Return the last of (B, Hq, N, D) queries, or all of them if there are fewer."""
+    return queries[..., max(0, queries.shape[-2] - max(tokens, 0)) :, :]
