@@ -70,7 +70,7 @@ def test_protected_positions_stay_over_two_turns_at_the_same_price(name):
     assert missing or policy.name == "full", "the scores alone keep them all"
 
 
-def test_no_spans_protect_nothing():
+def test_an_empty_list_of_spans_protects_nothing():
     plain, empty = (_talk(METHODS["snapkv"], **given)[1:] for given in ({}, {"protect": []}))
     assert plain[0] == empty[0]
     assert torch.equal(plain[1], empty[1])

@@ -5,23 +5,21 @@ import argparse
 import transformers
 
 from tests.golden import record, saved
-from tests.golden.golden import FILE, added, recorded
+from tests.golden.golden import FILE, renewed
 
 
 def main() -> None:
     """Record what the options say."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--renew", action="store_true", help="record the committed file anew")
-    way.add_argument("--add", nargs="+", metavar="CASE", help="record cases that it lacks")
+    way.add_argument("--renew", nargs="*", metavar="CASE", help="record these cases, or all, anew")
     way.add_argument("--renew-saved", action="store_true", help="write the saved caches anew")
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     if given.renew_saved:
         saved.write()
     else:
-        names = record.read(FILE)["cases"]
-        record.write(recorded(names) if given.renew else added(given.add), FILE)
+        record.write(renewed(given.renew), FILE)
 
 
 if __name__ == "__main__":

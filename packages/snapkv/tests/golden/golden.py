@@ -1,6 +1,6 @@
 """The committed record: which cases are in it, and what holds where numbers round otherwise."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.golden import record
@@ -27,10 +27,11 @@ def recorded(names: Iterable[str]) -> Record:
     return made
 
 
-def added(names: Iterable[str]) -> Record:
-    """Return the committed record as it is, with these cases recorded beside its own."""
+def renewed(names: Sequence[str]) -> Record:
+    """Return the committed record with these cases recorded anew; with all, if none is named."""
     before = record.read(FILE)
-    return {**before, "cases": recorded(names)["cases"] | before["cases"]}
+    found = recorded(names or before["cases"])
+    return {**found, "cases": before["cases"] | found["cases"]}
 
 
 def closeness(case: Case) -> float:
