@@ -88,8 +88,8 @@ def per_layer(count, model, cache):
 RELEASES = torch.__version__[:4], transformers.__version__[:4]
 # At the prompt's end, in a step: operations above transformers' own, calls.
 LIMITS = {
-    "snapkv": (10, 0, 60, 19),
-    "adakv": (13, 7, 75, 28),
+    "snapkv": (10, 0, 56, 18),
+    "adakv": (13, 7, 71, 27),
     "int4": (14, 26, 100, 44),
     "default": (12, 7, 75, 29),
     "default by votes": (14, 7, 70, 28),
