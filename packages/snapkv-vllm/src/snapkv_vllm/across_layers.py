@@ -10,13 +10,15 @@ from snapkv.policies.across_layers import best_entries
 from snapkv_vllm.admission.methods import WithSpans
 
 
-def across_layers(policy: Policy | None) -> AcrossLayers | None:
+def find_across_layers(policy: Policy | None) -> AcrossLayers | None:
     """The method inside another one that shares a budget out among all layers, if there is one."""
     inner = policy.policy if isinstance(policy, WithSpans) else policy
     return inner if isinstance(inner, AcrossLayers) else None
 
 
-def kept_across(policy: Policy, layers: Iterable[PromptLayer], kept_tokens: int) -> list[Tensor]:
+def select_across_layers(
+    policy: Policy, layers: Iterable[PromptLayer], kept_tokens: int
+) -> list[Tensor]:
     """What stays in all layers of a prompt, of which every head keeps so many on average.
 
     Args:
@@ -31,24 +33,26 @@ def kept_across(policy: Policy, layers: Iterable[PromptLayer], kept_tokens: int)
     ranked, lost = [], []
     for layer in layers:
         if isinstance(policy, WithSpans):
-            layer, gone = policy.named_in(layer)
+            layer, gone = policy.protect_spans(layer)
             lost.append(gone)
-        ranked.append(scores_across(policy, layer))
+        ranked.append(score_layers(policy, layer))
         del layer  # before the keys of the next one are read
-    lost_tokens = policy.spans.lost_tokens if isinstance(policy, WithSpans) else 0
-    kept = best_across(ranked, kept_tokens + lost_tokens)
+    dropped_tokens_of_spans = (
+        policy.spans.dropped_tokens_of_spans if isinstance(policy, WithSpans) else 0
+    )
+    kept = mask_best(ranked, kept_tokens + dropped_tokens_of_spans)
     return [mask & ~gone for mask, gone in zip(kept, lost, strict=True)] if lost else kept
 
 
-def scores_across(policy: Policy, layer: PromptLayer) -> Tensor:
+def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
     """(layers, H, T) float32 of a run of layers, infinite for what must stay."""
-    shared = across_layers(policy)
+    shared = find_across_layers(policy)
     assert shared is not None
     even = shared.even_counts(layer)  # of tokens all layers have as many
     return shared.ranked(layer, [even] * layer.num_layers)
 
 
-def best_across(ranked: Sequence[Tensor], tokens: int) -> list[Tensor]:
+def mask_best(ranked: Sequence[Tensor], tokens: int) -> list[Tensor]:
     """Which of the (layers, H, T) scores of each run are the best so many per head, together."""
     shapes = [scores.shape for scores in ranked]
     best = best_entries(

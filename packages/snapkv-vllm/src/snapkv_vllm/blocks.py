@@ -32,7 +32,7 @@ COUNTERPARTS: dict[type[FullAttentionSpec], type[FullAttentionSpec]] = {
 """The specs of vLLM whose layers can be compressed, and what these then have."""
 
 
-def compressed(spec: FullAttentionSpec) -> FullAttentionSpec:
+def to_compressed_spec(spec: FullAttentionSpec) -> FullAttentionSpec:
     """What a layer has, that keeps one of `COUNTERPARTS`, when it is compressed."""
     own = {one.name: getattr(spec, one.name) for one in fields(spec) if one.init}
     return COUNTERPARTS[type(spec)](**own)
@@ -72,16 +72,16 @@ class CompressedManager(FullAttentionManager):
         super().__init__(*args, **kwargs)
         self.dropped_tokens: dict[str, int] = {}
         self.plans: Mapping[str, PromptPlan] = {}
-        self.lacking_blocks = 0
-        self._reusable: Counter[int] = Counter()
-        self._reuses: set[str] = set()
-        self.rooms: dict[str, tuple[list[KVCacheBlock], list[KVCacheBlock]]] = {}
+        self.missing_blocks = 0
+        self._pins: Counter[int] = Counter()
+        self._begun_with_history: set[str] = set()
+        self.reservations: dict[str, tuple[list[KVCacheBlock], list[KVCacheBlock]]] = {}
 
-    def unshared_blocks(self, request_id: str) -> list[KVCacheBlock]:
+    def exclusive_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """Blocks of a request that nobody else holds, the last first."""
         return [one for one in reversed(self.req_to_blocks.get(request_id, ())) if one.ref_cnt == 1]
 
-    def room_blocks(self, request_id: str, seen_tokens: int, step_tokens: int) -> int:
+    def blocks_to_reserve(self, request_id: str, seen_tokens: int, step_tokens: int) -> int:
         """Blocks that the tokens move to which a request keeps within so many computed tokens.
 
         None where its blocks are its own: they then move to the front of these. With prefix caching
@@ -89,35 +89,37 @@ class CompressedManager(FullAttentionManager):
         so they are released as they are, the first time, and the kept tokens go to others.
         """
         plan, dropped = self.plans.get(request_id), self.dropped_tokens.get(request_id, 0)
-        if plan is None or not self._shares(request_id):
+        if plan is None or not self._may_be_shared(request_id):
             return 0
         held, size = seen_tokens - dropped, self.block_size
-        blocks: int = cdiv(plan.room(seen_tokens, held, step_tokens, size), size)
+        blocks: int = cdiv(plan.tokens_to_reserve(seen_tokens, held, step_tokens, size), size)
         return blocks
 
-    def _shares(self, request_id: str) -> bool:
+    def _may_be_shared(self, request_id: str) -> bool:
         """Whether others may read the blocks of a request."""
-        if request_id in self._reuses:
+        if request_id in self._begun_with_history:
             return True
         return bool(self.enable_caching) and not self.dropped_tokens.get(request_id, 0)
 
-    def take_room(self, request_id: str, blocks: int, fresh_blocks: int) -> None:
+    def reserve(self, request_id: str, blocks: int, fresh_blocks: int) -> None:
         """Set blocks aside for what a step keeps: some fresh ones, and of its own for the rest.
 
         Nobody finds these by their content from now on.
         """
-        own = self.unshared_blocks(request_id)[: blocks - fresh_blocks]
+        own = self.exclusive_blocks(request_id)[: blocks - fresh_blocks]
         self.block_pool.evict_blocks(set(_ids(own)))
-        self.rooms[request_id] = self.block_pool.get_new_blocks(fresh_blocks), own
+        self.reservations[request_id] = self.block_pool.get_new_blocks(fresh_blocks), own
 
-    def keep(self, request_id: str, order: Order) -> Move:
+    def compress(self, request_id: str, order: Order) -> Move:
         blocks = self.req_to_blocks[request_id]
-        room = order.room_tokens(self.block_size)
+        room = order.reserved_tokens(self.block_size)
         sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
         in_place: list[KVCacheBlock] = blocks[: cdiv(room, self.block_size)]
-        assert request_id in self.rooms or not self._shares(request_id), "others may read these"
-        self._reuses.discard(request_id)
-        fresh, own = self.rooms.pop(request_id, ([], in_place))
+        assert request_id in self.reservations or not self._may_be_shared(request_id), (
+            "others may read these"
+        )
+        self._begun_with_history.discard(request_id)
+        fresh, own = self.reservations.pop(request_id, ([], in_place))
         stay = set(_ids(own))
         self.block_pool.free_blocks(one for one in reversed(blocks) if one.block_id not in stay)
         blocks[:] = fresh + own
@@ -130,27 +132,27 @@ class CompressedManager(FullAttentionManager):
         blocks = len(self.req_to_blocks.get(request_id, ()))
         return dropped == dropped_tokens and blocks * self.block_size >= tokens
 
-    def keep_for_others(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
+    def pin_blocks(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
         """The blocks of the first tokens a request holds, which stay when it gives them up."""
         of_request: list[KVCacheBlock] = self.req_to_blocks[request_id]
         blocks = of_request[: cdiv(tokens, self.block_size)]
         self.block_pool.touch(blocks)
-        self._reusable.update(_ids(blocks))
+        self._pins.update(_ids(blocks))
         return blocks
 
-    def give_up(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def unpin_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Free what `keep_for_others` has kept."""
-        self._reusable -= Counter(_ids(blocks))
+        self._pins -= Counter(_ids(blocks))
         self.block_pool.free_blocks(reversed(blocks))
 
-    def blocks_without_request(self, kept: Iterable[Sequence[KVCacheBlock]]) -> int:
+    def count_unused_blocks(self, kept: Iterable[Sequence[KVCacheBlock]]) -> int:
         """How many of the blocks that `keep_for_others` has kept no request holds."""
         blocks = {block.block_id: block for of_one in kept for block in of_one}
-        return sum(one.ref_cnt <= self._reusable[number] for number, one in blocks.items())
+        return sum(one.ref_cnt <= self._pins[number] for number, one in blocks.items())
 
-    def begin_with(self, request_id: str, dropped_tokens: int) -> None:
+    def begin_with_history(self, request_id: str, dropped_tokens: int) -> None:
         """Count that the blocks which a request reuses hold fewer tokens than they stand for."""
-        self._reuses.add(request_id)
+        self._begun_with_history.add(request_id)
         if dropped_tokens:
             self.dropped_tokens[request_id] = dropped_tokens
 
@@ -160,7 +162,7 @@ class CompressedManager(FullAttentionManager):
         self, new_computed_blocks: Sequence[KVCacheBlock], *args: Any
     ) -> bool:
         """What is reused are full blocks, however many tokens they stand for."""
-        if self._reusable.keys() >= set(_ids(new_computed_blocks)):
+        if self._pins.keys() >= set(_ids(new_computed_blocks)):
             return False
         partial: bool = super()._has_partial_local_hit(new_computed_blocks, *args)
         return partial
@@ -202,8 +204,8 @@ class CompressedManager(FullAttentionManager):
         """
         plan = self.plans.get(request_id)
         if apply_admission_cap and plan is not None:
-            most = plan.most_held(num_tokens)
-            held = min(max(num_tokens, most), most + plan.spare_tokens(self.block_size))
+            most = plan.max_held_tokens(num_tokens)
+            held = min(max(num_tokens, most), most + plan.unused_block_tokens(self.block_size))
         else:
             held = num_tokens - self.dropped_tokens.get(request_id, 0)
         cached = new_computed_blocks, total_computed_tokens, num_local_computed_tokens
@@ -211,13 +213,13 @@ class CompressedManager(FullAttentionManager):
             request_id, held, *cached, num_tokens_main_model, **kwargs
         )
         step_tokens = num_tokens_main_model - total_computed_tokens
-        self.lacking_blocks = 0
-        if room := self.room_blocks(request_id, total_computed_tokens, step_tokens):
-            own = missing + len(self.unshared_blocks(request_id))
+        self.missing_blocks = 0
+        if room := self.blocks_to_reserve(request_id, total_computed_tokens, step_tokens):
+            own = missing + len(self.exclusive_blocks(request_id))
             if self._has_partial_local_hit(new_computed_blocks, num_local_computed_tokens):
                 own -= 2  # the block that is copied, and its copy, are not its own for this step
-            self.lacking_blocks = max(0, room - own)
-        return missing + self.lacking_blocks
+            self.missing_blocks = max(0, room - own)
+        return missing + self.missing_blocks
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -236,12 +238,12 @@ class CompressedManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
         """Forget a request that has finished, was aborted or is preempted."""
         self.dropped_tokens.pop(request_id, None)
-        self._reuses.discard(request_id)
-        fresh, _ = self.rooms.pop(request_id, ([], []))
+        self._begun_with_history.discard(request_id)
+        fresh, _ = self.reservations.pop(request_id, ([], []))
         return [*super().pop_blocks_for_free(request_id), *fresh]
 
 
-def share_exact_blocks(coordinator: Any, plans: Mapping[str, PromptPlan]) -> None:
+def cache_only_exact_blocks(coordinator: Any, plans: Mapping[str, PromptPlan]) -> None:
     """Let vLLM's coordinator of all groups offer no block of what was read after a compression.
 
     Layers with a window or a recurrent state are not compressed, but what they store then comes out
@@ -251,7 +253,7 @@ def share_exact_blocks(coordinator: Any, plans: Mapping[str, PromptPlan]) -> Non
 
     def cache_exact(request: Any, num_computed_tokens: int) -> None:
         plan = plans.get(request.request_id)
-        shared = None if plan is None else plan.shared_tokens
+        shared = None if plan is None else plan.shareable_tokens
         tokens = num_computed_tokens if shared is None else min(num_computed_tokens, shared)
         cache(request, tokens)
 
@@ -277,17 +279,19 @@ class CompressedBlocks:
         return next(iter(self._managers.values())).dropped_tokens.get(request_id, 0)
 
     @property
-    def lack_room(self) -> bool:
+    def lack_blocks(self) -> bool:
         """Whether the request vLLM asked about last needs more blocks for what it will keep."""
-        return any(manager.lacking_blocks for manager in self._managers.values())
+        return any(manager.missing_blocks for manager in self._managers.values())
 
     @property
-    def hold_room(self) -> bool:
+    def hold_reserved_blocks(self) -> bool:
         """Whether blocks that were free are set aside for what the step under way keeps."""
-        rooms = (room for manager in self._managers.values() for room in manager.rooms.values())
-        return any(fresh for fresh, _ in rooms)
+        reservations = (
+            room for manager in self._managers.values() for room in manager.reservations.values()
+        )
+        return any(fresh for fresh, _ in reservations)
 
-    def take_room(
+    def reserve(
         self, request_id: str, seen_tokens: int, step_tokens: int, *, others_blocks: int
     ) -> None:
         """Set blocks aside for what a step keeps of a request, once it has those of the step.
@@ -295,20 +299,20 @@ class CompressedBlocks:
         Fresh ones while there are more than `others_blocks`, so that the request's own can still be
         found, and that other requests of the step find some.
         """
-        rooms, least = {}, {}
+        reservations, least = {}, {}
         for manager in self._managers.values():
-            room = manager.room_blocks(request_id, seen_tokens, step_tokens)
+            room = manager.blocks_to_reserve(request_id, seen_tokens, step_tokens)
             if room:
-                rooms[manager] = room
-                least[manager] = max(0, room - len(manager.unshared_blocks(request_id)))
-        for manager, room in rooms.items():
+                reservations[manager] = room
+                least[manager] = max(0, room - len(manager.exclusive_blocks(request_id)))
+        for manager, room in reservations.items():
             free = manager.block_pool.get_num_free_blocks() - sum(least.values())
             spare = max(0, free - others_blocks)
-            manager.take_room(request_id, room, min(room, spare + least.pop(manager)))
+            manager.reserve(request_id, room, min(room, spare + least.pop(manager)))
 
     def compress(self, request_id: str, order: Order) -> tuple[Move, ...]:
         """Free the blocks that the kept tokens of a request do not need, in every group."""
-        return tuple(manager.keep(request_id, order) for manager in self._managers.values())
+        return tuple(manager.compress(request_id, order) for manager in self._managers.values())
 
 
 def register_spec() -> None:
@@ -320,7 +324,7 @@ def register_spec() -> None:
         )
 
 
-def compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
+def find_compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
     """The managers of the KV cache groups that are compressed, by the group's index."""
     found = {group: one for group, one in enumerate(managers) if type(one) is CompressedManager}
     if not found:

@@ -11,11 +11,11 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
-from snapkv_vllm.across_layers import across_layers, kept_across
-from snapkv_vllm.admission.plans import EndOfTurn, Move, Order
+from snapkv_vllm.across_layers import find_across_layers, select_across_layers
+from snapkv_vllm.admission.plans import Move, Order, TurnSelector
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
 from snapkv_vllm.layers import LayerRun, VotingLayer, layer_runs, voting_layer
-from snapkv_vllm.layouts import padded, slots
+from snapkv_vllm.layouts import pad_tokens, slot_numbers
 
 
 @dataclass
@@ -23,21 +23,21 @@ class QueryRecorder:
     """Captures the queries that will vote while vLLM's model runs, chunk by chunk."""
 
     # per request, which rows of the batch of this step
-    wanted: dict[str, slice] = field(default_factory=dict)
+    rows_of_requests: dict[str, slice] = field(default_factory=dict)
     # per request and layer, (tokens, Hq, D) of every chunk so far
     recorded: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
 
-    def listen(self, name: str, layer: VotingLayer) -> None:
+    def attach(self, name: str, layer: VotingLayer) -> None:
         """Capture the queries of a layer from now on."""
 
         def record(query: Tensor) -> None:
-            for request_id, rows in self.wanted.items():
+            for request_id, rows in self.rows_of_requests.items():
                 layers = self.recorded.setdefault(request_id, {})
                 layers.setdefault(name, []).append(query[rows].clone())
 
-        layer.listen(record)
+        layer.add_query_listener(record)
 
-    def take(self, request_id: str, name: str, window: int) -> Tensor:
+    def take_queries(self, request_id: str, name: str, window: int) -> Tensor:
         """The queries of a request in a layer: (1, Hq, W, D)."""
         chunks = self.recorded.get(request_id, {}).get(name, [])
         captured = sum(len(chunk) for chunk in chunks)
@@ -73,7 +73,7 @@ class Compressor:
         self._block_tokens: dict[int, int] = {}
         self.positions = HeldPositions()
         for name, layer in self._layers.items():
-            recorder.listen(name, layer)
+            recorder.attach(name, layer)
 
     def bind_caches(self, block_tokens: Mapping[int, int]) -> None:
         """Look up the layout of every layer, once vLLM has allocated the caches."""
@@ -94,19 +94,19 @@ class Compressor:
     def compress(self, orders: Mapping[str, Order]) -> None:
         """Compress the requests of which a choice is due after the step that has just run."""
         for request, order in orders.items():
-            if order.ends:
+            if order.is_due:
                 for move in order.moves:
-                    runs = self._runs_of(move, order.held_tokens, order.kept_tokens)
-                    share = across_layers(order.choice.policy)
+                    runs = self._split_runs(move, order.held_tokens, order.kept_tokens)
+                    share = find_across_layers(order.selector.policy)
                     for some in [list(runs)] if share else ([run] for run in runs):
                         self._move(some, request, order, move)
                 self.forget(request)
 
-    def _runs_of(self, move: Move, prompt_tokens: int, kept_tokens: int) -> Iterator[LayerRun]:
+    def _split_runs(self, move: Move, prompt_tokens: int, kept_tokens: int) -> Iterator[LayerRun]:
         """The layers of a group, as many at a time as may be copied."""
         for whole in self._runs:
             if whole.group == move.group:
-                yield from whole.within_bounds(prompt_tokens, kept_tokens)
+                yield from whole.split_by_memory(prompt_tokens, kept_tokens)
 
     def _move(self, runs: Sequence[LayerRun], request: str, order: Order, move: Move) -> None:
         """Read what stays, then write it where it goes, which no other request of the step reads.
@@ -115,12 +115,12 @@ class Compressor:
         layer may go to a page of another.
         """
         block_tokens, first = self._block_tokens[move.group], runs[0]
-        sources = first.blocks_of(move.sources, block_tokens)
+        sources = first.to_cache_blocks(move.sources, block_tokens)
         targets = torch.tensor(move.targets, device=self._device)
         whole, (_, heads, page_tokens, _) = len(targets) * block_tokens, first.first.cache.shape
         masks, places, laid = list[Tensor](), None, list[Tensor]()
-        if across_layers(order.choice.policy):
-            masks = self._kept_across(runs, request, order, sources)
+        if find_across_layers(order.selector.policy):
+            masks = self._select_across_layers(runs, request, order, sources)
             kept = torch.cat([mask.sum(dim=-1) for mask in masks])
             places = HeadPlaces(kept.flatten(), page_tokens)
         for number, run in enumerate(runs):
@@ -128,35 +128,37 @@ class Compressor:
             if masks:
                 keep = ops.kept_indices(masks[number])
             else:
-                keep = self._keep_indices(run, request, order, run.keys_of(keys))
+                keep = self._select_tokens(run, request, order, run.decode_keys(keys))
             if order.per_head_budget:
                 kept = self._noted(run, request, order, (keep >= 0).sum(dim=-1))
                 places, keep = places or HeadPlaces(kept, page_tokens), keep.clamp(min=0)
-            states = run.layout.pick(keys, keep), run.layout.read_values(sources, keep)
+            states = run.layout.select_keys(keys, keep), run.layout.read_values(sources, keep)
             if places is None:
-                laid = [padded(one, whole) for one in states]
+                laid = [pad_tokens(one, whole) for one in states]
             else:
-                laid = laid or [places.empty(one, whole) for one in states]
+                laid = laid or [places.make_output(one, whole) for one in states]
                 for one, found in zip(states, laid, strict=True):
-                    places.put(one, found, whole, (run.depth - first.depth) * heads)
+                    places.scatter(one, found, whole, (run.depth - first.depth) * heads)
         if places is not None:
             laid = [one[..., :-1, :].reshape(-1, heads, whole, one.shape[-1]) for one in laid]
         for run in runs:
             rows = slice(run.depth - first.depth, run.depth - first.depth + len(run.layers))
-            run.layout.write(slots(targets, whole, block_tokens), *(one[rows] for one in laid))
+            run.layout.write(
+                slot_numbers(targets, whole, block_tokens), *(one[rows] for one in laid)
+            )
 
-    def _kept_across(
+    def _select_across_layers(
         self, runs: Sequence[LayerRun], request: str, order: Order, sources: Tensor
     ) -> list[Tensor]:
         """What is kept of all layers together: (layers, H, T) bool of each run."""
-        voters = min(order.choice.query_tokens, order.seen_tokens)
+        voters = min(order.selector.query_tokens, order.seen_tokens)
 
         def seen(run: LayerRun) -> PromptLayer:
             keys = run.layout.read_keys(sources, order.held_tokens)
-            layer = self._layer_of(run, request, voters, run.keys_of(keys))
-            return replace(layer, protected=order.choice.protected(layer))
+            layer = self._make_prompt_layer(run, request, voters, run.decode_keys(keys))
+            return replace(layer, protected=order.selector.protected_mask(layer))
 
-        masks = kept_across(order.choice.policy, map(seen, runs), order.kept_tokens)
+        masks = select_across_layers(order.selector.policy, map(seen, runs), order.kept_tokens)
         counts = torch.cat([mask.sum(dim=-1) for mask in masks])
         if int(counts.sum()) != order.kept_tokens * counts.numel():
             raise RuntimeError(f"{request}: {counts} tokens kept, {order.kept_tokens} expected")
@@ -166,28 +168,32 @@ class Compressor:
         """Note the (layers, H) numbers of tokens that heads keep, which are returned."""
         assert self._heads is not None  # a server of such a method has them
         for name, of_layer in zip(run.layers, kept, strict=True):
-            self._heads.note(request, name, of_layer, order.seen_tokens)
+            self._heads.record_kept(request, name, of_layer, order.seen_tokens)
         return kept
 
-    def _keep_indices(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
+    def _select_tokens(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
         """What is kept of a run of layers: (layers, H, K), as many as the scheduler counts."""
-        voters = min(order.choice.query_tokens, order.seen_tokens)  # fewer where a prompt has fewer
-        layer = self._layer_of(run, request, voters, keys)
-        if isinstance(order.choice, EndOfTurn):
-            keep = self.positions.kept(run, order, order.choice, layer)
+        voters = min(
+            order.selector.query_tokens, order.seen_tokens
+        )  # fewer where a prompt has fewer
+        layer = self._make_prompt_layer(run, request, voters, keys)
+        if isinstance(order.selector, TurnSelector):
+            keep = self.positions.kept(run, order, order.selector, layer)
         else:
-            keep = order.choice.keep(layer)
-        if keep is None or not _keeps_as_ordered(keep, order):
+            keep = order.selector.select(layer)
+        if keep is None or not _matches_order(keep, order):
             kept = None if keep is None else (keep >= 0).sum(dim=-1)
             raise RuntimeError(f"{request}: {kept} tokens kept, {order.kept_tokens} expected")
         return keep
 
-    def _layer_of(self, run: LayerRun, request: str, tokens: int, keys: Tensor) -> PromptLayer:
+    def _make_prompt_layer(
+        self, run: LayerRun, request: str, tokens: int, keys: Tensor
+    ) -> PromptLayer:
         """A run of layers as policies see them: rows of (layers, H, held tokens, D) keys."""
         queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
         if tokens:
             taken = [
-                layer.over_stored(self._recorder.take(request, name, tokens))
+                layer.prepare_queries(self._recorder.take_queries(request, name, tokens))
                 for name, layer in run.layers.items()
             ]
             queries = torch.cat(taken)
@@ -203,7 +209,7 @@ class Compressor:
         )
 
 
-def _keeps_as_ordered(keep: Tensor, order: Order) -> bool:
+def _matches_order(keep: Tensor, order: Order) -> bool:
     """Whether (layers, H, K) indices are as many as the scheduler has counted."""
     if not order.per_head_budget:
         return keep.shape[-1] == order.kept_tokens
@@ -217,11 +223,11 @@ class HeldPositions:
         self._noted: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def kept(
-        self, run: LayerRun, order: Order, choice: EndOfTurn, layer: PromptLayer
+        self, run: LayerRun, order: Order, selector: TurnSelector, layer: PromptLayer
     ) -> Tensor | None:
         """Have a request of a session chosen from, and note which tokens stay: (layers, H, K)."""
         positions = self._of(run, order, layer.keys.device)
-        keep = choice.keep_at(layer, positions)
+        keep = selector.select_with_positions(layer, positions)
         if keep is None:
             return None
         stays = keep

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from snapkv_vllm.kept_lengths import with_lengths
+from snapkv_vllm.kept_lengths import replace_lengths
 from snapkv_vllm.refusals import require_shared_pages
 
 
@@ -28,7 +28,7 @@ class HeadPlaces:
     kept: Tensor  # (..., H) int64, tokens that every head kept at the prompt's end
     page_tokens: int
 
-    def of_pages(self, pages: Tensor) -> Tensor:
+    def page_places(self, pages: Tensor) -> Tensor:
         """The places of some pages of every head.
 
         Args:
@@ -38,16 +38,16 @@ class HeadPlaces:
             (..., H, N) int64.
         """
         heads = self.kept.shape[-1]
-        first, before, turn = (one.unsqueeze(-1) for one in self._at_the_end)
+        first, before, turn = (one.unsqueeze(-1) for one in self._prompt_pages)
         grown = first.sum(dim=-2, keepdim=True) + (pages - first) * heads + turn
         return torch.where(pages < first, before + pages, grown)
 
-    def empty(self, states: Tensor, slots: int) -> Tensor:
+    def make_output(self, states: Tensor, slots: int) -> Tensor:
         """What `put` fills: (..., H * slots + 1, D) zeros, and in the last row then anything."""
         *others, heads = self.kept.shape
         return states.new_zeros(*others, heads * slots + 1, states.shape[-1])
 
-    def put(self, states: Tensor, found: Tensor, slots: int, first_head: int = 0) -> None:
+    def scatter(self, states: Tensor, found: Tensor, slots: int, first_head: int = 0) -> None:
         """Put into `found` what some of the heads kept, (..., h, K, D), from the first of them on.
 
         Heads of several layers may share pages: `states` are reshaped.
@@ -64,13 +64,13 @@ class HeadPlaces:
         position = torch.arange(longest, device=device)
         position = position - (longest - self.kept[..., some].unsqueeze(-1))  # below 0 is none
         pages = torch.arange(-(-longest // self.page_tokens), device=device)[None]
-        of_page = self.of_pages(pages)[..., some, :]
+        of_page = self.page_places(pages)[..., some, :]
         place = of_page.gather(-1, position.clamp(min=0) // self.page_tokens)
         slot = place // heads * self.page_tokens + position % self.page_tokens
         return (place % heads * slots + slot).where(position >= 0, heads * slots)
 
     @functools.cached_property
-    def _at_the_end(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _prompt_pages(self) -> tuple[Tensor, Tensor, Tensor]:
         """(..., H) pages at the prompt's end, pages of the heads before, and each head's turn.
 
         Heads with the least room take a place first.
@@ -94,7 +94,7 @@ class HeadPages:
     layers: int
 
     @classmethod
-    def of(cls, *caches: Tensor) -> Self:
+    def from_caches(cls, *caches: Tensor) -> Self:
         """Of layers' (blocks, Hkv, block_tokens, 2 * D), in whatever order they lie in memory.
 
         Several must be alike and lie in one allocation, see `require_shared_pages`.
@@ -110,20 +110,20 @@ class HeadPages:
         view = first.as_strided((pages, 1, tokens, size), (step, step, token, number))
         return cls(view, of_block, of_head, of_layer, heads, layers)
 
-    def numbers(self, blocks: Tensor, places: Tensor) -> Tensor:
+    def page_numbers(self, blocks: Tensor, places: Tensor) -> Tensor:
         head, layer = places % self.heads, places // self.heads % self.layers
         return blocks * self.of_block + head * self.of_head + layer * self.of_layer
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnevenRows:
+class CompressedRows:
     """The requests of a batch whose heads hold their own numbers of tokens."""
 
     starts: Sequence[int] = ()  # where each one's tokens begin in the batch
     counts: Sequence[int] = ()  # how many tokens each has in this step
     rows: Sequence[int] = ()  # their numbers in the batch
     requests: tuple[str, ...] = ()  # their names
-    is_whole: bool = False  # whether there are no others
+    is_entire_batch: bool = False  # whether there are no others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,20 +138,20 @@ class Sequences:
     states: Tensor
     in_order: bool  # whether those are the first of them, one after the other
     starts: Tensor  # (sequences + 1,) int32, where the tokens of each sequence begin
-    most_new: int  # tokens of the sequence that has the most of this step
-    most_tokens: int  # a number that no sequence is longer than
+    max_new_tokens: int  # tokens of the sequence that has the most of this step
+    max_tokens: int  # a number that no sequence is longer than
     lengths: Tensor  # (layers, sequences) int32, tokens held, with those of this step
     tables: Tensor  # (layers, sequences, pages) int32
     slots: Tensor  # (layers, N * Hkv) int64, where the keys and values of this step go
 
 
-def sequences(
-    batch: UnevenRows,
+def make_sequences(
+    batch: CompressedRows,
     places: HeadPlaces,
     generated: Tensor,
     blocks: Tensor,
     pages: HeadPages,
-    most_tokens: int,
+    max_tokens: int,
 ) -> Sequences:
     """Lay out the heads of some requests as sequences.
 
@@ -168,15 +168,15 @@ def sequences(
     token = torch.tensor(batch.starts)[of_sequence // heads] + within
     states = (token * heads + of_sequence % heads).to(device)
 
-    width = -(-most_tokens // page_tokens)
-    place = places.of_pages(torch.arange(width, device=device)[None])  # (N, requests, H, W)
+    width = -(-max_tokens // page_tokens)
+    place = places.page_places(torch.arange(width, device=device)[None])  # (N, requests, H, W)
     block = place // places.kept.shape[-1]
     block = block.clamp(max=blocks.shape[1] - 1)  # of pages that no head has yet
     requests = torch.arange(blocks.shape[0], device=device)[:, None, None]
-    numbers = pages.numbers(blocks[requests, block].long(), place)
-    tables = _by_layer(numbers, heads).flatten(1, 2)
+    numbers = pages.page_numbers(blocks[requests, block].long(), place)
+    tables = _split_layers(numbers, heads).flatten(1, 2)
 
-    lengths = _by_layer(places.kept + generated[:, None], heads).flatten(1)
+    lengths = _split_layers(places.kept + generated[:, None], heads).flatten(1)
     of_sequence, within = of_sequence.to(device), within.to(device)
     behind = counts.to(device)[of_sequence] - within
     position = lengths[:, of_sequence] - behind  # (layers, N * H)
@@ -185,15 +185,15 @@ def sequences(
         states=states,
         in_order=max(batch.counts) == 1 and tuple(batch.starts) == tuple(range(len(batch.starts))),
         starts=starts.to(device, torch.int32),
-        most_new=max(batch.counts),
-        most_tokens=most_tokens,
+        max_new_tokens=max(batch.counts),
+        max_tokens=max_tokens,
         lengths=lengths.int(),
         tables=tables.int(),
         slots=page * page_tokens + position % page_tokens,
     )
 
 
-def _by_layer(of_heads: Tensor, heads: int) -> Tensor:
+def _split_layers(of_heads: Tensor, heads: int) -> Tensor:
     """Of (N, requests, H, ...), the heads of N times so many layers: (layers, requests, Hkv, ...).
 
     `_together` is the way back.
@@ -203,7 +203,7 @@ def _by_layer(of_heads: Tensor, heads: int) -> Tensor:
     return by_layer.transpose(1, 2).flatten(0, 1)
 
 
-def _together(of_layers: Tensor, layers: int) -> Tensor:
+def _join_layers(of_layers: Tensor, layers: int) -> Tensor:
     """Of (layers, requests, Hkv) so many layers at a time, side by side: (N, requests, H)."""
     by_pool = of_layers.reshape(-1, layers, *of_layers.shape[1:])
     return by_pool.transpose(1, 2).flatten(2)
@@ -217,9 +217,9 @@ def sequence_metadata(
     return replace(
         plain,
         num_actual_tokens=len(found.states),
-        max_query_len=found.most_new,
+        max_query_len=found.max_new_tokens,
         query_start_loc=found.starts,
-        max_seq_len=found.most_tokens,
+        max_seq_len=found.max_tokens,
         seq_lens=found.lengths[layer],
         block_table=found.tables[layer],
         slot_mapping=found.slots[layer],
@@ -265,7 +265,7 @@ class _KeptHeads:
     """What the heads of a request kept of its prompt, layer by layer."""
 
     prompt_tokens: int
-    most_tokens: int = 0
+    max_tokens: int = 0
     of_layers: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -276,9 +276,9 @@ class _LayerStep:
     found: Sequences
     pages: HeadPages
     metadata: Any
-    alone: bool
+    covers_batch: bool
 
-    def taken(self, states: Tensor) -> Tensor:
+    def select_states(self, states: Tensor) -> Tensor:
         """Of a batch's (tokens, Hkv * G, D) states those of the sequences: (N, G, D)."""
         by_head = states.reshape(len(states) * self.pages.heads, -1, states.shape[-1])
         if self.found.in_order:
@@ -301,7 +301,7 @@ class HeadsAttention:
     def __init__(self, *, across_layers: bool = False) -> None:
         self._across_layers = across_layers
         self._kept: dict[str, _KeptHeads] = {}
-        self._batch = UnevenRows()
+        self._batch = CompressedRows()
         self._layers: dict[str, Any] = {}
         self._steps: dict[str, _LayerStep] = {}
         self._places: dict[str, tuple[tuple[str, ...], HeadPlaces]] = {}
@@ -309,61 +309,61 @@ class HeadsAttention:
     def holds_any(self, requests: Iterable[str]) -> bool:
         return any(request in self._kept for request in requests)
 
-    def note(self, request: str, layer: str, kept: Tensor, prompt_tokens: int) -> None:
+    def record_kept(self, request: str, layer: str, kept: Tensor, prompt_tokens: int) -> None:
         """A request's prompt has ended; the heads of a layer hold (Hkv,) `kept` tokens of it."""
         mine = self._kept.setdefault(request, _KeptHeads(prompt_tokens))
         mine.of_layers[layer] = kept
-        mine.most_tokens = max(mine.most_tokens, int(kept.max()))
+        mine.max_tokens = max(mine.max_tokens, int(kept.max()))
 
     def forget(self, request: str) -> None:
         if self._kept.pop(request, None) is not None:
             self._places.clear()  # another one may come under its name
 
-    def enter(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
+    def begin_step(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
         """A step begins with these rows, whose tokens end in the batch where it is said."""
         starts = (0, *query_ends[:-1])
         rows = tuple(row for row, request in enumerate(requests) if request in self._kept)
-        self._batch = UnevenRows(
+        self._batch = CompressedRows(
             requests=tuple(requests[row] for row in rows),
             rows=rows,
             starts=tuple(starts[row] for row in rows),
             counts=tuple(query_ends[row] - starts[row] for row in rows),
-            is_whole=len(rows) == len(requests),
+            is_entire_batch=len(rows) == len(requests),
         )
 
-    def leave(self) -> None:
+    def end_step(self) -> None:
         """The step is over; what follows may be a dummy batch."""
-        self._batch = UnevenRows()
+        self._batch = CompressedRows()
         self._steps.clear()
 
-    def attach(self, name: str, layer: Any) -> None:
+    def patch_layer(self, name: str, layer: Any) -> None:
         """Have one of vLLM's attention layers attend and store as said here from now on."""
         impl = layer.impl
-        alone = _of_one_head(impl)
+        single = _single_head_impl(impl)
         forward, update = impl.forward, impl.do_kv_cache_update
 
         def forward_beside(
             layer: Any, query: Tensor, key: Any, value: Any, cache: Any, metadata: Any, **more: Any
         ) -> Any:
             step = self._steps.get(name)
-            if step is None or not step.alone:
+            if step is None or not step.covers_batch:
                 forward(layer, query, key, value, cache, metadata, **more)
             if step is not None:
-                _attend(alone, step, layer, query, more["output"])
+                _attend(single, step, layer, query, more["output"])
             return more["output"]
 
         def update_beside(layer: Any, key: Tensor, value: Tensor, cache: Any, slots: Any) -> None:
             step = self._steps.get(name)
-            if step is None or not step.alone:
+            if step is None or not step.covers_batch:
                 update(layer, key, value, cache, slots)
             if step is not None:
-                new = step.taken(key), step.taken(value)
-                alone.do_kv_cache_update(layer, *new, step.pages.cache, step.metadata.slot_mapping)
+                new = step.select_states(key), step.select_states(value)
+                single.do_kv_cache_update(layer, *new, step.pages.cache, step.metadata.slot_mapping)
 
         impl.forward, impl.do_kv_cache_update = forward_beside, update_beside
         self._layers[name] = layer
 
-    def tell(self, builder: Any) -> None:
+    def patch_builder(self, builder: Any) -> None:
         """Have one of vLLM's attention metadata builders prepare our rows too from now on.
 
         Its layers are attached, and have their caches.
@@ -374,9 +374,9 @@ class HeadsAttention:
         caches = [layer.kv_cache for layer in layers]
         if self._across_layers:
             require_shared_pages(caches, len(self._layers))
-            pages = [HeadPages.of(*caches)] * len(caches)
+            pages = [HeadPages.from_caches(*caches)] * len(caches)
         else:
-            pages = list(map(HeadPages.of, caches))
+            pages = list(map(HeadPages.from_caches, caches))
         group_size = layers[0].impl.num_heads // pages[0].heads
 
         # vLLM's names: 0.31 passes these by keyword, later releases by position.
@@ -386,13 +386,15 @@ class HeadsAttention:
             if not self._batch.rows:
                 return build(common_prefix_len, common_attn_metadata, *args, **kwargs)
             found = self._sequences(names, common_attn_metadata, pages[0])
-            ours_left_out = self._without_ours(common_attn_metadata)
+            ours_left_out = self._hide_compressed_rows(common_attn_metadata)
             plain = build(common_prefix_len, ours_left_out, *args, **kwargs)
             for layer, name in enumerate(names):
                 told = sequence_metadata(
                     plain, found, layer, builder=builder, group_size=group_size
                 )
-                self._steps[name] = _LayerStep(found, pages[layer], told, self._batch.is_whole)
+                self._steps[name] = _LayerStep(
+                    found, pages[layer], told, self._batch.is_entire_batch
+                )
             return plain
 
         builder.build = build_beside
@@ -406,10 +408,10 @@ class HeadsAttention:
         seen = common.seq_lens_cpu_upper_bound
         seen = common.seq_lens if seen is None else seen
         most = max(
-            one.most_tokens - one.prompt_tokens + int(seen[row])
+            one.max_tokens - one.prompt_tokens + int(seen[row])
             for one, row in zip(kept, batch.rows, strict=True)
         )
-        return sequences(
+        return make_sequences(
             batch,
             self._places_of(names, kept, pages),
             common.seq_lens[rows] - prompts,
@@ -425,13 +427,13 @@ class HeadsAttention:
         requests, places = self._places.get(names[0], ((), None))
         if places is None or requests != self._batch.requests:
             layers = [torch.stack([one.of_layers[name] for one in kept]) for name in names]
-            together = _together(torch.stack(layers), pages.layers)
+            together = _join_layers(torch.stack(layers), pages.layers)
             places = HeadPlaces(together, pages.cache.shape[2])
             self._places[names[0]] = self._batch.requests, places
         return places
 
-    def _without_ours(self, common: Any) -> Any:
-        """vLLM's `CommonAttentionMetadata`, in which our rows hold this step's tokens alone."""
+    def _hide_compressed_rows(self, common: Any) -> Any:
+        """vLLM's `CommonAttentionMetadata`, in which our rows hold this step's tokens single."""
         batch, device = self._batch, common.seq_lens.device
         lengths, counts = common.seq_lens.clone(), torch.tensor(batch.counts, dtype=torch.int32)
         lengths[torch.tensor(batch.rows, device=device)] = counts.to(device)
@@ -442,24 +444,24 @@ class HeadsAttention:
         if bound is not None:
             bound = bound.clone()
             bound[list(batch.rows)] = counts.to(bound.dtype)
-        return with_lengths(common, lengths, bound)
+        return replace_lengths(common, lengths, bound)
 
 
-def _of_one_head(impl: Any) -> Any:
-    alone = copy.copy(impl)
-    alone.num_kv_heads, alone.num_heads = 1, impl.num_heads // impl.num_kv_heads
-    return alone
+def _single_head_impl(impl: Any) -> Any:
+    single = copy.copy(impl)
+    single.num_kv_heads, single.num_heads = 1, impl.num_heads // impl.num_kv_heads
+    return single
 
 
-def _attend(alone: Any, step: _LayerStep, layer: Any, query: Tensor, output: Tensor) -> None:
+def _attend(single: Any, step: _LayerStep, layer: Any, query: Tensor, output: Tensor) -> None:
     """Write what the sequences answer into the batch's (tokens, Hq, D) output."""
-    queries = step.taken(query)
+    queries = step.select_states(query)
     answers = output.view(-1, *queries.shape[1:])
     found, cache = step.found, step.pages.cache
     if found.in_order:
         out = answers[: len(queries)]
-        alone.forward(layer, queries, None, None, cache, step.metadata, output=out)
+        single.forward(layer, queries, None, None, cache, step.metadata, output=out)
         return
     out = torch.empty_like(queries, dtype=output.dtype)
-    alone.forward(layer, queries, None, None, cache, step.metadata, output=out)
+    single.forward(layer, queries, None, None, cache, step.metadata, output=out)
     answers[found.states] = out

@@ -33,7 +33,7 @@ class DigestedTokens:
     digests: Sequence[bytes]
 
     @classmethod
-    def of(cls, ids: Sequence[int] | NDArray[np.int32]) -> Self:
+    def from_ids(cls, ids: Sequence[int] | NDArray[np.int32]) -> Self:
         """Digest a copy of these ids, in a time linear in their number."""
         copied = np.array(ids, dtype=np.int32)
         digest, digests = hashlib.blake2b(digest_size=16), []
@@ -45,11 +45,11 @@ class DigestedTokens:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def first(self, tokens: int) -> Self:
+    def truncate(self, tokens: int) -> Self:
         """Return the first `tokens` of them."""
         return type(self)(self.ids[:tokens], self.digests[: tokens // BLOCK])
 
-    def common_tokens(self, other: "DigestedTokens") -> int:
+    def count_common_tokens(self, other: "DigestedTokens") -> int:
         """Count the first tokens that are the same in both.
 
         Equal digests are taken for equal tokens; `begins_like` compares the tokens themselves.
@@ -62,7 +62,7 @@ class DigestedTokens:
         differ = np.flatnonzero(own[:length] != others[:length])
         return blocks * BLOCK + (int(differ[0]) if len(differ) else length)
 
-    def begins_like(self, other: "DigestedTokens", tokens: int) -> bool:
+    def has_same_prefix(self, other: "DigestedTokens", tokens: int) -> bool:
         """Whether the first `tokens` are the same in both, compared one by one."""
         return np.array_equal(self.ids[:tokens], other.ids[:tokens])
 
@@ -76,7 +76,7 @@ Owner = tuple[str, str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compressed:
+class CompressedPrefix:
     """What is known of a history up to where it was compressed last.
 
     Attributes:
@@ -89,13 +89,13 @@ class Compressed:
     tokens: int = 0
     kept_tokens: int = 0
     drop: Spans = _NONE
-    whole: Spans = _NONE
+    protected: Spans = _NONE
 
     @property
     def dropped_tokens(self) -> int:
         return self.tokens - self.kept_tokens
 
-    def left(self, asked: RequestSpans, whole: Spans) -> RequestSpans | None:
+    def remaining_edits(self, asked: RequestSpans, whole: Spans) -> RequestSpans | None:
         """Of what a request says of spans what is still to be done; None where that is too late.
 
         What was dropped must be dropped, and what is to go or to stay now must be there whole.
@@ -104,7 +104,7 @@ class Compressed:
             return None
         left, late = asked.drop.without(self.drop), Spans(((0, self.tokens),))
         for named in (left, whole):
-            if named.overlap(late).without(self.whole).parts:
+            if named.overlap(late).without(self.protected).parts:
                 return None
         return RequestSpans(drop=left, protect=asked.protect)
 
@@ -116,7 +116,7 @@ class History:
     owner: Owner
     prompt: bytes  # a digest of its request's, which is the same when a turn is tried again
     tokens: DigestedTokens
-    compressed: Compressed
+    compressed: CompressedPrefix
     blocks: Sequence[list[Any]] = ()  # of every KV cache group
     requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
     last_used: float = field(default_factory=time.time)  # seconds since the epoch
@@ -171,7 +171,7 @@ class _Owned(Protocol):
 Item = TypeVar("Item", bound=_Owned)
 
 
-def going(
+def choose_evictions(
     idle: Sequence[Item], taken: Counter[str], most: int, size_of: Callable[[Item], int]
 ) -> tuple[list[Item], int]:
     """Which of the idle ones go, so that what is taken fits: of the tenant that has most.

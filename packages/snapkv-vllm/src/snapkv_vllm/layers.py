@@ -10,9 +10,9 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.ops import ScoreOptions
-from snapkv_vllm.layouts import Layout, layout_of
+from snapkv_vllm.layouts import Layout, make_layout
 
-MOST_BYTES = 16 << 20
+MAX_COPY_BYTES = 16 << 20
 """Of keys and values that are copied at a time, unless one layer takes more."""
 
 
@@ -47,7 +47,7 @@ class VotingLayer:
             sink_logits=getattr(impl, "sinks", None),
         )
 
-    def listen(self, listener: Callable[[Tensor], None]) -> None:
+    def add_query_listener(self, listener: Callable[[Tensor], None]) -> None:
         """Have the (tokens, Hq, D) queries of every batch noted before the layer attends."""
         impl = self.wrapped.impl
         forward = impl.forward
@@ -58,7 +58,7 @@ class VotingLayer:
 
         impl.forward = forward_and_tell
 
-    def over_stored(self, queries: Tensor) -> Tensor:
+    def prepare_queries(self, queries: Tensor) -> Tensor:
         """Queries as listeners get them, (1, Hq, W, D), as they meet the keys that are stored."""
         if queries.dtype.itemsize > 1:
             return queries
@@ -83,7 +83,7 @@ class LatentLayer(VotingLayer):
     def score_options(self) -> ScoreOptions:
         return ScoreOptions(scaling=self.wrapped.scale)
 
-    def listen(self, listener: Callable[[Tensor], None]) -> None:
+    def add_query_listener(self, listener: Callable[[Tensor], None]) -> None:
         forward = self.wrapped.forward_impl
 
         def forward_and_tell(query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ class LatentLayer(VotingLayer):
 
         self.wrapped.forward_impl = forward_and_tell
 
-    def over_stored(self, queries: Tensor) -> Tensor:
+    def prepare_queries(self, queries: Tensor) -> Tensor:
         """(1, Hq, W, latent and rotated part)."""
         plain = self.wrapped.qk_nope_head_dim
         turned = queries[..., :plain] @ self.wrapped.W_UK_T  # (Hq, plain, latent)
@@ -128,25 +128,25 @@ class LayerRun:
 
     @property
     def votes_impl(self) -> ops.Implementation:
-        return "by_head" if self._half_on_cpu else "auto"
+        return "by_head" if self._is_half_on_cpu else "auto"
 
-    def keys_of(self, stored: Tensor) -> Tensor:
+    def decode_keys(self, stored: Tensor) -> Tensor:
         """Stored keys, (layers, Hkv, T, D), as attention sees them."""
         form = self.layout.form
-        if form.coded is None:
+        if form.stored_dtype is None:
             return stored
         scales = torch.stack([layer.wrapped._k_scale for layer in self.layers.values()])
-        scaled: Tensor = form.decoded(stored).float() * scales.view(-1, 1, 1, 1)
+        scaled: Tensor = form.decode(stored).float() * scales.view(-1, 1, 1, 1)
         return scaled.to(form.dtype)
 
-    def blocks_of(self, blocks: Sequence[int], block_tokens: int) -> Tensor:
+    def to_cache_blocks(self, blocks: Sequence[int], block_tokens: int) -> Tensor:
         """Blocks of so many tokens as the caches number them, which may be parts of vLLM's."""
         cache = self.first.cache
         numbers = torch.tensor(blocks, device=cache.device)
         parts = block_tokens // cache.shape[2]
         return (numbers[:, None] * parts + torch.arange(parts, device=cache.device)).flatten()
 
-    def within_bounds(self, prompt_tokens: int, kept_tokens: int) -> "Iterator[LayerRun]":
+    def split_by_memory(self, prompt_tokens: int, kept_tokens: int) -> "Iterator[LayerRun]":
         """The same layers, as many at a time as may be copied.
 
         In float32 on a CPU that is one, which votes bit for bit as in the library.
@@ -154,15 +154,15 @@ class LayerRun:
         cache = self.first.cache
         of_keys = self.layout.form.bytes * cache.shape[1] * cache.shape[3] // 2
         at_once = 1
-        if self._half_on_cpu or cache.device.type != "cpu":
-            at_once = max(1, MOST_BYTES // (of_keys * (prompt_tokens + 2 * kept_tokens)))
+        if self._is_half_on_cpu or cache.device.type != "cpu":
+            at_once = max(1, MAX_COPY_BYTES // (of_keys * (prompt_tokens + 2 * kept_tokens)))
         for start in range(0, len(self.layers), at_once):
             some = slice(start, start + at_once)
             layers = dict(list(self.layers.items())[some])
-            yield LayerRun(self.group, self.depth + start, layers, self.layout.part(some))
+            yield LayerRun(self.group, self.depth + start, layers, self.layout.select_layers(some))
 
     @property
-    def _half_on_cpu(self) -> bool:
+    def _is_half_on_cpu(self) -> bool:
         half = self.layout.form.dtype in (torch.bfloat16, torch.float16)
         return half and self.first.cache.device.type == "cpu"
 
@@ -171,14 +171,14 @@ def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[Laye
     """All layers by name and KV cache group, once vLLM has allocated their caches."""
     depth = 0
     for group, layers in groups.items():
-        for _, alike in itertools.groupby(layers.items(), lambda item: _kind(*item)):
+        for _, alike in itertools.groupby(layers.items(), lambda item: _signature(*item)):
             run = dict(alike)
-            layout = layout_of([layer.wrapped for layer in run.values()])
+            layout = make_layout([layer.wrapped for layer in run.values()])
             yield LayerRun(group, depth, run, layout)
             depth += len(run)
 
 
-def _kind(name: str, layer: VotingLayer) -> tuple[Any, ...]:
+def _signature(name: str, layer: VotingLayer) -> tuple[Any, ...]:
     """What layers have in common that are alike; each with sinks of its own stays alone."""
     options, cache = layer.score_options, layer.cache
     return (

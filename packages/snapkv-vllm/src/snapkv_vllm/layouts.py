@@ -23,43 +23,47 @@ class NumberFormat:
     """How a cache stores numbers: as the model has them, or each in a byte, with layers' scales."""
 
     dtype: torch.dtype  # the model's
-    coded: torch.dtype | None = None  # what the bytes are, before they are scaled
+    stored_dtype: torch.dtype | None = None  # what the bytes are, before they are scaled
     name: str = "auto"  # what vLLM's kernels call it
 
     @classmethod
-    def of(cls, layer: Any) -> Self:
+    def from_layer(cls, layer: Any) -> Self:
         name = getattr(layer, "kv_cache_dtype", "auto")
         if name not in FP8:
             return cls(layer.kv_cache.dtype)
         e4m3 = getattr(layer.impl, "fp8_dtype", torch.float8_e4m3fn)  # differs on some AMD GPUs
         return cls(layer.dtype, torch.float8_e5m2 if name == "fp8_e5m2" else e4m3, name)
 
-    def decoded(self, stored: Tensor) -> Tensor:
+    def decode(self, stored: Tensor) -> Tensor:
         """Stored numbers as the model's, not yet scaled; every number of a byte is one of those."""
-        return stored if self.coded is None else stored.view(self.coded).to(self.dtype)
+        return (
+            stored if self.stored_dtype is None else stored.view(self.stored_dtype).to(self.dtype)
+        )
 
     @property
     def bytes(self) -> int:
         """What a number takes as it is stored, and decoded where that is another tensor."""
-        return self.dtype.itemsize + (0 if self.coded is None else self.coded.itemsize)
+        return self.dtype.itemsize + (
+            0 if self.stored_dtype is None else self.stored_dtype.itemsize
+        )
 
 
 FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """vLLM's names of formats of a byte with one scale for a layer."""
 
 
-def layout_of(layers: Sequence[Any]) -> "Layout":
+def make_layout(layers: Sequence[Any]) -> "Layout":
     """The layout of some of vLLM's attention layers that are alike, once their caches are there."""
     return LAYOUTS[layers[0].get_attn_backend().get_name()](layers)
 
 
-def slots(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
+def slot_numbers(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
     """The KV cache slots of the first tokens that lie in these blocks."""
     within = torch.arange(block_tokens, device=blocks.device)
     return (blocks[:, None] * block_tokens + within).flatten()[:tokens]
 
 
-def padded(states: Tensor, tokens: int) -> Tensor:
+def pad_tokens(states: Tensor, tokens: int) -> Tensor:
     """Kept (..., K, D) states with zeros after them, up to so many tokens.
 
     The last block may come from a recurrent state, whose bytes read as keys and values may be NaN;
@@ -84,7 +88,7 @@ class PlainLayout:
         self._head_size = head_size
         self.form = form or NumberFormat(caches[0].dtype)
 
-    def part(self, layers: slice) -> Self:
+    def select_layers(self, layers: slice) -> Self:
         return type(self)(self._caches[layers], self._head_size, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
@@ -92,7 +96,7 @@ class PlainLayout:
         every = torch.arange(tokens, device=blocks.device).expand(len(self._caches), 1, tokens)
         return self._read(slice(None, self._head_size), blocks, every)
 
-    def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
+    def select_keys(self, keys: Tensor, keep: Tensor) -> Tensor:
         """Some of the keys that were read, (layers, Hkv, K, D), of every head those of `keep`."""
         return gather_tokens(keys, keep)
 
@@ -117,9 +121,9 @@ class PlainLayout:
 
 
 def _plain(layers: Sequence[Any]) -> PlainLayout:
-    form = NumberFormat.of(layers[0])
+    form = NumberFormat.from_layer(layers[0])
     caches = [layer.kv_cache for layer in layers]
-    if form.coded is not None:
+    if form.stored_dtype is not None:
         caches = [cache.view(torch.uint8) for cache in caches]  # as bytes they can be gathered
     return PlainLayout(caches, layers[0].head_size, form)
 
@@ -153,20 +157,20 @@ class CpuLayout:
         _, self._heads, self._block_tokens, twice = caches[0].shape
         self._head_size = twice // 2
 
-    def part(self, layers: slice) -> Self:
+    def select_layers(self, layers: slice) -> Self:
         return type(self)(self._caches[layers], self._isa, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
         return self._read(0, blocks)[:, :, :tokens]
 
-    def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
+    def select_keys(self, keys: Tensor, keep: Tensor) -> Tensor:
         if keys.stride(-2) != 1:
             return gather_tokens(keys, keep)
         columns = keep.unsqueeze(2).expand(-1, self._heads, self._head_size, -1)
         return keys.mT.gather(3, columns).mT
 
     def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        places = self._packings()[1].places.view(self._block_tokens, self._head_size)
+        places = self._measure_packings()[1].indices.view(self._block_tokens, self._head_size)
         head = torch.arange(self._heads)[:, None]
         halves = 2 * (blocks[keep // self._block_tokens] * self._heads + head) + 1
         halves = halves.expand(len(self._caches), -1, -1)
@@ -177,8 +181,8 @@ class CpuLayout:
         )
         return torch.stack(list(found))
 
-    def _packings(self) -> "tuple[_Packing, _Packing]":
-        return _packings(self._isa, self._block_tokens, self._head_size, self.form)
+    def _measure_packings(self) -> "tuple[_Packing, _Packing]":
+        return _measure_packings(self._isa, self._block_tokens, self._head_size, self.form)
 
     def _halves(self, cache: Tensor) -> Sequence[Tensor]:
         """Where the keys of a layer lie and where its values, (blocks, Hkv, block_tokens, D)."""
@@ -187,12 +191,12 @@ class CpuLayout:
 
     def _read(self, half: int, blocks: Tensor) -> Tensor:
         """All keys, or all values, of these blocks: (layers, Hkv, T, D)."""
-        packing = self._packings()[half]
+        packing = self._measure_packings()[half]
         return packing.read([self._halves(cache)[half] for cache in self._caches], blocks)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for cache, *states in zip(self._caches, keys, values, strict=True):
-            of_keys, of_values = (_by_token(self.form.decoded(one)) for one in states)
+            of_keys, of_values = (_by_token(self.form.decode(one)) for one in states)
             _write_by_kernel(of_keys, of_values, self._halves(cache), slots, self._isa, self.form)
 
 
@@ -213,7 +217,7 @@ def _write_by_kernel(
 
 
 def _cpu(layers: Sequence[Any]) -> CpuLayout:
-    form = NumberFormat.of(layers[0])
+    form = NumberFormat.from_layer(layers[0])
     return CpuLayout([layer.kv_cache for layer in layers], layers[0].isa, form)
 
 
@@ -247,26 +251,26 @@ _Axes = tuple[tuple[int, int], ...]
 class _Packing:
     """Where the numbers of a block lie, token by token."""
 
-    places: Tensor  # (block_tokens * D,) int64
+    indices: Tensor  # (block_tokens * D,) int64
     # the axes that the tokens of a block, and the numbers of a head, have in memory; None where
     # axes do not say it all. Copying by them is several times faster than looking up every place.
     tokens: _Axes | None = None
     numbers: _Axes | None = None
 
     @classmethod
-    def of(cls, places: Tensor, block_tokens: int, head_size: int) -> Self:
-        """Tell whether the places are those of axes as short as can be."""
+    def from_indices(cls, indices: Tensor, block_tokens: int, head_size: int) -> Self:
+        """Tell whether the indices are those of axes as short as can be."""
         of_tokens = _factors(block_tokens)
         sizes = (*of_tokens, *_factors(head_size))
-        strides, described, step = [], places[:1], places.numel()
+        strides, described, step = [], indices[:1], indices.numel()
         for size in sizes:
             step //= size
-            strides.append(int(places[step] - places[0]))
+            strides.append(int(indices[step] - indices[0]))
             described = (described[:, None] + torch.arange(size) * strides[-1]).flatten()
-        if int(places[0]) or not torch.equal(described, places):
-            return cls(places)
+        if int(indices[0]) or not torch.equal(described, indices):
+            return cls(indices)
         axes = tuple(zip(sizes, strides, strict=True))
-        return cls(places, axes[: len(of_tokens)], axes[len(of_tokens) :])
+        return cls(indices, axes[: len(of_tokens)], axes[len(of_tokens) :])
 
     def read(self, caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
         """Some blocks of each cache of (blocks, Hkv, block_tokens, D), token by token.
@@ -277,7 +281,7 @@ class _Packing:
         """
         heads, head_size = caches[0].shape[1], caches[0].shape[3]
         if self.tokens is None or self.numbers is None:
-            rows = [cache[blocks].flatten(2)[..., self.places] for cache in caches]
+            rows = [cache[blocks].flatten(2)[..., self.indices] for cache in caches]
             return torch.stack(rows).transpose(1, 2).reshape(len(caches), heads, -1, head_size)
         side_by_side = self.tokens[-1][1] == 1
         axes = self.numbers + self.tokens if side_by_side else self.tokens + self.numbers
@@ -287,8 +291,8 @@ class _Packing:
         states = caches[0].new_empty(shape)
         for cache, found in zip(caches, states, strict=True):
             of_cache = (*cache.shape[:2], *sizes), (*cache.stride()[:2], *strides)
-            blocks_of = cache.as_strided(*of_cache)
-            torch.index_select(blocks_of, 0, blocks, out=found.movedim(1 + before, 0))
+            to_cache_blocks = cache.as_strided(*of_cache)
+            torch.index_select(to_cache_blocks, 0, blocks, out=found.movedim(1 + before, 0))
         if side_by_side:
             return states.reshape(len(caches), heads, head_size, -1).mT
         return states.reshape(len(caches), heads, -1, head_size)
@@ -306,7 +310,7 @@ def _factors(number: int) -> list[int]:
 
 
 @functools.cache
-def _packings(
+def _measure_packings(
     isa: str, block_tokens: int, head_size: int, form: NumberFormat
 ) -> tuple[_Packing, _Packing]:
     numbers = torch.arange(block_tokens * head_size)
@@ -314,7 +318,7 @@ def _packings(
     power = 1
     while power < numbers.numel():
         digits = (numbers // power % _DIGIT).to(form.dtype).view(block_tokens, 1, head_size)
-        for half, packed in zip(found, _packed(digits, isa, form), strict=True):
+        for half, packed in zip(found, _pack(digits, isa, form), strict=True):
             half += packed.flatten().long() * power
         power *= _DIGIT
     for half in found:
@@ -323,16 +327,18 @@ def _packings(
                 f"snapkv: expected the CPU backend to lay out a block by moving its numbers, got "
                 f"something else for {isa} and {form}; serve the model in float32"
             )
-    keys, values = (_Packing.of(half.argsort(), block_tokens, head_size) for half in found)
+    keys, values = (
+        _Packing.from_indices(half.argsort(), block_tokens, head_size) for half in found
+    )
     return keys, values
 
 
-def _packed(states: Tensor, isa: str, form: NumberFormat) -> tuple[Tensor, Tensor]:
+def _pack(states: Tensor, isa: str, form: NumberFormat) -> tuple[Tensor, Tensor]:
     """A block that holds (block_tokens, 1, D) both as keys and as values, as it lies in memory."""
     block_tokens, _, head_size = states.shape
-    stored = torch.uint8 if form.coded else form.dtype
+    stored = torch.uint8 if form.stored_dtype else form.dtype
     cache = torch.zeros(1, 1, 2 * block_tokens, head_size, dtype=stored)
     keys, values = cache.chunk(2, dim=2)
     slots = torch.arange(block_tokens)
     _write_by_kernel(states, states.clone(), (keys, values), slots, isa, form)
-    return form.decoded(keys), form.decoded(values)
+    return form.decode(keys), form.decode(values)

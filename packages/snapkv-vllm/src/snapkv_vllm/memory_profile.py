@@ -18,14 +18,14 @@ import torch
 
 from snapkv import ops
 from snapkv.policies import Policy, PromptLayer
-from snapkv_vllm.across_layers import across_layers, best_across, scores_across
-from snapkv_vllm.admission.methods import kept_tokens
+from snapkv_vllm.across_layers import find_across_layers, mask_best, score_layers
+from snapkv_vllm.admission.methods import count_kept_tokens
 from snapkv_vllm.admission.settings import ServingSettings
 from snapkv_vllm.layers import voting_layer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Largest:
+class LargestStep:
     """How large one step may become."""
 
     policies: Sequence[Policy]  # of what requests may ask for, one takes the most memory
@@ -36,12 +36,12 @@ class Largest:
     recorded_tokens: int
 
     @classmethod
-    def of(cls, vllm_config: Any) -> "Largest":
+    def from_config(cls, vllm_config: Any) -> "LargestStep":
         """What vLLM's configuration allows, with the server's settings in it."""
         settings = ServingSettings.from_config(vllm_config.additional_config)
         scheduler, limits = vllm_config.scheduler_config, settings.limits
         prompt_tokens = vllm_config.model_config.max_model_len
-        policies = settings.costliest(prompt_tokens)
+        policies = settings.most_expensive_policies(prompt_tokens)
         step_tokens = scheduler.max_num_batched_tokens
         window = max(one.query_tokens for one in policies)
         return cls(
@@ -50,13 +50,13 @@ class Largest:
             step_tokens=step_tokens,
             recorded_tokens=min(step_tokens, scheduler.max_num_seqs * window)
             + window
-            + scheduler.max_num_seqs * limits.queries_of_answers,
+            + scheduler.max_num_seqs * limits.pending_queries_per_answer,
         )
 
 
 @contextlib.contextmanager
-def profiled(
-    layers: Sequence[Any], largest: Largest, *, dtype: torch.dtype, device: torch.device
+def hold_largest_queries(
+    layers: Sequence[Any], largest: LargestStep, *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[None]:
     """Hold the queries that may wait for their vote, and vote after the block."""
     kind: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -66,7 +66,11 @@ def profiled(
     if layers:
         widest = max(layers, key=lambda layer: layer.num_heads * layer.head_size)
         for policy in largest.policies:
-            vote = _vote if across_layers(policy) is None else partial(_vote_across, len(layers))
+            vote = (
+                _vote
+                if find_across_layers(policy) is None
+                else partial(_vote_across_layers, len(layers))
+            )
             vote(widest, policy, largest, kind)
     del waiting
 
@@ -87,7 +91,7 @@ def _prompt(layer: Any, tokens: int, query_tokens: int, kind: dict[str, Any]) ->
 
 
 @torch.inference_mode()
-def _vote(layer: Any, policy: Policy, largest: Largest, kind: dict[str, Any]) -> None:
+def _vote(layer: Any, policy: Policy, largest: LargestStep, kind: dict[str, Any]) -> None:
     kept = [torch.empty(2, layer.num_kv_heads, largest.step_tokens, layer.head_size, **kind)]
     prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
     selection = policy.select(prompt)
@@ -97,14 +101,14 @@ def _vote(layer: Any, policy: Policy, largest: Largest, kind: dict[str, Any]) ->
 
 
 @torch.inference_mode()
-def _vote_across(
-    layers: int, layer: Any, policy: Policy, largest: Largest, kind: dict[str, Any]
+def _vote_across_layers(
+    layers: int, layer: Any, policy: Policy, largest: LargestStep, kind: dict[str, Any]
 ) -> None:
     """In so many layers like this one, of which the first may keep all of the prompt."""
     prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
     others = prompt.keys.new_zeros(layers - 1, *prompt.keys.shape[1:3], dtype=torch.float32)
-    ranked = [others, scores_across(policy, prompt)]
-    masks = best_across(ranked, kept_tokens(policy, largest.prompt_tokens))
+    ranked = [others, score_layers(policy, prompt)]
+    masks = mask_best(ranked, count_kept_tokens(policy, largest.prompt_tokens))
     del ranked, others
     shape = layer.num_kv_heads, prompt.keys.shape[2], layer.head_size
     held = [torch.empty(2, layers, *shape, **kind)]

@@ -26,7 +26,7 @@ _COUNT = struct.Struct("dd")  # a value and its time
 
 _SECONDS_BETWEEN_TRIES = 10.0
 
-_ROOM = 1 << 20
+_MIN_FREE_BYTES = 1 << 20
 """Bytes that must be free at the start: about what the files of a server with one engine take."""
 
 
@@ -37,18 +37,18 @@ def write_without_mapping() -> None:
     values.MmapedDict = WrittenCounts
 
 
-def require_room(folder: str) -> None:
+def require_writable(folder: str) -> None:
     """Raise InvalidArgumentError unless the metrics of a server can be written to `folder`."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_ROOM))
+            file.write(bytes(_MIN_FREE_BYTES))
     except OSError as error:
-        raise no_room(folder, error) from error
+        raise cannot_write(folder, error) from error
 
 
-def no_room(folder: str, error: OSError) -> RefusedError:
+def cannot_write(folder: str, error: OSError) -> RefusedError:
     """Say that metrics cannot be written to a folder, and why."""
-    expected = f"a folder with {format_bytes(_ROOM)} of room for metrics"
+    expected = f"a folder with {format_bytes(_MIN_FREE_BYTES)} of room for metrics"
     got = f"'{folder}' ({error.strerror})"
     return wrong("PROMETHEUS_MULTIPROC_DIR", expected, got, "free some, or name another folder")
 

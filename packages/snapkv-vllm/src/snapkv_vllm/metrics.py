@@ -80,7 +80,7 @@ class Stopwatch:
 
 
 @functools.cache
-def _made(name: str, labels: tuple[str, ...]) -> Any:
+def _make_metric(name: str, labels: tuple[str, ...]) -> Any:
     """prometheus_client registers a name once."""
     from prometheus_client import Counter, Gauge, Histogram
 
@@ -105,15 +105,15 @@ class Metrics:
     def __init__(self, **labels: str) -> None:
         self._labels = labels
 
-    def of(self, name: str, **labels: str) -> Any:
+    def get(self, name: str, **labels: str) -> Any:
         labels = self._labels | labels
-        return _made(name, tuple(labels)).labels(**labels)
+        return _make_metric(name, tuple(labels)).labels(**labels)
 
     def count(self, name: str, by: int = 1, **labels: str) -> None:
-        self.of(name, **labels).inc(by)
+        self.get(name, **labels).inc(by)
 
     def set(self, name: str, value: int, **labels: str) -> None:
-        self.of(name, **labels).set(value)
+        self.get(name, **labels).set(value)
 
 
 def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
@@ -122,7 +122,7 @@ def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
 
     if not (get_tp_group().is_first_rank and get_pp_group().is_first_rank):
         return Stopwatch(device, lambda seconds: None)
-    seconds = Metrics(**labels_of(vllm_config)).of("compression_seconds")
+    seconds = Metrics(**labels_of(vllm_config)).get("compression_seconds")
     return Stopwatch(device, seconds.observe)
 
 
@@ -134,18 +134,18 @@ class PromptMetrics(Metrics):
         self._counted: set[str] = set()
         for name in ("waits", "standstills"):
             self.count(name, 0)
-        self.refused("prompt", by=0)
+        self.record_refusal("prompt", by=0)
 
-    def refused(self, reason: str, by: int = 1) -> None:
+    def record_refusal(self, reason: str, by: int = 1) -> None:
         """Count a request that only the engine refuses, which vLLM's server answers with a 500."""
         self.count("refusals", by, status="500", reason=reason)
 
-    def compressed(self, order: Order, blocks_freed: int) -> None:
+    def record_compression(self, order: Order, blocks_freed: int) -> None:
         """Count one compression; what a preempted request frees again counts again."""
         self.count("blocks_freed", blocks_freed)
-        self.count("compressions", stage=order.choice.stage)
+        self.count("compressions", stage=order.selector.stage)
 
-    def prompt_ended(self, request: Any, *, kept_tokens: int) -> None:
+    def record_prompt_end(self, request: Any, *, kept_tokens: int) -> None:
         """Count one prompt; that of a preempted request counts once."""
         if request.request_id in self._counted:
             return
@@ -154,8 +154,8 @@ class PromptMetrics(Metrics):
         self.count("prompt_tokens_seen", seen_tokens)
         self.count("prompt_tokens_kept", kept_tokens)
         self.count("requests", outcome="compressed" if kept_tokens < seen_tokens else "whole")
-        self.of("request_kept_ratio").observe(kept_tokens / seen_tokens)
+        self.get("request_kept_ratio").observe(kept_tokens / seen_tokens)
 
-    def request_ended(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """Forget a request; another one may come under its name."""
         self._counted.discard(request_id)

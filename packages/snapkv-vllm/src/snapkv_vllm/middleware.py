@@ -13,11 +13,17 @@ from fastapi import HTTPException
 
 from snapkv.errors import SnapKVError
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.front.bodies import admit
+from snapkv_vllm.front.bodies import check_body
 from snapkv_vllm.front.rendering import resolve_requests
 from snapkv_vllm.front.routes import router
-from snapkv_vllm.front.streams import FirstEvent, Message, Send
-from snapkv_vllm.front.visits import EVERYBODY, Visit, answering, look_at_prompts, tenant_of
+from snapkv_vllm.front.streams import Message, Send, StreamGate
+from snapkv_vllm.front.request_context import (
+    SHARED_TENANT,
+    RequestContext,
+    check_prompts,
+    tenant_of,
+    use_context,
+)
 from snapkv_vllm.metrics import Metrics, labels_of
 from snapkv_vllm.plugin import end_with_parent
 
@@ -31,7 +37,7 @@ class Refusals(Metrics):
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(**labels_of(vllm_config) | {"engine": ""})
 
-    def counting(self, visit: Visit, send: Send) -> Send:
+    def counting(self, visit: RequestContext, send: Send) -> Send:
         """Return what sends a response, and counts it if `visit` says that it is a refusal."""
 
         async def send_and_count(message: Message) -> None:
@@ -63,14 +69,14 @@ class SettingsCheck:
         """Answer one request, or the server's start, which is the first to come."""
         settings = self._settings_of(scope)
         has_owner = self._has_keys and "headers" in scope
-        visit = Visit(tenant_of(scope["headers"]) if has_owner else EVERYBODY)
+        visit = RequestContext(tenant_of(scope["headers"]) if has_owner else SHARED_TENANT)
         if scope["type"] == "http" and self._refusals is not None:
             send = self._refusals.counting(visit, send)
         if scope["type"] == "http" and scope["method"] == "POST":
             visit.is_checked, path = False, scope["path"].removeprefix(scope.get("root_path", ""))
             receive = receive if _is_form(scope) else _checking(receive, settings, path)
-            send = FirstEvent(send)
-        with answering(visit):
+            send = StreamGate(send)
+        with use_context(visit):
             await self._app(scope, receive, send)
 
     def _settings_of(self, scope: Message) -> ServingSettings:
@@ -83,7 +89,7 @@ class SettingsCheck:
             self._has_keys = any(state.args.api_key or [envs.VLLM_API_KEY])
             if (client := getattr(state, "engine_client", None)) is not None:
                 self._refusals = Refusals(client.vllm_config)
-                look_at_prompts(client)
+                check_prompts(client)
             if (renderer := getattr(state, "online_renderer", None)) is not None:
                 resolve_requests(renderer, self._settings)
             if self._settings.sessions is not None:
@@ -104,7 +110,7 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
             text.extend(message.get("body", b""))
             more = message.get("more_body", False)
         try:
-            body = admit(bytes(text), settings, path)
+            body = check_body(bytes(text), settings, path)
         except SnapKVError as error:
             # FastAPI answers with it wherever it comes up while a body is read.
             raise HTTPException(400, detail=str(error)) from error

@@ -12,13 +12,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-METRICS = "PROMETHEUS_MULTIPROC_DIR"
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Names the folder through which processes count together, before prometheus_client is imported."""
 
-PROCESSES = ("EngineCore", "VllmWorker-", "ApiServer_")
+PROCESS_NAME_PREFIXES = ("EngineCore", "VllmWorker-", "ApiServer_")
 """How the names of the processes that vLLM starts begin: engines, workers, several web servers."""
 
-_OURS = "SNAPKV_METRICS_DIR"
+_OWN_FOLDER_VARIABLE = "SNAPKV_METRICS_DIR"
 """Names that folder once more, where it is one of `metrics_folder`."""
 
 
@@ -30,15 +30,15 @@ def register() -> None:
     started ends with its parent from here on; by vLLM's own command, from where its worker, its
     scheduler or its web application is made.
     """
-    from snapkv_vllm.versions import supported_version
+    from snapkv_vllm.versions import is_supported_version
 
-    if own_folder():
+    if own_metrics_folder():
         end_with_parent()
-    if METRICS in os.environ:
+    if METRICS_VARIABLE in os.environ:
         from snapkv_vllm.metric_files import write_without_mapping
 
         write_without_mapping()
-    if supported_version():
+    if is_supported_version():
         with contextlib.suppress(ImportError, AttributeError):  # an engine that asks for us is told
             from snapkv_vllm.blocks import register_spec
 
@@ -46,29 +46,32 @@ def register() -> None:
 
 
 @contextlib.contextmanager
-def metrics_folder() -> Iterator[None]:
+def make_metrics_folder() -> Iterator[None]:
     """Have the processes that are started meanwhile count in a folder of their own.
 
     Raises InvalidArgumentError if there is no room for one.
     """
-    from snapkv_vllm.metric_files import no_room, require_room
+    from snapkv_vllm.metric_files import cannot_write, require_writable
 
     try:
         made = tempfile.TemporaryDirectory(prefix="snapkv-metrics-")
     except OSError as error:
-        raise no_room(tempfile.tempdir or "a temporary folder", error) from error
+        raise cannot_write(tempfile.tempdir or "a temporary folder", error) from error
     with made as folder:
-        require_room(folder)
-        os.environ[METRICS] = os.environ[_OURS] = folder
+        require_writable(folder)
+        os.environ[METRICS_VARIABLE] = os.environ[_OWN_FOLDER_VARIABLE] = folder
         try:
             yield
         finally:
-            for name in (METRICS, _OURS):  # what this process starts next has no such folder
+            for name in (
+                METRICS_VARIABLE,
+                _OWN_FOLDER_VARIABLE,
+            ):  # what this process starts next has no such folder
                 del os.environ[name]
 
 
 @contextlib.contextmanager
-def users_folder() -> Iterator[None]:
+def lock_users_folder() -> Iterator[None]:
     """Hold the folder that the user has named, in which the counts of two servers would add up.
 
     Raises InvalidArgumentError if another server holds it, or there is no room in it.
@@ -76,30 +79,32 @@ def users_folder() -> Iterator[None]:
     import fcntl
 
     from snapkv_vllm.admission.names import wrong
-    from snapkv_vllm.metric_files import no_room, require_room
+    from snapkv_vllm.metric_files import cannot_write, require_writable
 
-    folder = os.environ[METRICS]
+    folder = os.environ[METRICS_VARIABLE]
     try:
         os.makedirs(folder, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise no_room(folder, error) from error
+        raise cannot_write(folder, error) from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             alone, got = "a folder of this server alone", f"'{folder}', which another one uses"
-            raise wrong(METRICS, alone, got, "leave it out, or name another folder") from None
-        require_room(folder)
+            raise wrong(
+                METRICS_VARIABLE, alone, got, "leave it out, or name another folder"
+            ) from None
+        require_writable(folder)
         yield
     finally:
         os.close(handle)
 
 
-def own_folder() -> Path | None:
+def own_metrics_folder() -> Path | None:
     """The folder of `metrics_folder`, in it and in what was started there; None elsewhere."""
-    folder = os.environ.get(_OURS)
-    return Path(folder) if folder and folder == os.environ.get(METRICS) else None
+    folder = os.environ.get(_OWN_FOLDER_VARIABLE)
+    return Path(folder) if folder and folder == os.environ.get(METRICS_VARIABLE) else None
 
 
 def end_with_parent() -> None:
@@ -111,17 +116,17 @@ def end_with_parent() -> None:
     Linux), nothing happens.
     """
     parent = multiprocessing.parent_process()
-    of_vllm = multiprocessing.current_process().name.startswith(PROCESSES)
+    of_vllm = multiprocessing.current_process().name.startswith(PROCESS_NAME_PREFIXES)
     if parent is not None and of_vllm and hasattr(os, "pidfd_open"):
         _watch(parent.pid)
 
 
 @functools.cache  # a forked process has another parent
 def _watch(process: int) -> None:
-    threading.Thread(target=_outlive, args=(process,), daemon=True).start()
+    threading.Thread(target=_kill_after, args=(process,), daemon=True).start()
 
 
-def _outlive(process: int) -> None:
+def _kill_after(process: int) -> None:
     try:
         handle = os.pidfd_open(process)
     except ProcessLookupError:
@@ -130,6 +135,6 @@ def _outlive(process: int) -> None:
         ended = select.poll()  # not select.select, which takes no handle above 1023
         ended.register(handle, select.POLLIN)
         ended.poll()
-    if folder := own_folder():
+    if folder := own_metrics_folder():
         shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)

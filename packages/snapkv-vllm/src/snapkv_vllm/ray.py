@@ -13,8 +13,8 @@ from typing import Any
 from snapkv.errors import MissingDependencyError
 from snapkv.validation import nearest
 from snapkv_vllm.admission.names import wrong
-from snapkv_vllm.plugin import METRICS, metrics_folder
-from snapkv_vllm.server import engine_args, parsed
+from snapkv_vllm.plugin import METRICS_VARIABLE, make_metrics_folder
+from snapkv_vllm.server import engine_args, parse_options
 
 _PREFIXES = ("VLLM_", "HF_")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -34,7 +34,7 @@ def runtime_env() -> dict[str, Any]:
         for name, value in os.environ.items()
         if name.startswith(_PREFIXES) and not any(word in name for word in _SECRETS)
     }
-    return {"env_vars": {**own, METRICS: tempfile.gettempdir()}}
+    return {"env_vars": {**own, METRICS_VARIABLE: tempfile.gettempdir()}}
 
 
 def application(
@@ -67,18 +67,18 @@ def application(
             "ray: expected Ray Serve, which is not installed; run pip install 'ray[serve]'"
         ) from error
 
-    _parsed(model, arguments)
+    _parse_arguments(model, arguments)
     kind = serve.deployment(
         serve.ingress()(Replica),
         name="snapkv",
         num_replicas=replicas,
-        ray_actor_options=_with_environment(actor_options or {}),
+        ray_actor_options=_add_environment(actor_options or {}),
         **deployment_options or {},
     )
     return kind.bind(model, arguments)
 
 
-def _with_environment(actor_options: Mapping[str, Any]) -> dict[str, Any]:
+def _add_environment(actor_options: Mapping[str, Any]) -> dict[str, Any]:
     """Actor options with `runtime_env`; what the user says there goes first."""
     given = dict(actor_options.get("runtime_env") or {})
     env_vars = {**runtime_env()["env_vars"], **(given.get("env_vars") or {})}
@@ -95,8 +95,8 @@ class Replica:
 
     def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
         self._stack = contextlib.AsyncExitStack()
-        self._stack.enter_context(metrics_folder())
-        self._args = _parsed(model, arguments)
+        self._stack.enter_context(make_metrics_folder())
+        self._args = _parse_arguments(model, arguments)
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Start the engine, and make vLLM's web application over it."""
@@ -120,10 +120,10 @@ class Replica:
         await self._stack.aclose()
 
 
-def _parsed(model: str, arguments: Mapping[str, Any]) -> Any:
+def _parse_arguments(model: str, arguments: Mapping[str, Any]) -> Any:
     """The namespace that ``vllm serve`` would have made of these options."""
     options = engine_args(**arguments)
-    _, args = parsed(model, ())
+    _, args = parse_options(model, ())
     for name, value in options.items():
         if not hasattr(args, name):
             option = "an option of vllm serve, with underscores"

@@ -21,43 +21,49 @@ def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[st
     found = {name for name, spec in specs.items() if isinstance(spec, FullAttentionSpec)}
     for name in specs:
         if name in found:
-            _require_movable(name, layers.get(name), specs[name])
+            _require_compressible(name, layers.get(name), specs[name])
     for name, layer in layers.items():
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-            _refuse(name, "reads another layer's cache", "a cache for each layer")
+            _raise_unsupported(name, "reads another layer's cache", "a cache for each layer")
     if not found:
         kinds = ", ".join(sorted({type(spec).__name__ for spec in specs.values()})) or "nothing"
-        _refuse("the model", f"keeps {kinds}", "layers with full attention")
+        _raise_unsupported("the model", f"keeps {kinds}", "layers with full attention")
     return found
 
 
-def _require_movable(name: str, layer: Any, spec: Any) -> None:
+def _require_compressible(name: str, layer: Any, spec: Any) -> None:
     from snapkv_vllm.blocks import COUNTERPARTS
 
     if layer is None or type(spec) not in COUNTERPARTS:
-        _refuse(name, f"keeps a {type(spec).__name__}", "full attention")
+        _raise_unsupported(name, f"keeps a {type(spec).__name__}", "full attention")
     if spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        _refuse(name, "has a window in one group with full attention", "a group of its own")
+        _raise_unsupported(
+            name, "has a window in one group with full attention", "a group of its own"
+        )
     if getattr(layer.impl, "alibi_slopes", None) is not None:
-        _refuse(name, "has ALiBi", "attention that does not look at distances in the cache")
+        _raise_unsupported(
+            name, "has ALiBi", "attention that does not look at distances in the cache"
+        )
     backend = layer.get_attn_backend().get_name()
     if backend not in LAYOUTS:
-        _refuse(name, f"runs on {backend}", f"one of {', '.join(LAYOUTS)}")
+        _raise_unsupported(name, f"runs on {backend}", f"one of {', '.join(LAYOUTS)}")
     if (form := getattr(layer, "kv_cache_dtype", "auto")) not in MOVABLE:
-        _refuse(name, f"has a cache in the format {form}", f"one of {', '.join(MOVABLE)}")
+        _raise_unsupported(
+            name, f"has a cache in the format {form}", f"one of {', '.join(MOVABLE)}"
+        )
     if form in FP8 and layer._k_scale.numel() > 1:
-        _refuse(name, "has a scale for every head", "one scale for a layer")
+        _raise_unsupported(name, "has a scale for every head", "one scale for a layer")
     if getattr(layer, "use_sparse", False):
-        _refuse(name, "chooses the tokens it attends to", "attention to all of them")
+        _raise_unsupported(name, "chooses the tokens it attends to", "attention to all of them")
 
 
-def _refuse(layer: str, got: str, expected: str) -> NoReturn:
+def _raise_unsupported(layer: str, got: str, expected: str) -> NoReturn:
     raise UnsupportedModelError(
         f"snapkv: cannot compress prompts: {layer} {got}, expected {expected}; {STOCK}"
     )
 
 
-def require_heads_apart(name: str, layer: Any) -> None:
+def require_splittable_heads(name: str, layer: Any) -> None:
     """Raise UnsupportedModelError unless a layer's heads can hold different numbers of tokens."""
     if getattr(layer.impl, "sinks", None) is not None:
         raise UnsupportedModelError(

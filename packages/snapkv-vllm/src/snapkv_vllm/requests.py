@@ -16,7 +16,7 @@ from snapkv_vllm.versions import require_supported_version
 require_supported_version()
 
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.front.visits import noting_refusals
+from snapkv_vllm.front.request_context import record_refusals
 
 
 class RequestCheck:
@@ -31,13 +31,13 @@ class RequestCheck:
     def validate_params(cls, sampling_params: Any) -> None:
         """Raise a ValueError, which `LLM` hands on and vLLM's server turns into status 400."""
         try:
-            with noting_refusals():
-                cls.settings.for_request(sampling_params.extra_args)
+            with record_refusals():
+                cls.settings.policy_for_request(sampling_params.extra_args)
         except TypeError as error:
             raise ValueError(str(error)) from error
 
 
-def _kinds() -> Iterator[type[Any]]:
+def _processor_types() -> Iterator[type[Any]]:
     """What each of vLLM's runners, as far as it is there, takes for a logits processor."""
     with contextlib.suppress(ImportError):
         from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -58,7 +58,7 @@ class _Checks:
         except ValueError:
             raise AttributeError(name) from None
         settings = ServingSettings.from_config(config)
-        return type("RequestCheck", (RequestCheck, *_kinds()), {"settings": settings})
+        return type("RequestCheck", (RequestCheck, *_processor_types()), {"settings": settings})
 
 
 checks = _Checks()
@@ -66,12 +66,12 @@ checks = _Checks()
 _NAME = f"{__name__}:checks.of_"
 
 
-def name_of_check(settings: ServingSettings) -> str:
+def check_name(settings: ServingSettings) -> str:
     """What to pass as one of vLLM's `logits_processors`."""
     return _NAME + json.dumps(settings.to_config()).encode().hex()
 
 
-def without_checks(processors: Sequence[Any] | None) -> list[Any] | None:
+def remove_checks(processors: Sequence[Any] | None) -> list[Any] | None:
     """The `logits_processors` that an engine loads: all others."""
     others = [one for one in processors or () if not str(one).startswith(_NAME)]
     return others or None

@@ -18,10 +18,10 @@ from snapkv_vllm.admission.compatibility import require_compatible
 from snapkv_vllm.admission.limits import Limits, Sessions
 from snapkv_vllm.admission.names import wrong
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.plugin import METRICS, metrics_folder, users_folder
+from snapkv_vllm.plugin import METRICS_VARIABLE, lock_users_folder, make_metrics_folder
 from snapkv_vllm.versions import require_supported_version
 
-OWN = ("worker_cls", "scheduler_cls", "additional_config", "logits_processors")
+PLUGIN_OPTIONS = ("worker_cls", "scheduler_cls", "additional_config", "logits_processors")
 """The arguments of vLLM through which the plugin works."""
 
 SETTINGS_CHECK = "snapkv_vllm.middleware.SettingsCheck"
@@ -76,13 +76,13 @@ def engine_args(
         limits=limits or Limits(),
         sessions=sessions,
     )
-    return {**options, **_arguments(settings, options)}
+    return {**options, **_plugin_arguments(settings, options)}
 
 
-def _arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
+def _plugin_arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
     """`OWN` for these settings, with what the user gives for them."""
     require_supported_version()
-    from snapkv_vllm.requests import name_of_check
+    from snapkv_vllm.requests import check_name
 
     for taken in ("worker_cls", "scheduler_cls"):
         if given.get(taken) not in (None, "auto"):
@@ -93,7 +93,7 @@ def _arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str,
         "worker_cls": "snapkv_vllm.worker.CompressingWorker",
         "scheduler_cls": "snapkv_vllm.scheduler.scheduler",
         "additional_config": {**(given.get("additional_config") or {}), **settings.to_config()},
-        "logits_processors": [*(given.get("logits_processors") or ()), name_of_check(settings)],
+        "logits_processors": [*(given.get("logits_processors") or ()), check_name(settings)],
     }
 
 
@@ -114,16 +114,16 @@ def command_line(
     """
     for word in options:
         option = word.partition("=")[0].partition(".")[0].replace("_", "-")
-        if option.startswith("--") and option[2:].replace("-", "_") in OWN:
+        if option.startswith("--") and option[2:].replace("-", "_") in PLUGIN_OPTIONS:
             line = "since vLLM would take it in place of the printed one"
             none = f"none with --print-command, {line}"
             raise wrong(option, none, "it", "leave it out, and join the two by hand")
     named = () if _NAME in options else (_NAME, name)
-    own = [*_spelt(_arguments(settings, {})), "--middleware", SETTINGS_CHECK, *named]
+    own = [*_command_words(_plugin_arguments(settings, {})), "--middleware", SETTINGS_CHECK, *named]
     return shlex.join(["vllm", "serve", model, *own, *options])
 
 
-def _spelt(options: Mapping[str, Any]) -> Iterator[str]:
+def _command_words(options: Mapping[str, Any]) -> Iterator[str]:
     """Options of vLLM as words of its command line."""
     for name, value in options.items():
         yield "--" + name.replace("_", "-")
@@ -150,11 +150,11 @@ def serve(
         MissingDependencyError: no vLLM, or one that is too old.
     """
     require_supported_version()
-    with users_folder() if METRICS in os.environ else metrics_folder():
+    with lock_users_folder() if METRICS_VARIABLE in os.environ else make_metrics_folder():
         _run(model, settings, options, name or model)
 
 
-def parsed(model: str, options: Sequence[str]) -> tuple[Any, Any]:
+def parse_options(model: str, options: Sequence[str]) -> tuple[Any, Any]:
     """vLLM's command ``serve`` and what it makes of such options, with our middleware."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -172,11 +172,11 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own command does
-    command, args = parsed(model, options)
+    command, args = parse_options(model, options)
     args.served_model_name = args.served_model_name or [name]
     _leave_memory_free(args, AsyncEngineArgs.gpu_memory_utilization)
-    given = {option: getattr(args, option) for option in OWN}
-    for option, value in _arguments(settings, given).items():
+    given = {option: getattr(args, option) for option in PLUGIN_OPTIONS}
+    for option, value in _plugin_arguments(settings, given).items():
         setattr(args, option, value)
     try:
         command.validate(args)

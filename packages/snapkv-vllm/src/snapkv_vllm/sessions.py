@@ -25,41 +25,43 @@ from snapkv_vllm.admission.plans import Order, PromptPlan, TurnPlan
 from snapkv_vllm.admission.settings import ServingSettings
 from snapkv_vllm.admission.spans import RequestSpans
 from snapkv_vllm.blocks import CompressedManager
-from snapkv_vllm.histories import Compressed, DigestedTokens, History, Owner, going
+from snapkv_vllm.histories import CompressedPrefix, DigestedTokens, History, Owner, choose_evictions
 from snapkv_vllm.metrics import Metrics, labels_of
 
 _logger = logging.getLogger("vllm.snapkv")
 
 _NAME = PREFIX + SESSION
 
-_MOST_HISTORIES = 512
+_MAX_HISTORIES = 512
 """However few blocks they take: the ids of all their tokens are held, too. Tenants share it."""
 
-_MOST_OF_A_NAME = 32
+_MAX_HISTORIES_PER_SESSION = 32
 """Histories of one session name: a conversation, its retries and branches. A request of the session
 is compared with each of them."""
 
 
 @dataclass(kw_only=True)
-class _Turn:
+class _SessionRequest:
     """A request of a session: what it begins with, and how it was compressed."""
 
     owner: Owner
-    given: Mapping[str, Any]  # its settings
+    extra_args: Mapping[str, Any]  # its settings
     prompt: DigestedTokens
-    may_go_on: bool  # from a history, of whose tokens nothing is known but what they leave behind
+    may_use_history: (
+        bool  # from a history, of whose tokens nothing is known but what they leave behind
+    )
     spans: RequestSpans
-    whole: Spans  # what it wants to stay
+    protected: Spans  # what it wants to stay
     plan: TurnPlan
-    compressed: Compressed = field(
-        default_factory=Compressed
+    compressed: CompressedPrefix = field(
+        default_factory=CompressedPrefix
     )  # of what it begins with, then its own
     history: History | None = None
     first_block: int | None = None  # of those that hold what was compressed
     has_searched: bool = False  # and found no history, since its session's last changed
 
 
-class HeldSessions:
+class SessionStore:
     """Histories within a number of blocks, of which every tenant has a share."""
 
     def __init__(
@@ -78,19 +80,19 @@ class HeldSessions:
         self._managers, self._settings = list(managers.values()), settings
         self._metrics = Metrics(**labels_of(vllm_config))
         self._block_bytes = max(map(_block_bytes, kv_cache_config.kv_cache_groups))
-        most_bytes = self._most_bytes(vllm_config, kv_cache_config, settings.sessions.most_bytes)
-        self._most_blocks = most_bytes // self._block_bytes
+        most_bytes = self._max_bytes(vllm_config, kv_cache_config, settings.sessions.most_bytes)
+        self._max_blocks = most_bytes // self._block_bytes
         self._sizes = [manager.block_size for manager in self._managers]
         self._block_tokens = max(self._sizes)
         self._held: list[History] = []  # least recently used first
-        self._turns: dict[str, _Turn] = {}
+        self._turns: dict[str, _SessionRequest] = {}
         self._forgotten: list[int] = []
         self._waiting: set[str] = set()  # requests, for blocks while histories pin some
         for name in ("waits", "requests", "tokens_not_read", "histories_dropped"):
             self._metrics.count(f"session_{name}", 0)
-        self.count()
+        self.report_metrics()
 
-    def _most_bytes(self, vllm_config: Any, kv_cache_config: Any, asked_bytes: int) -> int:
+    def _max_bytes(self, vllm_config: Any, kv_cache_config: Any, asked_bytes: int) -> int:
         """What may be held besides the largest request, which must always have room.
 
         `asked_bytes` is what the server was told, 0 for a quarter.
@@ -112,7 +114,7 @@ class HeldSessions:
 
     # Of requests that come.
 
-    def plan_of(self, request: Any, plan: PromptPlan) -> PromptPlan:
+    def plan_request(self, request: Any, plan: PromptPlan) -> PromptPlan:
         """The plan of a request by itself; `begin` says from which history it goes on."""
         params = request.sampling_params
         given = dict((params and params.extra_args) or {})
@@ -120,33 +122,33 @@ class HeldSessions:
             return plan
         lora = request.lora_request
         owner = (given[_NAME], "" if lora is None else lora.lora_name, request.cache_salt or "")
-        spans = self._settings.spans_of(given)
+        spans = self._settings.spans_of_request(given)
         tokens, policy = plan.prompt_tokens, plan.policy
-        may_go_on = params.prompt_logprobs is None and not request.skip_reading_prefix_cache
-        turn = self._turns[request.request_id] = _Turn(
+        may_use_history = params.prompt_logprobs is None and not request.skip_reading_prefix_cache
+        turn = self._turns[request.request_id] = _SessionRequest(
             owner=owner,
-            given=given,
-            prompt=DigestedTokens.of(request.prompt_token_ids),
-            may_go_on=may_go_on,
+            extra_args=given,
+            prompt=DigestedTokens.from_ids(request.prompt_token_ids),
+            may_use_history=may_use_history,
             spans=spans,
-            whole=self._settings.whole_of(given, tokens),
+            protected=self._settings.protected_spans_of(given, tokens),
             plan=TurnPlan(prompt_tokens=tokens, policy=policy, protect_first=plan.protect_first),
         )
         return turn.plan
 
-    def begin(self, request_id: str) -> PromptPlan | None:
+    def plan_next(self, request_id: str) -> PromptPlan | None:
         """The plan of a request that is next to be scheduled; None for those of no session."""
         turn = self._turns.get(request_id)
         if turn is None:
             return None
-        if turn.may_go_on and turn.history is None and not turn.has_searched:
+        if turn.may_use_history and turn.history is None and not turn.has_searched:
             turn.has_searched = True
-            self._go_on(turn)
+            self._choose_history(turn)
             if turn.history is not None:
-                self._take_up(turn.history, request_id, turn.plan)
+                self._pin_history(turn.history, request_id, turn.plan)
         return turn.plan
 
-    def _go_on(self, turn: _Turn) -> None:
+    def _choose_history(self, turn: _SessionRequest) -> None:
         """Choose the history that stands for most of the prompt.
 
         Tokens are compared before anything is planned, and a history is planned with only if it may
@@ -156,18 +158,18 @@ class HeldSessions:
         candidates = []
         for history in self._held:
             if history.owner == turn.owner:
-                same = turn.prompt.common_tokens(history.tokens)
+                same = turn.prompt.count_common_tokens(history.tokens)
                 most = history.usable_tokens(min(same, tokens - 1), self._block_tokens)
                 candidates.append((most, same, history))
         for most, same, history in sorted(candidates, key=lambda one: one[0], reverse=True):
             if most <= longest:
                 return
-            planned = self._planned_after(turn, history)
+            planned = self._plan_after(turn, history)
             if planned is None:
                 continue
             plan, voters = planned
             begins = history.usable_tokens(min(same, tokens - voters), self._block_tokens)
-            if begins > longest and history.tokens.begins_like(turn.prompt, begins):
+            if begins > longest and history.tokens.has_same_prefix(turn.prompt, begins):
                 longest, turn.history, turn.compressed = begins, history, history.compressed
                 turn.plan = TurnPlan(
                     prompt_tokens=tokens,
@@ -177,40 +179,40 @@ class HeldSessions:
                     dropped_tokens=history.compressed.dropped_tokens,
                 )
 
-    def _planned_after(self, turn: _Turn, history: History) -> tuple[PromptPlan, int] | None:
+    def _plan_after(self, turn: _SessionRequest, history: History) -> tuple[PromptPlan, int] | None:
         """Plan a request that goes on from a history; None where what it asks for is too late.
 
         Returns:
             The plan, and how many last tokens of the prompt must be read, at least 1.
         """
         at, tokens = history.compressed, len(turn.prompt)
-        left = at.left(turn.spans, turn.whole)
+        left = at.remaining_edits(turn.spans, turn.protected)
         if left is None:
             return None
         held_tokens = tokens - at.dropped_tokens
-        plan = self._settings.plan_of_turn(turn.given, held_tokens, left)
-        ends = plan.next(0, 0)
-        voters = max(1, 0 if ends is None else ends.choice.query_tokens)
+        plan = self._settings.plan_turn(turn.extra_args, held_tokens, left)
+        ends = plan.next_compression(0, 0)
+        voters = max(1, 0 if ends is None else ends.selector.query_tokens)
         if tokens - voters >= at.tokens:
             return plan, voters
         # Too few have come to vote: next time.
-        return self._settings.plan_of_turn(turn.given, held_tokens, left, votes=False), 1
+        return self._settings.plan_turn(turn.extra_args, held_tokens, left, votes=False), 1
 
-    def _note_change(self, owner: Owner) -> None:
+    def _reset_searches(self, owner: Owner) -> None:
         """Have requests that have found no history look again, since there are others now."""
         for turn in self._turns.values():
             if turn.owner == owner:
                 turn.has_searched = False
 
-    def _take_up(self, history: History, request_id: str, plan: TurnPlan) -> None:
+    def _pin_history(self, history: History, request_id: str, plan: TurnPlan) -> None:
         """Make a history the most recently used, for as long as the request is under way."""
         history.requests.add(request_id)
         history.last_used = time.time()
         self._held.remove(history)
         self._held.append(history)
         if (plan.prefix_tokens - plan.dropped_tokens) % self._block_tokens:
-            history.tokens = history.tokens.first(plan.prefix_tokens)
-        self._note_change(history.owner)
+            history.tokens = history.tokens.truncate(plan.prefix_tokens)
+        self._reset_searches(history.owner)
 
     def reused_blocks(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
         """What a request begins with: its plan, and the blocks of every group."""
@@ -219,58 +221,58 @@ class HeldSessions:
             return None
         held = turn.plan.prefix_tokens - turn.plan.dropped_tokens
         for manager in self._managers:
-            manager.begin_with(request_id, turn.plan.dropped_tokens)
+            manager.begin_with_history(request_id, turn.plan.dropped_tokens)
         of_groups = zip(turn.history.blocks, self._sizes, strict=True)
         return turn.plan, tuple(blocks[: cdiv(held, size)] for blocks, size in of_groups)
 
-    def dropped_before(self, request_id: str) -> int:
+    def dropped_tokens_of(self, request_id: str) -> int:
         """How many tokens were dropped of the history that a request begins with; 0 without one."""
         turn = self._turns.get(request_id)
         return 0 if turn is None or turn.history is None else turn.plan.dropped_tokens
 
-    def forgotten(self) -> tuple[int, ...]:
+    def pop_forgotten(self) -> tuple[int, ...]:
         """First blocks of histories that are gone since this was asked last."""
         held = {one.first_block for one in self._held}  # some branches share their first blocks
         gone, self._forgotten = set(self._forgotten) - held, []
         return tuple(gone)
 
-    def compressed(self, request_id: str, order: Order) -> None:
+    def record_compression(self, request_id: str, order: Order) -> None:
         """A request has been compressed, or will be in the step under way."""
         turn = self._turns.get(request_id)
-        if turn is None or not order.ends:
+        if turn is None or not order.is_due:
             return
         seen, kept = order.seen_tokens, order.kept_tokens
-        turn.compressed = Compressed(
-            tokens=seen, kept_tokens=kept, drop=turn.spans.drop, whole=turn.whole
+        turn.compressed = CompressedPrefix(
+            tokens=seen, kept_tokens=kept, drop=turn.spans.drop, protected=turn.protected
         )
         turn.first_block = order.moves[0].targets[0]
 
-    def preempted(self, request_id: str) -> None:
+    def record_preemption(self, request_id: str) -> None:
         """A request gives its blocks up, and begins again."""
         turn = self._turns.get(request_id)
         if turn is not None and turn.first_block is not None:
             self._forgotten.append(turn.first_block)
             turn.first_block = None
 
-    def waits(self, request_id: str) -> None:
+    def record_wait(self, request_id: str) -> None:
         """A request finds no blocks though every history that is idle has given its own back."""
-        pinned = self._unread_blocks(one for one in self._held if one.requests - {request_id})
+        pinned = self._count_unused_blocks(one for one in self._held if one.requests - {request_id})
         if pinned and request_id not in self._waiting:
             self._waiting.add(request_id)
             self._metrics.count("session_waits")
-            self.count()
+            self.report_metrics()
             said = "Request %s waits for blocks; histories of sessions in use pin %s"
             _logger.info(said, request_id, pinned)
 
-    def _unread_blocks(self, histories: Iterable[History]) -> int:
+    def _count_unused_blocks(self, histories: Iterable[History]) -> int:
         """Blocks of histories that no request holds."""
         of_groups = zip(*(one.blocks for one in histories), strict=True)
         kept = zip(self._managers, of_groups, strict=False)
-        return sum(manager.blocks_without_request(blocks) for manager, blocks in kept)
+        return sum(manager.count_unused_blocks(blocks) for manager, blocks in kept)
 
     # What a front end asks.
 
-    def listed(self, whose: str) -> list[dict[str, Any]]:
+    def list_sessions(self, whose: str) -> list[dict[str, Any]]:
         """What there is of the sessions whose names begin so, least recently used first."""
         return [
             {
@@ -285,19 +287,19 @@ class HeldSessions:
             if one.owner[0].startswith(whose)
         ]
 
-    def deleted(self, session: str) -> dict[str, int]:
+    def delete_session(self, session: str) -> dict[str, int]:
         """Forget the histories of a session, unless requests of it are under way."""
         own = [one for one in self._held if one.owner[0] == session]
         requests = sum(turn.owner[0] == session for turn in self._turns.values())
         if not requests:
             for one in own:
                 self._forget(one)
-            self.count()
+            self.report_metrics()
         return {"histories": len(own), "requests": requests}
 
     # Of requests that end.
 
-    def request_ends(self, request: Any) -> None:
+    def store_history(self, request: Any) -> None:
         """Hold what a request has seen, to be called before its blocks are freed."""
         self._waiting.discard(request.request_id)
         turn = self._turns.pop(request.request_id, None)
@@ -305,24 +307,24 @@ class HeldSessions:
             return
         if turn.history is not None:
             turn.history.requests.discard(request.request_id)
-            self._note_change(turn.owner)
+            self._reset_searches(turn.owner)
             if request.num_computed_tokens >= request.num_prompt_tokens:
                 self._metrics.count("session_requests")
                 self._metrics.count("session_tokens_not_read", turn.plan.prefix_tokens)
-        made = self._made(turn, request)
-        replaced = [] if made is None else self._replaced(made, turn.history)
-        if made is not None and self._make_room(made, replaced):
+        made = self._make_history(turn, request)
+        replaced = [] if made is None else self._find_replaced(made, turn.history)
+        if made is not None and self._make_space(made, replaced):
             for manager in self._managers:
                 tokens = made.held_tokens
-                made.blocks = [*made.blocks, manager.keep_for_others(request.request_id, tokens)]
+                made.blocks = [*made.blocks, manager.pin_blocks(request.request_id, tokens)]
             self._held.append(made)
-            self._note_change(turn.owner)
+            self._reset_searches(turn.owner)
             for one in replaced:
                 self._forget(one)
         elif turn.first_block is not None:
             self._forgotten.append(turn.first_block)
 
-    def _made(self, turn: _Turn, request: Any) -> History | None:
+    def _make_history(self, turn: _SessionRequest, request: Any) -> History | None:
         """The history that a request leaves, still without blocks; None where it leaves none."""
         seen = min(request.num_computed_tokens, len(request.all_token_ids))
         dropped = turn.compressed.dropped_tokens
@@ -334,11 +336,11 @@ class HeldSessions:
             seen = full + dropped  # what is after is read again in any case
         elif not turn.compressed.tokens:
             return None
-        tokens = DigestedTokens.of(request.all_token_ids[:seen])
+        tokens = DigestedTokens.from_ids(request.all_token_ids[:seen])
         prompt = hashlib.sha256(turn.prompt.ids.data).digest()
         return History(owner=turn.owner, prompt=prompt, tokens=tokens, compressed=turn.compressed)
 
-    def _replaced(self, made: History, before: History | None) -> list[History]:
+    def _find_replaced(self, made: History, before: History | None) -> list[History]:
         """What a history takes the place of: what it went on from, and what its turn left before.
 
         Not what is in use.
@@ -350,18 +352,18 @@ class HeldSessions:
             and (one is before or (one.owner, one.prompt) == (made.owner, made.prompt))
         ]
 
-    def _make_room(self, made: History, replaced: Sequence[History]) -> bool:
+    def _make_space(self, made: History, replaced: Sequence[History]) -> bool:
         """Whether there is room for a history, once others that nobody uses have gone for it."""
         others = [one for one in self._held if one not in replaced]
         of_name = [one for one in others if one.owner[0] == made.owner[0]]
         idle_of_name = [one for one in of_name if not one.requests]
-        beyond = max(0, len(of_name) + 1 - _MOST_OF_A_NAME)
+        beyond = max(0, len(of_name) + 1 - _MAX_HISTORIES_PER_SESSION)
         if beyond > len(idle_of_name):
             return False
         gone = idle_of_name[:beyond]
         measures: tuple[tuple[int, Callable[[History], int]], ...] = (
-            (self._most_blocks, lambda one: one.block_count(self._sizes)),
-            (_MOST_HISTORIES, lambda one: 1),
+            (self._max_blocks, lambda one: one.block_count(self._sizes)),
+            (_MAX_HISTORIES, lambda one: 1),
         )
         for most, size_of in measures:
             taken: Counter[str] = Counter()
@@ -369,7 +371,7 @@ class HeldSessions:
             for one in (made, *staying):
                 taken[one.tenant] += size_of(one)
             idle = [one for one in staying if not one.requests]
-            leaving, lacking = going(idle, taken, most, size_of)
+            leaving, lacking = choose_evictions(idle, taken, most, size_of)
             if lacking:
                 return False
             gone += leaving
@@ -377,12 +379,12 @@ class HeldSessions:
             self._drop(one)
         return True
 
-    def give_back(self) -> bool:
+    def evict_least_recent(self) -> bool:
         """Have the least recently used history give its blocks back; whether there was one."""
         idle = next((one for one in self._held if not one.requests), None)
         if idle is not None:
             self._drop(idle)
-            self.count()
+            self.report_metrics()
         return idle is not None
 
     def _drop(self, history: History) -> None:
@@ -393,23 +395,23 @@ class HeldSessions:
         """Forget all histories that no request begins with."""
         for one in [one for one in self._held if not one.requests]:
             self._forget(one)
-        self.count()
+        self.report_metrics()
 
     def _forget(self, history: History) -> None:
         self._held.remove(history)
-        self._note_change(history.owner)
+        self._reset_searches(history.owner)
         self._forgotten.append(history.first_block)
         for manager, blocks in zip(self._managers, history.blocks, strict=True):
-            manager.give_up(blocks)
+            manager.unpin_blocks(blocks)
 
-    def count(self) -> None:
+    def report_metrics(self) -> None:
         """Tell what is held, once a request that has ended has given its blocks up."""
         blocks = sum(one.block_count(self._sizes) for one in self._held)
         self._metrics.set("session_histories", len(self._held))
         self._metrics.set("session_bytes", blocks * self._block_bytes)
         for state in ("idle", "pinned"):
             found = (one for one in self._held if bool(one.requests) == (state == "pinned"))
-            self._metrics.set("session_blocks", self._unread_blocks(found), state=state)
+            self._metrics.set("session_blocks", self._count_unused_blocks(found), state=state)
 
 
 def _block_bytes(group: Any) -> int:

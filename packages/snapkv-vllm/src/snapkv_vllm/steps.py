@@ -25,6 +25,6 @@ class CompressingStep(SchedulerOutput):
     snapkv_forgotten: Sequence[int] = ()
 
     @classmethod
-    def of(cls, output: SchedulerOutput, **own: Any) -> Self:
+    def extend(cls, output: SchedulerOutput, **own: Any) -> Self:
         """Return a step of vLLM's with `own` added to it, which shares all of its parts."""
         return cls(**vars(output) | own)

@@ -22,7 +22,7 @@ def installed() -> str | None:
     return None
 
 
-def supported_version() -> bool:
+def is_supported_version() -> bool:
     """Whether a vLLM is installed that the plugin was run with."""
     found = re.match(r"(\d+)\.(\d+)", installed() or "")
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) < NEXT
@@ -33,7 +33,7 @@ def require_supported_version() -> None:
     version = installed()
     if version is None:
         raise MissingDependencyError(f"vllm: expected vLLM, which is not installed; {_INSTALL}")
-    if not supported_version():
+    if not is_supported_version():
         raise MissingDependencyError(
             f"vllm: expected version {BOUNDS}, whose inner parts this plugin uses, got "
             f"{version}; {_INSTALL}"

@@ -3,7 +3,7 @@
 import pytest
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
-from snapkv_vllm.admission.names import DEAF, OF_A_REQUEST
+from snapkv_vllm.admission.names import ENDPOINTS_WITHOUT_XARGS, REQUEST_SETTINGS
 from snapkv_vllm.admission.settings import ServingSettings
 from snapkv_vllm.front.bodies import require_settings
 from snapkv_vllm.server import command_line
@@ -44,7 +44,7 @@ def test_right_settings_and_other_peoples_fields_pass(body):
         ({"SnapKV-Budget": 64}, 'SnapKV-Budget: .* write "vllm_xargs": {"snapkv_budget": ...}'),
         *(
             ({name: 64}, f'{name}: expected inside .* write "vllm_xargs": {{"snapkv_{name}": ...}}')
-            for name in OF_A_REQUEST
+            for name in REQUEST_SETTINGS
         ),
         ({"sampling_params": {"budget": 64}}, 'write "vllm_xargs": {"snapkv_budget": ...}'),
         ({"extra_body": {"vllm_xargs": {"decay": 64}}}, "decay: expected inside vllm_xargs"),
@@ -67,7 +67,7 @@ def test_wrong_and_misplaced_settings_are_refused_by_name(body, words):
         require_settings(body, SETTINGS)
 
 
-@pytest.mark.parametrize("path", DEAF)
+@pytest.mark.parametrize("path", ENDPOINTS_WITHOUT_XARGS)
 def test_a_setting_is_refused_where_vllm_does_not_read_it(path):
     with pytest.raises(SnapKVError, match=f"snapkv_budget: expected none inside .* at {path}"):
         require_settings(RIGHT, SETTINGS, path)
@@ -120,7 +120,7 @@ def test_more_settings_than_exist_are_refused_before_any_is_looked_at(body, plac
     """Wherever settings are looked for: each would hold up all other requests for a moment."""
     looked_at = []
     for module in ("admission.names", "front.bodies"):
-        monkeypatch.setattr(f"snapkv_vllm.{module}.meant", looked_at.append)
+        monkeypatch.setattr(f"snapkv_vllm.{module}.correct_name", looked_at.append)
     said = f"^{place}: expected at most 1,000 names in the object, got 1,001; leave out"
     with pytest.raises(InvalidArgumentError, match=said):
         require_settings(body, SETTINGS)

@@ -10,7 +10,12 @@ import pytest
 
 from snapkv.errors import InvalidArgumentError
 from snapkv_vllm import plugin
-from snapkv_vllm.plugin import METRICS, metrics_folder, own_folder, users_folder
+from snapkv_vllm.plugin import (
+    METRICS_VARIABLE,
+    lock_users_folder,
+    make_metrics_folder,
+    own_metrics_folder,
+)
 
 linux = pytest.mark.skipif(
     not hasattr(os, "pidfd_open"), reason="Linux only, as vLLM's engine on Ray"
@@ -27,13 +32,13 @@ spec.loader.exec_module(module)
 SERVER = f"""
 import multiprocessing, os, resource, time
 {PLUGIN}
-from plugin import METRICS, end_with_parent, metrics_folder
+from plugin import METRICS_VARIABLE, end_with_parent, make_metrics_folder
 
 def worker(files):
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(files)]
     end_with_parent()
-    open(os.path.join(os.environ[METRICS], str(os.getpid())), "w").close()
+    open(os.path.join(os.environ[METRICS_VARIABLE], str(os.getpid())), "w").close()
     print("up", flush=True)
     time.sleep(60)
 
@@ -44,8 +49,8 @@ def engine(context, files):
 
 if __name__ == "__main__":
     context = multiprocessing.get_context(sys.argv[1])
-    with metrics_folder():
-        print(os.environ[METRICS], flush=True)
+    with make_metrics_folder():
+        print(os.environ[METRICS_VARIABLE], flush=True)
         arguments = context, int(sys.argv[2])
         context.Process(target=engine, args=arguments, name="EngineCore").start()
         time.sleep(60)
@@ -76,7 +81,7 @@ import multiprocessing, os, subprocess, time
 from plugin import end_with_parent
 gone = subprocess.Popen([sys.executable, "-c", ""])
 gone.wait()
-os.environ[{METRICS!r}] = {str(tmp_path)!r}
+os.environ[{METRICS_VARIABLE!r}] = {str(tmp_path)!r}
 multiprocessing.parent_process = lambda: gone
 multiprocessing.current_process().name = "EngineCore_DP0"
 end_with_parent()
@@ -116,23 +121,23 @@ print(receiving.recv())
 
 
 def test_two_servers_do_not_count_in_one_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv(METRICS, str(tmp_path / "metrics"))
+    monkeypatch.setenv(METRICS_VARIABLE, str(tmp_path / "metrics"))
     for _ in range(2):  # the first has ended
         with (
-            users_folder(),
+            lock_users_folder(),
             pytest.raises(InvalidArgumentError, match=r"which another one uses; leave it out"),
-            users_folder(),
+            lock_users_folder(),
         ):
             pass
 
 
 def test_a_folder_of_metrics_is_there_meanwhile(monkeypatch):
-    monkeypatch.delenv(METRICS, raising=False)
-    with metrics_folder():
-        folder = own_folder()
+    monkeypatch.delenv(METRICS_VARIABLE, raising=False)
+    with make_metrics_folder():
+        folder = own_metrics_folder()
         assert folder.is_dir()
-    assert own_folder() is None
+    assert own_metrics_folder() is None
     assert not folder.exists()
     for users in ("/of/the/user", "/of/the/user/snapkv-metrics-prod"):
-        monkeypatch.setenv(METRICS, users)
-        assert own_folder() is None
+        monkeypatch.setenv(METRICS_VARIABLE, users)
+        assert own_metrics_folder() is None

@@ -5,7 +5,7 @@ import pytest
 from snapkv import RKV, TOVA, SnapKV, StreamingLLM
 from snapkv.errors import InvalidArgumentError
 from snapkv_vllm import Limits, ServingSettings
-from snapkv_vllm.admission.plans import Growth
+from snapkv_vllm.admission.plans import AnswerLimit
 
 BOUNDED = ServingSettings(
     policy="snapkv",
@@ -16,7 +16,7 @@ BOUNDED = ServingSettings(
 
 
 def plan(given, settings=BOUNDED):
-    return settings.plan_for(given, prompt_tokens=1000)
+    return settings.plan_request(given, prompt_tokens=1000)
 
 
 def test_a_request_is_held_to_what_the_server_promises():
@@ -24,7 +24,7 @@ def test_a_request_is_held_to_what_the_server_promises():
     found = plan({})
     assert found.policy == policy
     evicting = RKV(budget=224, evict_every=32)
-    assert found.growth == Growth(policy=evicting, most_tokens=256, evict_every=32)
+    assert found.answer_limit == AnswerLimit(policy=evicting, max_tokens=256, evict_every=32)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_more_than_promised_is_refused_by_name(given, words):
 def test_a_decode_budget_takes_a_server_that_has_one():
     with pytest.raises(InvalidArgumentError, match="snapkv_decode_budget: expected none on this"):
         plan({"snapkv_decode_budget": 200}, ServingSettings(budget=64))
-    assert plan({"snapkv_decode_budget": 0}, ServingSettings(budget=64)).growth is None
+    assert plan({"snapkv_decode_budget": 0}, ServingSettings(budget=64)).answer_limit is None
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ def test_an_unknown_limit_is_refused_by_name():
 def test_methods_that_evict_are_made_as_they_can_be_served(name, policy):
     limits = Limits(decode_budget=256, decode_policy=name)
     settings = ServingSettings(budget=64, limits=limits)
-    assert plan({}, settings).growth.policy == policy
+    assert plan({}, settings).answer_limit.policy == policy

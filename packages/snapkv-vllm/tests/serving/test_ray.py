@@ -20,7 +20,7 @@ def test_what_vllm_reads_goes_along_and_secrets_stay(monkeypatch):
 def test_what_the_user_says_of_the_environment_goes_first(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     given = {"env_vars": {"VLLM_LOGGING_LEVEL": "ERROR", "MINE": "1"}, "pip": ["einops"]}
-    options = ray._with_environment({"num_gpus": 1, "runtime_env": given})
+    options = ray._add_environment({"num_gpus": 1, "runtime_env": given})
     assert options["num_gpus"] == 1
     assert options["runtime_env"]["pip"] == ["einops"]
     sent = options["runtime_env"]["env_vars"]

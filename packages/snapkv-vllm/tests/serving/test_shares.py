@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapkv_vllm.front.visits import EVERYBODY, tenant_of
-from snapkv_vllm.histories import going
+from snapkv_vllm.front.request_context import SHARED_TENANT, tenant_of
+from snapkv_vllm.histories import choose_evictions
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def leaving(idle, tenant, size, most, in_use=()):
     taken = Counter({tenant: size})
     for one in (*idle, *in_use):
         taken[one.tenant] += one.size
-    found, lacking = going(idle, taken, most, lambda one: one.size)
+    found, lacking = choose_evictions(idle, taken, most, lambda one: one.size)
     return [one.name for one in found], lacking
 
 
@@ -40,7 +40,7 @@ def test_a_tenant_is_the_hash_of_its_key():
     assert (
         len({of(b"Bearer Secret"), of(b"Bearer secret"), of(b"Bearer a b"), of(b"Bearer a")}) == 4
     )
-    assert EVERYBODY not in (of(b"Bearer "), tenant_of([]))
+    assert SHARED_TENANT not in (of(b"Bearer "), tenant_of([]))
 
 
 def test_nobody_makes_go_what_is_within_anothers_share():

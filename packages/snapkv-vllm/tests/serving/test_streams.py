@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from snapkv_vllm.front.streams import FirstEvent
+from snapkv_vllm.front.streams import StreamGate
 
 START = {
     "type": "http.response.start", "status": 200,
@@ -23,7 +23,7 @@ def sent(*bodies):
         messages.append(message)
 
     async def run():
-        first = FirstEvent(send)
+        first = StreamGate(send)
         await first(dict(START))
         for number, body in enumerate(bodies, 1):
             more = number < len(bodies)

@@ -29,7 +29,7 @@ def pretend(monkeypatch, **installed):
 def test_versions_that_the_tests_run_on_pass(monkeypatch, package, number):
     pretend(monkeypatch, **{package: number})
     versions.require_supported_version()
-    assert versions.supported_version()
+    assert versions.is_supported_version()
 
 
 @pytest.mark.parametrize("number", ["0.30.9", "0.34.0", "1.0", "dev"])
@@ -37,7 +37,7 @@ def test_others_are_refused_with_what_to_install(monkeypatch, number):
     pretend(monkeypatch, vllm=number)
     with pytest.raises(MissingDependencyError, match=rf">=0\.31,<0\.34, .*got {number}; run pip"):
         versions.require_supported_version()
-    assert not versions.supported_version()
+    assert not versions.is_supported_version()
 
 
 def test_a_missing_vllm_is_named(monkeypatch):

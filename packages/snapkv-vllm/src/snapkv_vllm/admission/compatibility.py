@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import RKV, TOVA, AcrossLayers, AdaKV
-from snapkv_vllm.admission.names import DECODE_BUDGET, PREFIX, SESSION, SPANS, shown, wrong
+from snapkv_vllm.admission.names import DECODE_BUDGET, PREFIX, SESSION, SPANS, printable, wrong
 from snapkv_vllm.layouts import FP8
 
 _PLAIN = ("auto", "float16", "bfloat16", "float32")
@@ -74,7 +74,7 @@ class Row:
         if not case.found(parts[case.part]) or not (got := option.found(parts[option.part])):
             return
         because = f", since {self.why}" if self.why else ""
-        name, shows = (option.name, got) if option.name else (shown(str(got)), "one")
+        name, shows = (option.name, got) if option.name else (printable(str(got)), "one")
         name = parts.get("called", {}).get(name, name)
         leave = " or ".join(filter(None, (_typed(option.part, name), case.option)))
         remedy = self.remedy or f"leave {leave} out"

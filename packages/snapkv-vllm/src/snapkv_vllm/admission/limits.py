@@ -14,11 +14,11 @@ from snapkv.validation import (
     require_choice,
     require_int,
 )
-from snapkv_vllm.admission.methods import kept_tokens
+from snapkv_vllm.admission.methods import count_kept_tokens
 from snapkv_vllm.admission.names import wrong
-from snapkv_vllm.admission.plans import Growth, queries_of
+from snapkv_vllm.admission.plans import AnswerLimit, count_eviction_queries
 
-SERVED_WHILE_GENERATING = ("r-kv", "tova", "streaming-llm")
+DECODE_POLICIES = ("r-kv", "tova", "streaming-llm")
 """Methods that need only the last queries and the stored tokens to evict."""
 
 
@@ -58,13 +58,13 @@ class Limits(ConfigEntry):
     """
 
     decode_budget: int = 0
-    decode_policy: str = SERVED_WHILE_GENERATING[0]
+    decode_policy: str = DECODE_POLICIES[0]
     evict_every: int = DEFAULT_EVERY
 
     def __post_init__(self) -> None:
         require_int("decode_budget", self.decode_budget, minimum=0)
         require_int("evict_every", self.evict_every, minimum=1)
-        require_choice("decode_policy", self.decode_policy, SERVED_WHILE_GENERATING)
+        require_choice("decode_policy", self.decode_policy, DECODE_POLICIES)
         every, own = self.evict_every, self.to_config()
         if not self.decode_budget and own:
             remedy = "pass decode_budget, too, or leave it out"
@@ -72,11 +72,13 @@ class Limits(ConfigEntry):
         if 0 < self.decode_budget <= every:
             more = f"more than the {every} tokens between two evictions"
             raise wrong("decode_budget", more, self.decode_budget, "raise it, or lower evict_every")
-        if every < (wanted := self.queries_of_answers):
+        if every < (wanted := self.pending_queries_per_answer):
             least = f"at least {wanted}, as many queries as {self.decode_policy} looks at"
             raise wrong("evict_every", least, every, "raise it, or choose another decode_policy")
 
-    def growth_of(self, asked: int | None, prompt_policy: Policy | None) -> Growth | None:
+    def answer_limit_for(
+        self, asked: int | None, prompt_policy: Policy | None
+    ) -> AnswerLimit | None:
         """What prompt and answer are held to while the answer grows; None where it may grow.
 
         That is by what the request asks for, no more than the server's. `prompt_policy` is None
@@ -94,13 +96,15 @@ class Limits(ConfigEntry):
         if prompt_policy is None:
             least = "at least 1 where answers are held to a budget"
             raise wrong("budget", least, 0, f"pass {tokens - every}, or less")
-        if tokens < (needed := kept_tokens(prompt_policy, MOST) + every):
+        if tokens < (needed := count_kept_tokens(prompt_policy, MOST) + every):
             beside = f"what is kept of a prompt and the {every} tokens between two evictions"
             remedy = "raise it, or lower the budget or evict_every"
             raise wrong("decode_budget", f"at least {needed}, {beside}", tokens, remedy)
-        return Growth(policy=self._evicting(tokens - every), most_tokens=tokens, evict_every=every)
+        return AnswerLimit(
+            policy=self._make_eviction_policy(tokens - every), max_tokens=tokens, evict_every=every
+        )
 
-    def _evicting(self, kept_tokens: int) -> EvictingPolicy:
+    def _make_eviction_policy(self, kept_tokens: int) -> EvictingPolicy:
         kind: Callable[..., Policy] = POLICIES[self.decode_policy]
         options: dict[str, dict[str, Any]] = {
             RKV.name: {"evict_every": self.evict_every},
@@ -115,11 +119,13 @@ class Limits(ConfigEntry):
             raise wrong("decode_budget", room, tokens, f"raise it ({error})") from None
 
     @property
-    def queries_of_answers(self) -> int:
+    def pending_queries_per_answer(self) -> int:
         """How many queries of every answer may wait for an eviction."""
         if not self.decode_budget:
             return 0
-        return queries_of(self._evicting(self.decode_budget - self.evict_every))
+        return count_eviction_queries(
+            self._make_eviction_policy(self.decode_budget - self.evict_every)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ METHODS: dict[str, Callable[..., Policy]] = {
 _UNSERVABLE = {"budget", "keep_ratio", "recent", "policy"}
 
 
-def parameters_of(method: str) -> list[str]:
+def parameter_names(method: str) -> list[str]:
     """The names of a method's parameters beside the budget, with those of its scores."""
     around = {DEFAULT: (SnapKV,), AdaKV.name: (SnapKV, AdaKV), AcrossLayers.name: (SnapKV,)}
     kinds = around.get(method) or (POLICIES[method],)
@@ -73,52 +73,57 @@ class WithSpans(Policy):
 
     policy: Policy | None
     spans: RequestSpans
-    of_spans: tuple[Policy, ...] = ()
+    span_policies: tuple[Policy, ...] = ()
 
     def __post_init__(self) -> None:
         if self.policy is None:
             return
-        self.policy.require_protection(self.spans.named)
-        scores, named = scoring(self.policy), self.spans.named
-        room, first = kept_tokens(scores, MOST) - last_tokens(scores), first_tokens(scores)
+        self.policy.require_protection(self.spans.all_spans)
+        scores, named = scoring_policy(self.policy), self.spans.all_spans
+        room, first = (
+            count_kept_tokens(scores, MOST) - count_window_tokens(scores),
+            count_sink_tokens(scores),
+        )
         if named.tokens + first - named.among_first(first) > room:
             got = named.tokens
             raise InvalidArgumentError(f"protect: expected at most {room:,} tokens, got {got:,}")
 
     @property
     def _methods(self) -> list[Policy]:
-        return [one for one in (self.policy, *self.of_spans) if one is not None]
+        return [one for one in (self.policy, *self.span_policies) if one is not None]
 
     @property
     def query_tokens(self) -> int:
         return max((one.query_tokens for one in self._methods), default=0)
 
     @property
-    def last_tokens(self) -> int:
+    def window_tokens(self) -> int:
         """See the function of this name."""
-        return max(map(last_tokens, self._methods), default=0)
+        return max(map(count_window_tokens, self._methods), default=0)
 
     @property
     def per_head_budget(self) -> bool:  # type: ignore[override] # of the method around which it is
         """Whether the method's heads keep different numbers of tokens."""
         return self.policy is not None and self.policy.per_head_budget
 
-    def kept_tokens(self, prompt_tokens: int) -> int:
+    def count_kept_tokens(self, prompt_tokens: int) -> int:
         """Tokens that every layer keeps of a prompt, per KV head; the mean where heads differ."""
-        chosen = prompt_tokens if self.policy is None else kept_tokens(self.policy, prompt_tokens)
-        return chosen - self.spans.lost_tokens
+        chosen = (
+            prompt_tokens if self.policy is None else count_kept_tokens(self.policy, prompt_tokens)
+        )
+        return chosen - self.spans.dropped_tokens_of_spans
 
     def select(self, layer: PromptLayer) -> Selection:
         """Of a prompt of which nothing was dropped before."""
-        return self.select_at(layer, _slots(layer))
+        return self.select_with_positions(layer, _slots(layer))
 
-    def select_at(self, layer: PromptLayer, positions: Tensor) -> Selection:
+    def select_with_positions(self, layer: PromptLayer, positions: Tensor) -> Selection:
         """Where (rows, 1 or H, S) positions say which tokens the slots of a head hold."""
-        named, lost = self.named_in(layer, positions)
+        named, lost = self.protect_spans(layer, positions)
         kept = torch.ones_like(lost) if self.policy is None else _kept(self.policy, named)
         return Selection.of_mask(kept & ~lost, per_head_budget=self.per_head_budget)
 
-    def named_in(
+    def protect_spans(
         self, layer: PromptLayer, positions: Tensor | None = None
     ) -> tuple[PromptLayer, Tensor]:
         """A layer in which all that the spans name is protected, and (rows, 1 or H, S) what goes.
@@ -127,10 +132,10 @@ class WithSpans(Policy):
         """
         positions = _slots(layer) if positions is None else positions
         lost = self.spans.drop.cover(positions)
-        for (span, _), policy in zip(self.spans.compress, self.of_spans, strict=True):
+        for (span, _), policy in zip(self.spans.compress, self.span_policies, strict=True):
             outside = ~Spans((span,)).cover(positions)
             lost = lost | ~_kept(policy, replace(layer, protected=outside))
-        return replace(layer, protected=self.spans.named.cover(positions)), lost
+        return replace(layer, protected=self.spans.all_spans.cover(positions)), lost
 
 
 def _slots(layer: PromptLayer) -> Tensor:
@@ -150,39 +155,39 @@ def _kept(policy: Policy, layer: PromptLayer) -> Tensor:
     return mask.scatter(2, keep.where(keep >= 0, slots), True)[..., :slots]
 
 
-def first_tokens(policy: Policy) -> int:
+def count_sink_tokens(policy: Policy) -> int:
     """How many first tokens a method keeps whatever their votes: attention sinks."""
     tokens: int = getattr(policy, "sink_tokens", getattr(policy, "start", 0))
     return tokens
 
 
-def last_tokens(policy: Policy) -> int:
+def count_window_tokens(policy: Policy) -> int:
     """How many last tokens a method keeps whatever their votes: its window."""
-    scores = scoring(policy)
+    scores = scoring_policy(policy)
     tokens: int = getattr(scores, "window_size", scores.query_tokens)
     return tokens
 
 
-def scoring(policy: Policy) -> Policy:
+def scoring_policy(policy: Policy) -> Policy:
     """The method that scores, inside those around it."""
     return policy.policy if isinstance(policy, AdaKV | AcrossLayers) else policy
 
 
-def kept_tokens(policy: Policy, prompt_tokens: int) -> int:
+def count_kept_tokens(policy: Policy, prompt_tokens: int) -> int:
     """Tokens that every layer keeps of a prompt, per KV head; the mean where heads differ."""
     if isinstance(policy, WithSpans):
-        return policy.kept_tokens(prompt_tokens)
-    budget: int = getattr(scoring(policy), "budget", prompt_tokens)
+        return policy.count_kept_tokens(prompt_tokens)
+    budget: int = getattr(scoring_policy(policy), "budget", prompt_tokens)
     return min(budget, prompt_tokens)
 
 
-def require_spans_within(policy: Policy | None, prompt_tokens: int) -> None:
+def require_spans_fit(policy: Policy | None, prompt_tokens: int) -> None:
     """Raise InvalidArgumentError where a request names spans that its prompt does not have."""
     if isinstance(policy, WithSpans):
-        policy.spans.require_within(prompt_tokens, policy.last_tokens)
+        policy.spans.require_fit(prompt_tokens, policy.window_tokens)
 
 
-def require_first_protected(policy: Policy, tokens: int) -> None:
+def require_can_protect_first(policy: Policy, tokens: int) -> None:
     """Raise InvalidArgumentError unless a method keeps the first tokens, and has room for them."""
     try:
         if tokens:

@@ -21,7 +21,7 @@ PROTECT_FIRST = "protect_first"
 
 DECODE_BUDGET = "decode_budget"
 
-HINT, HINTED = "agent_hint", "session_id"
+AGENT_HINT, SESSION_ID = "agent_hint", "session_id"
 """The field of a body that says whose session a request belongs to, and the one inside.
 
 The latter is also a field of vLLM's own beside it."""
@@ -32,28 +32,28 @@ SPANS = "spans"
 SESSION = "session"
 """Names whose history a request goes on from, on servers that hold some."""
 
-ASKED = PREFIX + "asked"
+SESSIONS_METHOD = PREFIX + "asked"
 """The method of vLLM's engine that asks which sessions its scheduler holds."""
 
 MESSAGES = "/v1/messages"
 """Anthropic's endpoint, of whose requests vLLM makes chats."""
 
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions", MESSAGES)
+SPAN_ENDPOINTS = ("/v1/completions", "/v1/chat/completions", MESSAGES)
 """Where requests may have spans and a session."""
 
-OF_METHODS = ("window_size", "voters", "kernel_size", "pooling", "decay", "safeguard")
+METHOD_SETTINGS = ("window_size", "voters", "kernel_size", "pooling", "decay", "safeguard")
 """What a request may set for itself where the server's method has it."""
 
-OF_A_REQUEST = ("budget", *OF_METHODS, PROTECT_FIRST, DECODE_BUDGET)
+REQUEST_SETTINGS = ("budget", *METHOD_SETTINGS, PROTECT_FIRST, DECODE_BUDGET)
 """What a request may set for itself."""
 
-SESSIONS_AT = (*ENDPOINTS, "/v1/responses")
+SESSION_ENDPOINTS = (*SPAN_ENDPOINTS, "/v1/responses")
 """Where a request may name the session that it goes on from."""
 
-SILENT = (f"{MESSAGES}/count_tokens", "/tokenize")
+COUNTING_ENDPOINTS = (f"{MESSAGES}/count_tokens", "/tokenize")
 """Where bodies are those of chats, though nothing is generated: they may name a session as well."""
 
-DEAF = (
+ENDPOINTS_WITHOUT_XARGS = (
     "/generative_scoring",
     "/v1/systemone",
     "/v1/decisions",
@@ -62,10 +62,10 @@ DEAF = (
 )
 """Where vLLM generates, and reads no `XARGS`."""
 
-LONGEST = 60
+MAX_SHOWN_CHARACTERS = 60
 """Characters of what a client sent that are said again, or looked at, in one piece."""
 
-UNKNOWN, TAKEN, NO_ROOM = 404, 409, 507
+NOT_FOUND, CONFLICT, INSUFFICIENT_STORAGE = 404, 409, 507
 
 
 class RefusedError(InvalidArgumentError):
@@ -85,11 +85,11 @@ def status_of(error: SnapKVError) -> int:
     """The status of the HTTP response to an error of this package."""
     if isinstance(error, RefusedError):
         return error.status
-    return NO_ROOM if isinstance(error, OutOfMemoryError) else 400
+    return INSUFFICIENT_STORAGE if isinstance(error, OutOfMemoryError) else 400
 
 
-_REASONS = {HINT, HINTED, XARGS, "body", "prompt", SESSION}
-_REASONS |= {PREFIX + name for name in (*OF_A_REQUEST, SPANS, SESSION)}
+_REASONS = {AGENT_HINT, SESSION_ID, XARGS, "body", "prompt", SESSION}
+_REASONS |= {PREFIX + name for name in (*REQUEST_SETTINGS, SPANS, SESSION)}
 
 
 def reason_of(error: Exception) -> str:
@@ -101,10 +101,10 @@ def reason_of(error: Exception) -> str:
     return name if name in _REASONS else "other"
 
 
-def shown(name: str) -> str:
+def printable(name: str) -> str:
     """A name of any length and any characters, on one line of an error message."""
     plain = name.encode("unicode_escape").decode()
-    return plain if len(plain) <= LONGEST else f"{plain[:LONGEST]}..."
+    return plain if len(plain) <= MAX_SHOWN_CHARACTERS else f"{plain[:MAX_SHOWN_CHARACTERS]}..."
 
 
 def require_readable(name: str, value: Any) -> None:
@@ -112,8 +112,10 @@ def require_readable(name: str, value: Any) -> None:
     if value is None:
         raise InvalidTypeError(f"{name}: expected a value, got none; leave {name} out")
     try:
-        fits = not isinstance(value, str | list | tuple | dict) or len(value) <= LONGEST
-        fits = fits and len(repr(value)) <= 2 * LONGEST
+        fits = (
+            not isinstance(value, str | list | tuple | dict) or len(value) <= MAX_SHOWN_CHARACTERS
+        )
+        fits = fits and len(repr(value)) <= 2 * MAX_SHOWN_CHARACTERS
     except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists
         fits = False
     if not fits:
@@ -123,27 +125,27 @@ def require_readable(name: str, value: Any) -> None:
 
 # How clients spell names.
 
-_OF_AGENTS = (SPANS, SESSION)
+_AGENT_SETTINGS = (SPANS, SESSION)
 
-_LONGEST_SESSION = 256
+_MAX_SESSION_CHARACTERS = 256
 
-_SESSION = re.compile(rf".{{1,{_LONGEST_SESSION}}}", re.DOTALL)
+_SESSION_PATTERN = re.compile(rf".{{1,{_MAX_SESSION_CHARACTERS}}}", re.DOTALL)
 
-OWNED_SESSION = re.compile(rf"(([0-9a-f]{{32}})?/)?{_SESSION.pattern}", re.DOTALL)
-"""A session's name inside the engine, with its tenant before it, see `front.visits.owned`."""
+TENANT_SESSION_PATTERN = re.compile(rf"(([0-9a-f]{{32}})?/)?{_SESSION_PATTERN.pattern}", re.DOTALL)
+"""A session's name inside the engine, with its tenant before it, see `front.request_context.owned`."""
 
-_MOST_FIELDS, _ALIKE = 100, 0.8
+_MAX_COMPARED_FIELDS, _MIN_SIMILARITY = 100, 0.8
 """How many fields are compared with words of ours, and from which likeness on they are meant."""
 
-_MOST_NAMES = 1000
+_MAX_NAMES = 1000
 """Fields of a body, and settings inside: far more than any server knows. What a client sends is
 looked at on the loop that answers all requests, and again in the scheduler."""
 
 
 def require_few_names(argument: str, given: Mapping[Any, Any]) -> None:
     """Raise InvalidArgumentError unless an object has at most 1,000 names."""
-    if len(given) > _MOST_NAMES:
-        most = f"at most {_MOST_NAMES:,} names in the object"
+    if len(given) > _MAX_NAMES:
+        most = f"at most {_MAX_NAMES:,} names in the object"
         raise wrong(argument, most, f"{len(given):,}", "leave out what no server reads")
 
 
@@ -155,48 +157,50 @@ def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
     require_few_names(XARGS, given)
     own = {}
     for name, value in given.items():
-        right = meant(name)
+        right = correct_name(name)
         if right not in (None, name):
             expected = f"the name of a setting, such as {right}"
-            raise wrong(shown(name), expected, shown(name), f"write {right}")
+            raise wrong(printable(name), expected, printable(name), f"write {right}")
         if right is not None:
             own[name.removeprefix(PREFIX)] = value
     return own
 
 
-def meant(name: object) -> str | None:
+def correct_name(name: object) -> str | None:
     """The right name of the setting that whoever wrote a name meant; None for names of others."""
     if not isinstance(name, str) or name.startswith(PREFIX):
         return name if isinstance(name, str) else None
     begun = name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
     bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ") if begun else name
-    if bare in OF_A_REQUEST or (begun and bare in _OF_AGENTS):
+    if bare in REQUEST_SETTINGS or (begun and bare in _AGENT_SETTINGS):
         return PREFIX + bare
     return f"{PREFIX}budget" if begun else None
 
 
-def misspelt(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+def find_misspelled_fields(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
     """Fields of a body that are nearly words of this server's, and the right words."""
-    hint = body.get(HINT)
-    places = ((body, (HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (HINTED,)))
+    hint = body.get(AGENT_HINT)
+    places = ((body, (AGENT_HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (SESSION_ID,)))
     for fields, words in places:
-        for name in islice(fields, _MOST_FIELDS):
-            if isinstance(name, str) and name not in words and len(name) <= LONGEST:
-                for right in get_close_matches(name.lower(), words, 1, _ALIKE):
+        for name in islice(fields, _MAX_COMPARED_FIELDS):
+            if isinstance(name, str) and name not in words and len(name) <= MAX_SHOWN_CHARACTERS:
+                for right in get_close_matches(name.lower(), words, 1, _MIN_SIMILARITY):
                     yield name, right
 
 
-def require_session_name(argument: str, value: object, pattern: re.Pattern[str] = _SESSION) -> None:
+def require_session_name(
+    argument: str, value: object, pattern: re.Pattern[str] = _SESSION_PATTERN
+) -> None:
     """Raise RefusedError unless `value` can name a session.
 
     The name becomes the end of a URL's path, by which the session is deleted. Clients and proxies
     change control characters and segments of dots there, even if these are percent-encoded.
     """
-    expected = f"a text of 1 to {_LONGEST_SESSION} characters"
+    expected = f"a text of 1 to {_MAX_SESSION_CHARACTERS} characters"
     remedy = "pass one, such as a random one"
     if not isinstance(value, str) or not pattern.fullmatch(value):
         got = "a longer text" if isinstance(value, str) and value else "another value"
         raise wrong(argument, expected, got, remedy)
     if not value.isprintable() or {".", ".."} & set(value.split("/")):
         expected += ", all of them printable, without . or .. between slashes"
-        raise wrong(argument, expected, f"'{shown(value)}'", remedy)
+        raise wrong(argument, expected, f"'{printable(value)}'", remedy)

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from snapkv.policies import DecodeStep, EvictingPolicy, Policy, PromptLayer
 from snapkv.policies.states import LayerStates
-from snapkv_vllm.admission.methods import WithSpans, kept_tokens
+from snapkv_vllm.admission.methods import WithSpans, count_kept_tokens
 
 
-def queries_of(policy: EvictingPolicy) -> int:
+def count_eviction_queries(policy: EvictingPolicy) -> int:
     """How many of the last queries a method wants to see when it evicts."""
     return policy.history_tokens or policy.query_tokens
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selector:
     """Chooses by what the workers have put aside and by the keys that a request holds."""
 
     stage: ClassVar[str]  # when it does, in a word for the metrics
@@ -40,17 +40,17 @@ class Choice:
         """How many of the last queries it wants to see."""
         return self.policy.query_tokens
 
-    def keep(self, layer: PromptLayer) -> Tensor | None:
+    def select(self, layer: PromptLayer) -> Tensor | None:
         """Which of the held tokens stay.
 
         Returns:
             (layers, H or 1, K) int64, ascending, after a leading run of -1 where heads keep
             different numbers; None where the method keeps everything.
         """
-        selection = self.policy.select(replace(layer, protected=self.protected(layer)))
+        selection = self.policy.select(replace(layer, protected=self.protected_mask(layer)))
         return None if selection is None else selection.keep_indices
 
-    def protected(self, layer: LayerStates) -> Tensor | None:
+    def protected_mask(self, layer: LayerStates) -> Tensor | None:
         """Slots of the first tokens that stay, which are a layer's first: (layers, 1, S) bool."""
         if not self.protect_first:
             return None
@@ -58,25 +58,25 @@ class Choice:
         return (slots < self.protect_first).expand(layer.keys.shape[0], 1, -1)
 
 
-class EndOfPrompt(Choice):
+class PromptSelector(Selector):
     """What the method keeps of a prompt that has been read."""
 
     stage = "prompt"
 
 
-class EndOfTurn(EndOfPrompt):
+class TurnSelector(PromptSelector):
     """What stays at the end of a prompt whose beginning may have been compressed before."""
 
-    def keep_at(self, layer: PromptLayer, positions: Tensor | None) -> Tensor | None:
+    def select_with_positions(self, layer: PromptLayer, positions: Tensor | None) -> Tensor | None:
         """As `keep`, where slots hold the tokens at (layers, 1 or H, S) positions."""
         policy = self.policy
         if positions is None or not isinstance(policy, WithSpans):
-            return self.keep(layer)
-        return policy.select_at(layer, positions).keep_indices
+            return self.select(layer)
+        return policy.select_with_positions(layer, positions).keep_indices
 
 
 @dataclass(frozen=True)
-class WhileGenerating(Choice):
+class AnswerSelector(Selector):
     """What stays while an answer grows."""
 
     stage = "generating"
@@ -90,7 +90,7 @@ class WhileGenerating(Choice):
     def query_tokens(self) -> int:
         return self.queries
 
-    def keep(self, layer: PromptLayer) -> Tensor | None:
+    def select(self, layer: PromptLayer) -> Tensor | None:
         step = DecodeStep(
             queries=layer.queries,
             keys=layer.keys,
@@ -98,7 +98,7 @@ class WhileGenerating(Choice):
             layer_idx=layer.layer_idx,
             depth=layer.depth,
             num_layers=layer.num_layers,
-            protected=self.protected(layer),
+            protected=self.protected_mask(layer),
             columns=torch.empty(*layer.keys.shape[:3], dtype=torch.int64, device="meta"),
             seen_tokens=layer.keys.shape[2],
         )
@@ -121,21 +121,21 @@ class Move:
 class Order:
     """What the workers do with one request in the step that carries the order."""
 
-    choice: Choice
+    selector: Selector
     query_tokens: int  # of the step's last ones, whose queries are put aside for the choice
     seen_tokens: int  # that count as computed when the step is done
     held_tokens: int  # of which keys and values are cached then
-    ends: bool  # whether the choice is made after this step; what was put aside is then forgotten
+    is_due: bool  # whether the choice is made after this step; what was put aside is then forgotten
     kept_tokens: int  # how many stay
     moves: tuple[Move, ...] = ()  # what happens to the blocks of each compressed KV cache group
 
     @property
     def per_head_budget(self) -> bool:
         """Whether the heads of a layer keep different numbers of tokens."""
-        return self.choice.per_head_budget
+        return self.selector.per_head_budget
 
-    def room_tokens(self, block_tokens: int) -> int:
-        return room_tokens(self.choice, self.kept_tokens, self.held_tokens, block_tokens)
+    def reserved_tokens(self, block_tokens: int) -> int:
+        return reserved_tokens(self.selector, self.kept_tokens, self.held_tokens, block_tokens)
 
     @property
     def dropped_tokens(self) -> int:
@@ -143,13 +143,13 @@ class Order:
         return self.seen_tokens - self.kept_tokens
 
 
-def room_tokens(choice: Choice, kept: int, held: int, block_tokens: int) -> int:
+def reserved_tokens(selector: Selector, kept: int, held: int, block_tokens: int) -> int:
     """Tokens to count for those that a choice keeps of what is held, in blocks of so many.
 
     The last page of a head may hold a single token, so where heads keep different numbers,
     `block_tokens` - 1 more are counted than the mean; but no head keeps more than was held.
     """
-    if choice.per_head_budget:
+    if selector.per_head_budget:
         return min(kept + block_tokens - 1, held)
     return kept
 
@@ -158,11 +158,11 @@ def room_tokens(choice: Choice, kept: int, held: int, block_tokens: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Growth:
+class AnswerLimit:
     """Holds an answer to a number of tokens while it grows."""
 
     policy: EvictingPolicy  # evicts
-    most_tokens: int  # of prompt and answer that are held when a token has been generated
+    max_tokens: int  # of prompt and answer that are held when a token has been generated
     evict_every: int  # generated tokens between two evictions; so many are dropped at once
 
 
@@ -170,92 +170,98 @@ class Growth:
 class Compression:
     """One compression of a request."""
 
-    at: int  # how many tokens are computed when it happens
+    trigger_tokens: int  # how many tokens are computed when it happens
     kept_tokens: int
-    choice: Choice
+    selector: Selector
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPlan:
     """When a request is compressed, and to how much, as the scheduler asks and the blocks do."""
 
-    ends_by: ClassVar[type[EndOfPrompt]] = EndOfPrompt
+    selector_type: ClassVar[type[PromptSelector]] = PromptSelector
 
     prompt_tokens: int
     policy: Policy | None = None  # compresses the prompt; None leaves it whole
     protect_first: int = 0  # tokens that stay of prompt and answer, next to those of spans
-    growth: Growth | None = None
+    answer_limit: AnswerLimit | None = None
 
-    def next(self, seen_tokens: int, held_tokens: int) -> Compression | None:
+    def next_compression(self, seen_tokens: int, held_tokens: int) -> Compression | None:
         """The first compression of a request that has seen so many tokens, and holds so many."""
         compression = None
         if seen_tokens < self.prompt_tokens:
-            compression = self._at_the_end(held_tokens + self.prompt_tokens - seen_tokens)
-        return compression or self._while_generating(seen_tokens, held_tokens)
+            compression = self._compression_of_prompt(
+                held_tokens + self.prompt_tokens - seen_tokens
+            )
+        return compression or self._compression_of_answer(seen_tokens, held_tokens)
 
-    def _at_the_end(self, held_then: int) -> Compression | None:
-        if self.policy is None or (kept := kept_tokens(self.policy, held_then)) == held_then:
+    def _compression_of_prompt(self, held_then: int) -> Compression | None:
+        if self.policy is None or (kept := count_kept_tokens(self.policy, held_then)) == held_then:
             return None
-        choice = self.ends_by(self.policy, protect_first=self.protect_first)
-        return Compression(at=self.prompt_tokens, kept_tokens=kept, choice=choice)
+        selector = self.selector_type(self.policy, protect_first=self.protect_first)
+        return Compression(trigger_tokens=self.prompt_tokens, kept_tokens=kept, selector=selector)
 
-    def _while_generating(self, seen: int, held: int) -> Compression | None:
-        if (growth := self.growth) is None:
+    def _compression_of_answer(self, seen: int, held: int) -> Compression | None:
+        if (answer_limit := self.answer_limit) is None:
             return None
-        at = max(self.prompt_tokens, seen - held + growth.most_tokens - 1) + 1
-        queries = min(queries_of(growth.policy), at - self.prompt_tokens)
-        choice = WhileGenerating(growth.policy, queries, protect_first=self.protect_first)
-        kept = growth.most_tokens - growth.evict_every
-        return Compression(at=at, kept_tokens=kept, choice=choice)
+        trigger_tokens = max(self.prompt_tokens, seen - held + answer_limit.max_tokens - 1) + 1
+        queries = min(
+            count_eviction_queries(answer_limit.policy), trigger_tokens - self.prompt_tokens
+        )
+        selector = AnswerSelector(answer_limit.policy, queries, protect_first=self.protect_first)
+        kept = answer_limit.max_tokens - answer_limit.evict_every
+        return Compression(trigger_tokens=trigger_tokens, kept_tokens=kept, selector=selector)
 
-    def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
+    def limit_step(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
         """How many tokens a step computes, so that none runs past the next compression."""
-        compression = self.next(seen_tokens, held_tokens)
+        compression = self.next_compression(seen_tokens, held_tokens)
         if compression is None:
             return offered_tokens
-        return min(offered_tokens, compression.at - seen_tokens)
+        return min(offered_tokens, compression.trigger_tokens - seen_tokens)
 
-    def order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
+    def make_order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
         """What the workers do in a step; None if there is nothing else to do."""
-        compression = self.next(seen_tokens, held_tokens)
+        compression = self.next_compression(seen_tokens, held_tokens)
         if compression is None:
             return None
         computed = seen_tokens + step_tokens
-        first = max(seen_tokens, compression.at - compression.choice.query_tokens)
-        queries, ends = max(0, computed - first), computed == compression.at
-        if not (queries or ends):
+        first = max(seen_tokens, compression.trigger_tokens - compression.selector.query_tokens)
+        queries, is_due = max(0, computed - first), computed == compression.trigger_tokens
+        if not (queries or is_due):
             return None
         return Order(
-            choice=compression.choice,
+            selector=compression.selector,
             query_tokens=queries,
             seen_tokens=computed,
             held_tokens=held_tokens + step_tokens,
-            ends=ends,
+            is_due=is_due,
             kept_tokens=compression.kept_tokens,
         )
 
-    def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
+    def tokens_to_reserve(
+        self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int
+    ) -> int:
         """Tokens to count, in blocks of so many, for what the first compression of a step keeps.
 
         0 where nothing is compressed. The other arguments are those of `order`.
         """
-        compression = self.next(seen_tokens, held_tokens)
+        compression = self.next_compression(seen_tokens, held_tokens)
         if compression is None:
             return 0
-        rest = compression.at - seen_tokens
+        rest = compression.trigger_tokens - seen_tokens
         if step_tokens < rest:
             return 0
         kept, held = compression.kept_tokens, held_tokens + rest
-        return room_tokens(compression.choice, kept, held, block_tokens)
+        return reserved_tokens(compression.selector, kept, held, block_tokens)
 
     @property
-    def shared_tokens(self) -> int | None:
+    def shareable_tokens(self) -> int | None:
         """First tokens whose keys and values are those of every request's; None: all.
 
         After them a request may have dropped what others would see.
         """
-        first = self.next(0, 0)
-        return None if first is None else first.at
+        first = self.next_compression(0, 0)
+        return None if first is None else first.trigger_tokens
 
     @property
     def reusable_tokens(self) -> int | None:
@@ -263,21 +269,25 @@ class PromptPlan:
 
         None: all.
         """
-        first = self.next(0, 0)
-        return None if first is None else max(0, first.at - max(1, first.choice.query_tokens))
+        first = self.next_compression(0, 0)
+        return (
+            None
+            if first is None
+            else max(0, first.trigger_tokens - max(1, first.selector.query_tokens))
+        )
 
-    def most_held(self, tokens: int) -> int:
+    def max_held_tokens(self, tokens: int) -> int:
         """The most that the request holds at any time until it has seen that many tokens."""
         read = min(tokens, self.prompt_tokens)
         if tokens <= self.prompt_tokens:
             return read
-        kept = self.prompt_tokens if self.policy is None else kept_tokens(self.policy, read)
+        kept = self.prompt_tokens if self.policy is None else count_kept_tokens(self.policy, read)
         grown = kept + tokens - self.prompt_tokens
-        if self.growth is not None:
-            grown = min(grown, max(self.growth.most_tokens, kept + 1))
+        if self.answer_limit is not None:
+            grown = min(grown, max(self.answer_limit.max_tokens, kept + 1))
         return max(read, grown)
 
-    def spare_tokens(self, block_tokens: int) -> int:
+    def unused_block_tokens(self, block_tokens: int) -> int:
         """What heads of different length leave empty in their last blocks, at most."""
         apart = self.policy is not None and self.policy.per_head_budget
         return block_tokens - 1 if apart else 0
@@ -287,19 +297,21 @@ class PromptPlan:
 class TurnPlan(PromptPlan):
     """The plan of a session's request, whose prompt may begin with a history that is held."""
 
-    ends_by = EndOfTurn
+    selector_type = TurnSelector
 
     prefix_tokens: int = 0  # that the blocks stand for with which it begins
     dropped_tokens: int = 0  # of those
 
     @property
-    def shared_tokens(self) -> int | None:
-        return 0 if self.dropped_tokens else super().shared_tokens
+    def shareable_tokens(self) -> int | None:
+        return 0 if self.dropped_tokens else super().shareable_tokens
 
     @property
     def reusable_tokens(self) -> int | None:
         """See `PromptPlan`; what a request with a history reuses is that alone."""
         return 0 if self.prefix_tokens else super().reusable_tokens
 
-    def most_held(self, tokens: int) -> int:
-        return tokens - self.dropped_tokens if self.prefix_tokens else super().most_held(tokens)
+    def max_held_tokens(self, tokens: int) -> int:
+        return (
+            tokens - self.dropped_tokens if self.prefix_tokens else super().max_held_tokens(tokens)
+        )

@@ -24,31 +24,31 @@ from snapkv_vllm.admission.limits import Limits, Sessions
 from snapkv_vllm.admission.methods import (
     METHODS,
     WithSpans,
-    first_tokens,
-    last_tokens,
-    parameters_of,
-    require_first_protected,
-    scoring,
+    count_sink_tokens,
+    count_window_tokens,
+    parameter_names,
+    require_can_protect_first,
+    scoring_policy,
 )
 from snapkv_vllm.admission.names import (
     DECODE_BUDGET,
-    OF_A_REQUEST,
-    OF_METHODS,
-    OWNED_SESSION,
+    METHOD_SETTINGS,
     PREFIX,
     PROTECT_FIRST,
+    REQUEST_SETTINGS,
     SESSION,
     SPANS,
+    TENANT_SESSION_PATTERN,
     own_settings,
+    printable,
     require_readable,
     require_session_name,
-    shown,
     wrong,
 )
 from snapkv_vllm.admission.plans import PromptPlan
-from snapkv_vllm.admission.spans import RequestSpans, entries_of
+from snapkv_vllm.admission.spans import RequestSpans, parse_spans
 
-KEY = "snapkv"
+CONFIG_KEY = "snapkv"
 """The server's settings in vLLM's `additional_config`."""
 
 _CAPS = {"max_window_size": MAX_WINDOW_SIZE, "max_kernel_size": MAX_KERNEL_SIZE}
@@ -110,12 +110,12 @@ class ServingSettings:
         for cap in _CAPS:
             require_at_least(cap, getattr(self, cap), 1)
         require_compatible(settings=self)
-        self._planned({}, prompt_tokens=1)
+        self._plan({}, prompt_tokens=1)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """The settings out of vLLM's `additional_config`; unknown names are refused."""
-        given = dict(config.get(KEY) or {})
+        given = dict(config.get(CONFIG_KEY) or {})
         names = ("policy", "budget", PROTECT_FIRST, *_CAPS)
         own = {key: given.pop(key) for key in names if key in given}
         limits = Limits.from_config(given.pop("limits", {}))
@@ -130,7 +130,7 @@ class ServingSettings:
         own |= {cap: getattr(self, cap) for cap in _CAPS if getattr(self, cap) != _CAPS[cap]}
         own |= {"limits": limits} if (limits := self.limits.to_config()) else {}
         own |= {} if self.sessions is None else {"sessions": self.sessions.to_config()}
-        return {KEY: own | dict(self.parameters)}
+        return {CONFIG_KEY: own | dict(self.parameters)}
 
     @property
     def summary(self) -> str:
@@ -138,8 +138,8 @@ class ServingSettings:
         made = self._made(self.budget or None, self.parameters)
         own = {
             name: getattr(one, name)
-            for one in (scoring(made), made)
-            for name in parameters_of(self.policy)
+            for one in (scoring_policy(made), made)
+            for name in parameter_names(self.policy)
             if getattr(one, name, None) is not None
         }
         said = {"policy": self.policy, "budget": self.budget, **own}
@@ -148,11 +148,11 @@ class ServingSettings:
         said |= {**asdict(self.limits), "sessions": sessions}
         return ", ".join(f"{name} {value}" for name, value in said.items())
 
-    def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
+    def policy_for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
         """The method for one request's prompt; None leaves it whole. Raises as `plan_for` does."""
-        return self.plan_for(extra_args, prompt_tokens=1).policy
+        return self.plan_request(extra_args, prompt_tokens=1).policy
 
-    def plan_for(self, extra_args: Mapping[str, Any] | None, prompt_tokens: int) -> PromptPlan:
+    def plan_request(self, extra_args: Mapping[str, Any] | None, prompt_tokens: int) -> PromptPlan:
         """When one request is compressed, and how.
 
         Args:
@@ -165,32 +165,32 @@ class ServingSettings:
             InvalidTypeError: a value of the wrong type.
         """
         given = own_settings(extra_args or {})
-        self._require_known(given)
+        self._require_known_names(given)
         require_compatible(settings=self, given=extra_args or {})
         if (session := given.pop(SESSION, None)) is not None:
-            require_session_name(PREFIX + SESSION, session, OWNED_SESSION)
-        spans = _spans_of(given)
+            require_session_name(PREFIX + SESSION, session, TENANT_SESSION_PATTERN)
+        spans = _pop_spans(given)
         try:
-            return self._planned(given, prompt_tokens, spans)
+            return self._plan(given, prompt_tokens, spans)
         except (InvalidArgumentError, InvalidTypeError) as error:
             said = str(error).removeprefix(PREFIX)  # of spans it has the whole name
             raise type(error)(f"{PREFIX}{said}") from error
 
-    def spans_of(self, extra_args: Mapping[str, Any]) -> RequestSpans:
+    def spans_of_request(self, extra_args: Mapping[str, Any]) -> RequestSpans:
         """What a request says of spans of its prompt."""
-        return _spans_of(own_settings(extra_args))
+        return _pop_spans(own_settings(extra_args))
 
-    def whole_of(self, extra_args: Mapping[str, Any], prompt_tokens: int) -> Spans:
+    def protected_spans_of(self, extra_args: Mapping[str, Any], prompt_tokens: int) -> Spans:
         """What a request wants to stay of its prompt whatever the votes, all without a budget."""
         given = own_settings(extra_args)
-        spans = _spans_of(given)
+        spans = _pop_spans(given)
         if given.get("budget", self.budget):
             first = min(given.get(PROTECT_FIRST, self.protect_first), prompt_tokens)
-            return spans.protecting(first).protect
+            return spans.with_protected_start(first).protect
         others = [*spans.drop.parts, *(span for span, _ in spans.compress)]
         return Spans(((0, prompt_tokens),)).without(Spans.of(SPANS, others))
 
-    def plan_of_turn(
+    def plan_turn(
         self,
         extra_args: Mapping[str, Any],
         held_tokens: int,
@@ -207,9 +207,9 @@ class ServingSettings:
             given.pop(name, None)
         if not votes:
             given["budget"] = 0
-        return self._planned(given, held_tokens, spans)
+        return self._plan(given, held_tokens, spans)
 
-    def costliest(self, prompt_tokens: int) -> list[Policy]:
+    def most_expensive_policies(self, prompt_tokens: int) -> list[Policy]:
         """Of what requests may ask for, the methods one of which takes the most memory.
 
         The most voters, in the window or before it, where votes are counted in another way, and
@@ -217,17 +217,17 @@ class ServingSettings:
         much room.
         """
         asks: list[dict[str, Any]] = [{}]
-        if "voters" in parameters_of(self.policy):
+        if "voters" in parameter_names(self.policy):
             most = self.max_window_size
             asks = [
                 {"voters": most, "window_size": window, "pooling": pooling}
                 for window in (most, 1)
                 for pooling in POOLINGS
             ]
-        every = map(self._parameters, asks)
-        return [self._made(max(prompt_tokens - 1, _ample(own)), own) for own in every]
+        every = map(self._merge_parameters, asks)
+        return [self._made(max(prompt_tokens - 1, _ample_budget(own)), own) for own in every]
 
-    def voters_of(self, extra_args: Mapping[str, Any], question_tokens: int) -> int | None:
+    def count_voters(self, extra_args: Mapping[str, Any], question_tokens: int) -> int | None:
         """How many tokens of a prompt vote that has so many from its question's first one on.
 
         None leaves it to the method. `asked_by` decides, as in the library.
@@ -235,16 +235,16 @@ class ServingSettings:
         if question_tokens > self.max_window_size:
             return None
         given = own_settings(extra_args)
-        own = {name: given[name] for name in parameters_of(self.policy) if name in given}
-        made = self._made(None, self._parameters(own))
-        return getattr(scoring(asked_by(made, question_tokens)), "voters", None)
+        own = {name: given[name] for name in parameter_names(self.policy) if name in given}
+        made = self._made(None, self._merge_parameters(own))
+        return getattr(scoring_policy(asked_by(made, question_tokens)), "voters", None)
 
     @property
     def per_head_budget(self) -> bool:
         """Whether heads keep different numbers of tokens."""
         return self._made(None, self.parameters).per_head_budget
 
-    def _planned(
+    def _plan(
         self,
         given: Mapping[str, Any],
         prompt_tokens: int,
@@ -258,31 +258,31 @@ class ServingSettings:
         first = own.pop(PROTECT_FIRST, self.protect_first)
         require_int(PROTECT_FIRST, first, minimum=0)
         decode_budget = own.pop(DECODE_BUDGET, None)
-        parameters = self._parameters(own)
+        parameters = self._merge_parameters(own)
         made = self._made(budget or None, parameters)
         policy = made if budget else None
-        growth = self.limits.growth_of(decode_budget, policy)
-        for one in (policy, None if growth is None else growth.policy):
+        answer_limit = self.limits.answer_limit_for(decode_budget, policy)
+        for one in (policy, None if answer_limit is None else answer_limit.policy):
             if one is not None:
-                require_first_protected(one, first)
+                require_can_protect_first(one, first)
         if spans:
-            protecting = spans.protecting(min(first, prompt_tokens))
-            policy = self._with_spans(made, protecting, budget, parameters, prompt_tokens)
+            with_protected_start = spans.with_protected_start(min(first, prompt_tokens))
+            policy = self._add_spans(made, with_protected_start, budget, parameters, prompt_tokens)
         return PromptPlan(
             prompt_tokens=prompt_tokens,
             policy=policy,
             protect_first=0 if spans else first,
-            growth=growth,
+            answer_limit=answer_limit,
         )
 
-    def _parameters(self, own: Mapping[str, Any]) -> dict[str, Any]:
+    def _merge_parameters(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """The server's, without what the request's pooling has no use for, and the request's."""
         parameters = dict(self.parameters)
         if "pooling" in own:
             parameters.pop("kernel_size" if own["pooling"] == "fading" else "decay", None)
         return parameters | dict(own)
 
-    def _with_spans(
+    def _add_spans(
         self,
         plain: Policy,
         spans: RequestSpans,
@@ -294,17 +294,17 @@ class ServingSettings:
 
         `prompt_tokens` may be too few where a request is only checked.
         """
-        window, first = last_tokens(plain), first_tokens(scoring(plain))
-        of_spans = []
+        window, first = count_window_tokens(plain), count_sink_tokens(scoring_policy(plain))
+        span_policies = []
         for (start, end), kept in spans.compress:
             if start < first:
                 least = f"a start of at least {first} to compress, since the first {first} stay"
                 raise wrong(SPANS, least, f"{start} to {end}", "begin after them")
             outside = max(prompt_tokens, end + window) - (end - start)
-            of_spans.append(scoring(self._made(outside + kept, parameters)))
-        inner = self._made(budget + spans.lost_tokens, parameters) if budget else None
+            span_policies.append(scoring_policy(self._made(outside + kept, parameters)))
+        inner = self._made(budget + spans.dropped_tokens_of_spans, parameters) if budget else None
         try:
-            made = WithSpans(inner, spans, tuple(of_spans))
+            made = WithSpans(inner, spans, tuple(span_policies))
         except InvalidArgumentError as error:
             kept = sum(kept for _, kept in spans.compress) + spans.protect.tokens
             raise wrong(
@@ -313,14 +313,14 @@ class ServingSettings:
                 f"{kept:,} tokens",
                 f"raise the budget, or protect fewer ({error})",
             ) from None
-        fits = budget >= prompt_tokens - spans.lost_tokens
+        fits = budget >= prompt_tokens - spans.dropped_tokens_of_spans
         return replace(made, policy=None) if fits else made
 
-    def _require_known(self, given: Mapping[str, Any]) -> None:
-        others = set(OF_METHODS).difference(parameters_of(self.policy))
-        names = [PREFIX + one for one in OF_A_REQUEST if one not in others]
+    def _require_known_names(self, given: Mapping[str, Any]) -> None:
+        others = set(METHOD_SETTINGS).difference(parameter_names(self.policy))
+        names = [PREFIX + one for one in REQUEST_SETTINGS if one not in others]
         for name, value in given.items():
-            said = PREFIX + shown(name)
+            said = PREFIX + printable(name)
             if name in (SESSION, SPANS):
                 continue
             if PREFIX + name not in names:
@@ -330,7 +330,7 @@ class ServingSettings:
 
     def _made(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
         """The policy; without a budget, only to check the other parameters."""
-        known = parameters_of(self.policy)
+        known = parameter_names(self.policy)
         for name, value in parameters.items():
             if name not in known:
                 expected = f"a parameter of {self.policy}, which has {', '.join(known)}"
@@ -341,11 +341,13 @@ class ServingSettings:
             if given.get(name) == value:
                 raise wrong(name, expected, repr(value), "leave it out")
         kind = METHODS[self.policy]
-        made = kind(**given, budget=_ample(given))
+        made = kind(**given, budget=_ample_budget(given))
         # A longer window or a wider kernel would cost the other requests too much.
-        kernel = getattr(scoring(made), "kernel_size", None) or 0
+        kernel = getattr(scoring_policy(made), "kernel_size", None) or 0
         width = kernel if isinstance(kernel, int) else sum(kernel) + 1
-        _require_at_most("window_size", last_tokens(made), "max_window_size", self.max_window_size)
+        _require_at_most(
+            "window_size", count_window_tokens(made), "max_window_size", self.max_window_size
+        )
         _require_at_most("voters", made.query_tokens, "max_window_size", self.max_window_size)
         _require_at_most("kernel_size", width, "max_kernel_size", self.max_kernel_size)
         return made if budget is None else kind(**given, budget=budget)
@@ -368,10 +370,10 @@ def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
         raise wrong(name, f"at most {cap:,} on this server", f"{size:,}", remedy)
 
 
-def _ample(given: Mapping[str, Any]) -> int:
+def _ample_budget(given: Mapping[str, Any]) -> int:
     """A budget that any window and its sinks fit into, for checking the rest."""
     return DEFAULT_BUDGET + sum(abs(size) for size in given.values() if isinstance(size, int))
 
 
-def _spans_of(given: MutableMapping[str, Any]) -> RequestSpans:
-    return RequestSpans.of(entries_of(given.pop(SPANS))) if SPANS in given else _NO_SPANS
+def _pop_spans(given: MutableMapping[str, Any]) -> RequestSpans:
+    return RequestSpans.from_edits(parse_spans(given.pop(SPANS))) if SPANS in given else _NO_SPANS

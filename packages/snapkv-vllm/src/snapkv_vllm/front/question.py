@@ -16,7 +16,7 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
 
 
-def question_tokens(
+def count_question_tokens(
     messages: Sequence[Mapping[str, Any]], text: str, ids: Sequence[int], tokenizer: Any
 ) -> int | None:
     """How many tokens a chat's prompt has from its question's first one on.
@@ -30,10 +30,10 @@ def question_tokens(
     said = [part.get("text") for part in reversed(parts) if isinstance(part, Mapping)]
     question = next((one.strip() for one in said if isinstance(one, str) and one.strip()), None)
     place = -1 if question is None else text.rfind(question)
-    return None if place < 0 else tokens_behind(tokenizer, text, ids, place, MOST_VOTERS)
+    return None if place < 0 else count_tokens_from(tokenizer, text, ids, place, MOST_VOTERS)
 
 
-def tokens_behind(
+def count_tokens_from(
     tokenizer: Any, text: str, ids: Sequence[int], place: int, most: int
 ) -> int | None:
     """How many of a text's last tokens, of these, have what stands behind a place in it.
@@ -42,7 +42,7 @@ def tokens_behind(
     """
     if not (ids and getattr(tokenizer, "is_fast", False)):
         return None
-    pieces = _spelt(_vocabulary(tokenizer), ids[-most:])
+    pieces = _token_bytes(_vocabulary(tokenizer), ids[-most:])
     if pieces is None or len(text) - place > sum(map(len, pieces)):
         return None
     behind = text[place:].encode()
@@ -52,7 +52,7 @@ def tokens_behind(
     return next(number for number, size in enumerate(reach, 1) if size >= len(behind))
 
 
-def _spelt(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes] | None:
+def _token_bytes(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes] | None:
     """What each token stands for; None where one of them is not known."""
     if not 0 <= min(ids) <= max(ids) < len(vocabulary):
         return None
@@ -66,7 +66,7 @@ def _vocabulary(tokenizer: Any) -> Sequence[bytes]:
     from tokenizers.decoders import ByteLevel
 
     backend = tokenizer.backend_tokenizer
-    spelt = _spelt_bytes if isinstance(backend.decoder, ByteLevel) else _spelt_words
+    spelt = _byte_level_bytes if isinstance(backend.decoder, ByteLevel) else _sentencepiece_bytes
     numbers = backend.get_vocab(with_added_tokens=True)
     found = [b""] * (max(numbers.values(), default=-1) + 1)
     for token, number in numbers.items():
@@ -76,21 +76,21 @@ def _vocabulary(tokenizer: Any) -> Sequence[bytes]:
     return found
 
 
-def _spelt_words(token: str) -> bytes:
+def _sentencepiece_bytes(token: str) -> bytes:
     """A byte in brackets, or a text with a sign for the space."""
     byte = _BYTE.fullmatch(token)
     return bytes.fromhex(byte[1]) if byte else token.replace(_SPACE, " ").encode()
 
 
-def _spelt_bytes(token: str) -> bytes:
+def _byte_level_bytes(token: str) -> bytes:
     """A letter for every byte, as GPT-2 has them; nothing for what has others."""
     return bytes(_LETTERS[one] for one in token) if _LETTERS.keys() >= set(token) else b""
 
 
-def _letters() -> dict[str, int]:
+def _byte_letters() -> dict[str, int]:
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(0x100) if byte not in shown]
     return {chr(one): one for one in shown} | {chr(0x100 + n): one for n, one in enumerate(hidden)}
 
 
-_LETTERS = _letters()
+_LETTERS = _byte_letters()

@@ -8,8 +8,15 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.admission.names import ASKED, TAKEN, UNKNOWN, shown, status_of, wrong
-from snapkv_vllm.front.visits import noting_refusals, owned
+from snapkv_vllm.admission.names import (
+    CONFLICT,
+    NOT_FOUND,
+    SESSIONS_METHOD,
+    printable,
+    status_of,
+    wrong,
+)
+from snapkv_vllm.front.request_context import add_tenant, record_refusals
 
 PATH = "/v1/snapkv/sessions"
 
@@ -33,11 +40,11 @@ def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
     """Raise RefusedError unless the engines, by their answers, have deleted a session."""
     if any(one["requests"] for one in answers):
         remedy = "delete it when its requests have ended"
-        raise wrong("session", "one without requests under way", "some", remedy, status=TAKEN)
+        raise wrong("session", "one without requests under way", "some", remedy, status=CONFLICT)
     if not any(one["histories"] for one in answers):
-        asked_for, remedy = f"'{shown(name)}'", f"see GET {PATH}"
+        asked_for, remedy = f"'{printable(name)}'", f"see GET {PATH}"
         held = "one of this key's sessions that are held"
-        raise wrong("session", held, asked_for, remedy, status=UNKNOWN)
+        raise wrong("session", held, asked_for, remedy, status=NOT_FOUND)
 
 
 def router(client: Any) -> APIRouter:
@@ -45,15 +52,15 @@ def router(client: Any) -> APIRouter:
     core = client.engine_core
 
     async def asked(method: str, whose: str) -> list[Any]:
-        call, given = core._call_utility_async, (ASKED, method, [whose])
+        call, given = core._call_utility_async, (SESSIONS_METHOD, method, [whose])
         return await asyncio.gather(*(call(*given, engine=one) for one in core.core_engines))
 
     async def every() -> list[dict[str, Any]]:
-        return [one for answer in await asked("listed", owned("")) for one in answer]
+        return [one for answer in await asked("list_sessions", add_tenant("")) for one in answer]
 
     async def delete(name: str) -> Response:
-        answers = await asked("deleted", owned(name))
-        with noting_refusals():
+        answers = await asked("delete_session", add_tenant(name))
+        with record_refusals():
             _require_deleted(name, answers)
         return Response(status_code=204)
 

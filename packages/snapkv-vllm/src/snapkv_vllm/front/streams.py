@@ -11,7 +11,7 @@ _STATUS = {"invalid_request_error": 400, "not_found_error": 404, "rate_limit_err
 Send = Callable[[Message], Awaitable[None]]
 
 
-class FirstEvent:
+class StreamGate:
     """Holds the start of a stream back until its first event, which says whether it is refused.
 
     vLLM asks its engine when the response has begun, with status 200.
@@ -20,7 +20,7 @@ class FirstEvent:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: Message | None = None
-        self._begun: list[Message] = []  # what came before the first event was whole
+        self._withheld: list[Message] = []  # what came before the first event was whole
         self._is_refused = False
 
     async def __call__(self, message: Message) -> None:
@@ -28,21 +28,21 @@ class FirstEvent:
         if message["type"] == "http.response.start" and _is_stream(message):
             self._start = message
         elif self._start is not None:
-            self._begun.append(message)
-            event = _first_event(b"".join(each.get("body", b"") for each in self._begun))
+            self._withheld.append(message)
+            event = _first_event(b"".join(each.get("body", b"") for each in self._withheld))
             if event is None and message.get("more_body", False):
                 return
             start, self._start = self._start, None
             self._is_refused = _is_error(event)
             if self._is_refused:
-                await self._refuse(event)
+                await self._raise_unsupported(event)
                 return
-            for each in (start, *self._begun):
+            for each in (start, *self._withheld):
                 await self._send(each)
         elif not self._is_refused:
             await self._send(message)
 
-    async def _refuse(self, error: Message) -> None:
+    async def _raise_unsupported(self, error: Message) -> None:
         told, body = error["error"], json.dumps(error).encode()
         code = told.get("code", _STATUS.get(told.get("type"), 500))
         status = code if isinstance(code, int) and 400 <= code < 600 else 500

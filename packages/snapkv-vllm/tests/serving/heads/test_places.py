@@ -27,7 +27,9 @@ def handed_out(kept, page_tokens, grown):
 
 
 def places(kept, page_tokens, pages):
-    return HeadPlaces(torch.tensor(kept), page_tokens).of_pages(torch.arange(pages)[None]).tolist()
+    return (
+        HeadPlaces(torch.tensor(kept), page_tokens).page_places(torch.arange(pages)[None]).tolist()
+    )
 
 
 def test_by_hand():
@@ -119,7 +121,7 @@ def test_heads_may_be_put_a_few_at_a_time(page_tokens):
     found = torch.zeros(8 * slots + 1, 2)
     for first in (4, 0, 6, 2):
         longest = int(kept[first : first + 2].max())
-        laid.put(states[first : first + 2, 61 - longest :], found, slots, first)
+        laid.scatter(states[first : first + 2, 61 - longest :], found, slots, first)
     whole = found[:-1].view(8, slots, 2)
     assert torch.equal(whole, spread(laid, states, slots))
     assert int((whole != 0).any(dim=-1).sum()) == int(kept.sum())

@@ -10,8 +10,8 @@ from snapkv import default_policy
 from snapkv.policies.default import asked_by, by_layer
 from snapkv_app.prompts import Prompt
 from snapkv_vllm import Sessions
-from snapkv_vllm.admission.names import misspelt, require_session_name
-from snapkv_vllm.admission.spans import NAME
+from snapkv_vllm.admission.names import find_misspelled_fields, require_session_name
+from snapkv_vllm.admission.spans import SPANS_FIELD
 from tests.serving.vllm.sites import Site
 
 CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
@@ -57,7 +57,7 @@ def test_spans_reach_the_engine_beside_other_settings(client, site, path):
     body |= {"snapkv_spans": [DROP], "vllm_xargs": {"snapkv_budget": 300, "other": 1}}
     assert client.post(path, json=body).status_code == 200
     own, _ = site.seen[-1]
-    assert json.loads(own.pop(NAME)) == [DROP]
+    assert json.loads(own.pop(SPANS_FIELD)) == [DROP]
     assert path == TEXT or own.pop("snapkv_voters")
     assert own == {"snapkv_budget": 300, "other": 1}
 
@@ -68,7 +68,7 @@ def test_edits_of_a_context_are_left_to_vllm_which_has_none(client, site, path):
     context = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
     ids = [client.post(path, json=body | more).json()["ids"] for more in ({}, context)]
     assert ids[0] == ids[1]
-    assert NAME not in site.seen[-1][0]
+    assert SPANS_FIELD not in site.seen[-1][0]
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}], ids=str)
@@ -168,7 +168,7 @@ def test_no_field_that_vllm_reads_is_nearly_a_word_of_ours():
 
     for kind in (AnthropicMessagesRequest, ChatCompletionRequest, CompletionRequest):
         for field in kind.model_fields:
-            assert not list(misspelt({field: {"agent_id": 1, "latency": 2}})), field
+            assert not list(find_misspelled_fields({field: {"agent_id": 1, "latency": 2}})), field
 
 
 def as_anthropic(messages):
@@ -308,12 +308,12 @@ def test_sessions_are_listed_and_deleted_by_their_key(config, monkeypatch, key):
         site.client.told = [{"session": "a/b", "bytes": 9}]
         status, said, told = asked("GET")
         assert (status, json.loads(said)) == (200, 2 * site.client.told)
-        assert told == ("snapkv_asked", "listed", [owner.removesuffix("a/b")], 1)
+        assert told == ("snapkv_asked", "list_sessions", [owner.removesuffix("a/b")], 1)
         for histories, requests, expected in ((2, 0, 204), (0, 0, 404), (2, 1, 409)):
             site.client.told = {"histories": histories, "requests": requests}
             status, said, told = asked("DELETE", "/a%2Fb")
             assert status == expected, said
-            assert told == ("snapkv_asked", "deleted", [owner], 1)
+            assert told == ("snapkv_asked", "delete_session", [owner], 1)
             assert (expected == 204) == (said == "")
         assert client.get(SESSION_PATH).status_code == 401
 
@@ -404,12 +404,16 @@ def test_requests_without_either_are_as_before(client, site):
             },
             "spans that do not overlap",
         ),
-        ("/v1/x", {"vllm_xargs": {NAME: "[]"}}, "it at /v1/completions or"),
+        ("/v1/x", {"vllm_xargs": {SPANS_FIELD: "[]"}}, "it at /v1/completions or"),
         ("/v1/x", {"snapkv_spans": []}, "snapkv_spans: expected it at /v1/completions or"),
         (RESPONSES, {"snapkv_spans": []}, "snapkv_spans: expected it at /v1/completions or"),
         (f"{ANTHROPIC}/count_tokens", {"snapkv_spans": []}, "snapkv_spans: expected it at"),
         (TEXT, {"snapkv_spans": [], "vllm_xargs": "x"}, "vllm_xargs: expected an object"),
-        (TEXT, {"snapkv_spans": [], "vllm_xargs": {NAME: "[]"}}, "snapkv_spans: expected it once"),
+        (
+            TEXT,
+            {"snapkv_spans": [], "vllm_xargs": {SPANS_FIELD: "[]"}},
+            "snapkv_spans: expected it once",
+        ),
     ],
 )
 def test_what_is_wrong_gets_a_400_of_one_line(client, site, path, body, words):

@@ -46,7 +46,7 @@ def test_an_answer_is_evicted_from_as_by_the_library(small, name):
     assert answers == [small.answer(ids, library, 60) for ids in prompts]
 
 
-def blocks_of(engine):
+def to_cache_blocks(engine):
     managers = engine.scheduler._blocks._managers.values()
     (manager,) = managers
     return {name: blocks for name, blocks in manager.req_to_blocks.items() if blocks}
@@ -84,8 +84,8 @@ def test_what_was_read_behind_a_compression_is_nobodys_prefix(tmp_path):
 
 def require_promise(engine):
     for name, request in engine.scheduler.requests.items():
-        most = engine.scheduler._plans[name].most_held(request.num_tokens + 1)
-        blocks = blocks_of(engine).get(name, ())
+        most = engine.scheduler._plans[name].max_held_tokens(request.num_tokens + 1)
+        blocks = to_cache_blocks(engine).get(name, ())
         assert len(blocks) <= -(-most // engine.block_tokens)
 
 

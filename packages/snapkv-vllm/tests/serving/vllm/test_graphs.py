@@ -105,20 +105,20 @@ def test_attention_reads_the_same_buffer_in_every_step(engine):
     """Of each compressed layer's metadata; the runner's own lengths stay true beside it."""
     seen, runner = [], engine.runner
     held = runner._held
-    as_held = held.as_held
+    use_held_lengths = held.use_held_lengths
 
     def note(metadata):
-        told = as_held(metadata)
+        told = use_held_lengths(metadata)
         seen.append((metadata.seq_lens.tolist(), told.seq_lens.tolist()))
         assert told.seq_lens.data_ptr() == held._seq_lens.data_ptr()
         assert metadata.seq_lens.data_ptr() != held._seq_lens.data_ptr()
         return told
 
-    held.as_held = note
+    held.use_held_lengths = note
     try:
         engine.answers([ids_of(100, seed=96)], greedy(3))
     finally:
-        del held.as_held
+        del held.use_held_lengths
     assert [(true[0], told[0]) for true, told in seen] == [(100, 100), (101, 65), (102, 66)]
 
 
@@ -132,7 +132,7 @@ def test_capture_of_tritons_attention_reads_our_lengths():
     builder = object.__new__(TritonAttentionMetadataBuilder)
     builder.__dict__ |= dict.fromkeys(SCRATCH, 0) | {"rswa_window": None}
     held = KeptLengths(4, torch.device("cpu"))
-    held.tell(builder)
+    held.patch_builder(builder)
     lengths = torch.tensor([200, 100], dtype=torch.int32)
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     batch = CommonAttentionMetadata(
@@ -150,7 +150,7 @@ def test_capture_of_tritons_attention_reads_our_lengths():
     captured = builder.build_for_cudagraph_capture(batch)
     assert captured.seq_lens.tolist() == [1, 1]
     assert lengths.tolist() == [200, 100]
-    held.enter(["a", "b"], {"a": 150})
+    held.begin_step(["a", "b"], {"a": 150})
     stepped = builder.build(0, batch)
     assert captured.seq_lens.tolist() == stepped.seq_lens.tolist() == [50, 100]
     assert (stepped.max_seq_len, captured.max_seq_len) == (100, 512)
@@ -170,12 +170,12 @@ def test_votes_of_another_number_of_queries_than_the_windows_are_refused():
     from snapkv_vllm.compressor import QueryRecorder
 
     recorder, heard = QueryRecorder(), []
-    recorder.listen("first", SimpleNamespace(listen=lambda one: heard.append(one)))
-    recorder.wanted = {"a": slice(2, 5)}
+    recorder.attach("first", SimpleNamespace(add_query_listener=lambda one: heard.append(one)))
+    recorder.rows_of_requests = {"a": slice(2, 5)}
     heard[0](torch.randn(5, 4, 8))
-    assert recorder.take("a", "first", 3).shape == (1, 4, 3, 8)
+    assert recorder.take_queries("a", "first", 3).shape == (1, 4, 3, 8)
     for window in (2, 4):
         with pytest.raises(RuntimeError, match=f"a: 3 queries captured in first, {window} exp"):
-            recorder.take("a", "first", window)
+            recorder.take_queries("a", "first", window)
     with pytest.raises(RuntimeError, match="0 queries captured in second"):
-        recorder.take("a", "second", 3)
+        recorder.take_queries("a", "second", 3)

@@ -94,8 +94,8 @@ class Attending:
         if across_layers:
             self.pools = 1  # of heads that share pages
         for name, layer in self.layers.items():
-            self.heads.attach(name, layer)
-        self.heads.tell(self.builder)
+            self.heads.patch_layer(name, layer)
+        self.heads.patch_builder(self.builder)
         return self
 
     def step(self, rows):
@@ -123,7 +123,7 @@ class Attending:
             slot_mapping=torch.tensor(slots),
         )
         if self.heads is not None:
-            self.heads.enter([row.name for row in rows], ends.tolist())
+            self.heads.begin_step([row.name for row in rows], ends.tolist())
         metadata = self.builder.build(0, common)
         answers = []
         for number, layer in enumerate(self.layers.values()):
@@ -137,7 +137,7 @@ class Attending:
             layer.impl.forward(*call, output=output)
             answers.append(output.split(counts))
         if self.heads is not None:
-            self.heads.leave()
+            self.heads.end_step()
         return answers
 
 
@@ -177,7 +177,7 @@ def put_apart(engine, row, states, kept):
     laid = laid.reshape(*kept.shape, *laid.shape[2:])
     for number, name in enumerate(NAMES):
         write(engine, name, row.table, laid[number], blocks * PAGE)
-        engine.heads.note(row.name, name, kept[number], PROMPT)
+        engine.heads.record_kept(row.name, name, kept[number], PROMPT)
 
 
 def write(engine, name, table, states, tokens):
@@ -272,7 +272,7 @@ def softmax_over(queries, states):
 
 def test_nothing_is_remembered_of_a_request_that_has_ended(parts):
     engine = parts().with_heads()
-    engine.heads.note("a", "layer.0", torch.tensor([1, 2, 3]), PROMPT)
+    engine.heads.record_kept("a", "layer.0", torch.tensor([1, 2, 3]), PROMPT)
     assert list(engine.heads._kept) == ["a"]
     engine.heads.forget("a")
     assert list(engine.heads._kept) == []

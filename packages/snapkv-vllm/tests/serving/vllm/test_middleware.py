@@ -41,7 +41,7 @@ def client():
     app.add_middleware(SettingsCheck)
 
     @app.post("/parsed")
-    async def parsed(body: dict) -> StreamingResponse:
+    async def parse_options(body: dict) -> StreamingResponse:
         return StreamingResponse(iter([json.dumps(body)]))
 
     @app.post("/raw")
@@ -271,12 +271,12 @@ FOREIGN = {f"theirs_{number}": number for number in range(SIZE)}
 )
 def test_how_much_is_done_about_a_body_does_not_grow_with_what_is_not_ours(body, is_refused):
     """What is done by Python for each of many settings holds up all other requests."""
-    from snapkv_vllm.front.bodies import admit
+    from snapkv_vllm.front.bodies import check_body
 
     settings, refused, text = ServingSettings(budget=512), False, json.dumps(body).encode()
     with Calls() as calls:
         try:
-            admit(text, settings, "/v1/completions")
+            check_body(text, settings, "/v1/completions")
         except SnapKVError:
             refused = True
     assert refused == is_refused

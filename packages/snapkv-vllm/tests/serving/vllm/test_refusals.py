@@ -11,7 +11,7 @@ from snapkv.errors import InvalidArgumentError, MissingDependencyError, Unsuppor
 from snapkv_vllm import Limits, ServingSettings, Sessions, engine_args, versions
 from snapkv_vllm.admission import compatibility as rules
 from snapkv_vllm.admission.compatibility import require_compatible
-from snapkv_vllm.refusals import compressible_layers, require_heads_apart
+from snapkv_vllm.refusals import compressible_layers, require_splittable_heads
 
 
 def configured(folder, **options):
@@ -140,10 +140,10 @@ def test_graphs_that_leave_prompts_out_are_fine(config, mode):
 
 def test_heads_with_sinks_cannot_be_sequences_of_their_own():
     layer = SimpleNamespace(impl=SimpleNamespace(sinks=None))
-    require_heads_apart("model.layer", layer)
+    require_splittable_heads("model.layer", layer)
     layer.impl.sinks = [0.0]
     with pytest.raises(UnsupportedModelError, match=r"model\.layer has a sink"):
-        require_heads_apart("model.layer", layer)
+        require_splittable_heads("model.layer", layer)
 
 
 def test_images_are_compressed_only_where_positions_are_numbers(config):
@@ -157,10 +157,10 @@ def test_images_are_compressed_only_where_positions_are_numbers(config):
         request.sampling_params = params
         parts = {"_settings": ServingSettings(policy="tova", budget=64), "vllm_config": engine}
         scheduler = SimpleNamespace(**parts, sessions=None)
-        return _CompressingScheduler._plan_of(scheduler, request)
+        return _CompressingScheduler._make_plan(scheduler, request)
 
-    assert plan_of(config).shared_tokens == 100
-    assert plan_of(turned, snapkv_budget=0).shared_tokens is None
+    assert plan_of(config).shareable_tokens == 100
+    assert plan_of(turned, snapkv_budget=0).shareable_tokens is None
     with pytest.raises(InvalidArgumentError, match=r"^prompt: expected text alone .*budget 0"):
         plan_of(turned)
 
@@ -211,17 +211,17 @@ def test_layers_of_another_kind_are_refused():
 
 def test_a_group_of_blocks_is_compressed_whole_or_not_at_all():
     """Without its manager for hybrid models vLLM puts layers with windows among the others."""
-    from snapkv_vllm.blocks import compressed, is_compressed
+    from snapkv_vllm.blocks import is_compressed, to_compressed_spec
 
     plain, windowed = (
         layer_and_spec(**own)[1]["model.layer"] for own in ({}, {"sliding_window": 64})
     )
-    ours = compressed(plain)
+    ours = to_compressed_spec(plain)
     assert is_compressed(ours)
     assert not is_compressed(plain)
     assert is_compressed(SimpleNamespace(kv_cache_specs={"a": ours, "b": ours}))
     assert not is_compressed(SimpleNamespace(kv_cache_specs={"a": plain, "b": plain}))
-    merged = type(ours).merge([ours, compressed(windowed)])
+    merged = type(ours).merge([ours, to_compressed_spec(windowed)])
     apart = SimpleNamespace(kv_cache_specs={"a": ours, "b": plain})
     for mixed in (merged, windowed, apart):
         with pytest.raises(UnsupportedModelError, match="--disable-hybrid-kv-cache-manager"):
@@ -229,10 +229,10 @@ def test_a_group_of_blocks_is_compressed_whole_or_not_at_all():
 
 
 def test_a_scheduler_without_its_worker_is_refused():
-    from snapkv_vllm.blocks import compressed_managers
+    from snapkv_vllm.blocks import find_compressed_managers
 
     with pytest.raises(UnsupportedModelError, match="together"):
-        compressed_managers([object()])
+        find_compressed_managers([object()])
 
 
 @pytest.mark.parametrize("left_out", [(), ("logits_processors",)], ids=["all", "the-first-two"])

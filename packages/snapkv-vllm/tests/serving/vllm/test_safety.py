@@ -76,7 +76,7 @@ def test_preempted_requests_count_once(engine, many_ids):
     metrics = engine.scheduler._metrics
 
     def counted():
-        outcomes = (metrics.of("requests", outcome=one) for one in ("compressed", "whole"))
+        outcomes = (metrics.get("requests", outcome=one) for one in ("compressed", "whole"))
         return sum(one._value.get() for one in outcomes)
 
     before, preempted = counted(), engine.preempted
@@ -96,15 +96,15 @@ def test_a_prompt_counts_when_it_first_ends_and_what_it_frees_every_time():
     )
     metrics = PromptMetrics(config)
     request = SimpleNamespace(request_id="a", num_prompt_tokens=100, num_preemptions=2)
-    order = SimpleNamespace(choice=SimpleNamespace(stage="prompt"))
+    order = SimpleNamespace(selector=SimpleNamespace(stage="prompt"))
     for freed in (3, 2):
-        metrics.compressed(order, freed)
-        metrics.prompt_ended(request, kept_tokens=40)
-    metrics.request_ended("a")
-    metrics.prompt_ended(request, kept_tokens=100)  # another one of that name
+        metrics.record_compression(order, freed)
+        metrics.record_prompt_end(request, kept_tokens=40)
+    metrics.forget_request("a")
+    metrics.record_prompt_end(request, kept_tokens=100)  # another one of that name
 
     def value(name, **more):
-        return metrics.of(name, **more)._value.get()
+        return metrics.get(name, **more)._value.get()
 
     tokens = value("prompt_tokens_seen"), value("prompt_tokens_kept")
     assert (value("blocks_freed"), *tokens) == (5, 200, 140)

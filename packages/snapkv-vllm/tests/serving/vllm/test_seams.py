@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from snapkv_vllm.layouts import LAYOUTS
-from snapkv_vllm.plugin import PROCESSES
-from snapkv_vllm.server import OWN
+from snapkv_vllm.plugin import PROCESS_NAME_PREFIXES
+from snapkv_vllm.server import PLUGIN_OPTIONS
 
 
 def part(name):
@@ -93,7 +93,7 @@ def test_what_a_step_has_computed_counts_once():
 
 def test_options_that_the_plugin_sets_exist():
     fields = {one.name for one in dataclasses.fields(part("engine.arg_utils.EngineArgs"))}
-    assert set(OWN) <= fields
+    assert set(PLUGIN_OPTIONS) <= fields
 
 
 def test_processes_have_the_names_by_which_they_are_known():
@@ -102,7 +102,7 @@ def test_processes_have_the_names_by_which_they_are_known():
         "v1.executor.multiproc_executor.WorkerProc",
         "v1.utils.APIServerProcessManager",
     )
-    for name, owner in zip(PROCESSES, owners, strict=True):
+    for name, owner in zip(PROCESS_NAME_PREFIXES, owners, strict=True):
         assert name in inspect.getsource(part(owner))
 
 
@@ -115,7 +115,7 @@ def test_a_step_of_ours_has_all_that_vllms_has_and_travels_between_processes():
 
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens["a"] = 3
-    step = CompressingStep.of(output, snapkv_orders={"a": 1})
+    step = CompressingStep.extend(output, snapkv_orders={"a": 1})
     assert step.num_scheduled_tokens is output.num_scheduled_tokens
     travelled = pickle.loads(pickle.dumps(step))
     assert travelled == step
@@ -229,18 +229,20 @@ def test_the_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_size", [64, 96, 128])
 def test_the_cpu_layout_knows_packings_by_their_strides(head_size, dtype):
-    from snapkv_vllm.layouts import NumberFormat, _packings
+    from snapkv_vllm.layouts import NumberFormat, _measure_packings
 
-    assert all(packing.tokens for packing in _packings("vec", 128, head_size, NumberFormat(dtype)))
+    assert all(
+        packing.tokens for packing in _measure_packings("vec", 128, head_size, NumberFormat(dtype))
+    )
 
 
 def test_a_packing_without_strides_is_read_place_by_place(monkeypatch):
     from snapkv_vllm import layouts as cpu
 
     places = torch.randperm(16 * 64, generator=torch.Generator().manual_seed(0))
-    packing = cpu._Packing.of(places, 16, 64)
+    packing = cpu._Packing.from_indices(places, 16, 64)
     assert packing.tokens is None
-    monkeypatch.setattr(cpu, "_packings", lambda *of: (packing, packing))
+    monkeypatch.setattr(cpu, "_measure_packings", lambda *of: (packing, packing))
     keys = torch.randn(2, 3, 16, 64)
     cache = torch.zeros(2, 3, 16, 2 * 64)
     for half in cache.view(2, 3, 32, 64).chunk(2, dim=2):
@@ -262,9 +264,9 @@ def test_custom_logits_processors_are_found_by_name_and_asked_about_requests():
     )
 
     from snapkv_vllm import ServingSettings
-    from snapkv_vllm.requests import name_of_check
+    from snapkv_vllm.requests import check_name
 
-    name = name_of_check(ServingSettings(budget=512, parameters={"window_size": 48}))
+    name = check_name(ServingSettings(budget=512, parameters={"window_size": 48}))
     validate_logits_processors_parameters([name], SamplingParams())
     wrong = SamplingParams(extra_args={"snapkv_budget": 40})
     with pytest.raises(VLLMValidationError, match="window_size=48"):
@@ -277,11 +279,11 @@ def test_custom_logits_processors_are_found_by_name_and_asked_about_requests():
 
 def test_workers_keep_the_logits_processors_of_others():
     from snapkv_vllm import ServingSettings
-    from snapkv_vllm.requests import name_of_check, without_checks
+    from snapkv_vllm.requests import check_name, remove_checks
 
-    ours = name_of_check(ServingSettings())
-    assert without_checks(["theirs:One", ours, dict]) == ["theirs:One", dict]
-    assert without_checks([ours]) is without_checks(None) is None
+    ours = check_name(ServingSettings())
+    assert remove_checks(["theirs:One", ours, dict]) == ["theirs:One", dict]
+    assert remove_checks([ours]) is remove_checks(None) is None
 
 
 def test_the_plugin_is_found_and_does_nothing_by_itself():
@@ -329,7 +331,7 @@ def test_nothing_of_a_runner_that_is_not_there_is_asked_for(monkeypatch, absent,
         elif name.partition(".")[0] == "snapkv_vllm":
             monkeypatch.delitem(sys.modules, name)
     ours = everything()
-    name = ours.requests.name_of_check(ours.ServingSettings(budget=64))
+    name = ours.requests.check_name(ours.ServingSettings(budget=64))
     check = pkgutil.resolve_name(name)
     assert issubclass(check, kind)
     with pytest.raises(ValueError, match="snapkv_budget"):
@@ -350,18 +352,18 @@ SEAMS = {
     # Attributes of vLLM's objects that are set, by file.
     "runners.py: runner.__class__",
     "runners.py: state.block_ids",
-    "scheduler.py: setattr(EngineCore, ASKED)",
+    "scheduler.py: setattr(EngineCore, SESSIONS_METHOD)",
     "scheduler.py: blocks.allocate_slots",
     "blocks.py: coordinator.cache_blocks",
     "kept_lengths.py: builder.build",
     "heads.py: builder.build",
     "heads.py: impl.forward",
     "heads.py: impl.do_kv_cache_update",
-    "heads.py: alone.num_heads",
-    "heads.py: alone.num_kv_heads",
+    "heads.py: single.num_heads",
+    "heads.py: single.num_kv_heads",
     "layers.py: impl.forward",
     "layers.py: self.wrapped.forward_impl",
-    "front/visits.py: client.generate",
+    "front/request_context.py: client.generate",
     "metric_files.py: values.MmapedDict",
     "front/rendering.py: setattr(renderer, name)",
     "front/rendering.py: setattr(request, XARGS)",
@@ -376,7 +378,17 @@ SEAMS = {
 """Whatever of vLLM the plugin changes, or uses though its name is private; docs/serving.md says
 what needs it, and what vLLM offers in its place."""
 
-OUR_OBJECTS = ("visit", "current()", "history", "turn", "made", "mine", "manager", "held", "found")
+OUR_OBJECTS = (
+    "visit",
+    "current_context()",
+    "history",
+    "turn",
+    "made",
+    "mine",
+    "manager",
+    "held",
+    "found",
+)
 OUR_OBJECTS += ("self._recorder",)
 """What names of the source stand for objects of our own."""
 
@@ -451,8 +463,8 @@ def test_which_runner_it_is_says_the_runner(monkeypatch):
 
     laid = []
     for kind in (runners.CompressingFirstRunner, runners.CompressingSecondRunner):
-        monkeypatch.setattr(kind, "over", classmethod(lambda cls, runner: laid.append(cls)))
-        runners.compress_in(part(LAID_OVER[kind.__name__]))
+        monkeypatch.setattr(kind, "extend", classmethod(lambda cls, runner: laid.append(cls)))
+        runners.extend_runner(part(LAID_OVER[kind.__name__]))
         assert laid.pop() is kind
 
 
@@ -468,7 +480,7 @@ def test_only_the_runner_that_a_worker_has_made_is_changed():
         module = "snapkv_vllm.runners"
         patch.setattr(f"{module}.require_compatible", lambda **parts: None)
         patch.setattr(f"{module}.compression_stopwatch", lambda config, device: None)
-        assert CompressingRunner.over(one) is one
+        assert CompressingRunner.extend(one) is one
     assert isinstance(one, CompressingRunner)
     assert isinstance(one, Runner)
     assert type(other) is Runner

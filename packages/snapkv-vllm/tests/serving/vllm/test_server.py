@@ -21,7 +21,7 @@ from snapkv import default_policy
 from snapkv.errors import SnapKVError
 from snapkv.policies.default import asked_by, by_layer
 from snapkv_app.prompts import Prompt
-from snapkv_vllm.admission.names import ENDPOINTS, SESSIONS_AT
+from snapkv_vllm.admission.names import SESSION_ENDPOINTS, SPAN_ENDPOINTS
 from snapkv_vllm.admission.settings import ServingSettings
 from tests.serving.fuzzing import random_settings
 from tests.serving.vllm.servers import Server
@@ -96,7 +96,7 @@ def test_completions_chat_and_streams_are_served(client, many_ids):
     streamed = "".join(part.choices[0].delta.content or "" for part in parts)
     assert streamed == chat.choices[0].message.content
     several = answer(client, prompt(many_ids, 30), n=3, temperature=1.0)
-    assert [len(choice.token_ids) for choice in several.choices] == [12, 12, 12]
+    assert [len(selector.token_ids) for selector in several.choices] == [12, 12, 12]
 
 
 def test_answers_are_those_of_the_library(client, served, many_ids):
@@ -185,7 +185,7 @@ def forget(server, session):
 
 def is_chat(path):
     """Whether a body of `BODIES` leaves a history there: others have not a block of tokens."""
-    return path in SESSIONS_AT and path != "/v1/completions"
+    return path in SESSION_ENDPOINTS and path != "/v1/completions"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -200,11 +200,15 @@ def test_every_endpoint_refuses_before_it_answers(server, path, stream):
     for hint in ({"agent_hint": {"session_id": "short"}}, {"session_id": "short"}):
         status, said = server.post(path, BODIES[path] | {"stream": stream} | hint)
         is_refused = "session_id: expected it at /v1/completions" in said
-        assert (status, is_refused) == ((200, False) if path in SESSIONS_AT else (400, True)), said
+        assert (status, is_refused) == (
+            (200, False) if path in SESSION_ENDPOINTS else (400, True)
+        ), said
     assert forget(server, "short") == (204 if is_chat(path) else 404)
     beyond = {"snapkv_spans": [{"start": 0, "end": 999, "do": "drop"}]}
     status, said = server.post(path, BODIES[path] | {"stream": stream} | beyond)
-    words = "it at /v1/completions" if path not in ENDPOINTS else BEYOND.get(path, "an end of at")
+    words = (
+        "it at /v1/completions" if path not in SPAN_ENDPOINTS else BEYOND.get(path, "an end of at")
+    )
     assert (status, f"snapkv_spans: expected {words}" in said) == (400, True), said
     if not (path.endswith("batch") and stream):
         right = {"stream": stream, "vllm_xargs": {"snapkv_budget": 64}}
@@ -297,7 +301,7 @@ def timed(server, prompt, settings, *, stream=False):
 
 def expected_status(settings):
     try:
-        SETTINGS.for_request(json.loads(json.dumps(settings)))
+        SETTINGS.policy_for_request(json.loads(json.dumps(settings)))
     except SnapKVError:
         return 400
     return 200

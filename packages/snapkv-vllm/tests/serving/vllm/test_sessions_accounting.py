@@ -7,7 +7,7 @@ import pytest
 
 from snapkv_vllm import Sessions
 from snapkv_vllm.admission.names import PREFIX, SESSION
-from snapkv_vllm.admission.spans import NAME
+from snapkv_vllm.admission.spans import SPANS_FIELD
 from tests.serving.vllm.test_accounting import (
     PAGE,
     TOKEN_BYTES,
@@ -29,7 +29,7 @@ def held_blocks(held):
 
 
 def went_on(held):
-    return held._metrics.of("session_requests")._value.get()
+    return held._metrics.get("session_requests")._value.get()
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Session:
             self.ids[draw.randrange(len(self.ids))] = 91
         said = [{"start": a, "end": b, "do": "drop"} for a, b in self.results[:-1]]
         said += [{"start": a, "end": b, "do": "protect"} for a, b in self.results[-1:]]
-        spans = {NAME: said} if self.budget % 2 == 0 else {}
+        spans = {SPANS_FIELD: said} if self.budget % 2 == 0 else {}
         return {PREFIX + SESSION: self.name, "snapkv_budget": self.budget, **spans}
 
 
@@ -86,7 +86,7 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
         if draw.random() < 0.1:
             running.abort(draw)
         assert held_blocks(held) <= MOST_BLOCKS
-        assert not set(held.forgotten()) & {history.first_block for history in held._held}
+        assert not set(held.pop_forgotten()) & {history.first_block for history in held._held}
     running.finish()
     assert went_on(held) - before > 10
     assert running.preempted > 0
@@ -95,7 +95,7 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
     assert pool.get_num_free_blocks() == free
     assert not any((held._held, held._turns, scheduler._plans))
     for manager in scheduler._blocks._managers.values():
-        assert not any((manager.dropped_tokens, manager._reuses, +manager._reusable))
+        assert not any((manager.dropped_tokens, manager._begun_with_history, +manager._pins))
 
 
 # Who waits, and whose histories go.
@@ -150,7 +150,7 @@ def test_nobody_waits_longer_for_new_sessions_than_without_any(large, without, c
     held = running.scheduler.sessions
     assert len(ends) == len(asks)
     assert 0 < held_blocks(held) <= POOL // 4
-    assert running.scheduler._metrics.of("standstills")._value.get() == 0
+    assert running.scheduler._metrics.get("standstills")._value.get() == 0
 
 
 def turn(running, name, session, ids=(1, 2, 3, 4, 5), budget=0):
@@ -196,17 +196,17 @@ def test_sessions_are_listed_and_deleted(large):
     turn(running, "r0", "a/one", text, budget=12)
     turn(running, "r1", "a/two", text)
     turn(running, "r2", "b/one", text)
-    one, two = held.listed("a/")
+    one, two = held.list_sessions("a/")
     assert (one["session"], one["tokens"], one["kept_tokens"]) == ("one", 30, 12)
     assert (two["session"], two["tokens"], two["kept_tokens"]) == ("two", 28, 28)
     assert one["bytes"] == 3 * PAGE * TOKEN_BYTES
-    assert held.deleted("a/three") == {"histories": 0, "requests": 0}
+    assert held.delete_session("a/three") == {"histories": 0, "requests": 0}
     own = {PREFIX + SESSION: "a/one", "snapkv_budget": 12}
     running.send("r3", range(1, 40), 1, own)
-    assert held.deleted("a/one") == {"histories": 1, "requests": 1}
+    assert held.delete_session("a/one") == {"histories": 1, "requests": 1}
     running.finish()
     for name in ("a/one", "a/two", "b/one"):
-        assert held.deleted(name) == {"histories": 1, "requests": 0}
+        assert held.delete_session(name) == {"histories": 1, "requests": 0}
     assert pool.get_num_free_blocks() == free
     assert not held._held
 
@@ -218,8 +218,8 @@ def test_who_waits_because_histories_pin_blocks_is_counted_and_logged(large, cap
     held, pool, series = scheduler.sessions, scheduler.kv_cache_manager.block_pool, {}
     turn(running, "r0", "a/one", range(1, 41))
     for name in ("idle", "pinned"):
-        series[name] = held._metrics.of("session_blocks", state=name)._value
-    waits = held._metrics.of("session_waits")._value
+        series[name] = held._metrics.get("session_blocks", state=name)._value
+    waits = held._metrics.get("session_waits")._value
     assert (series["idle"].get(), series["pinned"].get()) == (10, 0)
     branch = [*range(1, 21), *range(60, 80)]
     running.send("r1", branch, 4, {PREFIX + SESSION: "a/one", "snapkv_budget": 0})
@@ -250,12 +250,12 @@ def test_a_queue_that_cannot_move_is_logged_and_counted_once(large, monkeypatch)
     running, said = simulation(large, caching=False, ahead=0, full_blocks=POOL), []
     monkeypatch.setattr(module.logger, "error", lambda text, *parts: said.append(text % parts))
     pool, count = running.scheduler.kv_cache_manager.block_pool, running.scheduler._metrics
-    before = count.of("standstills")._value.get()
+    before = count.get("standstills")._value.get()
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
     running.send("r", [1] * 9, 1, {})
     for _ in range(3):
         running.step()
-    assert count.of("standstills")._value.get() == before + 1
+    assert count.get("standstills")._value.get() == before + 1
     assert said == [
         "No request can go on: r waits for blocks, 1 of 120 are free, and none is running"
     ]

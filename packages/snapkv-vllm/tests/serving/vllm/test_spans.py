@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, FullCache, SnapKV
-from snapkv_vllm.admission.spans import NAME
+from snapkv_vllm.admission.spans import SPANS_FIELD
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 
@@ -43,7 +43,7 @@ class Asked:
     def sampling(self):
         entries = [{"start": a, "end": b, "do": "drop"} for a, b in self.drop]
         entries += [{"start": a, "end": b, "do": "protect"} for a, b in self.protect]
-        own = {"snapkv_budget": self.budget, "snapkv_window_size": WINDOW, NAME: entries}
+        own = {"snapkv_budget": self.budget, "snapkv_window_size": WINDOW, SPANS_FIELD: entries}
         return greedy(12, extra_args=own)
 
 
@@ -131,7 +131,7 @@ def test_answers_are_those_of_the_library_with_what_is_dropped_masked(engine, sm
 def test_what_is_kept_is_counted_and_frees_blocks(engine):
     ids = ids_of(300)
     entries = [{"start": 10, "end": 260, "do": "drop"}]
-    own = {"snapkv_budget": 0, NAME: entries}
+    own = {"snapkv_budget": 0, SPANS_FIELD: entries}
     with engine.watching() as watched:
         engine.answers([ids], greedy(4, extra_args=own))
     assert watched.blocks_held == [[2]]
@@ -143,7 +143,7 @@ def test_a_span_keeps_the_best_of_its_own(engine, small):
     """What stays of it is what `SnapKV` keeps with all else protected; under no budget for all."""
     ids, span, stays = ids_of(200), (20, 150), 30
     entries = [{"start": 20, "end": 150, "do": "compress", "budget": stays}]
-    own = {"snapkv_budget": 0, "snapkv_window_size": WINDOW, NAME: entries}
+    own = {"snapkv_budget": 0, "snapkv_window_size": WINDOW, SPANS_FIELD: entries}
     with engine.watching() as watched:
         engine.answers([ids], greedy(4, extra_args=own))
     outside = [(0, span[0]), (span[1], 200 - WINDOW)]
@@ -163,7 +163,7 @@ def test_two_compressed_spans_and_others_under_one_budget(engine):
         {"start": 130, "end": 200, "do": "compress", "budget": 5},
         {"start": 250, "end": 296, "do": "drop"},
     ]
-    own = {"snapkv_budget": 64, "snapkv_window_size": WINDOW, NAME: entries}
+    own = {"snapkv_budget": 64, "snapkv_window_size": WINDOW, SPANS_FIELD: entries}
     with engine.watching() as watched:
         engine.answers([ids], greedy(4, extra_args=own))
     for found in watched.of(ids):

@@ -11,26 +11,33 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.admission.names import XARGS, meant, reason_of, require_few_names, shown, wrong
+from snapkv_vllm.admission.names import (
+    XARGS,
+    correct_name,
+    printable,
+    reason_of,
+    require_few_names,
+    wrong,
+)
 
-EVERYBODY = ""
+SHARED_TENANT = ""
 """The one tenant of a server without API keys."""
 
 
 @dataclass
-class Visit:
+class RequestContext:
     """Whose a request is, and whether its body was looked at."""
 
-    tenant: str = EVERYBODY
+    tenant: str = SHARED_TENANT
     is_checked: bool = True  # whether settings in its body were, as in JSON alone
     refused: str | None = None  # why it is, see `names.reason_of`
 
 
-_current: ContextVar[Visit | None] = ContextVar("snapkv_visit", default=None)
+_current: ContextVar[RequestContext | None] = ContextVar("snapkv_visit", default=None)
 
 
 @contextmanager
-def answering(visit: Visit) -> Iterator[None]:
+def use_context(visit: RequestContext) -> Iterator[None]:
     """Make `visit` the current one inside the ``with`` block."""
     token = _current.set(visit)
     try:
@@ -39,22 +46,22 @@ def answering(visit: Visit) -> Iterator[None]:
         _current.reset(token)
 
 
-def current() -> Visit:
+def current_context() -> RequestContext:
     """Return the request that is being answered; outside of any, one of nobody."""
-    return _current.get() or Visit()
+    return _current.get() or RequestContext()
 
 
 @contextmanager
-def noting_refusals() -> Iterator[None]:
+def record_refusals() -> Iterator[None]:
     """Note why the current request is refused, if an error of this package leaves the block."""
     try:
         yield
     except SnapKVError as error:
-        current().refused = reason_of(error)
+        current_context().refused = reason_of(error)
         raise
 
 
-def look_at_prompts(client: Any) -> None:
+def check_prompts(client: Any) -> None:
     """Have vLLM's client refuse prompts that were not checked, and keep tenants' blocks apart.
 
     Every endpoint sends its prompts by `client.generate`, which is replaced.
@@ -62,21 +69,21 @@ def look_at_prompts(client: Any) -> None:
     generate = client.generate
 
     def generate_looked_at(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        with noting_refusals():
+        with record_refusals():
             _require_checked(sampling_params)
-        return generate(_kept_apart(prompt), sampling_params, *args, **kwargs)
+        return generate(_add_tenant_salt(prompt), sampling_params, *args, **kwargs)
 
     client.generate = generate_looked_at
 
 
 def _require_checked(sampling_params: Any) -> None:
     """Raise RefusedError if a request names a setting in a body that is no JSON, as forms."""
-    if not current().is_checked:
+    if not current_context().is_checked:
         given = getattr(sampling_params, "extra_args", None) or {}
         require_few_names(XARGS, given)
         for name in given:
-            if meant(name) is not None:
-                raise wrong(shown(name), "none in a form", "it", "leave it out")
+            if correct_name(name) is not None:
+                raise wrong(printable(name), "none in a form", "it", "leave it out")
 
 
 # Whose a request is.
@@ -89,14 +96,14 @@ def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def owned(name: str) -> str:
+def add_tenant(name: str) -> str:
     """Return a name of the current tenant's inside the engine, which no other tenant can write."""
-    return f"{current().tenant[:32]}/{name}"
+    return f"{current_context().tenant[:32]}/{name}"
 
 
-def _kept_apart(prompt: Any) -> Any:
+def _add_tenant_salt(prompt: Any) -> Any:
     """Return a prompt with the current tenant in its salt, so that it finds no other's blocks."""
-    if current().tenant == EVERYBODY:
+    if current_context().tenant == SHARED_TENANT:
         return prompt
-    own = owned(prompt.get("cache_salt") or "")
+    own = add_tenant(prompt.get("cache_salt") or "")
     return {**prompt, "cache_salt": hashlib.sha256(own.encode()).hexdigest()}
