@@ -37,10 +37,8 @@ def select_across_layers(
             lost.append(gone)
         ranked.append(score_layers(policy, layer))
         del layer  # before the keys of the next one are read
-    dropped_tokens_of_spans = (
-        policy.spans.dropped_tokens_of_spans if isinstance(policy, WithSpans) else 0
-    )
-    kept = mask_best(ranked, kept_tokens + dropped_tokens_of_spans)
+    dropped_tokens = policy.spans.dropped_tokens if isinstance(policy, WithSpans) else 0
+    kept = mask_best(ranked, kept_tokens + dropped_tokens)
     return [mask & ~gone for mask, gone in zip(kept, lost, strict=True)] if lost else kept
 
 

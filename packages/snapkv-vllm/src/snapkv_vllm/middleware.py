@@ -15,8 +15,6 @@ from snapkv.errors import SnapKVError
 from snapkv_vllm.admission.settings import ServingSettings
 from snapkv_vllm.front.bodies import check_body
 from snapkv_vllm.front.rendering import resolve_requests
-from snapkv_vllm.front.routes import router
-from snapkv_vllm.front.streams import Message, Send, StreamGate
 from snapkv_vllm.front.request_context import (
     SHARED_TENANT,
     RequestContext,
@@ -24,6 +22,8 @@ from snapkv_vllm.front.request_context import (
     tenant_of,
     use_context,
 )
+from snapkv_vllm.front.routes import router
+from snapkv_vllm.front.streams import Message, Send, StreamGate
 from snapkv_vllm.metrics import Metrics, labels_of
 from snapkv_vllm.plugin import end_with_parent
 

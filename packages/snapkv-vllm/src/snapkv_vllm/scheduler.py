@@ -78,7 +78,7 @@ class _CompressingScheduler(Scheduler):
         """The request's plan; none for sessions, whose prompts go on after their end."""
         params = request.sampling_params
         given = (params and params.extra_args) or {}
-        require_compatible(settings=self._settings, given=given, request=request)
+        require_compatible(settings=self._settings, extra_args=given, request=request)
         if params is None or request.resumable:
             return PromptPlan(prompt_tokens=request.num_prompt_tokens)
         plan = self._settings.plan_request(given, request.num_prompt_tokens)

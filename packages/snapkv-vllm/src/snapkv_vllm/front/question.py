@@ -1,7 +1,8 @@
-"""Which tokens of a chat's prompt are the question's; no vLLM is needed here.
+"""Which tokens of a chat's prompt belong to the question. This module does not import vLLM.
 
-A vocabulary says which bytes a token stands for. Where those of the last tokens are the text's,
-each lies where it must, and nothing is tokenized again.
+The vocabulary tells which bytes each token stands for. If the bytes of the last tokens are the end
+of the prompt's text, the place of each token in the text is known, and nothing has to be tokenized
+again.
 """
 
 import functools
@@ -19,10 +20,19 @@ _SPACE = "\u2581"
 def count_question_tokens(
     messages: Sequence[Mapping[str, Any]], text: str, ids: Sequence[int], tokenizer: Any
 ) -> int | None:
-    """How many tokens a chat's prompt has from its question's first one on.
+    """Return how many last tokens of a chat's prompt begin with the question.
 
-    That is the last text of the last message of a user. None where nobody knows, or where they are
-    more than `MOST_VOTERS`.
+    The question is the last text in the last message of a user.
+
+    Args:
+        messages: the messages of the chat.
+        text: the prompt as text.
+        ids: the prompt as token ids.
+        tokenizer: the tokenizer of the model.
+
+    Returns:
+        The number of tokens; None if the question is not found, or has more than `MOST_VOTERS`
+        tokens.
     """
     contents = (one.get("content") for one in reversed(messages) if one.get("role") == "user")
     content = next(contents, None)
@@ -36,9 +46,17 @@ def count_question_tokens(
 def count_tokens_from(
     tokenizer: Any, text: str, ids: Sequence[int], place: int, most: int
 ) -> int | None:
-    """How many of a text's last tokens, of these, have what stands behind a place in it.
+    """Return how many last tokens cover `text` from the character `place` on.
 
-    None where that cannot be told, or they are more than `most`.
+    Args:
+        tokenizer: the tokenizer of the model.
+        text: the text that `ids` encode.
+        ids: the token ids.
+        place: the first character to cover.
+        most: the largest result.
+
+    Returns:
+        The number of tokens; None if it is above `most`, or the bytes of the tokens are not known.
     """
     if not (ids and getattr(tokenizer, "is_fast", False)):
         return None
@@ -53,7 +71,7 @@ def count_tokens_from(
 
 
 def _token_bytes(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes] | None:
-    """What each token stands for; None where one of them is not known."""
+    """Return the bytes of each token, or None if those of some token are not known."""
     if not 0 <= min(ids) <= max(ids) < len(vocabulary):
         return None
     pieces = [vocabulary[one] for one in ids]
@@ -62,7 +80,7 @@ def _token_bytes(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes]
 
 @functools.cache
 def _vocabulary(tokenizer: Any) -> Sequence[bytes]:
-    """What every token stands for, if it is spelt in one of the two usual ways."""
+    """Return the bytes of every token of the vocabulary; empty for tokens that are not known."""
     from tokenizers.decoders import ByteLevel
 
     backend = tokenizer.backend_tokenizer
@@ -77,13 +95,13 @@ def _vocabulary(tokenizer: Any) -> Sequence[bytes]:
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
-    """A byte in brackets, or a text with a sign for the space."""
+    """Decode a token of a SentencePiece vocabulary, in which "\u2581" is a space and <0x41> a byte."""
     byte = _BYTE.fullmatch(token)
     return bytes.fromhex(byte[1]) if byte else token.replace(_SPACE, " ").encode()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """A letter for every byte, as GPT-2 has them; nothing for what has others."""
+    """Decode a token of a byte-level vocabulary such as that of GPT-2, where a letter is a byte."""
     return bytes(_LETTERS[one] for one in token) if _LETTERS.keys() >= set(token) else b""
 
 

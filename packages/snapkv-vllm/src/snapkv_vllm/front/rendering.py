@@ -1,4 +1,6 @@
-"""Spans, sessions and questions on vLLM's own server: looked up where it renders a request."""
+"""Checks of spans and the search for the question, at the place where vLLM's server renders a
+request to tokens.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,12 +28,14 @@ Render = Callable[..., Awaitable[Any]]
 
 
 def resolve_requests(renderer: Any, settings: ServingSettings) -> None:
-    """Have a server's renderer check spans against the prompt, and look up the question."""
+    """Patch the renderer of vLLM's server, so that spans are checked against the prompt and the
+    question of a chat votes.
+    """
     _Resolver(renderer, settings)
 
 
 class _Resolver:
-    """Stands before the methods of a server's renderer, which return a prompt's tokens."""
+    """Wraps the methods of vLLM's renderer that return the tokens of a prompt."""
 
     def __init__(self, renderer: Any, settings: ServingSettings) -> None:
         self._renderer, self._settings = renderer, settings
@@ -51,7 +55,7 @@ class _Resolver:
         if _SESSION in given:
             given = {**given, _SESSION: add_tenant(given[_SESSION])}
             setattr(request, XARGS, given)
-        before = request.model_copy()  # rendering may change it
+        before = request.model_copy()  # rendering may change the request
         made = await render(request, **options)
         try:
             with record_refusals():
@@ -65,10 +69,16 @@ class _Resolver:
         return made
 
     async def _resolve_completion(self, request: Any, made: Any, given: dict[str, Any]) -> Any:
-        if SPANS_FIELD not in given or not isinstance(made, list):  # an error of vLLM's
+        """Return the settings if they have spans.
+
+        Raises:
+            RefusedError: there are spans and several prompts.
+        """
+        if SPANS_FIELD not in given or not isinstance(made, list):  # vLLM returns an error
             return None
         if len(made) != 1:
-            raise wrong(SPANS_FIELD, "one prompt", f"{len(made)}", "send a request for each")
+            problem = f"spans need a single prompt, got {len(made)}"
+            raise wrong(SPANS_FIELD, problem, "Send one request for each prompt")
         return given
 
     async def _resolve_chat(self, request: Any, made: Any, given: dict[str, Any]) -> Any:
@@ -84,7 +94,9 @@ class _Resolver:
     async def _add_voters(
         self, messages: Sequence[Any], made: Any, given: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """With how many of the last tokens vote; None where no question is asked for, or known."""
+        """Return the settings with the number of voters, or None if the question is not known or
+        does not decide it.
+        """
         if self._settings.count_voters(given, 1) is None:
             return None
         tokenizer = self._renderer.renderer.get_tokenizer()
@@ -93,7 +105,12 @@ class _Resolver:
         return None if voters is None else {**given, _VOTERS: voters}
 
     def _require_spans_fit(self, given: Mapping[str, Any], made: Any) -> None:
-        """As the scheduler will look at them, which cannot answer 400 any more."""
+        """Raise if the spans do not lie in the prompt. The scheduler would find it too late for a
+        status 400.
+
+        Raises:
+            RefusedError: a span ends too late.
+        """
         (inputs,) = _engine_inputs(made)
         if SPANS_FIELD in given and (ids := inputs.get("prompt_token_ids")) is not None:
             plan = self._settings.plan_request(given, len(ids))
@@ -109,8 +126,8 @@ def _question_tokens(messages: Sequence[Any], made: Any, tokenizer: Any) -> int 
 
 
 def _engine_inputs(made: Any) -> Sequence[Mapping[str, Any]]:
-    """What goes to the engine, of what vLLM renders."""
-    if hasattr(made, "engine_input"):  # of a response
+    """Return the inputs for the engine that vLLM has rendered."""
+    if hasattr(made, "engine_input"):  # the request was for /v1/responses
         return [made.engine_input]
     inputs: Sequence[Mapping[str, Any]] = made[1] if isinstance(made, tuple) else made
     return inputs

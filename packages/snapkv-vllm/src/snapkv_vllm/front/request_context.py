@@ -1,6 +1,6 @@
-"""One HTTP request while it is answered: whose it is, and what of it vLLM's engine is not told.
+"""What is known about an HTTP request while it is answered, and about its tenant.
 
-A tenant is an API key on a server that has keys, and everybody on any other.
+A tenant is the owner of an API key. On a server without API keys all requests have the same tenant.
 """
 
 import hashlib
@@ -21,25 +21,25 @@ from snapkv_vllm.admission.names import (
 )
 
 SHARED_TENANT = ""
-"""The one tenant of a server without API keys."""
+"""The tenant of all requests on a server without API keys."""
 
 
 @dataclass
 class RequestContext:
-    """Whose a request is, and whether its body was looked at."""
+    """The tenant of an HTTP request, whether its body was checked, and why it was refused."""
 
     tenant: str = SHARED_TENANT
-    is_checked: bool = True  # whether settings in its body were, as in JSON alone
-    refused: str | None = None  # why it is, see `names.reason_of`
+    is_checked: bool = True  # False while the settings in a body were not checked
+    refused: str | None = None  # the reason if it was refused, see `names.reason_of`
 
 
-_current: ContextVar[RequestContext | None] = ContextVar("snapkv_visit", default=None)
+_current: ContextVar[RequestContext | None] = ContextVar("snapkv_request", default=None)
 
 
 @contextmanager
-def use_context(visit: RequestContext) -> Iterator[None]:
-    """Make `visit` the current one inside the ``with`` block."""
-    token = _current.set(visit)
+def use_context(context: RequestContext) -> Iterator[None]:
+    """Make `context` the current one inside the ``with`` block."""
+    token = _current.set(context)
     try:
         yield
     finally:
@@ -47,13 +47,15 @@ def use_context(visit: RequestContext) -> Iterator[None]:
 
 
 def current_context() -> RequestContext:
-    """Return the request that is being answered; outside of any, one of nobody."""
+    """Return the context of the HTTP request that is being answered, or else a new one."""
     return _current.get() or RequestContext()
 
 
 @contextmanager
 def record_refusals() -> Iterator[None]:
-    """Note why the current request is refused, if an error of this package leaves the block."""
+    """Record in the current context why a request is refused, if the ``with`` block raises a
+    `SnapKVError`.
+    """
     try:
         yield
     except SnapKVError as error:
@@ -62,47 +64,55 @@ def record_refusals() -> Iterator[None]:
 
 
 def check_prompts(client: Any) -> None:
-    """Have vLLM's client refuse prompts that were not checked, and keep tenants' blocks apart.
+    """Patch `client.generate`, through which every endpoint sends its prompts to the engine.
 
-    Every endpoint sends its prompts by `client.generate`, which is replaced.
+    Settings in bodies that were not checked are refused, and prompts of different tenants get
+    different cache salts.
     """
     generate = client.generate
 
-    def generate_looked_at(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate_checked(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         with record_refusals():
             _require_checked(sampling_params)
         return generate(_add_tenant_salt(prompt), sampling_params, *args, **kwargs)
 
-    client.generate = generate_looked_at
+    client.generate = generate_checked
 
 
 def _require_checked(sampling_params: Any) -> None:
-    """Raise RefusedError if a request names a setting in a body that is no JSON, as forms."""
+    """Raise if the request has a setting in a body that is not JSON, such as a form.
+
+    Raises:
+        RefusedError: the body was not checked and has a setting, or too many names.
+    """
     if not current_context().is_checked:
         given = getattr(sampling_params, "extra_args", None) or {}
         require_few_names(XARGS, given)
         for name in given:
             if correct_name(name) is not None:
-                raise wrong(printable(name), "none in a form", "it", "leave it out")
+                problem = "settings are supported in JSON only, not in a form"
+                raise wrong(printable(name), problem, "Leave it out")
 
 
-# Whose a request is.
+# Tenants.
 
 
 def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the tenant of a request that vLLM has let in: its API key, hashed."""
-    said = next((value for name, value in headers if name.lower() == b"authorization"), b"")
-    key = said.decode("latin-1").partition(" ")[2]
+    """Return the tenant of a request: the SHA-256 of its API key, which vLLM has already checked."""
+    header = next((value for name, value in headers if name.lower() == b"authorization"), b"")
+    key = header.decode("latin-1").partition(" ")[2]
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def add_tenant(name: str) -> str:
-    """Return a name of the current tenant's inside the engine, which no other tenant can write."""
+    """Put the current tenant before `name`, so that no other tenant can use the same name."""
     return f"{current_context().tenant[:32]}/{name}"
 
 
 def _add_tenant_salt(prompt: Any) -> Any:
-    """Return a prompt with the current tenant in its salt, so that it finds no other's blocks."""
+    """Put the current tenant into the cache salt of a prompt, so that it reuses no blocks of
+    another tenant.
+    """
     if current_context().tenant == SHARED_TENANT:
         return prompt
     own = add_tenant(prompt.get("cache_salt") or "")

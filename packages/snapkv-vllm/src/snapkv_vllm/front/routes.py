@@ -1,4 +1,4 @@
-"""The sessions whose histories a server holds: listed and deleted over HTTP."""
+"""The HTTP routes that list and delete the sessions of a server."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,7 +12,7 @@ from snapkv_vllm.admission.names import (
     CONFLICT,
     NOT_FOUND,
     SESSIONS_METHOD,
-    printable,
+    describe,
     status_of,
     wrong,
 )
@@ -22,7 +22,7 @@ PATH = "/v1/snapkv/sessions"
 
 
 class Route(APIRoute):
-    """Answers with errors of this package as vLLM does with its own."""
+    """A route that answers an error of this package with the status of the error."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()
@@ -37,34 +37,40 @@ class Route(APIRoute):
 
 
 def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
-    """Raise RefusedError unless the engines, by their answers, have deleted a session."""
+    """Raise unless the engines have deleted the session.
+
+    Raises:
+        RefusedError: requests of the session are running (status 409), or there is no such session
+            (404).
+    """
     if any(one["requests"] for one in answers):
-        remedy = "delete it when its requests have ended"
-        raise wrong("session", "one without requests under way", "some", remedy, status=CONFLICT)
+        remedy = "Delete it when its requests have ended"
+        raise wrong("session", "requests of the session are running", remedy, CONFLICT)
     if not any(one["histories"] for one in answers):
-        asked_for, remedy = f"'{printable(name)}'", f"see GET {PATH}"
-        held = "one of this key's sessions that are held"
-        raise wrong("session", held, asked_for, remedy, status=NOT_FOUND)
+        problem = f"this API key has no session {describe(name)}"
+        raise wrong("session", problem, f"List the sessions with GET {PATH}", NOT_FOUND)
 
 
 def router(client: Any) -> APIRouter:
-    """Routes that ask every engine of vLLM's client about the sessions of one tenant."""
+    """Return the routes that ask the engines of vLLM's client about sessions of the current tenant."""
     core = client.engine_core
 
-    async def asked(method: str, whose: str) -> list[Any]:
-        call, given = core._call_utility_async, (SESSIONS_METHOD, method, [whose])
+    async def call_engines(method: str, argument: str) -> list[Any]:
+        call, given = core._call_utility_async, (SESSIONS_METHOD, method, [argument])
         return await asyncio.gather(*(call(*given, engine=one) for one in core.core_engines))
 
-    async def every() -> list[dict[str, Any]]:
-        return [one for answer in await asked("list_sessions", add_tenant("")) for one in answer]
+    async def list_sessions() -> list[dict[str, Any]]:
+        return [
+            one for answer in await call_engines("list_sessions", add_tenant("")) for one in answer
+        ]
 
     async def delete(name: str) -> Response:
-        answers = await asked("delete_session", add_tenant(name))
+        answers = await call_engines("delete_session", add_tenant(name))
         with record_refusals():
             _require_deleted(name, answers)
         return Response(status_code=204)
 
     routes = APIRouter(prefix=PATH, route_class=Route)
-    routes.add_api_route("", every, methods=["GET"])
+    routes.add_api_route("", list_sessions, methods=["GET"])
     routes.add_api_route("/{name:path}", delete, methods=["DELETE"], status_code=204)
     return routes

@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from snapkv_vllm.admission.plans import Move, Order
-from snapkv_vllm.layouts import slots
+from snapkv_vllm.layouts import slot_numbers
 
 
 def chosen(positions: Sequence[int], kept: int) -> list[int]:
@@ -103,7 +103,7 @@ class SimulatedWorker:
 
     def _slots(self, blocks: Sequence[int], tokens: int) -> list[int]:
         """The slots of the first tokens in these blocks."""
-        return slots(torch.tensor(blocks), tokens, self.block_tokens).tolist()
+        return slot_numbers(torch.tensor(blocks), tokens, self.block_tokens).tolist()
 
     def _state(self, name: str, token: int) -> int:
         """A number that stands for the tokens up to a position, and for no others."""
