@@ -1,4 +1,4 @@
-"""What stays of a prompt where the heads of all layers share one budget, as in the library."""
+"""Selects the tokens of a prompt if the heads of all layers share one budget, as in the library."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,9 @@ from snapkv_vllm.admission.methods import WithSpans
 
 
 def find_across_layers(policy: Policy | None) -> AcrossLayers | None:
-    """The method inside another one that shares a budget out among all layers, if there is one."""
+    """Return the method that shares a budget among all layers, without the spans around it, or
+    None.
+    """
     inner = policy.policy if isinstance(policy, WithSpans) else policy
     return inner if isinstance(inner, AcrossLayers) else None
 
@@ -19,16 +21,17 @@ def find_across_layers(policy: Policy | None) -> AcrossLayers | None:
 def select_across_layers(
     policy: Policy, layers: Iterable[PromptLayer], kept_tokens: int
 ) -> list[Tensor]:
-    """What stays in all layers of a prompt, of which every head keeps so many on average.
+    """Select the tokens of all layers of a prompt together.
 
     Args:
-        policy: shares its budget, in tokens, among all layers.
-        layers: all of them, in runs of layers that are rows of a batch; looked at one after the
-            other, so that the keys of one run need to be there at a time.
-        kept_tokens: without those that the request's spans take away.
+        policy: the method, which shares its budget among all layers.
+        layers: all layers, in runs that are rows of a batch. They are read one run after the other,
+            so that the keys of only one run need to be in memory.
+        kept_tokens: how many tokens a head keeps on average, after the request's spans were
+            dropped.
 
     Returns:
-        (layers, H, T) bool of each run.
+        (layers, H, T) bool for each run, True for each token that is kept.
     """
     ranked, lost = [], []
     for layer in layers:
@@ -43,7 +46,9 @@ def select_across_layers(
 
 
 def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
-    """(layers, H, T) float32 of a run of layers, infinite for what must stay."""
+    """Return the (layers, H, T) float32 scores of a run of layers; protected tokens have an
+    infinite score.
+    """
     shared = find_across_layers(policy)
     assert shared is not None
     even = shared.even_counts(layer)  # of tokens all layers have as many
@@ -51,7 +56,12 @@ def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
 
 
 def mask_best(ranked: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """Which of the (layers, H, T) scores of each run are the best so many per head, together."""
+    """Return masks of the best scores of all runs together: on average `tokens` per head.
+
+    Args:
+        ranked: the (layers, H, T) scores of each run.
+        tokens: how many tokens a head keeps on average.
+    """
     shapes = [scores.shape for scores in ranked]
     best = best_entries(
         torch.cat([scores.flatten() for scores in ranked])[None],

@@ -1,4 +1,4 @@
-"""Carries out the scheduler's orders on one worker's tensors."""
+"""Carries out the scheduler's orders on the tensors of one worker."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.policies import PromptLayer
 from snapkv_vllm.across_layers import find_across_layers, select_across_layers
 from snapkv_vllm.admission.plans import Move, Order, TurnSelector
@@ -20,15 +20,15 @@ from snapkv_vllm.layouts import pad_tokens, slot_numbers
 
 @dataclass
 class QueryRecorder:
-    """Captures the queries that will vote while vLLM's model runs, chunk by chunk."""
+    """Records the queries that will vote while vLLM's model runs, chunk by chunk."""
 
-    # per request, which rows of the batch of this step
+    # by request, the rows of this step's batch whose queries are recorded
     rows_of_requests: dict[str, slice] = field(default_factory=dict)
-    # per request and layer, (tokens, Hq, D) of every chunk so far
+    # by request and layer, the (tokens, Hq, D) queries of every chunk so far
     recorded: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
 
     def attach(self, name: str, layer: VotingLayer) -> None:
-        """Capture the queries of a layer from now on."""
+        """Record the queries of a layer from now on."""
 
         def record(query: Tensor) -> None:
             for request_id, rows in self.rows_of_requests.items():
@@ -38,7 +38,11 @@ class QueryRecorder:
         layer.add_query_listener(record)
 
     def take_queries(self, request_id: str, name: str, window: int) -> Tensor:
-        """The queries of a request in a layer: (1, Hq, W, D)."""
+        """Return the recorded queries of a request in one layer as (1, Hq, W, D).
+
+        Raises:
+            RuntimeError: another number of queries than `window` was recorded.
+        """
         chunks = self.recorded.get(request_id, {}).get(name, [])
         captured = sum(len(chunk) for chunk in chunks)
         if captured != window:
@@ -52,7 +56,7 @@ class QueryRecorder:
 
 
 class Compressor:
-    """Chooses what stays of requests, and moves it."""
+    """Selects the tokens that requests keep, and moves their keys and values to other blocks."""
 
     def __init__(
         self,
@@ -76,23 +80,31 @@ class Compressor:
             recorder.attach(name, layer)
 
     def bind_caches(self, block_tokens: Mapping[int, int]) -> None:
-        """Look up the layout of every layer, once vLLM has allocated the caches."""
+        """Look up the layout of every layer, after vLLM has allocated the caches.
+
+        Args:
+            block_tokens: the size of the scheduler's blocks, by KV cache group.
+
+        Raises:
+            UnsupportedModelError: a block is no multiple of the block of an attention backend.
+        """
         self._block_tokens = dict(block_tokens)
         for group, layers in self._groups.items():
             for name, layer in layers.items():
                 found, expected = layer.cache.shape[2], block_tokens[group]
                 if expected % found:
-                    raise UnsupportedModelError(
-                        f"snapkv: expected blocks of {expected} tokens, or some that these can be "
-                        f"cut into, got {found} in {name}; pass --block-size {found}"
+                    problem = (
+                        f"blocks of {expected} tokens cannot be cut into the {found} of {name}"
                     )
+                    remedy = f"Pass --block-size {found}"
+                    raise wrong("snapkv", problem, remedy, UnsupportedModelError)
         self._runs = list(layer_runs(self._groups))
 
     def forget(self, request: str) -> None:
         self._recorder.forget(request)
 
     def compress(self, orders: Mapping[str, Order]) -> None:
-        """Compress the requests of which a choice is due after the step that has just run."""
+        """Compress each request whose order is due after the step that has just run."""
         for request, order in orders.items():
             if order.is_due:
                 for move in order.moves:
@@ -103,16 +115,17 @@ class Compressor:
                 self.forget(request)
 
     def _split_runs(self, move: Move, prompt_tokens: int, kept_tokens: int) -> Iterator[LayerRun]:
-        """The layers of a group, as many at a time as may be copied."""
+        """Yield the layers of a KV cache group, as many at a time as may be copied at once."""
         for whole in self._runs:
             if whole.group == move.group:
                 yield from whole.split_by_memory(prompt_tokens, kept_tokens)
 
     def _move(self, runs: Sequence[LayerRun], request: str, order: Order, move: Move) -> None:
-        """Read what stays, then write it where it goes, which no other request of the step reads.
+        """Read what some layers keep of a request, then write it into the target blocks.
 
-        Of several runs all is read before any is written: they share pages, and what stays of one
-        layer may go to a page of another.
+        No other request of the step reads the target blocks. All runs are read before one is
+        written, because layers that share pages may write to a page that another layer still has to
+        read.
         """
         block_tokens, first = self._block_tokens[move.group], runs[0]
         sources = first.to_cache_blocks(move.sources, block_tokens)
@@ -130,7 +143,7 @@ class Compressor:
             else:
                 keep = self._select_tokens(run, request, order, run.decode_keys(keys))
             if order.per_head_budget:
-                kept = self._noted(run, request, order, (keep >= 0).sum(dim=-1))
+                kept = self._record_counts(run, request, order, (keep >= 0).sum(dim=-1))
                 places, keep = places or HeadPlaces(kept, page_tokens), keep.clamp(min=0)
             states = run.layout.select_keys(keys, keep), run.layout.read_values(sources, keep)
             if places is None:
@@ -150,7 +163,14 @@ class Compressor:
     def _select_across_layers(
         self, runs: Sequence[LayerRun], request: str, order: Order, sources: Tensor
     ) -> list[Tensor]:
-        """What is kept of all layers together: (layers, H, T) bool of each run."""
+        """Select the tokens of all layers together, which share one budget.
+
+        Returns:
+            (layers, H, T) bool for each run, True for each token that is kept.
+
+        Raises:
+            RuntimeError: another number of tokens is kept than the scheduler has counted.
+        """
         voters = min(order.selector.query_tokens, order.seen_tokens)
 
         def seen(run: LayerRun) -> PromptLayer:
@@ -164,21 +184,28 @@ class Compressor:
             raise RuntimeError(f"{request}: {counts} tokens kept, {order.kept_tokens} expected")
         return masks
 
-    def _noted(self, run: LayerRun, request: str, order: Order, kept: Tensor) -> Tensor:
-        """Note the (layers, H) numbers of tokens that heads keep, which are returned."""
-        assert self._heads is not None  # a server of such a method has them
+    def _record_counts(self, run: LayerRun, request: str, order: Order, kept: Tensor) -> Tensor:
+        """Tell `HeadsAttention` how many tokens each head keeps, (layers, H), and return these
+        counts.
+        """
+        assert self._heads is not None  # set wherever heads keep different numbers
         for name, of_layer in zip(run.layers, kept, strict=True):
             self._heads.record_kept(request, name, of_layer, order.seen_tokens)
         return kept
 
     def _select_tokens(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
-        """What is kept of a run of layers: (layers, H, K), as many as the scheduler counts."""
-        voters = min(
-            order.selector.query_tokens, order.seen_tokens
-        )  # fewer where a prompt has fewer
+        """Select the tokens that a run of layers keeps.
+
+        Returns:
+            (layers, H or 1, K) int64 slots; shorter rows begin with -1.
+
+        Raises:
+            RuntimeError: another number of tokens is kept than the scheduler has counted.
+        """
+        voters = min(order.selector.query_tokens, order.seen_tokens)  # a short prompt has fewer
         layer = self._make_prompt_layer(run, request, voters, keys)
         if isinstance(order.selector, TurnSelector):
-            keep = self.positions.kept(run, order, order.selector, layer)
+            keep = self.positions.select(run, order, order.selector, layer)
         else:
             keep = order.selector.select(layer)
         if keep is None or not _matches_order(keep, order):
@@ -189,7 +216,9 @@ class Compressor:
     def _make_prompt_layer(
         self, run: LayerRun, request: str, tokens: int, keys: Tensor
     ) -> PromptLayer:
-        """A run of layers as policies see them: rows of (layers, H, held tokens, D) keys."""
+        """Build the input of a policy from the recorded queries and the (layers, H, held tokens, D)
+        keys of a run.
+        """
         queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
         if tokens:
             taken = [
@@ -200,7 +229,7 @@ class Compressor:
         return PromptLayer(
             queries=queries,
             keys=keys,
-            values=torch.empty_like(keys, device="meta"),  # no served method looks at them
+            values=torch.empty_like(keys, device="meta"),  # no served method reads values
             score_options=run.first.score_options,
             layer_idx=run.depth,
             depth=run.depth,
@@ -210,22 +239,28 @@ class Compressor:
 
 
 def _matches_order(keep: Tensor, order: Order) -> bool:
-    """Whether (layers, H, K) indices are as many as the scheduler has counted."""
+    """Whether (layers, H, K) slots are as many as the scheduler has counted."""
     if not order.per_head_budget:
         return keep.shape[-1] == order.kept_tokens
     return bool(((keep >= 0).sum(dim=(1, 2)) == order.kept_tokens * keep.shape[1]).all())
 
 
 class HeldPositions:
-    """Positions of kept tokens, layer by layer, by the first of the blocks that hold them."""
+    """The positions of the tokens that requests of sessions keep, by layer and by the first of the
+    request's blocks.
+    """
 
     def __init__(self) -> None:
         self._noted: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
 
-    def kept(
+    def select(
         self, run: LayerRun, order: Order, selector: TurnSelector, layer: PromptLayer
     ) -> Tensor | None:
-        """Have a request of a session chosen from, and note which tokens stay: (layers, H, K)."""
+        """Select the tokens of a session's request, and record their positions.
+
+        Returns:
+            (layers, H, K) int64 slots; None if all tokens are kept.
+        """
         positions = self._of(run, order, layer.keys.device)
         keep = selector.select_with_positions(layer, positions)
         if keep is None:
@@ -239,7 +274,9 @@ class HeldPositions:
         return keep
 
     def _of(self, run: LayerRun, order: Order, device: torch.device) -> Tensor | None:
-        """(layers, H, held) int64; None where nothing was dropped, and slots are positions."""
+        """Return (layers, H, held) int64 positions, or None if nothing was dropped and slots are
+        positions.
+        """
         if order.seen_tokens == order.held_tokens:
             return None
         (move,) = (one for one in order.moves if one.group == run.group)
@@ -250,6 +287,6 @@ class HeldPositions:
         return torch.cat([kept, tail.expand(*kept.shape[:2], -1)], dim=2)
 
     def forget(self, first_blocks: Iterable[int]) -> None:
-        """Histories that begin with these blocks are gone."""
+        """Forget the positions of histories whose first blocks are `first_blocks`."""
         for block in first_blocks:
             self._noted.pop(block, None)

@@ -1,4 +1,4 @@
-"""What attention is told of requests that hold fewer tokens than they have seen."""
+"""Tells attention how many tokens each request stores, if that is fewer than it has computed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class KeptLengths:
-    """Lengths in stored tokens, next to the runner's own lengths, which count all tokens.
+    """The numbers of stored tokens of a batch. The runner's own lengths count all computed tokens.
 
-    The buffers live as long as the runner, so CUDA graphs that read them at their capture read the
-    lengths of each step at their replay.
+    The buffers live as long as the runner. CUDA graphs that read them during capture therefore read
+    the lengths of the current step during replay.
     """
 
     def __init__(self, most_requests: int, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class KeptLengths:
         self._has_dropped = False
 
     def begin_step(self, requests: Sequence[str], dropped: Mapping[str, int]) -> None:
-        """Take over what the requests of this step's batch have dropped."""
+        """Set how many tokens each request of this batch has dropped."""
         self.end_step()
         self._has_dropped = any(request in dropped for request in requests)
         if self._has_dropped:
@@ -33,17 +33,18 @@ class KeptLengths:
             self._dropped.copy_(self._dropped_cpu, non_blocking=True)
 
     def end_step(self) -> None:
-        """The step is over; what follows may be a dummy batch."""
+        """Reset the dropped counts to zero, because a dummy batch may follow."""
         if self._has_dropped:
             self._dropped_cpu.zero_()
             self._dropped.zero_()
             self._has_dropped = False
 
     def storage_positions(self, positions: Tensor, query_start_loc: Tensor) -> Tensor | None:
-        """Where new tokens lie among those held: (tokens,); None where that is where they are.
+        """Return where the new tokens lie among the stored ones: (tokens,); None if that is their
+        position.
 
         Args:
-            positions: (tokens,) int64, true positions of the batch's tokens.
+            positions: (tokens,) int64, the true positions of the tokens of the batch.
             query_start_loc: (requests + 1,) int32, where the tokens of each request begin.
         """
         if not self._has_dropped:
@@ -54,7 +55,9 @@ class KeptLengths:
         return positions - self._dropped[rows]
 
     def patch_builder(self, builder: Any) -> None:
-        """Have one of vLLM's attention metadata builders count tokens held from now on."""
+        """Patch one of vLLM's attention metadata builders so that it gets the numbers of stored
+        tokens.
+        """
         build = builder.build
 
         def build_for_held(
@@ -67,7 +70,7 @@ class KeptLengths:
         builder.build = build_for_held
 
     def use_held_lengths(self, metadata: Any) -> Any:
-        """vLLM's `CommonAttentionMetadata` of a batch, with lengths counted in tokens held."""
+        """Return a copy of vLLM's `CommonAttentionMetadata` whose lengths count stored tokens."""
         rows = metadata.seq_lens.shape[0]
         held = self._seq_lens[:rows]
         torch.sub(metadata.seq_lens, self._dropped[:rows], out=held)
@@ -78,7 +81,13 @@ class KeptLengths:
 
 
 def replace_lengths(metadata: Any, lengths: Tensor, bound: Tensor | None = None) -> Any:
-    """vLLM's `CommonAttentionMetadata` with other lengths, and a bound of each on the host."""
+    """Return a copy of vLLM's `CommonAttentionMetadata` with other lengths.
+
+    Args:
+        metadata: the metadata of a batch.
+        lengths: (requests,) int32 on the device.
+        bound: upper bounds of the lengths on the host; None keeps the former ones.
+    """
     changed: dict[str, Any] = {"seq_lens": lengths, "_num_computed_tokens_cache": None}
     if bound is not None:
         changed |= {"seq_lens_cpu_upper_bound": bound, "max_seq_len": int(bound.max())}

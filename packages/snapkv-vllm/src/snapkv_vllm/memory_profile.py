@@ -1,11 +1,11 @@
-"""The largest votes of a server, held while vLLM measures how much memory it needs.
+"""Allocates what the largest step of a server needs, while vLLM measures its memory.
 
-vLLM gives the KV cache what its own largest step leaves free. A step may also put queries aside in
-every layer, and when it is done copies keys and values of a layer at a time, or of a few that take
-no more than `layers.MOST_BYTES`; both are tried out here at the sizes that the server allows. Where
-all layers share one budget, their scores are held together, and then all that stays of them.
-On a GPU that compiles the kernels too. Not counted: what an eviction from an answer computes, which
-no prompt's length enlarges.
+vLLM gives the KV cache the memory that its own largest step leaves free. A step of this plugin may
+also record queries in every layer, and after the step it copies keys and values of a layer at a
+time, or of some layers that take at most `layers.MAX_COPY_BYTES`. Both are done here with the
+largest sizes that the server allows. If all layers share a budget, the scores and the kept tokens
+of all layers are in memory together. On a GPU this also compiles the kernels. Evictions from
+answers are not measured, because they do not grow with the prompt.
 """
 
 import contextlib
@@ -26,18 +26,20 @@ from snapkv_vllm.layers import voting_layer
 
 @dataclass(frozen=True, kw_only=True)
 class LargestStep:
-    """How large one step may become."""
+    """The sizes of the largest step that a server allows."""
 
-    policies: Sequence[Policy]  # of what requests may ask for, one takes the most memory
-    prompt_tokens: int  # that are held at most when a prompt is compressed
-    step_tokens: int  # that one step computes, and so the most that short prompts keep in it
-    # whose queries may wait in all layers: those of the prompts that end in one step, of one window
-    # that began before it, and of answers that are evicted from
+    policies: Sequence[Policy]  # one of them needs the most memory of all that requests may use
+    prompt_tokens: int  # the longest prompt
+    step_tokens: int  # the most tokens that a step computes, and that its short prompts keep
+    # Tokens whose queries may be recorded in all layers: the windows of prompts that end in a step,
+    # one window that began before it, and the last tokens of answers with a budget.
     recorded_tokens: int
 
     @classmethod
     def from_config(cls, vllm_config: Any) -> "LargestStep":
-        """What vLLM's configuration allows, with the server's settings in it."""
+        """Compute the sizes from vLLM's configuration, which contains the settings of the
+        server.
+        """
         settings = ServingSettings.from_config(vllm_config.additional_config)
         scheduler, limits = vllm_config.scheduler_config, settings.limits
         prompt_tokens = vllm_config.model_config.max_model_len
@@ -58,7 +60,9 @@ class LargestStep:
 def hold_largest_queries(
     layers: Sequence[Any], largest: LargestStep, *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[None]:
-    """Hold the queries that may wait for their vote, and vote after the block."""
+    """Allocate the largest recorded queries during the ``with`` block, and compress a prompt of the
+    largest size after it.
+    """
     kind: dict[str, Any] = {"dtype": dtype, "device": device}
     tokens = largest.recorded_tokens
     waiting = [torch.empty(tokens, layer.num_heads, layer.head_size, **kind) for layer in layers]
@@ -76,7 +80,7 @@ def hold_largest_queries(
 
 
 def _prompt(layer: Any, tokens: int, query_tokens: int, kind: dict[str, Any]) -> PromptLayer:
-    """So many tokens as a policy sees them, of which the last ones have queries."""
+    """Build the input of a policy: `tokens` tokens of zeros, the last of which have queries."""
     queries, width = min(query_tokens, tokens), layer.head_size
     keys = torch.zeros(1, layer.num_kv_heads, tokens, width, **kind)
     return PromptLayer(
@@ -96,7 +100,9 @@ def _vote(layer: Any, policy: Policy, largest: LargestStep, kind: dict[str, Any]
     prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
     selection = policy.select(prompt)
     if selection is not None:
-        keep = selection.keep_indices.clamp(min=0)  # -1 where a head keeps fewer than others
+        keep = selection.keep_indices.clamp(
+            min=0
+        )  # -1 stands for a token that a head does not keep
         kept += [ops.gather_tokens(prompt.keys, keep) for _ in range(2)]
 
 
@@ -104,7 +110,9 @@ def _vote(layer: Any, policy: Policy, largest: LargestStep, kind: dict[str, Any]
 def _vote_across_layers(
     layers: int, layer: Any, policy: Policy, largest: LargestStep, kind: dict[str, Any]
 ) -> None:
-    """In so many layers like this one, of which the first may keep all of the prompt."""
+    """Compress a prompt in `layers` layers like this one, the first of which may keep all
+    tokens.
+    """
     prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
     others = prompt.keys.new_zeros(layers - 1, *prompt.keys.shape[1:3], dtype=torch.float32)
     ranked = [others, score_layers(policy, prompt)]

@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes, and how these end with the one that started them."""
+"""The entry point of the plugin in each process of vLLM, and the folder of metrics."""
 
 import contextlib
 import functools
@@ -13,22 +13,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""Names the folder through which processes count together, before prometheus_client is imported."""
+"""The environment variable of the folder in which several processes count together. It must be set
+before prometheus_client is imported.
+"""
 
 PROCESS_NAME_PREFIXES = ("EngineCore", "VllmWorker-", "ApiServer_")
-"""How the names of the processes that vLLM starts begin: engines, workers, several web servers."""
+"""The first words of the names of vLLM's processes: engines, workers, and several web servers."""
 
 _OWN_FOLDER_VARIABLE = "SNAPKV_METRICS_DIR"
-"""Names that folder once more, where it is one of `metrics_folder`."""
+"""The environment variable that has the same folder, if `make_metrics_folder` has made it."""
 
 
 def register() -> None:
-    """Make the compressed block spec known (entry point ``vllm.general_plugins``).
+    """Register the specs of compressed blocks with vLLM (entry point ``vllm.general_plugins``).
 
-    Where processes count through files, these are written without a mapping, see `metric_files`.
-    Nothing else happens until an engine asks for it. A process of a server that this package has
-    started ends with its parent from here on; by vLLM's own command, from where its worker, its
-    scheduler or its web application is made.
+    If several processes count in files, these are written without a memory map; see `metric_files`.
+    A process of a server that this package has started ends with its parent from here on. With
+    vLLM's own command it does so from where its worker, scheduler or web application is built.
     """
     from snapkv_vllm.versions import is_supported_version
 
@@ -39,7 +40,9 @@ def register() -> None:
 
         write_without_mapping()
     if is_supported_version():
-        with contextlib.suppress(ImportError, AttributeError):  # an engine that asks for us is told
+        with contextlib.suppress(
+            ImportError, AttributeError
+        ):  # an engine with this plugin reports it later
             from snapkv_vllm.blocks import register_spec
 
             register_spec()
@@ -47,9 +50,11 @@ def register() -> None:
 
 @contextlib.contextmanager
 def make_metrics_folder() -> Iterator[None]:
-    """Have the processes that are started meanwhile count in a folder of their own.
+    """Make a temporary folder for metrics, in which processes count that start inside the ``with``
+    block.
 
-    Raises InvalidArgumentError if there is no room for one.
+    Raises:
+        InvalidArgumentError: the folder cannot be made or written to.
     """
     from snapkv_vllm.metric_files import cannot_write, require_writable
 
@@ -66,15 +71,17 @@ def make_metrics_folder() -> Iterator[None]:
             for name in (
                 METRICS_VARIABLE,
                 _OWN_FOLDER_VARIABLE,
-            ):  # what this process starts next has no such folder
+            ):  # later processes must not count there
                 del os.environ[name]
 
 
 @contextlib.contextmanager
 def lock_users_folder() -> Iterator[None]:
-    """Hold the folder that the user has named, in which the counts of two servers would add up.
+    """Lock the folder of metrics that the user has set, because two servers must not count in the
+    same folder.
 
-    Raises InvalidArgumentError if another server holds it, or there is no room in it.
+    Raises:
+        InvalidArgumentError: another server uses the folder, or it cannot be written to.
     """
     import fcntl
 
@@ -91,10 +98,9 @@ def lock_users_folder() -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            alone, got = "a folder of this server alone", f"'{folder}', which another one uses"
-            raise wrong(
-                METRICS_VARIABLE, alone, got, "leave it out, or name another folder"
-            ) from None
+            problem = f"another server uses the folder '{folder}'"
+            remedy = "Leave it out, or name another folder"
+            raise wrong(METRICS_VARIABLE, problem, remedy) from None
         require_writable(folder)
         yield
     finally:
@@ -102,18 +108,17 @@ def lock_users_folder() -> Iterator[None]:
 
 
 def own_metrics_folder() -> Path | None:
-    """The folder of `metrics_folder`, in it and in what was started there; None elsewhere."""
+    """Return the folder of `make_metrics_folder` in processes that use it, otherwise None."""
     folder = os.environ.get(_OWN_FOLDER_VARIABLE)
     return Path(folder) if folder and folder == os.environ.get(METRICS_VARIABLE) else None
 
 
 def end_with_parent() -> None:
-    """Watch the process that has started this one of vLLM's, and kill this one when that is gone.
+    """Kill this process as soon as its parent process has ended.
 
-    A process that is killed cannot stop its children: vLLM's engine would stay, and with it the
-    memory that a successor needs, and the metrics. Where vLLM has not started this process (it may
-    be a user's own that runs an engine), or the system cannot watch one that is no child (it takes
-    Linux), nothing happens.
+    A process that is killed cannot stop its children. vLLM's engine would keep running, and with it
+    the memory that a new server needs, and the files of metrics. Nothing happens in a process that
+    vLLM has not started, such as a user's own, or on systems other than Linux.
     """
     parent = multiprocessing.parent_process()
     of_vllm = multiprocessing.current_process().name.startswith(PROCESS_NAME_PREFIXES)
@@ -130,7 +135,7 @@ def _kill_after(process: int) -> None:
     try:
         handle = os.pidfd_open(process)
     except ProcessLookupError:
-        pass  # it went before it could be watched
+        pass  # it ended before it could be watched
     else:
         ended = select.poll()  # not select.select, which takes no handle above 1023
         ended.register(handle, select.POLLIN)

@@ -1,4 +1,4 @@
-"""vLLM's model runners, for which a request may hold fewer tokens than it has seen."""
+"""Extends vLLM's model runners to requests that store fewer tokens than they have computed."""
 
 import itertools
 from abc import abstractmethod
@@ -23,10 +23,10 @@ from snapkv_vllm.steps import CompressingStep
 
 
 class CompressingRunner:
-    """Laid over a runner of vLLM that a worker has made; a subclass for each kind of runner.
+    """The abilities that are added to a runner of vLLM; a subclass for each of vLLM's two runners.
 
-    The runner's own lengths and positions stay true. Attention in the compressed KV cache groups is
-    told the tokens that a request holds, and new tokens go to the slots after those.
+    The lengths and positions of the runner stay true. Only attention in the compressed KV cache
+    groups gets the numbers of stored tokens, and new tokens go to the slots after them.
     """
 
     _orders: Mapping[str, Order]
@@ -36,14 +36,19 @@ class CompressingRunner:
     _compressor: Compressor
     _kept_lengths: KeptLengths
     _heads: HeadsAttention
-    _has_split_heads: bool  # of this step
+    _has_split_heads: bool  # whether this step has requests whose heads differ
     _splits_heads: bool
     _stopwatch: Stopwatch
     _compressed_groups: tuple[int, ...]
 
     @classmethod
     def extend(cls, runner: Any) -> Self:
-        """Give a runner these abilities; only this one, others of its class stay as they are."""
+        """Add these abilities to one runner by changing its class. Other runners of that class do
+        not change.
+
+        Raises:
+            UnsupportedModelError: the engine cannot serve with the settings of the server.
+        """
         config = runner.vllm_config
         settings = ServingSettings.from_config(config.additional_config)
         require_compatible(settings=settings, engine=config)
@@ -59,16 +64,18 @@ class CompressingRunner:
         adapted: Self = runner
         return adapted
 
-    # What the two runners do differently.
+    # Methods that differ between the two runners.
 
     @abstractmethod
     def _set_blocks(self, request_id: str, moves: Sequence[Move]) -> None:
-        """Let a request that was compressed go on with the blocks it was left."""
+        """Replace the blocks of a compressed request by those that it still has."""
 
-    # What they share.
+    # Methods that both runners share.
 
     def get_kv_cache_spec(self: Any) -> Any:
-        """What the layers keep, those with full attention as blocks that may be compressed."""
+        """Return the specs of all layers, with this plugin's specs for layers that are
+        compressed.
+        """
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         chosen = compressible_layers(attention_layers(self.vllm_config), specs)
         return {
@@ -77,7 +84,9 @@ class CompressingRunner:
         }
 
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Let vLLM measure a step with the largest votes that the server allows."""
+        """Let vLLM measure its largest step, together with the largest compression that the server
+        allows.
+        """
         specs, layers = self.get_kv_cache_spec(), attention_layers(self.vllm_config)
         chosen = [layers[name] for name, spec in specs.items() if is_compressed(spec)]
         largest = LargestStep.from_config(self.vllm_config)
@@ -85,7 +94,11 @@ class CompressingRunner:
             super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
     def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Allocate the cache, and look up where its keys and values lie."""
+        """Allocate the cache, and look up the layout of its keys and values.
+
+        Raises:
+            UnsupportedModelError: the layers or their caches cannot be compressed.
+        """
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
         groups = {
             number: group
@@ -119,9 +132,11 @@ class CompressingRunner:
 
     @torch.inference_mode()
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step, and carry out the orders that came with it after the model."""
+        """Run a step, and then carry out the orders that came with it."""
         self._forget(find_restarted_requests(scheduler_output))
-        if not isinstance(scheduler_output, CompressingStep):  # in which vLLM measures something
+        if not isinstance(
+            scheduler_output, CompressingStep
+        ):  # a step in which vLLM measures memory or time
             scheduler_output = CompressingStep.extend(scheduler_output)
         self._dropped.update(scheduler_output.snapkv_dropped)
         if scheduler_output.snapkv_forgotten:
@@ -148,9 +163,11 @@ class CompressingRunner:
             self._heads.forget(request_id)
 
     def _begin_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
-        """Note what this step's requests hold, and whose queries to put aside.
+        """Set what each request of the batch stores, and whose queries are recorded.
 
-        `query_ends` is where the tokens of each request end in the batch.
+        Args:
+            requests: the ids of the requests, in the order of the batch.
+            query_ends: where the tokens of each request end in the batch.
         """
         self._kept_lengths.begin_step(requests, self._dropped)
         self._heads.begin_step(requests, query_ends)
@@ -163,7 +180,7 @@ class CompressingRunner:
     def _run_orders(self) -> None:
         orders, self._orders = self._orders, {}
         self._stopwatch.report()
-        if not orders:  # as in steps that measure memory, before there is a cache to compress
+        if not orders:  # for example before the cache is allocated
             return
         if any(order.is_due for order in orders.values()):
             with self._stopwatch.timing():
@@ -171,7 +188,7 @@ class CompressingRunner:
         for request_id, order in orders.items():
             if not order.is_due:
                 continue
-            if order.per_head_budget:  # what those hold, the heads know
+            if order.per_head_budget:  # `HeadsAttention` knows the counts of each head
                 self._dropped.pop(request_id, None)
             else:
                 self._dropped[request_id] = order.dropped_tokens
@@ -179,12 +196,16 @@ class CompressingRunner:
 
     @property
     def _needs_eager_step(self) -> bool:
-        """Whether a step does more than a graph of it has captured, in attention or after it."""
+        """Whether the step does more than a CUDA graph of it has captured, in attention or after
+        the model.
+        """
         return bool(self._orders) or self._has_split_heads
 
 
 def find_restarted_requests(scheduler_output: Any) -> set[str]:
-    """Those of which a step says that they have ended, or start from their first token."""
+    """Return the requests that have ended, were preempted, or start from their first token in this
+    step.
+    """
     return {
         *scheduler_output.finished_req_ids,
         *(scheduler_output.preempted_req_ids or ()),
@@ -194,9 +215,10 @@ def find_restarted_requests(scheduler_output: Any) -> set[str]:
 
 
 class CompressingFirstRunner(CompressingRunner):
-    """vLLM's first runner, which serves where there is no Triton; deprecated, it goes with vLLM's.
+    """Extends vLLM's first runner, which is used without Triton and is deprecated in vLLM.
 
-    Its private parts: rows and block tables in `input_batch`, block lists in `requests`.
+    It uses private parts of that runner: rows and block tables in `input_batch`, block lists in
+    `requests`.
     """
 
     def _set_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
@@ -227,10 +249,10 @@ class CompressingFirstRunner(CompressingRunner):
         return prepared
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Let no prompt that is still being read draw from its seed.
+        """Sample without the random generators of prompts that are still being read.
 
-        vLLM throws the token away and takes the draw back, by an offset into the generator, which
-        generators of CPUs do not have: the engine would end.
+        vLLM discards such a sample and rewinds the generator by an offset. Generators on CPUs have
+        no offset, and the engine would end with an error.
         """
         generators = self.input_batch.generators
         reads = self.discard_request_mask.np
@@ -241,15 +263,18 @@ class CompressingFirstRunner(CompressingRunner):
             generators.update(reading)
 
     def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
-        """No graph is replayed where queries are put aside, or heads are sequences."""
+        """Return False for steps that need more than a CUDA graph has captured, so that no graph is
+        replayed.
+        """
         uniform = super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
         return bool(uniform) and not self._needs_eager_step
 
 
 class CompressingSecondRunner(CompressingRunner):
-    """vLLM's second runner, its default wherever there is Triton.
+    """Extends vLLM's second runner, its default wherever there is Triton.
 
-    Its private parts: block tables and requests' rows that live on the device.
+    It uses private parts of that runner: block tables and rows of requests, which are on the
+    device.
     """
 
     def _set_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
@@ -261,14 +286,16 @@ class CompressingSecondRunner(CompressingRunner):
             self.block_tables.num_blocks.np[move.group, row] = len(move.targets)
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-        """No graph is replayed where queries are put aside, or heads are sequences."""
+        """Return no uniform length for steps that need more than a CUDA graph has captured, so that
+        no graph is replayed.
+        """
         state, uniform = super().gather_batch_req_state(  # type: ignore[misc]
             scheduler_output, dummy_run
         )
         return state, None if self._needs_eager_step else uniform
 
     def prepare_attn(self: Any, input_batch: Any) -> Any:
-        """Give new tokens of compressed requests the slots after those they hold."""
+        """Map the new tokens of compressed requests to the slots after their stored tokens."""
         starts = input_batch.query_start_loc_np
         self._begin_batch(input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist())
         block_tables, slots = super().prepare_attn(input_batch)  # type: ignore[misc]
@@ -294,9 +321,12 @@ class CompressingSecondRunner(CompressingRunner):
 
 
 def extend_runner(runner: Any) -> None:
-    """Lay the abilities of a `CompressingRunner` over a runner that a worker has made.
+    """Extend a runner that a worker has built with the class for its kind.
 
-    Which of vLLM's it is, its methods say: a vLLM with one runner need not know of two.
+    The kind is found by its methods, because a release of vLLM may have only one of the two.
+
+    Raises:
+        UnsupportedModelError: the engine cannot serve with the settings of the server.
     """
     is_second = hasattr(runner, "prepare_attn")
     (CompressingSecondRunner if is_second else CompressingFirstRunner).extend(runner)

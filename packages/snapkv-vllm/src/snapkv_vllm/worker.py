@@ -1,4 +1,4 @@
-"""vLLM's workers, with a runner that compresses prompts; the class fits the machine."""
+"""A worker of vLLM whose runner compresses prompts; its base class depends on the platform."""
 
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,11 @@ class CompressingWorker(PlatformWorker):
     """A worker whose runner carries out the orders of the compressing scheduler."""
 
     def init_device(self) -> None:
-        """Make vLLM's own runner, and lay ours over it."""
+        """Build vLLM's own runner, and extend it.
+
+        Raises:
+            UnsupportedModelError: the engine cannot serve with the settings of the server.
+        """
         end_with_parent()
         config = self.model_config
         config.logits_processors = remove_checks(config.logits_processors)

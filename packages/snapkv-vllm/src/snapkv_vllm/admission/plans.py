@@ -344,7 +344,9 @@ class TurnPlan(PromptPlan):
 
     @property
     def shareable_tokens(self) -> int | None:
-        """How many first tokens have keys and values that other requests may reuse; None for all."""
+        """How many first tokens have keys and values that other requests may reuse; None
+        for all.
+        """
         return 0 if self.dropped_tokens else super().shareable_tokens
 
     @property

@@ -278,7 +278,9 @@ class ServingSettings:
         prompt_tokens: int,
         spans: RequestSpans = _NO_SPANS,
     ) -> PromptPlan:
-        """Combine the settings of a request, whose names have no prefix, with those of the server."""
+        """Combine the settings of a request, whose names have no prefix, with those of the
+        server.
+        """
         own = dict(given)
         budget = own.pop("budget", self.budget)
         _require_tokens(budget)

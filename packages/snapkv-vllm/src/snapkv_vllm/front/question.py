@@ -95,13 +95,13 @@ def _vocabulary(tokenizer: Any) -> Sequence[bytes]:
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
-    """Decode a token of a SentencePiece vocabulary, in which "\u2581" is a space and <0x41> a byte."""
+    """Decode a token of a SentencePiece vocabulary, in which <0x41> is a byte."""
     byte = _BYTE.fullmatch(token)
     return bytes.fromhex(byte[1]) if byte else token.replace(_SPACE, " ").encode()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """Decode a token of a byte-level vocabulary such as that of GPT-2, where a letter is a byte."""
+    """Decode a token of a byte-level vocabulary such as that of GPT-2, where letters are bytes."""
     return bytes(_LETTERS[one] for one in token) if _LETTERS.keys() >= set(token) else b""
 
 

@@ -84,8 +84,8 @@ class _Resolver:
     async def _resolve_chat(self, request: Any, made: Any, given: dict[str, Any]) -> Any:
         if not isinstance(made, tuple):
             return None
-        asked = await self._add_voters(request.messages, made, given)
-        return asked or (given if SPANS_FIELD in given else None)
+        found = await self._add_voters(request.messages, made, given)
+        return found or (given if SPANS_FIELD in given else None)
 
     async def _resolve_responses(self, request: Any, made: Any, given: dict[str, Any]) -> Any:
         messages = getattr(made, "messages", None)
@@ -100,8 +100,8 @@ class _Resolver:
         if self._settings.count_voters(given, 1) is None:
             return None
         tokenizer = self._renderer.renderer.get_tokenizer()
-        asked = await asyncio.to_thread(_question_tokens, messages, made, tokenizer)
-        voters = None if asked is None else self._settings.count_voters(given, asked)
+        tokens = await asyncio.to_thread(_question_tokens, messages, made, tokenizer)
+        voters = None if tokens is None else self._settings.count_voters(given, tokens)
         return None if voters is None else {**given, _VOTERS: voters}
 
     def _require_spans_fit(self, given: Mapping[str, Any], made: Any) -> None:

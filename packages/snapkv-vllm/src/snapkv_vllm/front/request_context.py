@@ -98,14 +98,14 @@ def _require_checked(sampling_params: Any) -> None:
 
 
 def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the tenant of a request: the SHA-256 of its API key, which vLLM has already checked."""
+    """Return the tenant of a request: the SHA-256 of its API key, which vLLM has checked."""
     header = next((value for name, value in headers if name.lower() == b"authorization"), b"")
     key = header.decode("latin-1").partition(" ")[2]
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def add_tenant(name: str) -> str:
-    """Put the current tenant before `name`, so that no other tenant can use the same name."""
+    """Put the current tenant before `name`, so that no other tenant can use this name."""
     return f"{current_context().tenant[:32]}/{name}"
 
 

@@ -52,7 +52,9 @@ def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
 
 
 def router(client: Any) -> APIRouter:
-    """Return the routes that ask the engines of vLLM's client about sessions of the current tenant."""
+    """Return the routes that ask the engines of vLLM's client about sessions of the current
+    tenant.
+    """
     core = client.engine_core
 
     async def call_engines(method: str, argument: str) -> list[Any]:
