@@ -18,9 +18,7 @@ def find_across_layers(policy: Policy | None) -> AcrossLayers | None:
     return inner if isinstance(inner, AcrossLayers) else None
 
 
-def select_across_layers(
-    policy: Policy, layers: Iterable[PromptLayer], kept_tokens: int
-) -> list[Tensor]:
+def select_across(policy: Policy, layers: Iterable[PromptLayer], kept_tokens: int) -> list[Tensor]:
     """Select the tokens of all layers of a prompt together.
 
     Args:

@@ -36,7 +36,7 @@ COUNTERPARTS: dict[type[FullAttentionSpec], type[FullAttentionSpec]] = {
 """The specs of vLLM whose layers can be compressed, and this plugin's specs for them."""
 
 
-def to_compressed_spec(spec: FullAttentionSpec) -> FullAttentionSpec:
+def compress_spec(spec: FullAttentionSpec) -> FullAttentionSpec:
     """Return the counterpart of one of vLLM's specs, with the same fields."""
     own = {one.name: getattr(spec, one.name) for one in fields(spec) if one.init}
     return COUNTERPARTS[type(spec)](**own)
@@ -101,13 +101,13 @@ class CompressedManager(FullAttentionManager):
         history belong to the history.
         """
         plan, dropped = self.plans.get(request_id), self.dropped_tokens.get(request_id, 0)
-        if plan is None or not self._may_be_shared(request_id):
+        if plan is None or not self._is_shared(request_id):
             return 0
         held, size = seen_tokens - dropped, self.block_size
         blocks: int = cdiv(plan.tokens_to_reserve(seen_tokens, held, step_tokens, size), size)
         return blocks
 
-    def _may_be_shared(self, request_id: str) -> bool:
+    def _is_shared(self, request_id: str) -> bool:
         """Whether others may read the blocks of a request."""
         if request_id in self._begun_with_history:
             return True
@@ -134,9 +134,8 @@ class CompressedManager(FullAttentionManager):
         reserved = order.reserved_tokens(self.block_size)
         sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
         in_place: list[KVCacheBlock] = blocks[: cdiv(reserved, self.block_size)]
-        assert request_id in self.reservations or not self._may_be_shared(request_id), (
-            "others may read these"
-        )
+        is_safe = request_id in self.reservations or not self._is_shared(request_id)
+        assert is_safe, "others may read these blocks"
         self._begun_with_history.discard(request_id)
         fresh, own = self.reservations.pop(request_id, ([], in_place))
         stay = set(_ids(own))
@@ -234,7 +233,7 @@ class CompressedManager(FullAttentionManager):
         """
         plan = self.plans.get(request_id)
         if apply_admission_cap and plan is not None:
-            most = plan.max_held_tokens(num_tokens)
+            most = plan.max_held(num_tokens)
             held = min(max(num_tokens, most), most + plan.unused_block_tokens(self.block_size))
         else:
             held = num_tokens - self.dropped_tokens.get(request_id, 0)
@@ -318,16 +317,12 @@ class CompressedBlocks:
         return any(manager.missing_blocks for manager in self._managers.values())
 
     @property
-    def hold_reserved_blocks(self) -> bool:
+    def hold_blocks(self) -> bool:
         """Whether blocks of the pool are reserved for the tokens that requests keep in the current
         step.
         """
-        reservations = (
-            needed
-            for manager in self._managers.values()
-            for needed in manager.reservations.values()
-        )
-        return any(fresh for fresh, _ in reservations)
+        managers = self._managers.values()
+        return any(fresh for one in managers for fresh, _ in one.reservations.values())
 
     def reserve(
         self, request_id: str, seen_tokens: int, step_tokens: int, *, others_blocks: int

@@ -11,7 +11,7 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.policies import PromptLayer
-from snapkv_vllm.across_layers import find_across_layers, select_across_layers
+from snapkv_vllm.across_layers import find_across_layers, select_across
 from snapkv_vllm.admission.plans import Move, Order, TurnSelector
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
 from snapkv_vllm.layers import LayerRun, VotingLayer, layer_runs, voting_layer
@@ -116,9 +116,9 @@ class Compressor:
 
     def _split_runs(self, move: Move, prompt_tokens: int, kept_tokens: int) -> Iterator[LayerRun]:
         """Yield the layers of a KV cache group, as many at a time as may be copied at once."""
-        for whole in self._runs:
-            if whole.group == move.group:
-                yield from whole.split_by_memory(prompt_tokens, kept_tokens)
+        for run in self._runs:
+            if run.group == move.group:
+                yield from run.split_by_memory(prompt_tokens, kept_tokens)
 
     def _move(self, runs: Sequence[LayerRun], request: str, order: Order, move: Move) -> None:
         """Read what some layers keep of a request, then write it into the target blocks.
@@ -130,10 +130,11 @@ class Compressor:
         block_tokens, first = self._block_tokens[move.group], runs[0]
         sources = first.to_cache_blocks(move.sources, block_tokens)
         targets = torch.tensor(move.targets, device=self._device)
-        whole, (_, heads, page_tokens, _) = len(targets) * block_tokens, first.first.cache.shape
+        capacity, (_, heads, page_tokens, _) = len(targets) * block_tokens, first.first.cache.shape
+        target_slots = slot_numbers(targets, capacity, block_tokens)
         masks, places, laid = list[Tensor](), None, list[Tensor]()
         if find_across_layers(order.selector.policy):
-            masks = self._select_across_layers(runs, request, order, sources)
+            masks = self._select_across(runs, request, order, sources)
             kept = torch.cat([mask.sum(dim=-1) for mask in masks])
             places = HeadPlaces(kept.flatten(), page_tokens)
         for number, run in enumerate(runs):
@@ -147,20 +148,18 @@ class Compressor:
                 places, keep = places or HeadPlaces(kept, page_tokens), keep.clamp(min=0)
             states = run.layout.select_keys(keys, keep), run.layout.read_values(sources, keep)
             if places is None:
-                laid = [pad_tokens(one, whole) for one in states]
+                laid = [pad_tokens(one, capacity) for one in states]
             else:
-                laid = laid or [places.make_output(one, whole) for one in states]
+                laid = laid or [places.make_output(one, capacity) for one in states]
                 for one, found in zip(states, laid, strict=True):
-                    places.scatter(one, found, whole, (run.depth - first.depth) * heads)
+                    places.scatter(one, found, capacity, (run.depth - first.depth) * heads)
         if places is not None:
-            laid = [one[..., :-1, :].reshape(-1, heads, whole, one.shape[-1]) for one in laid]
+            laid = [one[..., :-1, :].reshape(-1, heads, capacity, one.shape[-1]) for one in laid]
         for run in runs:
             rows = slice(run.depth - first.depth, run.depth - first.depth + len(run.layers))
-            run.layout.write(
-                slot_numbers(targets, whole, block_tokens), *(one[rows] for one in laid)
-            )
+            run.layout.write(target_slots, *(one[rows] for one in laid))
 
-    def _select_across_layers(
+    def _select_across(
         self, runs: Sequence[LayerRun], request: str, order: Order, sources: Tensor
     ) -> list[Tensor]:
         """Select the tokens of all layers together, which share one budget.
@@ -175,10 +174,10 @@ class Compressor:
 
         def seen(run: LayerRun) -> PromptLayer:
             keys = run.layout.read_keys(sources, order.held_tokens)
-            layer = self._make_prompt_layer(run, request, voters, run.decode_keys(keys))
+            layer = self._prompt_layer(run, request, voters, run.decode_keys(keys))
             return replace(layer, protected=order.selector.protected_mask(layer))
 
-        masks = select_across_layers(order.selector.policy, map(seen, runs), order.kept_tokens)
+        masks = select_across(order.selector.policy, map(seen, runs), order.kept_tokens)
         counts = torch.cat([mask.sum(dim=-1) for mask in masks])
         if int(counts.sum()) != order.kept_tokens * counts.numel():
             raise RuntimeError(f"{request}: {counts} tokens kept, {order.kept_tokens} expected")
@@ -203,7 +202,7 @@ class Compressor:
             RuntimeError: another number of tokens is kept than the scheduler has counted.
         """
         voters = min(order.selector.query_tokens, order.seen_tokens)  # a short prompt has fewer
-        layer = self._make_prompt_layer(run, request, voters, keys)
+        layer = self._prompt_layer(run, request, voters, keys)
         if isinstance(order.selector, TurnSelector):
             keep = self.positions.select(run, order, order.selector, layer)
         else:
@@ -213,9 +212,7 @@ class Compressor:
             raise RuntimeError(f"{request}: {kept} tokens kept, {order.kept_tokens} expected")
         return keep
 
-    def _make_prompt_layer(
-        self, run: LayerRun, request: str, tokens: int, keys: Tensor
-    ) -> PromptLayer:
+    def _prompt_layer(self, run: LayerRun, request: str, tokens: int, keys: Tensor) -> PromptLayer:
         """Build the input of a policy from the recorded queries and the (layers, H, held tokens, D)
         keys of a run.
         """

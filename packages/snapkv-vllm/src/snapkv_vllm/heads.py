@@ -141,7 +141,7 @@ class CompressedRows:
     counts: Sequence[int] = ()  # how many tokens each request has in this step
     rows: Sequence[int] = ()  # the rows of the requests in the batch
     requests: tuple[str, ...] = ()  # their ids
-    is_entire_batch: bool = False  # whether the batch has no other requests
+    is_complete: bool = False  # whether the batch has no other requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +377,7 @@ class HeadsAttention:
             rows=rows,
             starts=tuple(starts[row] for row in rows),
             counts=tuple(query_ends[row] - starts[row] for row in rows),
-            is_entire_batch=len(rows) == len(requests),
+            is_complete=len(rows) == len(requests),
         )
 
     def end_step(self) -> None:
@@ -448,9 +448,7 @@ class HeadsAttention:
                 told = sequence_metadata(
                     plain, found, layer, builder=builder, group_size=group_size
                 )
-                self._steps[name] = _LayerStep(
-                    found, pages[layer], told, self._batch.is_entire_batch
-                )
+                self._steps[name] = _LayerStep(found, pages[layer], told, self._batch.is_complete)
             return plain
 
         builder.build = build_beside

@@ -211,9 +211,8 @@ def choose_evictions(
         beyond = [one for one in idle if taken[one.tenant] > share]
         if not beyond:
             break
-        found.append(
-            max(beyond, key=lambda one: taken[one.tenant])
-        )  # the least recently used one of that tenant
+        # `max` returns the first, which is the least recently used one of that tenant.
+        found.append(max(beyond, key=lambda one: taken[one.tenant]))
         idle.remove(found[-1])
         taken[found[-1].tenant] -= size_of(found[-1])
     return found, max(0, taken.total() - most)

@@ -39,7 +39,7 @@ class KeptLengths:
             self._dropped.zero_()
             self._has_dropped = False
 
-    def storage_positions(self, positions: Tensor, query_start_loc: Tensor) -> Tensor | None:
+    def stored_positions(self, positions: Tensor, query_start_loc: Tensor) -> Tensor | None:
         """Return where the new tokens lie among the stored ones: (tokens,); None if that is their
         position.
 
@@ -63,13 +63,11 @@ class KeptLengths:
         def build_for_held(
             common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            return build(
-                common_prefix_len, self.use_held_lengths(common_attn_metadata), *args, **kwargs
-            )
+            return build(common_prefix_len, self.convert(common_attn_metadata), *args, **kwargs)
 
         builder.build = build_for_held
 
-    def use_held_lengths(self, metadata: Any) -> Any:
+    def convert(self, metadata: Any) -> Any:
         """Return a copy of vLLM's `CommonAttentionMetadata` whose lengths count stored tokens."""
         rows = metadata.seq_lens.shape[0]
         held = self._seq_lens[:rows]

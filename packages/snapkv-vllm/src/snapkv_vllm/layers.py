@@ -66,9 +66,8 @@ class VotingLayer:
         """
         if queries.dtype.itemsize > 1:
             return queries
-        scaled: Tensor = (
-            queries.float() * self.wrapped._q_scale
-        )  # some GPU kernels get queries in fp8
+        # Some GPU kernels get queries in fp8.
+        scaled: Tensor = queries.float() * self.wrapped._q_scale
         return scaled.to(self.wrapped.dtype)
 
 
@@ -143,7 +142,7 @@ class LayerRun:
     def decode_keys(self, stored: Tensor) -> Tensor:
         """Convert stored keys of (layers, Hkv, T, D) to the numbers that attention sees."""
         form = self.layout.form
-        if form.stored_dtype is None:
+        if form.byte_dtype is None:
             return stored
         scales = torch.stack([layer.wrapped._k_scale for layer in self.layers.values()])
         scaled: Tensor = form.decode(stored).float() * scales.view(-1, 1, 1, 1)

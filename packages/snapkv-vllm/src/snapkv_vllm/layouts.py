@@ -25,7 +25,7 @@ class NumberFormat:
     """
 
     dtype: torch.dtype  # of the model
-    stored_dtype: torch.dtype | None = None  # of the bytes, if numbers are stored in bytes
+    byte_dtype: torch.dtype | None = None  # of the bytes, if numbers are stored in bytes
     name: str = "auto"  # the name of the format in vLLM's kernels
 
     @classmethod
@@ -33,23 +33,18 @@ class NumberFormat:
         name = getattr(layer, "kv_cache_dtype", "auto")
         if name not in FP8:
             return cls(layer.kv_cache.dtype)
-        e4m3 = getattr(
-            layer.impl, "fp8_dtype", torch.float8_e4m3fn
-        )  # some AMD GPUs use another one
+        # Some AMD GPUs use another dtype.
+        e4m3 = getattr(layer.impl, "fp8_dtype", torch.float8_e4m3fn)
         return cls(layer.dtype, torch.float8_e5m2 if name == "fp8_e5m2" else e4m3, name)
 
     def decode(self, stored: Tensor) -> Tensor:
         """Convert stored numbers to the dtype of the model, without their scale. This is exact."""
-        return (
-            stored if self.stored_dtype is None else stored.view(self.stored_dtype).to(self.dtype)
-        )
+        return stored if self.byte_dtype is None else stored.view(self.byte_dtype).to(self.dtype)
 
     @property
     def bytes(self) -> int:
         """The bytes of a stored number, and of its decoded form if that is another tensor."""
-        return self.dtype.itemsize + (
-            0 if self.stored_dtype is None else self.stored_dtype.itemsize
-        )
+        return self.dtype.itemsize + (0 if self.byte_dtype is None else self.byte_dtype.itemsize)
 
 
 FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
@@ -135,7 +130,7 @@ class PlainLayout:
 def _plain(layers: Sequence[Any]) -> PlainLayout:
     form = NumberFormat.from_layer(layers[0])
     caches = [layer.kv_cache for layer in layers]
-    if form.stored_dtype is not None:
+    if form.byte_dtype is not None:
         caches = [cache.view(torch.uint8) for cache in caches]  # fp8 tensors cannot be gathered
     return PlainLayout(caches, layers[0].head_size, form)
 
@@ -273,7 +268,7 @@ class _Packing:
     numbers: _Axes | None = None
 
     @classmethod
-    def from_indices(cls, indices: Tensor, block_tokens: int, head_size: int) -> Self:
+    def build(cls, indices: Tensor, block_tokens: int, head_size: int) -> Self:
         """Build the packing, and find out whether its indices are those of a tensor with short
         axes.
         """
@@ -303,9 +298,8 @@ class _Packing:
         side_by_side = self.tokens[-1][1] == 1
         axes = self.numbers + self.tokens if side_by_side else self.tokens + self.numbers
         sizes, strides = zip(*axes, strict=True)
-        before = (
-            len(self.numbers) if side_by_side else 0
-        )  # the number of axes between heads and blocks
+        # The number of axes between heads and blocks.
+        before = len(self.numbers) if side_by_side else 0
         shape = len(caches), heads, *sizes[:before], len(blocks), *sizes[before:]
         states = caches[0].new_empty(shape)
         for cache, found in zip(caches, states, strict=True):
@@ -350,9 +344,7 @@ def _measure_packings(
             problem = f"the CPU backend does more than move the numbers of a block ({isa}, {form})"
             remedy = "Serve the model in float32"
             raise wrong("snapkv", problem, remedy, UnsupportedModelError)
-    keys, values = (
-        _Packing.from_indices(half.argsort(), block_tokens, head_size) for half in found
-    )
+    keys, values = (_Packing.build(half.argsort(), block_tokens, head_size) for half in found)
     return keys, values
 
 
@@ -361,7 +353,7 @@ def _pack(states: Tensor, isa: str, form: NumberFormat) -> tuple[Tensor, Tensor]
     of values as they lie in memory.
     """
     block_tokens, _, head_size = states.shape
-    stored = torch.uint8 if form.stored_dtype else form.dtype
+    stored = torch.uint8 if form.byte_dtype else form.dtype
     cache = torch.zeros(1, 1, 2 * block_tokens, head_size, dtype=stored)
     keys, values = cache.chunk(2, dim=2)
     slots = torch.arange(block_tokens)

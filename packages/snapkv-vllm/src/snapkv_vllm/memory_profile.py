@@ -70,11 +70,8 @@ def hold_largest_queries(
     if layers:
         widest = max(layers, key=lambda layer: layer.num_heads * layer.head_size)
         for policy in largest.policies:
-            vote = (
-                _vote
-                if find_across_layers(policy) is None
-                else partial(_vote_across_layers, len(layers))
-            )
+            across = find_across_layers(policy) is not None
+            vote = partial(_vote_across_layers, len(layers)) if across else _vote
             vote(widest, policy, largest, kind)
     del waiting
 
@@ -100,9 +97,8 @@ def _vote(layer: Any, policy: Policy, largest: LargestStep, kind: dict[str, Any]
     prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
     selection = policy.select(prompt)
     if selection is not None:
-        keep = selection.keep_indices.clamp(
-            min=0
-        )  # -1 stands for a token that a head does not keep
+        # -1 stands for a token that a head does not keep.
+        keep = selection.keep_indices.clamp(min=0)
         kept += [ops.gather_tokens(prompt.keys, keep) for _ in range(2)]
 
 

@@ -102,9 +102,7 @@ class WrittenCounts:
             self._next_try = time.monotonic() + _SECONDS_BETWEEN_TRIES
             if not self._has_failed:
                 self._has_failed = True
-                message = (
-                    "Metrics are missing from %s until it can be written (%s). Free some space."
-                )
+                message = "Metrics are missing from %s until it can be written: %s. Free space."
                 _logger.warning(message, self._path, error.strerror)
 
     def _open(self) -> None:

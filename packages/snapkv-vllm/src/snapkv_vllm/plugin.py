@@ -40,9 +40,8 @@ def register() -> None:
 
         write_without_mapping()
     if is_supported_version():
-        with contextlib.suppress(
-            ImportError, AttributeError
-        ):  # an engine with this plugin reports it later
+        # An engine that uses this plugin reports these errors later.
+        with contextlib.suppress(ImportError, AttributeError):
             from snapkv_vllm.blocks import register_spec
 
             register_spec()
@@ -68,10 +67,8 @@ def make_metrics_folder() -> Iterator[None]:
         try:
             yield
         finally:
-            for name in (
-                METRICS_VARIABLE,
-                _OWN_FOLDER_VARIABLE,
-            ):  # later processes must not count there
+            # Later processes must not count there.
+            for name in (METRICS_VARIABLE, _OWN_FOLDER_VARIABLE):
                 del os.environ[name]
 
 

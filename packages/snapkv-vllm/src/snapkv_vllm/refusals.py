@@ -30,10 +30,10 @@ def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[st
             _require_compressible(name, layers.get(name), specs[name])
     for name, layer in layers.items():
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-            _raise_unsupported(name, "reads another layer's cache", "a cache for each layer")
+            _refuse(name, "reads another layer's cache", "a cache for each layer")
     if not found:
         kinds = ", ".join(sorted({type(spec).__name__ for spec in specs.values()})) or "nothing"
-        _raise_unsupported("the model", f"keeps {kinds}", "layers with full attention")
+        _refuse("the model", f"keeps {kinds}", "layers with full attention")
     return found
 
 
@@ -47,29 +47,23 @@ def _require_compressible(name: str, layer: Any, spec: Any) -> None:
     from snapkv_vllm.blocks import COUNTERPARTS
 
     if layer is None or type(spec) not in COUNTERPARTS:
-        _raise_unsupported(name, f"keeps a {type(spec).__name__}", "full attention")
+        _refuse(name, f"keeps a {type(spec).__name__}", "full attention")
     if spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        _raise_unsupported(
-            name, "has a window in one group with full attention", "a group of its own"
-        )
+        _refuse(name, "has a window in one group with full attention", "a group of its own")
     if getattr(layer.impl, "alibi_slopes", None) is not None:
-        _raise_unsupported(
-            name, "has ALiBi", "attention that does not look at distances in the cache"
-        )
+        _refuse(name, "has ALiBi", "attention that does not look at distances in the cache")
     backend = layer.get_attn_backend().get_name()
     if backend not in LAYOUTS:
-        _raise_unsupported(name, f"runs on {backend}", f"one of {', '.join(LAYOUTS)}")
+        _refuse(name, f"runs on {backend}", f"one of {', '.join(LAYOUTS)}")
     if (form := getattr(layer, "kv_cache_dtype", "auto")) not in MOVABLE:
-        _raise_unsupported(
-            name, f"has a cache in the format {form}", f"one of {', '.join(MOVABLE)}"
-        )
+        _refuse(name, f"has a cache in the format {form}", f"one of {', '.join(MOVABLE)}")
     if form in FP8 and layer._k_scale.numel() > 1:
-        _raise_unsupported(name, "has a scale for every head", "one scale for a layer")
+        _refuse(name, "has a scale for every head", "one scale for a layer")
     if getattr(layer, "use_sparse", False):
-        _raise_unsupported(name, "chooses the tokens it attends to", "attention to all of them")
+        _refuse(name, "chooses the tokens it attends to", "attention to all of them")
 
 
-def _raise_unsupported(layer: str, got: str, expected: str) -> NoReturn:
+def _refuse(layer: str, got: str, expected: str) -> NoReturn:
     """Raise the error that names a layer which cannot be compressed.
 
     Raises:
@@ -86,10 +80,8 @@ def require_splittable_heads(name: str, layer: Any) -> None:
         UnsupportedModelError: the layer has attention sinks.
     """
     if getattr(layer.impl, "sinks", None) is not None:
-        problem = (
-            f"heads cannot keep different numbers of tokens, because {name} has attention sinks, "
-            "which kernels look up by the number of the head"
-        )
+        # Kernels look sinks up by the number of the head, and see each head as a sequence.
+        problem = f"heads cannot keep different numbers of tokens, because {name} has sinks"
         raise wrong("snapkv", problem, "Use --policy snapkv", UnsupportedModelError)
 
 
@@ -111,8 +103,5 @@ def require_shared_pages(caches: Sequence[Tensor], layers: int) -> None:
         for cache in caches
     }
     if len(caches) != layers or len(kinds) > 1 or len(steps) > 1 or min(steps, default=1) <= 0:
-        problem = (
-            "across-layers needs layers with full attention that are alike, and whose caches lie "
-            "in one tensor, layer by layer"
-        )
+        problem = "across-layers needs equal layers with full attention, with caches in one tensor"
         raise wrong("snapkv", problem, "Use --policy adakv", UnsupportedModelError)

@@ -11,7 +11,7 @@ from snapkv.policies import AcrossLayers
 from snapkv_vllm.admission.compatibility import require_compatible
 from snapkv_vllm.admission.plans import Move, Order
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.blocks import is_compressed, to_compressed_spec
+from snapkv_vllm.blocks import compress_spec, is_compressed
 from snapkv_vllm.compressor import Compressor, QueryRecorder
 from snapkv_vllm.heads import HeadsAttention
 from snapkv_vllm.kept_lengths import KeptLengths
@@ -34,7 +34,7 @@ class CompressingRunner:
     _compressed: dict[str, Order]
     _recorder: QueryRecorder
     _compressor: Compressor
-    _kept_lengths: KeptLengths
+    _lengths: KeptLengths
     _heads: HeadsAttention
     _has_split_heads: bool  # whether this step has requests whose heads differ
     _splits_heads: bool
@@ -56,7 +56,7 @@ class CompressingRunner:
         runner.__class__ = type(f"Compressing{kind.__name__}", (cls, kind), {})
         runner._orders, runner._dropped, runner._compressed = {}, {}, {}
         runner._recorder = QueryRecorder()
-        runner._kept_lengths = KeptLengths(runner.max_num_reqs, runner.device)
+        runner._lengths = KeptLengths(runner.max_num_reqs, runner.device)
         across = settings.policy == AcrossLayers.name
         runner._heads, runner._has_split_heads = HeadsAttention(across_layers=across), False
         runner._splits_heads = settings.per_head_budget
@@ -78,10 +78,7 @@ class CompressingRunner:
         """
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         chosen = compressible_layers(attention_layers(self.vllm_config), specs)
-        return {
-            name: to_compressed_spec(spec) if name in chosen else spec
-            for name, spec in specs.items()
-        }
+        return specs | {name: compress_spec(specs[name]) for name in chosen}
 
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
         """Let vLLM measure its largest step, together with the largest compression that the server
@@ -111,7 +108,7 @@ class CompressingRunner:
         for number in groups:
             for attention in self.attn_groups[number]:
                 for builder in attention.metadata_builders:
-                    self._kept_lengths.patch_builder(builder)
+                    self._lengths.patch_builder(builder)
                     if self._splits_heads:
                         self._heads.patch_builder(builder)
         self._compressor.bind_caches(
@@ -134,9 +131,8 @@ class CompressingRunner:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step, and then carry out the orders that came with it."""
         self._forget(find_restarted_requests(scheduler_output))
-        if not isinstance(
-            scheduler_output, CompressingStep
-        ):  # a step in which vLLM measures memory or time
+        # vLLM sends a plain step when it measures memory or time.
+        if not isinstance(scheduler_output, CompressingStep):
             scheduler_output = CompressingStep.extend(scheduler_output)
         self._dropped.update(scheduler_output.snapkv_dropped)
         if scheduler_output.snapkv_forgotten:
@@ -150,7 +146,7 @@ class CompressingRunner:
             output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._recorder.rows_of_requests = {}
-            self._kept_lengths.end_step()
+            self._lengths.end_step()
             self._heads.end_step()
         self._run_orders()
         return output
@@ -169,7 +165,7 @@ class CompressingRunner:
             requests: the ids of the requests, in the order of the batch.
             query_ends: where the tokens of each request end in the batch.
         """
-        self._kept_lengths.begin_step(requests, self._dropped)
+        self._lengths.begin_step(requests, self._dropped)
         self._heads.begin_step(requests, query_ends)
         self._recorder.rows_of_requests = {
             request_id: slice(int(end) - self._orders[request_id].query_tokens, int(end))
@@ -241,7 +237,7 @@ class CompressingFirstRunner(CompressingRunner):
         self._begin_batch(self.input_batch.req_ids[:requests], starts.np[1 : requests + 1].tolist())
         tokens = scheduler_output.total_num_scheduled_tokens
         on_device = starts.gpu[: requests + 1]
-        positions = self._kept_lengths.storage_positions(self.positions[:tokens], on_device)
+        positions = self._lengths.stored_positions(self.positions[:tokens], on_device)
         if positions is not None:
             for group in self._compressed_groups:
                 table = self.input_batch.block_table[group]
@@ -299,13 +295,12 @@ class CompressingSecondRunner(CompressingRunner):
         starts = input_batch.query_start_loc_np
         self._begin_batch(input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist())
         block_tables, slots = super().prepare_attn(input_batch)  # type: ignore[misc]
-        positions = self._kept_lengths.storage_positions(
-            input_batch.positions, input_batch.query_start_loc
-        )
+        query_starts = input_batch.query_start_loc
+        positions = self._lengths.stored_positions(input_batch.positions, query_starts)
         if positions is not None:
             held = self.block_tables.compute_slot_mappings(
                 input_batch.idx_mapping,
-                input_batch.query_start_loc,
+                query_starts,
                 positions,
                 num_tokens_padded=input_batch.num_tokens_after_padding,
                 out=self._slot_buffer(),
@@ -315,7 +310,7 @@ class CompressingSecondRunner(CompressingRunner):
         return block_tables, slots
 
     def _slot_buffer(self: Any) -> Any:
-        if not hasattr(self, "_slots_of_held"):
+        if not hasattr(self, "_slots_of_held_tokens"):
             self._slots_of_held_tokens = self.block_tables.slot_mappings.clone()
         return self._slots_of_held_tokens
 

@@ -51,15 +51,11 @@ class _CompressingScheduler(Scheduler):
         compressed = find_compressed_managers(managers)
         self._blocks = CompressedBlocks(compressed, self._plans)
         blocks = self.kv_cache_manager
-        self._allocate_slots, blocks.allocate_slots = (
-            blocks.allocate_slots,
-            self._allocate_with_reservation,
-        )
+        self._allocate_slots = blocks.allocate_slots
+        blocks.allocate_slots = self._allocate_all
         self._preempts_for_reservation, self._waiting_for_reservation = False, set[str]()
-        self._blocked_request, self._is_standstill = (
-            "",
-            False,
-        )  # the last request without blocks
+        # The last request without blocks, and whether no request can continue because of it.
+        self._blocked_request, self._is_standstill = "", False
         self._metrics = PromptMetrics(self.vllm_config)
         given = compressed, self._settings, self.vllm_config, self.kv_cache_config
         self.sessions = None if self._settings.sessions is None else SessionStore(*given)
@@ -74,9 +70,8 @@ class _CompressingScheduler(Scheduler):
         except SnapKVError as error:  # the web server has checked, other front ends have not
             logger.error("Request %s was refused: %s", request.request_id, error)
             self._metrics.record_refusal(reason_of(error))
-            self.encoder_cache_mismatch_reqs.add(
-                request.request_id
-            )  # vLLM ends these in the next step
+            # vLLM ends these requests in the next step.
+            self.encoder_cache_mismatch_reqs.add(request.request_id)
         super().add_request(request)
 
     def _make_plan(self, request: Any) -> PromptPlan:
@@ -119,7 +114,7 @@ class _CompressingScheduler(Scheduler):
             problem = f"its {tokens:,} tokens need {needed} blocks, and the cache has {most}"
             raise wrong("prompt", problem, "Shorten it, or raise --kv-cache-memory-bytes")
 
-    def _allocate_with_reservation(
+    def _allocate_all(
         self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
     ) -> Any:
         """Call vLLM's `allocate_slots`, and reserve blocks for the kept tokens if the step ends
@@ -130,18 +125,16 @@ class _CompressingScheduler(Scheduler):
         while slots is None and self.sessions is not None and self.sessions.evict_least_recent():
             slots = self._allocate_slots(*given, **kwargs)
         runs, blocks = request.status == RequestStatus.RUNNING, self._blocks
-        lacks_reserved = slots is None and (
-            blocks.lack_blocks or (runs and blocks.hold_reserved_blocks)
-        )
+        lacks = slots is None and (blocks.lack_blocks or (runs and blocks.hold_blocks))
         if slots is not None:
             self._waiting_for_reservation.discard(request.request_id)
             seen = request.num_computed_tokens + num_new_computed_tokens
             others = len(self.running) * len(self.kv_cache_config.kv_cache_groups)
             blocks.reserve(request.request_id, seen, num_new_tokens, others_blocks=others)
         elif runs:  # vLLM preempts a request to free blocks
-            self._preempts_for_reservation |= lacks_reserved
+            self._preempts_for_reservation |= lacks
         else:
-            if lacks_reserved:
+            if lacks:
                 self._count_wait(request.request_id)
             self._blocked_request = request.request_id
             if self.sessions is not None:

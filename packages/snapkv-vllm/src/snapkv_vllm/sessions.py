@@ -267,9 +267,8 @@ class SessionStore:
 
     def pop_forgotten(self) -> tuple[int, ...]:
         """Return the first blocks of the histories that were removed since the last call."""
-        held = {
-            one.first_block for one in self._held
-        }  # branches of a session may share their first blocks
+        # Branches of a session may share their first blocks.
+        held = {one.first_block for one in self._held}
         gone, self._forgotten = set(self._forgotten) - held, []
         return tuple(gone)
 

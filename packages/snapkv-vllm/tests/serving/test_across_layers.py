@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapkv import default_policy
-from snapkv_vllm.across_layers import select_across_layers
+from snapkv_vllm.across_layers import select_across
 from snapkv_vllm.admission.settings import ServingSettings
 from tests.ops.states import random_layer
 from tests.policies.reading import columns_kept
@@ -54,7 +54,7 @@ def test_what_stays_is_what_the_library_keeps_of_all_layers(policy, sizes, equal
     layers = layers_of(policy, equal=equal)
     expected = torch.cat([as_mask(one) for one in columns_kept(policy, layers)])
     budget = policy.policy.budget
-    found = torch.cat(select_across_layers(policy, runs_of(layers, sizes), budget))
+    found = torch.cat(select_across(policy, runs_of(layers, sizes), budget))
     assert torch.equal(found, expected)
     assert int(found.sum()) == budget * LAYERS * 2
     if budget == 40 and not equal:
@@ -65,7 +65,7 @@ def test_spans_stay_or_go_in_every_head_and_the_rest_is_shared():
     said = [{"start": 50, "end": 90, "do": "drop"}, {"start": 100, "end": 104, "do": "protect"}]
     settings = ServingSettings(policy="across-layers", budget=40, protect_first=3)
     policy = settings.plan_request({"snapkv_spans": said}, TOKENS).policy
-    (found,) = select_across_layers(policy, runs_of(layers_of(policy), [LAYERS]), 40)
+    (found,) = select_across(policy, runs_of(layers_of(policy), [LAYERS]), 40)
     assert int(found.sum()) == 40 * LAYERS * 2
     assert found[..., [0, 1, 2, *range(100, 104), *range(TOKENS - 16, TOKENS)]].all()
     assert not found[..., 50:90].any()

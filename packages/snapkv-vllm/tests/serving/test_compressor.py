@@ -256,11 +256,11 @@ def test_layers_in_half_precision_keep_what_each_would_alone(prompt, monkeypatch
 
 @pytest.mark.parametrize("of_queries", [None, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(
-    ("name", "stored_dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
+    ("name", "byte_dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bytes_with_a_scale_per_layer_vote_as_attention_sees_them_and_move_as_they_are(
-    prompt, name, stored_dtype, of_queries, dtype
+    prompt, name, byte_dtype, of_queries, dtype
 ):
     """As GPUs have them: their kernels may take queries in bytes too."""
     _, _, states = prompt
@@ -268,19 +268,16 @@ def test_bytes_with_a_scale_per_layer_vote_as_attention_sees_them_and_move_as_th
     stored, layers = [], {}
     for index, (queries, keys, values) in enumerate(states):
         scales = {"_k_scale": 0.3 * (index + 1), "_v_scale": 1.7, "_q_scale": 0.6}
-        halves = (
-            (keys / scales["_k_scale"]).to(stored_dtype),
-            (values / scales["_v_scale"]).to(stored_dtype),
-        )
+        both = (keys / scales["_k_scale"], values / scales["_v_scale"])
         asked = queries.to(dtype) if of_queries is None else (queries / 0.6).to(of_queries)
-        stored.append((asked, *(half.view(torch.uint8) for half in halves)))
+        stored.append((asked, *(half.to(byte_dtype).view(torch.uint8) for half in both)))
         layer = engine_layer(queries.shape[0], keys.shape[0], keys.shape[-1], dtype=torch.uint8)
         vars(layer).update(kv_cache_dtype=name, dtype=dtype)
         vars(layer).update((scale, torch.tensor(number)) for scale, number in scales.items())
         layers[str(index)] = layer
     layers = run(stored, policy, [140, 1, 9], blocks, tuple(targets), layers=layers)
     for layer, (asked, keys, values) in zip(layers, stored, strict=True):
-        seen = (keys.view(stored_dtype).float() * layer._k_scale).to(dtype)[None]
+        seen = (keys.view(byte_dtype).float() * layer._k_scale).to(dtype)[None]
         asked = asked if of_queries is None else (asked.float() * layer._q_scale).to(dtype)
         alone = PromptLayer(
             queries=asked[None, :, -policy.query_tokens :],

@@ -43,9 +43,9 @@ def test_three_requests_of_which_one_dropped_thirty_tokens():
     held = held_by(["a", "b", "c"], {"b": 30, "gone": 7})
     positions = torch.tensor([70, 40, 5, 6, 7])
     starts = torch.tensor([0, 1, 2, 5], dtype=torch.int32)
-    assert held.storage_positions(positions, starts).tolist() == [70, 10, 5, 6, 7]
+    assert held.stored_positions(positions, starts).tolist() == [70, 10, 5, 6, 7]
     assert positions.tolist() == [70, 40, 5, 6, 7]  # rotations stay those of true positions
-    told = held.use_held_lengths(metadata(71, 41, 8))
+    told = held.convert(metadata(71, 41, 8))
     assert told.seq_lens.tolist() == [71, 11, 8]
     assert told.seq_lens_cpu_upper_bound.tolist() == [71, 11, 8]
     assert told.max_seq_len == 71
@@ -53,7 +53,7 @@ def test_three_requests_of_which_one_dropped_thirty_tokens():
 
 def test_a_bound_that_vllm_does_not_give_is_not_made_up():
     batch = replace(metadata(71, 41), seq_lens_cpu_upper_bound=None)
-    told = held_by(["a", "b"], {"a": 60}).use_held_lengths(batch)
+    told = held_by(["a", "b"], {"a": 60}).convert(batch)
     assert told.seq_lens_cpu_upper_bound is None
     assert told.max_seq_len == 71  # an upper bound still
 
@@ -61,18 +61,18 @@ def test_a_bound_that_vllm_does_not_give_is_not_made_up():
 def test_padded_rows_and_padded_tokens_take_nothing_from_anybody():
     """A graph of four rows, of which two are requests; its tokens are padded too."""
     held = held_by(["a", "b"], {"b": 30})
-    assert held.use_held_lengths(metadata(71, 41, 0, 0)).seq_lens.tolist() == [71, 11, 0, 0]
+    assert held.convert(metadata(71, 41, 0, 0)).seq_lens.tolist() == [71, 11, 0, 0]
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
-    found = held.storage_positions(torch.tensor([70, 40, 0, 0]), starts)
+    found = held.stored_positions(torch.tensor([70, 40, 0, 0]), starts)
     assert found[:2].tolist() == [70, 10]
 
 
 def test_lengths_of_all_steps_lie_in_one_buffer():
     """A CUDA graph reads at its replay what it read at its capture."""
     held = KeptLengths(4, CPU)
-    captured = held.use_held_lengths(metadata(1, 1, 1, 1)).seq_lens
+    captured = held.convert(metadata(1, 1, 1, 1)).seq_lens
     held.begin_step(["a", "b"], {"a": 60})
-    told = held.use_held_lengths(metadata(71, 41)).seq_lens
+    told = held.convert(metadata(71, 41)).seq_lens
     assert told.data_ptr() == captured.data_ptr()
     assert captured.tolist() == [11, 41, 1, 1]
 
@@ -120,11 +120,11 @@ def test_every_token_lies_behind_those_that_its_request_holds(most, data):
     pieces = [torch.arange(n - step, n) for n, step in zip(lengths, steps, strict=True)]
     positions = torch.cat(pieces)
     starts = torch.tensor([0, *torch.tensor(steps).cumsum(0)], dtype=torch.int32)
-    found = held.storage_positions(positions, starts)
+    found = held.stored_positions(positions, starts)
     if found is None:
         assert not dropped
         return
-    told = held.use_held_lengths(metadata(*lengths)).seq_lens
+    told = held.convert(metadata(*lengths)).seq_lens
     assert (found[starts[1:] - 1] == told - 1).all()
     assert told.tolist() == (ends - torch.tensor([dropped.get(n, 0) for n in names])).tolist()
     for piece, at, name in zip(pieces, found.split(steps), names, strict=True):

@@ -125,7 +125,7 @@ def test_two_servers_do_not_count_in_one_folder(monkeypatch, tmp_path):
     for _ in range(2):  # the first has ended
         with (
             lock_users_folder(),
-            pytest.raises(InvalidArgumentError, match=r"which another one uses; leave it out"),
+            pytest.raises(InvalidArgumentError, match=r"another server uses .*Leave it out"),
             lock_users_folder(),
         ):
             pass

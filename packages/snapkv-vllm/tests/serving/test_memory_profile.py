@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from snapkv import ops
-from snapkv_vllm.across_layers import find_across_layers, select_across_layers
+from snapkv_vllm.across_layers import find_across_layers, select_across
 from snapkv_vllm.admission.methods import parameter_names
 from snapkv_vllm.admission.settings import ServingSettings
 from snapkv_vllm.memory_profile import LargestStep, hold_largest_queries
@@ -132,7 +132,7 @@ def bytes_of_all_layers(policy, layer):
     laid_tokens = LAYERS * KV_HEADS * (budget + 31) // 32 * 32
     with Peak() as peak:
         seen = (replace(layer, keys=layer.keys.clone(), num_layers=LAYERS) for _ in range(LAYERS))
-        masks = select_across_layers(policy, seen, budget)
+        masks = select_across(policy, seen, budget)
         laid = [torch.empty(laid_tokens, WIDTH) for _ in range(2)]
         for mask in masks:
             keys, keep = layer.keys.clone(), ops.kept_indices(mask).clamp(min=0)

@@ -24,7 +24,7 @@ class Requests:
     seen: int = 0
     dropped: int = 0
     orders: list[Order] = field(default_factory=list)
-    max_held_tokens: int = 0
+    max_held: int = 0
 
     @property
     def held(self) -> int:
@@ -38,7 +38,7 @@ class Requests:
         order = self.plan.make_order(self.seen, self.held, tokens)
         room = order.reserved_tokens(16) if order is not None and order.is_due else 0
         assert self.plan.tokens_to_reserve(self.seen, self.held, tokens, 16) == room
-        self.max_held_tokens = max(self.max_held_tokens, self.held + tokens)
+        self.max_held = max(self.max_held, self.held + tokens)
         self.seen += tokens
         if order is not None:
             self.orders.append(order)
@@ -104,15 +104,14 @@ def test_an_answer_grows_to_its_budget_and_is_evicted_from_at_once():
     ended = [order for order in request.orders if order.is_due]
     assert ended[1].selector == AnswerSelector(TOVA(70), 1)
     assert (ended[1].held_tokens, ended[1].dropped_tokens) == (80, 46)
-    assert request.max_held_tokens == 100
+    assert request.max_held == 100
 
 
 def test_a_method_sees_the_queries_of_the_answer_alone():
     policy = SnapKV(64, window_size=32)
     answer_limit = AnswerLimit(policy=_Looking(60), max_tokens=70, evict_every=10)
-    late = PromptPlan(prompt_tokens=100, policy=policy, answer_limit=answer_limit).next_compression(
-        100, 64
-    )
+    plan = PromptPlan(prompt_tokens=100, policy=policy, answer_limit=answer_limit)
+    late = plan.next_compression(100, 64)
     assert (late.trigger_tokens, late.selector.query_tokens) == (106, 6)
     early = PromptPlan(prompt_tokens=100, answer_limit=answer_limit).next_compression(0, 0)
     assert (early.trigger_tokens, early.selector.query_tokens) == (101, 1)
@@ -148,7 +147,7 @@ def test_however_a_request_is_cut_it_is_compressed_alike(prompt, answer, chunks,
             held = 90 - every
             expected.append((seen, held))
     assert request.ended == expected
-    assert request.max_held_tokens <= plan.max_held_tokens(prompt + answer) <= prompt + answer
+    assert request.max_held <= plan.max_held(prompt + answer) <= prompt + answer
     queries = [0]
     for order in request.orders:
         queries[-1] += order.query_tokens

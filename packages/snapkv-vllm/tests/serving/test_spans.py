@@ -66,12 +66,12 @@ def test_only_what_is_dropped_goes_where_the_rest_fits():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (said((0, 60, "protect")), "what the budget of 64 has room for"),
+        (said((0, 60, "protect")), "do not fit into the budget of 64"),
         (said((5, 9, "compress")), "budget: expected a value"),
-        (said((5, 9, "drop"), budget=3), "none with drop"),
-        (said((0, 10, "drop"), (5, 20, "protect")), "spans that do not overlap"),
-        ([{"role": "tool", "do": "drop"}], "fields among start, end, do, budget, got role"),
-        (said(*((n, n + 2, "compress") for n in range(0, 40, 4)), budget=1), "at most 8 to"),
+        (said((5, 9, "drop"), budget=3), "drop takes no budget"),
+        (said((0, 10, "drop"), (5, 20, "protect")), "the spans .* overlap"),
+        ([{"role": "tool", "do": "drop"}], "the fields start, end, do, budget, got .role."),
+        (said(*((n, n + 2, "compress") for n in range(0, 40, 4)), budget=1), "at most 8 spans to"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(given, words):
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_said_in_one_line(given, words):
 
 def test_spans_have_their_prefix_once_where_the_servers_own_settings_clash_with_them():
     given = {SPANS_FIELD: said((0, 10, "drop")), "snapkv_protect_first": 5}
-    with pytest.raises(SnapKVError, match=f"^{SPANS_FIELD}: expected spans that do not overlap"):
+    with pytest.raises(SnapKVError, match=f"^{SPANS_FIELD}: the spans .* overlap"):
         SETTINGS.plan_request(given, 100)
 
 
@@ -107,20 +107,19 @@ def test_every_method_keeps_its_budget_of_what_is_left(policy, own):
 def test_what_is_compressed_may_reach_to_the_window_whoever_votes(voters):
     """Of an answer and a question that votes on it, and on itself."""
     own = {"snapkv_voters": voters, "snapkv_budget": 0}
-    policy = SETTINGS.plan_request(
-        {SPANS_FIELD: said((50, 192, "compress"), budget=9), **own}, 200
-    ).policy
+    own[SPANS_FIELD] = said((50, 192, "compress"), budget=9)
+    policy = SETTINGS.plan_request(own, 200).policy
     require_spans_fit(policy, 200)
     (heads,) = chosen(policy, 200).tolist()
     assert [len([place for place in head if 50 <= place < 192]) for head in heads] == [9, 9]
-    with pytest.raises(InvalidArgumentError, match="since its last 8 stay"):
+    with pytest.raises(InvalidArgumentError, match="because the last 8 are kept"):
         require_spans_fit(policy, 199)
 
 
 def test_sinks_cannot_be_compressed():
     settings = ServingSettings(policy="streaming-llm", budget=64)
     assert StreamingLLM(64).start == 4
-    with pytest.raises(InvalidArgumentError, match="a start of at least 4"):
+    with pytest.raises(InvalidArgumentError, match="because the first 4 tokens stay"):
         settings.plan_request({SPANS_FIELD: said((2, 30, "compress"), budget=3)}, 100)
 
 

@@ -35,14 +35,14 @@ def test_versions_that_the_tests_run_on_pass(monkeypatch, package, number):
 @pytest.mark.parametrize("number", ["0.30.9", "0.34.0", "1.0", "dev"])
 def test_others_are_refused_with_what_to_install(monkeypatch, number):
     pretend(monkeypatch, vllm=number)
-    with pytest.raises(MissingDependencyError, match=rf">=0\.31,<0\.34, .*got {number}; run pip"):
+    with pytest.raises(MissingDependencyError, match=rf">=0\.31,<0\.34, .*got {number}. Run pip"):
         versions.require_supported_version()
     assert not versions.is_supported_version()
 
 
 def test_a_missing_vllm_is_named(monkeypatch):
     pretend(monkeypatch)
-    with pytest.raises(MissingDependencyError, match="not installed; run pip install"):
+    with pytest.raises(MissingDependencyError, match=r"not installed. Run pip install"):
         versions.require_supported_version()
 
 
@@ -52,7 +52,7 @@ def test_what_vllm_is_told_to_load_checks_it_before_all_else(monkeypatch, module
     pretend(monkeypatch, vllm="0.30.1")
     monkeypatch.delitem(sys.modules, f"snapkv_vllm.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(MissingDependencyError, match=r">=0\.31,<0\.34, .*got 0\.30\.1; run pip"):
+    with pytest.raises(MissingDependencyError, match=r">=0\.31,<0\.34, .*got 0\.30\.1. Run pip"):
         importlib.import_module(f"snapkv_vllm.{module}")
 
 

@@ -114,7 +114,8 @@ def require_compatible(**parts: Unpack[Parts]) -> None:
 
 
 def _drafting(config: Any) -> object:
-    return config.speculative_config and config.speculative_config.method
+    method = config.speculative_config and config.speculative_config.method
+    return method and f"drafting with {method}"
 
 
 def _graphs_of_prompts(config: Any) -> object:
@@ -153,40 +154,30 @@ def _other_format(names: tuple[str, ...]) -> Option:
     return Option("engine", "kv_cache_dtype", find)
 
 
-DRAFTS = Option(
-    "engine", "speculative_config", lambda c: (name := _drafting(c)) and f"drafting with {name}"
-)
+DRAFTS = Option("engine", "speculative_config", _drafting)
 MODEL_DRAFTS = Option(
     "engine",
     "speculative_config",
-    lambda c: (name := _drafting(c)) != "ngram" and name and f"drafting with {name}",
+    lambda c: (words := _drafting(c)) != "drafting with ngram" and words,
 )
 DECODE_CONTEXTS = _several("decode_context_parallel_size")
 CONTEXTS = _several("prefill_context_parallel_size")
 TENSOR, PIPELINE = _several("tensor_parallel_size"), _several("pipeline_parallel_size")
 TOO_PARALLEL = Option("engine", "tensor_parallel_size", _too_parallel)
-MICRO_BATCHES = Option(
-    "engine", "enable_dbo", lambda c: c.parallel_config.use_ubatching and "micro-batching"
-)
-CONNECTOR = Option(
-    "engine", "kv_transfer_config", lambda c: c.kv_transfer_config and "a KV connector"
-)
+MICRO_BATCHES = Option("engine", "enable_dbo", lambda c: c.parallel_config.use_ubatching and "DBO")
+CONNECTOR = Option("engine", "kv_transfer_config", lambda c: c.kv_transfer_config and "a connector")
 LATENT = _of_model("use_mla", "a model with latent attention (MLA)")
-DIMENSIONS = _of_model("uses_mrope", "a model with positions in several dimensions (M-RoPE)")
+DIMENSIONS = _of_model("uses_mrope", "a model with M-RoPE")
 NO_ATTENTION = _of_model("is_attention_free", "a model without attention")
 ENCODER = _of_model("is_encoder_decoder", "an encoder-decoder")
-POOLING = Option(
-    "engine", "model", lambda c: c.model_config.runner_type == "pooling" and "a pooling model"
-)
+POOLING = Option("engine", "model", lambda c: c.model_config.runner_type == "pooling" and "pooling")
 SLEEP = _of_model("enable_sleep_mode", "sleep mode", "enable_sleep_mode")
 NOT_MOVABLE, NOT_PLAIN = _other_format(MOVABLE), _other_format(_PLAIN)
 GRAPHS = Option("engine", "cudagraph_mode", _graphs_of_prompts)
 
 WITH_LATENTS = Case("engine", "for a model with latent attention (MLA)", LATENT.find)
 IN_PARALLEL = Case("engine", "with tensor parallelism", TENSOR.find)
-WITH_DIMENSIONS = Case(
-    "engine", "for a model with positions in several dimensions (M-RoPE)", DIMENSIONS.find
-)
+WITH_DIMENSIONS = Case("engine", "for a model with M-RoPE", DIMENSIONS.find)
 
 # Settings of the server.
 
@@ -199,28 +190,17 @@ def _uses(*names: str) -> _Find:
     return lambda s: s.policy in names and f"the method {s.policy}"
 
 
-DECODE_LIMIT = Option(
-    "settings",
-    DECODE_BUDGET,
-    lambda s: s.limits.decode_budget and f"a value of {s.limits.decode_budget}",
-)
-PER_HEAD_BUDGET = Option("settings", "policy", _uses(AdaKV.name, AcrossLayers.name))
+DECODE_LIMIT = Option("settings", DECODE_BUDGET, lambda s: s.limits.decode_budget)
+PER_HEAD = Option("settings", "policy", _uses(AdaKV.name, AcrossLayers.name))
 
 ALWAYS = Case("settings", "when prompts are compressed", lambda s: True)
-WITH_DECODE_LIMIT = Case(
-    "settings", "when answers have a budget", DECODE_LIMIT.find, "--decode-budget"
-)
-WITH_RKV_DECODING = Case("settings", "when r-kv evicts from answers", _evicts_with(RKV.name))
-WITH_TOVA_DECODING = Case("settings", "when tova evicts from answers", _evicts_with(TOVA.name))
+WITH_LIMIT = Case("settings", "when answers have a budget", DECODE_LIMIT.find, "--decode-budget")
+RKV_EVICTS = Case("settings", "when r-kv evicts from answers", _evicts_with(RKV.name))
+TOVA_EVICTS = Case("settings", "when tova evicts from answers", _evicts_with(TOVA.name))
 WITH_TOVA = Case("settings", "with the method tova", _uses(TOVA.name), "--policy tova")
-WITH_PER_HEAD_BUDGET = Case(
-    "settings", "when heads keep different numbers of tokens", PER_HEAD_BUDGET.find, "--policy"
-)
-WITH_ACROSS_LAYERS = Case(
-    "settings",
-    "with the method across-layers",
-    _uses(AcrossLayers.name),
-    "--policy across-layers",
+WITH_RAGGED_HEADS = Case("settings", "when heads differ in length", PER_HEAD.find, "--policy")
+WITH_ACROSS = Case(
+    "settings", "with across-layers", _uses(AcrossLayers.name), "--policy across-layers"
 )
 WITH_SESSIONS = Case("settings", "on a server with sessions", lambda s: s.sessions, "--sessions")
 WITHOUT_SESSIONS = Case("settings", "on a server without sessions", lambda s: not s.sessions)
@@ -234,13 +214,9 @@ def _first_own(extra_args: Mapping[Any, Any]) -> object:
 
 
 IN_SESSION = Option(
-    "extra_args",
-    PREFIX + SESSION,
-    lambda given: given.get(PREFIX + SESSION) is not None and "a session",
+    "extra_args", PREFIX + SESSION, lambda g: g.get(PREFIX + SESSION) is not None and "a session"
 )
-NAMES_SPANS = Option(
-    "extra_args", PREFIX + SPANS, lambda given: PREFIX + SPANS in given and "a list of spans"
-)
+NAMES_SPANS = Option("extra_args", PREFIX + SPANS, lambda g: PREFIX + SPANS in g and "a list")
 ANY_SETTING = Option("extra_args", "", _first_own)
 IMAGES = Option("request", "prompt", lambda r: r.mm_features and "a prompt with images")
 STREAMING_INPUT = Option(
@@ -276,31 +252,25 @@ _TABLE: dict[Case, tuple[tuple[Option, *tuple[str, ...]], ...]] = {
     ),
     IN_PARALLEL: ((LATENT, "all heads vote on one latent", "Use data parallelism"),),
     WITH_LATENTS: ((NOT_PLAIN, _UNTESTED),),
-    WITH_DECODE_LIMIT: (
+    WITH_LIMIT: (
         (DRAFTS, "a rejected draft would have counted"),
         (NAMES_SPANS, "their tokens may have been evicted by then"),
-        (
-            STREAMING_INPUT,
-            _CONTINUES,
-            "Send complete requests, or start the server without --decode-budget",
-        ),
+        (STREAMING_INPUT, _CONTINUES, "Send whole requests, or leave --decode-budget out"),
     ),
-    WITH_RKV_DECODING: (
-        (LATENT, "latents cannot be compared as keys", "Pass --decode-policy tova"),
-    ),
-    WITH_TOVA_DECODING: ((TENSOR, _AVERAGES, "Pass --decode-policy r-kv"),),
+    RKV_EVICTS: ((LATENT, "latents cannot be compared as keys", "Pass --decode-policy tova"),),
+    TOVA_EVICTS: ((TENSOR, _AVERAGES, "Pass --decode-policy r-kv"),),
     WITH_TOVA: ((TENSOR, _AVERAGES, _SNAPKV),),
-    WITH_PER_HEAD_BUDGET: (
+    WITH_RAGGED_HEADS: (
         (DECODE_LIMIT, "an answer's budget is the same for all heads"),
         (LATENT, "all heads of a layer share one set of tokens", _SNAPKV),
     ),
-    WITH_ACROSS_LAYERS: tuple(
+    WITH_ACROSS: tuple(
         (several, "a process has only some of the heads that share a budget", "Use --policy adakv")
         for several in (TENSOR, PIPELINE)
     ),
     WITH_SESSIONS: (
         (DECODE_LIMIT, "a history must know how many tokens of the prompt it covers"),
-        (PER_HEAD_BUDGET, "a later prompt continues from the same tokens in all heads"),
+        (PER_HEAD, "a later prompt continues from the same tokens in all heads"),
         (SLEEP, "an engine that sleeps loses its cache"),
         *((untested, _UNTESTED) for untested in (DIMENSIONS, DRAFTS, LATENT, PIPELINE)),
     ),

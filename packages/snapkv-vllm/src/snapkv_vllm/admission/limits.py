@@ -84,24 +84,22 @@ class Limits(ConfigEntry):
             problem = f"expected {least}, got {every}"
             raise wrong("evict_every", problem, "Raise it, or choose another decode_policy")
 
-    def answer_limit_for(
-        self, requested: int | None, prompt_policy: Policy | None
-    ) -> AnswerLimit | None:
+    def limit_answer(self, tokens: int | None, prompt_policy: Policy | None) -> AnswerLimit | None:
         """Return the limit on what a request stores while it generates, or None if there is no
         limit.
 
         Args:
-            requested: the `decode_budget` of the request; None takes that of the server.
+            tokens: the `decode_budget` of the request; None takes that of the server.
             prompt_policy: the method that compresses the prompt; None if the prompt is not
                 compressed.
 
         Raises:
             RefusedError: the server has no decode budget, the prompt is not compressed, or the
                 decode budget is smaller than the kept prompt and the tokens between two evictions.
-            InvalidArgumentError: `requested` is out of range.
-            InvalidTypeError: `requested` is no integer.
+            InvalidArgumentError: `tokens` is out of range.
+            InvalidTypeError: `tokens` is no integer.
         """
-        tokens, every = self.decode_budget if requested is None else requested, self.evict_every
+        tokens, every = self.decode_budget if tokens is None else tokens, self.evict_every
         require_int("decode_budget", tokens, minimum=0)
         if not self.decode_budget:
             if not tokens:
@@ -117,11 +115,10 @@ class Limits(ConfigEntry):
             parts = f"the kept tokens of a prompt and the {every} tokens between two evictions"
             problem = f"expected at least {needed} for {parts}, got {tokens}"
             raise wrong("decode_budget", problem, "Raise it, or lower the budget or evict_every")
-        return AnswerLimit(
-            policy=self._make_eviction_policy(tokens - every), max_tokens=tokens, evict_every=every
-        )
+        policy = self._eviction_policy(tokens - every)
+        return AnswerLimit(policy=policy, max_tokens=tokens, evict_every=every)
 
-    def _make_eviction_policy(self, kept_tokens: int) -> EvictingPolicy:
+    def _eviction_policy(self, kept_tokens: int) -> EvictingPolicy:
         """Build the method that evicts, so that `kept_tokens` tokens are left.
 
         Raises:
@@ -146,9 +143,7 @@ class Limits(ConfigEntry):
         """How many recorded queries of one answer may wait for the next eviction."""
         if not self.decode_budget:
             return 0
-        return count_eviction_queries(
-            self._make_eviction_policy(self.decode_budget - self.evict_every)
-        )
+        return count_eviction_queries(self._eviction_policy(self.decode_budget - self.evict_every))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,10 +86,8 @@ class WithSpans(Policy):
             return
         self.policy.require_protection(self.spans.all_spans)
         scores, named = scoring_policy(self.policy), self.spans.all_spans
-        available, first = (
-            count_kept_tokens(scores, MOST) - count_window_tokens(scores),
-            count_sink_tokens(scores),
-        )
+        available = count_kept_tokens(scores, MOST) - count_window_tokens(scores)
+        first = count_sink_tokens(scores)
         if named.tokens + first - named.among_first(first) > available:
             problem = f"expected at most {available:,} tokens, got {named.tokens:,}"
             raise wrong("protect", problem, "Protect fewer tokens")
@@ -115,9 +113,7 @@ class WithSpans(Policy):
 
     def count_kept_tokens(self, prompt_tokens: int) -> int:
         """Return how many tokens of a prompt a KV head keeps on average."""
-        chosen = (
-            prompt_tokens if self.policy is None else count_kept_tokens(self.policy, prompt_tokens)
-        )
+        chosen = count_kept_tokens(self.policy, prompt_tokens) if self.policy else prompt_tokens
         return chosen - self.spans.dropped_tokens
 
     def select(self, layer: PromptLayer) -> Selection:

@@ -67,7 +67,7 @@ ENDPOINTS_WITHOUT_XARGS = (
 )
 """The endpoints that generate text but ignore `vllm_xargs`."""
 
-MAX_SHOWN_CHARACTERS = 60
+MAX_SHOWN = 60
 """The number of characters of a client's text that an error message repeats."""
 
 NOT_FOUND, CONFLICT, INSUFFICIENT_STORAGE = 404, 409, 507
@@ -122,7 +122,7 @@ def reason_of(error: Exception) -> str:
 def printable(name: str) -> str:
     """Escape `name` so that it fits on one line of an error message. A long name is shortened."""
     plain = name.encode("unicode_escape").decode()
-    return plain if len(plain) <= MAX_SHOWN_CHARACTERS else f"{plain[:MAX_SHOWN_CHARACTERS]}..."
+    return plain if len(plain) <= MAX_SHOWN else f"{plain[:MAX_SHOWN]}..."
 
 
 def describe(value: object) -> str:
@@ -143,10 +143,8 @@ def require_readable(name: str, value: Any) -> None:
     if value is None:
         raise InvalidTypeError(f"{name}: expected a value, got null. Leave {name} out.")
     try:
-        fits = (
-            not isinstance(value, str | list | tuple | dict) or len(value) <= MAX_SHOWN_CHARACTERS
-        )
-        fits = fits and len(repr(value)) <= 2 * MAX_SHOWN_CHARACTERS
+        fits = not isinstance(value, str | list | tuple | dict) or len(value) <= MAX_SHOWN
+        fits = fits and len(repr(value)) <= 2 * MAX_SHOWN
     except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists
         fits = False
     if not fits:
@@ -160,9 +158,9 @@ _AGENT_SETTINGS = (SPANS, SESSION)
 
 _MAX_SESSION_CHARACTERS = 256
 
-_SESSION_PATTERN = re.compile(rf".{{1,{_MAX_SESSION_CHARACTERS}}}", re.DOTALL)
+_SESSION = re.compile(rf".{{1,{_MAX_SESSION_CHARACTERS}}}", re.DOTALL)
 
-TENANT_SESSION_PATTERN = re.compile(rf"(([0-9a-f]{{32}})?/)?{_SESSION_PATTERN.pattern}", re.DOTALL)
+TENANT_SESSION_PATTERN = re.compile(rf"(([0-9a-f]{{32}})?/)?{_SESSION.pattern}", re.DOTALL)
 """The pattern of a session's name inside the engine: the tenant, a slash, and the name that the
 client sent. See `front.request_context.add_tenant`.
 """
@@ -231,14 +229,12 @@ def find_misspelled_fields(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]
     places = ((body, (AGENT_HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (SESSION_ID,)))
     for fields, words in places:
         for name in islice(fields, _MAX_COMPARED_FIELDS):
-            if isinstance(name, str) and name not in words and len(name) <= MAX_SHOWN_CHARACTERS:
+            if isinstance(name, str) and name not in words and len(name) <= MAX_SHOWN:
                 for right in get_close_matches(name.lower(), words, 1, _MIN_SIMILARITY):
                     yield name, right
 
 
-def require_session_name(
-    argument: str, value: object, pattern: re.Pattern[str] = _SESSION_PATTERN
-) -> None:
+def require_session_name(argument: str, value: object, pattern: re.Pattern[str] = _SESSION) -> None:
     """Raise unless `value` can name a session.
 
     The name becomes the last part of a URL path, where it is used to delete the session. Clients

@@ -212,27 +212,23 @@ class PromptPlan:
         """
         compression = None
         if seen_tokens < self.prompt_tokens:
-            compression = self._compression_of_prompt(
-                held_tokens + self.prompt_tokens - seen_tokens
-            )
-        return compression or self._compression_of_answer(seen_tokens, held_tokens)
+            compression = self._prompt_compression(held_tokens + self.prompt_tokens - seen_tokens)
+        return compression or self._answer_compression(seen_tokens, held_tokens)
 
-    def _compression_of_prompt(self, held_then: int) -> Compression | None:
+    def _prompt_compression(self, held_then: int) -> Compression | None:
         if self.policy is None or (kept := count_kept_tokens(self.policy, held_then)) == held_then:
             return None
         selector = self.selector_type(self.policy, protect_first=self.protect_first)
         return Compression(trigger_tokens=self.prompt_tokens, kept_tokens=kept, selector=selector)
 
-    def _compression_of_answer(self, seen: int, held: int) -> Compression | None:
-        if (answer_limit := self.answer_limit) is None:
+    def _answer_compression(self, seen: int, held: int) -> Compression | None:
+        if (limit := self.answer_limit) is None:
             return None
-        trigger_tokens = max(self.prompt_tokens, seen - held + answer_limit.max_tokens - 1) + 1
-        queries = min(
-            count_eviction_queries(answer_limit.policy), trigger_tokens - self.prompt_tokens
-        )
-        selector = AnswerSelector(answer_limit.policy, queries, protect_first=self.protect_first)
-        kept = answer_limit.max_tokens - answer_limit.evict_every
-        return Compression(trigger_tokens=trigger_tokens, kept_tokens=kept, selector=selector)
+        due = max(self.prompt_tokens, seen - held + limit.max_tokens - 1) + 1
+        queries = min(count_eviction_queries(limit.policy), due - self.prompt_tokens)
+        selector = AnswerSelector(limit.policy, queries, protect_first=self.protect_first)
+        kept = limit.max_tokens - limit.evict_every
+        return Compression(trigger_tokens=due, kept_tokens=kept, selector=selector)
 
     def limit_step(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
         """Return how many of the offered tokens a step computes, so that it ends at the next
@@ -255,9 +251,9 @@ class PromptPlan:
         compression = self.next_compression(seen_tokens, held_tokens)
         if compression is None:
             return None
-        computed = seen_tokens + step_tokens
-        first = max(seen_tokens, compression.trigger_tokens - compression.selector.query_tokens)
-        queries, is_due = max(0, computed - first), computed == compression.trigger_tokens
+        computed, trigger = seen_tokens + step_tokens, compression.trigger_tokens
+        first = max(seen_tokens, trigger - compression.selector.query_tokens)
+        queries, is_due = max(0, computed - first), computed == trigger
         if not (queries or is_due):
             return None
         return Order(
@@ -305,14 +301,11 @@ class PromptPlan:
 
         The tokens that vote must be computed, because their queries are not in the cache.
         """
-        first = self.next_compression(0, 0)
-        return (
-            None
-            if first is None
-            else max(0, first.trigger_tokens - max(1, first.selector.query_tokens))
-        )
+        if (first := self.next_compression(0, 0)) is None:
+            return None
+        return max(0, first.trigger_tokens - max(1, first.selector.query_tokens))
 
-    def max_held_tokens(self, tokens: int) -> int:
+    def max_held(self, tokens: int) -> int:
         """Return the most tokens that the request stores at any time, until it has computed
         `tokens` tokens.
         """
@@ -356,10 +349,8 @@ class TurnPlan(PromptPlan):
         """
         return 0 if self.prefix_tokens else super().reusable_tokens
 
-    def max_held_tokens(self, tokens: int) -> int:
+    def max_held(self, tokens: int) -> int:
         """Return the most tokens that the request stores at any time, until it has computed
         `tokens` tokens.
         """
-        return (
-            tokens - self.dropped_tokens if self.prefix_tokens else super().max_held_tokens(tokens)
-        )
+        return tokens - self.dropped_tokens if self.prefix_tokens else super().max_held(tokens)

@@ -291,7 +291,7 @@ class ServingSettings:
         parameters = self._merge_parameters(own)
         made = self._make_policy(budget or None, parameters)
         policy = made if budget else None
-        answer_limit = self.limits.answer_limit_for(decode_budget, policy)
+        answer_limit = self.limits.limit_answer(decode_budget, policy)
         for one in (policy, None if answer_limit is None else answer_limit.policy):
             if one is not None:
                 require_can_protect_first(one, first)
@@ -400,10 +400,9 @@ class ServingSettings:
         # A longer window or a wider kernel would slow down the other requests of a step.
         kernel = getattr(scoring_policy(made), "kernel_size", None) or 0
         width = kernel if isinstance(kernel, int) else sum(kernel) + 1
-        _require_at_most(
-            "window_size", count_window_tokens(made), "max_window_size", self.max_window_size
-        )
-        _require_at_most("voters", made.query_tokens, "max_window_size", self.max_window_size)
+        most = self.max_window_size
+        _require_at_most("window_size", count_window_tokens(made), "max_window_size", most)
+        _require_at_most("voters", made.query_tokens, "max_window_size", most)
         _require_at_most("kernel_size", width, "max_kernel_size", self.max_kernel_size)
         return made if budget is None else kind(**given, budget=budget)
 

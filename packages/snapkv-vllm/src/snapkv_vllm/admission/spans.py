@@ -130,9 +130,8 @@ class RequestSpans:
             size = entry.span[1] - entry.span[0]
             whole = entry.do == COMPRESS and entry.budget >= size
             parts[PROTECT if whole else entry.do].append((entry.span, entry.budget))
-        drop, protect = (
-            Spans.of(SPANS_FIELD, [span for span, _ in parts[do]]) for do in (DROP, PROTECT)
-        )
+        spans = {do: [span for span, _ in found] for do, found in parts.items()}
+        drop, protect = (Spans.of(SPANS_FIELD, spans[do]) for do in (DROP, PROTECT))
         found = cls(drop, protect, tuple(sorted(parts[COMPRESS])))
         found._require_disjoint()
         return found

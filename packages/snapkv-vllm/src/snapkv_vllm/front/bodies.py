@@ -83,9 +83,7 @@ def _parse_body(text: bytes) -> object:
     """
     try:
         body = json.loads(text)
-        is_deep = text.count(b"[") + text.count(b"{") > _MAX_DEPTH and _is_nested_deeper(
-            body, _MAX_DEPTH
-        )
+        is_deep = text.count(b"[") + text.count(b"{") > _MAX_DEPTH and _is_deeper(body, _MAX_DEPTH)
     except ValueError:
         return None
     except RecursionError:
@@ -102,7 +100,7 @@ def _parse_body(text: bytes) -> object:
     return body
 
 
-def _is_nested_deeper(body: Any, most: int) -> bool:
+def _is_deeper(body: Any, most: int) -> bool:
     """Whether more than `most` lists and objects are nested in each other."""
     nests = (dict, list)  # exactly these are made from JSON
     level = [body] if type(body) in nests else []
@@ -134,11 +132,8 @@ def _move_into_xargs(
     called, found = dict[str, str](), dict[str, Any]()
     if SPANS_FIELD in body:
         found[SPANS_FIELD] = json.dumps(body[SPANS_FIELD])
-    if (
-        has_sessions
-        and path not in COUNTING_ENDPOINTS
-        and (named := _find_session(body)) is not None
-    ):
+    reads_session = has_sessions and path not in COUNTING_ENDPOINTS
+    if reads_session and (named := _find_session(body)) is not None:
         called[_SESSION], found[_SESSION] = named
     if not found:
         return body, {}
@@ -223,7 +218,7 @@ def require_settings(
             raise wrong(printable(name), problem, remedy)
     inside, of_sampling = _mapping(body.get(XARGS)), _mapping(sampling.get("extra_args"))
     for given in (inside, of_sampling):
-        _require_supported_endpoint(given, path, client_names)
+        _require_endpoint(given, path, client_names)
     if path in ENDPOINTS_WITHOUT_XARGS and (own := own_settings(inside)):
         problem = f"{path} ignores settings inside {XARGS}"
         raise wrong(PREFIX + next(iter(own)), problem, "Leave it out")
@@ -232,9 +227,7 @@ def require_settings(
         settings.policy_for_request(given)
 
 
-def _require_supported_endpoint(
-    given: Mapping[str, Any], path: str, client_names: Mapping[str, str]
-) -> None:
+def _require_endpoint(given: Mapping[str, Any], path: str, client_names: Mapping[str, str]) -> None:
     """Raise if `given` has spans or a session that this endpoint ignores, or a session with a wrong
     name.
 

@@ -46,11 +46,9 @@ class _Resolver:
         }
         for name, resolve in resolvers.items():
             render = getattr(renderer, name)
-            setattr(renderer, name, partial(self._render_and_resolve, render, resolve))
+            setattr(renderer, name, partial(self._render, render, resolve))
 
-    async def _render_and_resolve(
-        self, render: Render, resolve: Render, request: Any, **options: Any
-    ) -> Any:
+    async def _render(self, render: Render, resolve: Render, request: Any, **options: Any) -> Any:
         given = getattr(request, XARGS, None) or {}
         if _SESSION in given:
             given = {**given, _SESSION: add_tenant(given[_SESSION])}

@@ -58,13 +58,12 @@ def router(client: Any) -> APIRouter:
     core = client.engine_core
 
     async def call_engines(method: str, argument: str) -> list[Any]:
-        call, given = core._call_utility_async, (SESSIONS_METHOD, method, [argument])
-        return await asyncio.gather(*(call(*given, engine=one) for one in core.core_engines))
+        send, given = core._call_utility_async, (SESSIONS_METHOD, method, [argument])
+        return await asyncio.gather(*(send(*given, engine=one) for one in core.core_engines))
 
     async def list_sessions() -> list[dict[str, Any]]:
-        return [
-            one for answer in await call_engines("list_sessions", add_tenant("")) for one in answer
-        ]
+        answers = await call_engines("list_sessions", add_tenant(""))
+        return [one for answer in answers for one in answer]
 
     async def delete(name: str) -> Response:
         answers = await call_engines("delete_session", add_tenant(name))

@@ -36,14 +36,14 @@ class StreamGate:
             start, self._start = self._start, None
             self._is_refused = _is_error(event)
             if self._is_refused:
-                await self._raise_unsupported(event)
+                await self._refuse(event)
                 return
             for each in (start, *self._withheld):
                 await self._send(each)
         elif not self._is_refused:
             await self._send(message)
 
-    async def _raise_unsupported(self, error: Message) -> None:
+    async def _refuse(self, error: Message) -> None:
         fields, body = error["error"], json.dumps(error).encode()
         code = fields.get("code", _STATUS.get(fields.get("type"), 500))
         status = code if isinstance(code, int) and 400 <= code < 600 else 500

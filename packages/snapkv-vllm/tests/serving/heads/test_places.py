@@ -27,9 +27,8 @@ def handed_out(kept, page_tokens, grown):
 
 
 def places(kept, page_tokens, pages):
-    return (
-        HeadPlaces(torch.tensor(kept), page_tokens).page_places(torch.arange(pages)[None]).tolist()
-    )
+    laid = HeadPlaces(torch.tensor(kept), page_tokens)
+    return laid.page_places(torch.arange(pages)[None]).tolist()
 
 
 def test_by_hand():

@@ -104,7 +104,7 @@ def test_a_wrong_setting_is_a_400(client):
     [
         ({"max_modellen": 512}, "max_modellen: expected an option of vllm serve"),
         ({"budget": -1}, "budget"),
-        ({"worker_cls": "other.Worker"}, "worker_cls: expected none"),
+        ({"worker_cls": "other.Worker"}, "worker_cls: snapkv sets"),
     ],
     ids=str,
 )

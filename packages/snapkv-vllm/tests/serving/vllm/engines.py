@@ -156,11 +156,7 @@ class Engine:
             self.scheduler._plans,
             self.scheduler._metrics._counted,
             self.scheduler._waiting_for_reservation,
-            *(
-                one
-                for manager in managers
-                for one in (manager.dropped_tokens, manager.reservations)
-            ),
+            *(held for one in managers for held in (one.dropped_tokens, one.reservations)),
             runner._heads._kept,
             runner._dropped,
             runner._compressed,
@@ -178,7 +174,7 @@ class Engine:
         """Note what every prompt keeps, and how many blocks it holds right afterwards."""
         seen, compressor = Watched(), self.runner._compressor
         keep, compress = compressor._select_tokens, self.scheduler._blocks.compress
-        across = compressor._select_across_layers
+        across = compressor._select_across
 
         def keep_and_note(run, request, order, keys):
             indices = keep(run, request, order, keys)
@@ -197,10 +193,10 @@ class Engine:
             return moves
 
         compressor._select_tokens = keep_and_note
-        compressor._select_across_layers = keep_across_and_note
+        compressor._select_across = keep_across_and_note
         self.scheduler._blocks.compress = compress_and_note
         try:
             yield seen
         finally:
-            del compressor._select_tokens, compressor._select_across_layers
+            del compressor._select_tokens, compressor._select_across
             del self.scheduler._blocks.compress

@@ -149,7 +149,7 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
 def require_promise(scheduler):
     """No request holds more blocks than its plan says."""
     for name, request in scheduler.requests.items():
-        most = scheduler._plans[name].max_held_tokens(request.num_tokens + 1)
+        most = scheduler._plans[name].max_held(request.num_tokens + 1)
         for manager in scheduler._blocks._managers.values():
             assert len(manager.req_to_blocks.get(name, ())) <= -(-most // PAGE)
 
@@ -279,7 +279,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
     assert scheduler.encoder_cache_mismatch_reqs == {"long"}
     labels = {"status": "500", "reason": "prompt"}
     assert scheduler._metrics.get("refusals", **labels)._value.get() == refused + 1
-    with pytest.raises(InvalidArgumentError, match=r"the cache's 25 blocks.*which need 26;"):
+    with pytest.raises(InvalidArgumentError, match=r"need 26 blocks, and the cache has 25\. Sh"):
         scheduler._require_blocks(scheduler.requests["long"])
 
 

@@ -84,7 +84,7 @@ def test_what_was_read_behind_a_compression_is_nobodys_prefix(tmp_path):
 
 def require_promise(engine):
     for name, request in engine.scheduler.requests.items():
-        most = engine.scheduler._plans[name].max_held_tokens(request.num_tokens + 1)
+        most = engine.scheduler._plans[name].max_held(request.num_tokens + 1)
         blocks = to_cache_blocks(engine).get(name, ())
         assert len(blocks) <= -(-most // engine.block_tokens)
 

@@ -105,20 +105,20 @@ def test_attention_reads_the_same_buffer_in_every_step(engine):
     """Of each compressed layer's metadata; the runner's own lengths stay true beside it."""
     seen, runner = [], engine.runner
     held = runner._held
-    use_held_lengths = held.use_held_lengths
+    convert = held.convert
 
     def note(metadata):
-        told = use_held_lengths(metadata)
+        told = convert(metadata)
         seen.append((metadata.seq_lens.tolist(), told.seq_lens.tolist()))
         assert told.seq_lens.data_ptr() == held._seq_lens.data_ptr()
         assert metadata.seq_lens.data_ptr() != held._seq_lens.data_ptr()
         return told
 
-    held.use_held_lengths = note
+    held.convert = note
     try:
         engine.answers([ids_of(100, seed=96)], greedy(3))
     finally:
-        del held.use_held_lengths
+        del held.convert
     assert [(true[0], told[0]) for true, told in seen] == [(100, 100), (101, 65), (102, 66)]
 
 

@@ -158,7 +158,7 @@ def test_a_server_does_not_start_where_metrics_have_no_room(tmp_path, kind):
     ran = on_a_small_disk(folder, STARTING, kind, size="64k")
     assert ran.returncode == 0, ran.stderr
     said, left = ran.stdout.splitlines()
-    assert said.startswith("PROMETHEUS_MULTIPROC_DIR: expected a folder with 1.0 MiB of room")
+    assert said.startswith("PROMETHEUS_MULTIPROC_DIR: cannot write 1.0 MiB of metrics")
     assert f"'{folder}" in said
     assert "No space left on device" in said
     assert left == f"[] {kind != 'own'}"

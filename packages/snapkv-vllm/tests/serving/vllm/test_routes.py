@@ -84,7 +84,7 @@ def test_a_session_is_gone_on_from_or_refused_wherever_something_is_generated(pa
             admitted = json.loads(check_body(body, settings, path))
             assert admitted == {**hint, "vllm_xargs": {"snapkv_session": "a"}}
         else:
-            with pytest.raises(SnapKVError, match="session_id: expected it at /v1/completions"):
+            with pytest.raises(SnapKVError, match=r"session_id: .* ignores this setting. Send"):
                 check_body(body, settings, path)
 
 
@@ -95,7 +95,7 @@ def test_settings_are_checked_or_refused_wherever_something_is_generated(paths):
             require_settings({"vllm_xargs": {"snapkv_budget": 3}}, settings, path)
         right = {"vllm_xargs": {"snapkv_budget": 64}}
         if path in ENDPOINTS_WITHOUT_XARGS:
-            with pytest.raises(SnapKVError, match="where it is ignored"):
+            with pytest.raises(SnapKVError, match="ignore"):
                 require_settings(right, settings, path)
         else:
             require_settings(right, settings, path)

@@ -231,16 +231,15 @@ def test_the_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size
 def test_the_cpu_layout_knows_packings_by_their_strides(head_size, dtype):
     from snapkv_vllm.layouts import NumberFormat, _measure_packings
 
-    assert all(
-        packing.tokens for packing in _measure_packings("vec", 128, head_size, NumberFormat(dtype))
-    )
+    packings = _measure_packings("vec", 128, head_size, NumberFormat(dtype))
+    assert all(packing.tokens for packing in packings)
 
 
 def test_a_packing_without_strides_is_read_place_by_place(monkeypatch):
     from snapkv_vllm import layouts as cpu
 
     places = torch.randperm(16 * 64, generator=torch.Generator().manual_seed(0))
-    packing = cpu._Packing.from_indices(places, 16, 64)
+    packing = cpu._Packing.build(places, 16, 64)
     assert packing.tokens is None
     monkeypatch.setattr(cpu, "_measure_packings", lambda *of: (packing, packing))
     keys = torch.randn(2, 3, 16, 64)
@@ -378,18 +377,8 @@ SEAMS = {
 """Whatever of vLLM the plugin changes, or uses though its name is private; docs/serving.md says
 what needs it, and what vLLM offers in its place."""
 
-OUR_OBJECTS = (
-    "visit",
-    "current_context()",
-    "history",
-    "turn",
-    "made",
-    "mine",
-    "manager",
-    "held",
-    "found",
-)
-OUR_OBJECTS += ("self._recorder",)
+OUR_OBJECTS = ("context", "current_context()", "history", "turn", "made", "mine", "manager")
+OUR_OBJECTS += ("held", "found", "self._recorder")
 """What names of the source stand for objects of our own."""
 
 PARSED = {"args", "own"}

@@ -168,7 +168,7 @@ def test_one_key_does_not_evict_anothers_histories_within_its_share(large, monke
     for number in range(3):
         turn(running, f"mine{number}", f"mine/{number}")
     for most in (POOL // 4, 20):
-        monkeypatch.setattr("snapkv_vllm.sessions._MOST_HISTORIES", most)
+        monkeypatch.setattr("snapkv_vllm.sessions._MAX_HISTORIES", most)
         for number in range(2 * most):
             turn(running, f"r{most}{number}", f"flood/{most}{number}")
         owners = [one.owner[0] for one in held._held]
@@ -231,7 +231,7 @@ def test_who_waits_because_histories_pin_blocks_is_counted_and_logged(large, cap
         for _ in range(2):
             running.step()
     assert waits.get() == before + 1
-    said = "Request r2 waits for blocks; histories of sessions in use pin 5"
+    said = "Request r2 waits for blocks while histories of other requests pin 5 blocks"
     assert caplog.messages.count(said) == 1
     pool.free_blocks(taken)
     running.finish()
@@ -257,7 +257,7 @@ def test_a_queue_that_cannot_move_is_logged_and_counted_once(large, monkeypatch)
         running.step()
     assert count.get("standstills")._value.get() == before + 1
     assert said == [
-        "No request can go on: r waits for blocks, 1 of 120 are free, and none is running"
+        "No request can continue: r waits for blocks, 1 of 120 are free, none is running"
     ]
     pool.free_blocks(taken)
     running.finish()

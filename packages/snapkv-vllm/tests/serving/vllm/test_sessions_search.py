@@ -36,7 +36,7 @@ def plans(monkeypatch):
         made.append(held_tokens)
         return plan_turn(self, given, held_tokens, spans, **options)
 
-    monkeypatch.setattr(ServingSettings, "plan_of_turn", counted)
+    monkeypatch.setattr(ServingSettings, "plan_turn", counted)
     return made
 
 
@@ -60,9 +60,8 @@ def found_plainly(held, turn):
     tokens, longest = len(turn.prompt), 0
     for history in held._held:
         at = history.compressed
-        left = (
-            at.remaining_edits(turn.spans, turn.protected) if history.owner == turn.owner else None
-        )
+        is_own = history.owner == turn.owner
+        left = at.remaining_edits(turn.spans, turn.protected) if is_own else None
         if left is None:
             continue
         plan = held._settings.plan_turn(turn.extra_args, tokens - at.dropped_tokens, left)
@@ -146,8 +145,9 @@ def test_few_of_many_histories_are_planned_with(running, plans, does_begin):
 
 def test_a_request_that_waits_looks_again_only_when_its_session_has_changed(running, monkeypatch):
     held, pool = running.scheduler.sessions, running.scheduler.kv_cache_manager.block_pool
-    looks, go_on = [], held._choose_history
-    monkeypatch.setattr(held, "_go_on", lambda turn: (looks.append(turn.owner[0]), go_on(turn)))
+    looks, choose = [], held._choose_history
+    search = "_choose_history"
+    monkeypatch.setattr(held, search, lambda turn: (looks.append(turn.owner[0]), choose(turn)))
     turn(running, "before", "a/one", range(1, 31))
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 2)
     monkeypatch.setattr(held, "evict_least_recent", lambda: False)
@@ -161,10 +161,8 @@ def test_a_request_that_waits_looks_again_only_when_its_session_has_changed(runn
     held._reset_searches(("a/two", "", ""))
     running.step()
     assert looks == ["a/one"]
-    assert held.delete_session("a/one") == {
-        "histories": 1,
-        "requests": 1,
-    }  # refused: one is under way
+    # It is refused, because one request is running.
+    assert held.delete_session("a/one") == {"histories": 1, "requests": 1}
     held._forget(held._held[0])
     running.step()
     assert looks == ["a/one", "a/one"]
@@ -177,7 +175,7 @@ def test_a_name_has_a_bounded_number_of_histories_and_its_least_recently_used_on
     running, monkeypatch
 ):
     """Others keep theirs; where all of a name are in use, the new one is not held."""
-    monkeypatch.setattr("snapkv_vllm.sessions._MOST_OF_A_NAME", 3)
+    monkeypatch.setattr("snapkv_vllm.sessions._MAX_HISTORIES_PER_SESSION", 3)
     held = running.scheduler.sessions
     turn(running, "other", "a/two")
     for number in range(5):
