@@ -58,8 +58,7 @@ class Seen:
     def bytes_of(self, byte_dtype):
         """(Hkv, T, D) of keys, and of values."""
         halves = zip((self.keys, self.values), self.scales, strict=True)
-        both = [stored(torch.cat(half), byte_dtype, scale) for half, scale in halves]
-        return [half.transpose(0, 1) for half in both]
+        return [stored(torch.cat(one), byte_dtype, by).transpose(0, 1) for one, by in halves]
 
     def decode_keys(self, byte_dtype):
         return self.bytes_of(byte_dtype)[0].view(byte_dtype).float() * self.scales[0]

@@ -104,7 +104,7 @@ def test_a_last_piece_of_one_token_beside_requests_that_generate(engine, small, 
 def test_attention_reads_the_same_buffer_in_every_step(engine):
     """Of each compressed layer's metadata; the runner's own lengths stay true beside it."""
     seen, runner = [], engine.runner
-    held = runner._held
+    held = runner._lengths
     convert = held.convert
 
     def note(metadata):

@@ -91,7 +91,7 @@ def test_a_session_is_gone_on_from_or_refused_wherever_something_is_generated(pa
 def test_settings_are_checked_or_refused_wherever_something_is_generated(paths):
     settings = ServingSettings(budget=512, sessions=Sessions())
     for path in paths - OTHERS - FORMS:
-        with pytest.raises(SnapKVError, match="snapkv_budget: expected"):
+        with pytest.raises(SnapKVError, match="snapkv_budget: "):
             require_settings({"vllm_xargs": {"snapkv_budget": 3}}, settings, path)
         right = {"vllm_xargs": {"snapkv_budget": 64}}
         if path in ENDPOINTS_WITHOUT_XARGS:
