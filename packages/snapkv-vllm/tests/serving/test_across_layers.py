@@ -50,7 +50,7 @@ def as_mask(keep):
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("sizes", [[1] * LAYERS, [LAYERS], [2, 1, 2]], ids=str)
 @pytest.mark.parametrize("policy", [default_policy(40), default_policy(20), default_policy(149)])
-def test_what_stays_is_what_the_library_keeps_of_all_layers(policy, sizes, equal):
+def test_across_layers_keeps_the_same_tokens_as_the_library(policy, sizes, equal):
     layers = layers_of(policy, equal=equal)
     expected = torch.cat([as_mask(one) for one in columns_kept(policy, layers)])
     budget = policy.policy.budget
@@ -61,7 +61,7 @@ def test_what_stays_is_what_the_library_keeps_of_all_layers(policy, sizes, equal
         assert len(set(found.sum(dim=(1, 2)).tolist())) > 1, "layers differ"
 
 
-def test_spans_stay_or_go_in_every_head_and_the_rest_is_shared():
+def test_across_layers_applies_spans_in_every_head_and_shares_the_rest_of_the_budget():
     said = [{"start": 50, "end": 90, "do": "drop"}, {"start": 100, "end": 104, "do": "protect"}]
     settings = ServingSettings(policy="across-layers", budget=40, protect_first=3)
     policy = settings.plan_request({"snapkv_spans": said}, TOKENS).policy

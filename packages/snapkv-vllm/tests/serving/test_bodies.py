@@ -31,7 +31,7 @@ RIGHT = {"vllm_xargs": {"snapkv_budget": 64, "session": "mine"}}
     ],
     ids=str,
 )
-def test_right_settings_and_other_peoples_fields_pass(body):
+def test_correct_settings_and_unrelated_fields_are_accepted(body):
     require_settings(body, SETTINGS)
 
 
@@ -68,7 +68,7 @@ def test_wrong_and_misplaced_settings_are_refused_by_name(body, words):
 
 
 @pytest.mark.parametrize("path", ENDPOINTS_WITHOUT_XARGS)
-def test_a_setting_is_refused_where_vllm_does_not_read_it(path):
+def test_setting_is_refused_at_endpoints_that_ignore_it(path):
     with pytest.raises(SnapKVError, match=f"snapkv_budget: {path} ignores settings inside"):
         require_settings(RIGHT, SETTINGS, path)
     require_settings({"vllm_xargs": {"session": "mine"}}, SETTINGS, path)
@@ -87,13 +87,13 @@ def test_a_setting_is_refused_where_vllm_does_not_read_it(path):
     ],
     ids=str,
 )
-def test_an_option_that_would_replace_a_printed_one_is_refused(options):
+def test_option_that_would_override_a_printed_one_is_refused(options):
     """vLLM takes the last of each: the server would compress by other settings, or not check."""
     with pytest.raises(InvalidArgumentError, match="with --print-command"):
         command_line("folder", SETTINGS, options, name="demo")
 
 
-def test_a_name_of_any_length_is_refused_on_one_short_line():
+def test_long_name_is_refused_in_one_short_line():
     with pytest.raises(InvalidArgumentError) as refused:
         require_settings({"vllm_xargs": {"snapkv_" + "é\n" * 100_000: 1}}, SETTINGS)
     assert len(str(refused.value)) < 400
@@ -116,7 +116,7 @@ MANY = {f"theirs_{number}": number for number in range(1001)}
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
-def test_more_settings_than_exist_are_refused_before_any_is_looked_at(body, place, monkeypatch):
+def test_too_many_names_are_refused_before_any_name_is_checked(body, place, monkeypatch):
     """Wherever settings are looked for: each would hold up all other requests for a moment."""
     looked_at = []
     for module in ("admission.names", "front.bodies"):
@@ -127,6 +127,6 @@ def test_more_settings_than_exist_are_refused_before_any_is_looked_at(body, plac
     assert len(looked_at) <= 100  # fields of an ordinary body around them
 
 
-def test_a_thousand_settings_of_others_pass():
+def test_thousand_unrelated_settings_are_accepted():
     fewer = dict(list(MANY.items())[:1000])
     require_settings({"vllm_xargs": fewer, "metadata": MANY, "extra_body": fewer}, SETTINGS)

@@ -131,7 +131,7 @@ def run(states, policy, chunks, blocks, target_blocks=None, dtype=torch.float32,
     ],
     ids=lambda one: getattr(one, "name", str(one)),
 )
-def test_kept_tokens_are_those_of_the_librarys_cache_bit_for_bit(
+def test_kept_keys_and_values_equal_those_of_the_librarys_cache_bit_for_bit(
     prompt, policy, chunks, target_blocks
 ):
     model, ids, states = prompt
@@ -152,7 +152,7 @@ def test_kept_tokens_are_those_of_the_librarys_cache_bit_for_bit(
         assert torch.equal(values[0], all_values.gather(1, rows))
 
 
-def test_what_lies_behind_the_kept_tokens_in_their_last_block_is_no_rubbish(prompt):
+def test_unused_slots_of_the_last_block_are_zero(prompt):
     """It may be the bytes of a recurrent state, and attention only masks it."""
     _, _, states = prompt
     targets = (31, 4, 17)
@@ -163,7 +163,7 @@ def test_what_lies_behind_the_kept_tokens_in_their_last_block_is_no_rubbish(prom
 
 @pytest.mark.parametrize("together", [False, True], ids=["layer by layer", "all in one run"])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_pages_of_a_prompts_blocks_hold_what_the_librarys_cache_keeps(
+def test_pages_of_each_head_contain_what_the_librarys_cache_keeps(
     prompt, monkeypatch, seed, together
 ):
     """Bit for bit, though what one layer keeps may go where another's keys were."""
@@ -206,13 +206,13 @@ def test_the_pages_of_a_prompts_blocks_hold_what_the_librarys_cache_keeps(
     assert not memory[:, targets].isnan().any()
 
 
-def test_other_blocks_than_the_scheduler_counts_are_refused():
+def test_block_size_that_does_not_divide_the_schedulers_is_refused():
     layer = engine_layer(2, 1, 8, block_tokens=32)
     with pytest.raises(UnsupportedModelError, match="--block-size 32"):
         compressor_of({"l": layer})
 
 
-def test_the_plain_layout_puts_keys_before_values_and_spares_other_slots():
+def test_plain_layout_writes_keys_before_values_and_no_other_slots():
     cache = torch.zeros(3, 2, 4, 6)
     layout = PlainLayout([cache], 3)
     keys, values = torch.randn(1, 2, 2, 3), torch.randn(1, 2, 2, 3)
@@ -231,7 +231,9 @@ def test_the_plain_layout_puts_keys_before_values_and_spares_other_slots():
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30], ids=["one by one", "together"])
 @pytest.mark.parametrize("policy", [SnapKV(48, kernel_size=13), TOVA(33)], ids=lambda one: one.name)
-def test_layers_in_half_precision_keep_what_each_would_alone(prompt, monkeypatch, policy, at_once):
+def test_half_precision_layers_keep_the_same_tokens_together_as_alone(
+    prompt, monkeypatch, policy, at_once
+):
     _, _, states = prompt
     halves = [tuple(of.bfloat16() for of in layer) for layer in states]
     monkeypatch.setattr(layers_module, "MAX_COPY_BYTES", at_once)
@@ -259,7 +261,7 @@ def test_layers_in_half_precision_keep_what_each_would_alone(prompt, monkeypatch
     ("name", "byte_dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bytes_with_a_scale_per_layer_vote_as_attention_sees_them_and_move_as_they_are(
+def test_fp8_keys_vote_with_their_scale_and_are_moved_unchanged(
     prompt, name, byte_dtype, of_queries, dtype
 ):
     """As GPUs have them: their kernels may take queries in bytes too."""
@@ -300,7 +302,7 @@ def voting(groups):
     }
 
 
-def test_layers_that_differ_are_not_taken_together():
+def test_layers_that_differ_are_in_different_runs():
     layers = {
         "0": engine_layer(4, 2, 8),
         "1": engine_layer(4, 2, 8),
@@ -321,7 +323,7 @@ def test_layers_that_differ_are_not_taken_together():
     ]
 
 
-def test_no_more_is_copied_at_a_time_than_allowed(monkeypatch):
+def test_copies_stay_below_the_allowed_bytes(monkeypatch):
     layers = {str(i): engine_layer(4, 2, 8, dtype=torch.bfloat16) for i in range(5)}
     (run,) = layers_module.layer_runs(voting({0: layers}))
     token = 2 * 2 * 8  # bytes of the keys of one token: two heads of eight

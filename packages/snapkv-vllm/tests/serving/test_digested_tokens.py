@@ -18,7 +18,7 @@ LENGTHS = st.one_of(st.integers(0, 5), st.integers(BLOCK - 2, 3 * BLOCK + 2))
 
 
 @given(length=LENGTHS, other_length=LENGTHS, differs_at=st.none() | LENGTHS, cut=LENGTHS)
-def test_common_tokens_are_those_of_a_plain_comparison(length, other_length, differs_at, cut):
+def test_common_tokens_match_a_plain_comparison(length, other_length, differs_at, cut):
     """Of texts of any length that differ nowhere, or at one place and from there on or not."""
     one, other = list(range(length)), list(range(other_length))
     if differs_at is not None and differs_at < other_length:
@@ -33,7 +33,7 @@ def test_common_tokens_are_those_of_a_plain_comparison(length, other_length, dif
     assert shortened.count_common_tokens(others) == common_by_a_loop(one[:cut], other)
 
 
-def test_a_comparison_looks_at_few_digests_and_one_block():
+def test_comparison_reads_few_digests_and_one_block():
     """However long the texts are: the tokens before are known by their digest."""
     looked_at = []
 
@@ -49,7 +49,7 @@ def test_a_comparison_looks_at_few_digests_and_one_block():
     assert len(looked_at) <= 10
 
 
-def test_equal_digests_of_other_tokens_are_found_by_the_tokens():
+def test_equal_digests_of_different_tokens_are_detected():
     one, other = DigestedTokens.from_ids(range(BLOCK)), DigestedTokens.from_ids(range(1, BLOCK + 1))
     forged = DigestedTokens(other.ids, one.digests)
     assert one.count_common_tokens(forged) == BLOCK

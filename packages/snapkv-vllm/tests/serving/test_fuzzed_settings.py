@@ -26,7 +26,7 @@ PROMPT = 150
 
 
 @pytest.mark.parametrize("server", SERVERS, ids=lambda one: f"{one.policy}-{one.budget}")
-def test_settings_are_taken_within_the_caps_or_refused_by_name(server):
+def test_random_settings_are_accepted_within_the_limits_or_refused_by_name(server):
     taken, refused = {}, 0
     generator = random.Random(20 * SERVERS.index(server) + 1)
     for _ in range(CASES):

@@ -38,7 +38,7 @@ def held_by(requests, dropped, most=4):
     return held
 
 
-def test_three_requests_of_which_one_dropped_thirty_tokens():
+def test_lengths_are_reduced_only_for_the_request_that_dropped_tokens():
     """a generates its 71st token, b its 41st (30 dropped: the 11th held), c reads 3 more."""
     held = held_by(["a", "b", "c"], {"b": 30, "gone": 7})
     positions = torch.tensor([70, 40, 5, 6, 7])
@@ -51,14 +51,14 @@ def test_three_requests_of_which_one_dropped_thirty_tokens():
     assert told.max_seq_len == 71
 
 
-def test_a_bound_that_vllm_does_not_give_is_not_made_up():
+def test_missing_upper_bound_of_lengths_stays_missing():
     batch = replace(metadata(71, 41), seq_lens_cpu_upper_bound=None)
     told = held_by(["a", "b"], {"a": 60}).convert(batch)
     assert told.seq_lens_cpu_upper_bound is None
     assert told.max_seq_len == 71  # an upper bound still
 
 
-def test_padded_rows_and_padded_tokens_take_nothing_from_anybody():
+def test_padded_rows_and_tokens_do_not_change_other_requests():
     """A graph of four rows, of which two are requests; its tokens are padded too."""
     held = held_by(["a", "b"], {"b": 30})
     assert held.convert(metadata(71, 41, 0, 0)).seq_lens.tolist() == [71, 11, 0, 0]
@@ -67,7 +67,7 @@ def test_padded_rows_and_padded_tokens_take_nothing_from_anybody():
     assert found[:2].tolist() == [70, 10]
 
 
-def test_lengths_of_all_steps_lie_in_one_buffer():
+def test_lengths_of_all_steps_are_in_the_same_buffer():
     """A CUDA graph reads at its replay what it read at its capture."""
     held = KeptLengths(4, CPU)
     captured = held.convert(metadata(1, 1, 1, 1)).seq_lens
@@ -91,7 +91,7 @@ class Builder:
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
 
 
-def test_a_builder_is_told_wherever_it_builds():
+def test_patched_builder_gets_stored_lengths_in_every_build():
     held, told, other = held_by(["a"], {"a": 60}), Builder(), Builder()
     held.patch_builder(told)
     told.build(0, metadata(71), fast_build=True)
@@ -105,7 +105,7 @@ def test_a_builder_is_told_wherever_it_builds():
 @settings(deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("most", [1, 5])
-def test_every_token_lies_behind_those_that_its_request_holds(most, data):
+def test_every_new_token_gets_the_slot_after_the_stored_tokens(most, data):
     """Over random batches: a request's last token lies at its held length less one."""
     names = [f"r{number}" for number in range(data.draw(st.integers(1, most)))]
     lengths = [data.draw(st.integers(1, 300)) for _ in names]

@@ -59,7 +59,7 @@ if __name__ == "__main__":
 
 @linux
 @pytest.mark.parametrize(("method", "files"), [("spawn", 0), ("fork", 1100)])
-def test_a_killed_front_end_leaves_no_engine_no_worker_and_no_folder(tmp_path, method, files):
+def test_killed_web_server_leaves_no_engine_worker_or_folder(tmp_path, method, files):
     """Also where a handle has a number that `select.select` does not take."""
     script = tmp_path / "server.py"
     script.write_text(SERVER)
@@ -74,7 +74,7 @@ def test_a_killed_front_end_leaves_no_engine_no_worker_and_no_folder(tmp_path, m
 
 
 @linux
-def test_a_process_whose_parent_has_gone_ends_at_once_and_a_users_folder_stays(tmp_path):
+def test_process_without_parent_ends_at_once_and_keeps_the_users_folder(tmp_path):
     code = f"""
 import multiprocessing, os, subprocess, time
 {PLUGIN}
@@ -93,7 +93,7 @@ time.sleep(60)
 
 
 @linux
-def test_a_process_of_vllm_watches_once_and_one_of_a_user_never():
+def test_only_processes_of_vllm_watch_their_parent_and_do_so_once():
     code = f"""
 import multiprocessing, os, threading
 {PLUGIN}
@@ -120,7 +120,7 @@ print(receiving.recv())
     assert done.stdout == b"[0, 1]\n"
 
 
-def test_two_servers_do_not_count_in_one_folder(monkeypatch, tmp_path):
+def test_second_server_in_the_same_metrics_folder_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv(METRICS_VARIABLE, str(tmp_path / "metrics"))
     for _ in range(2):  # the first has ended
         with (
@@ -131,7 +131,7 @@ def test_two_servers_do_not_count_in_one_folder(monkeypatch, tmp_path):
             pass
 
 
-def test_a_folder_of_metrics_is_there_meanwhile(monkeypatch):
+def test_metrics_folder_exists_only_inside_its_block(monkeypatch):
     monkeypatch.delenv(METRICS_VARIABLE, raising=False)
     with make_metrics_folder():
         folder = own_metrics_folder()

@@ -59,7 +59,7 @@ def config(settings, **sizes):
     )
 
 
-def test_the_largest_step_worked_out_by_hand():
+def test_largest_step_matches_an_example_worked_out_by_hand():
     largest = LargestStep.from_config(config(ServingSettings(budget=64, max_window_size=40)))
     asked = {(one.window_size, one.voters, one.budget) for one in largest.policies}
     assert asked == {(40, 40, 2999), (1, 40, 2999)}
@@ -85,7 +85,7 @@ def test_the_largest_step_worked_out_by_hand():
         {"policy": "streaming-llm"},
     ],
 )
-def test_no_step_takes_more_memory_than_what_was_profiled(given):
+def test_no_step_needs_more_memory_than_was_profiled(given):
     settings = ServingSettings(**given, budget=200, max_window_size=48)
     largest = LargestStep.from_config(config(settings))
     with Peak() as peak, held_during(largest):
@@ -142,7 +142,7 @@ def bytes_of_all_layers(policy, layer):
 
 
 @pytest.mark.parametrize("given", [{}, {"policy": "across-layers"}])
-def test_a_prompt_shorter_than_the_largest_window_is_profiled_too(given):
+def test_prompt_shorter_than_the_largest_window_is_profiled(given):
     settings = ServingSettings(budget=64, max_window_size=100, **given)
     small = config(settings)
     small.model_config.max_model_len = 60

@@ -65,24 +65,24 @@ def whole(prompt, policy=POLICY, step=None):
     return Requests(PromptPlan(prompt_tokens=prompt, policy=policy)).run(prompt, [step or prompt])
 
 
-def test_a_window_that_lies_across_two_chunks_is_put_aside_in_parts():
+def test_window_across_two_chunks_is_recorded_in_parts():
     assert [one.query_tokens for one in whole(100, step=60).orders] == [32]  # begins at 68
     orders = whole(100, step=80).orders
     assert [(one.query_tokens, one.is_due) for one in orders] == [(12, False), (20, True)]
 
 
-def test_without_a_method_and_behind_the_prompt_there_are_no_orders():
+def test_no_orders_without_a_method_or_after_the_prompt():
     assert not whole(100, policy=None).orders
     assert PromptPlan(prompt_tokens=100, policy=POLICY).make_order(100, 64, 1) is None
 
 
-def test_methods_without_queries_only_get_the_end():
+def test_methods_without_queries_get_one_order_at_the_end():
     policy = StreamingLLM(8)
     assert [(one.query_tokens, one.is_due) for one in whole(100, policy, 99).orders] == [(0, True)]
     assert [one.query_tokens for one in whole(100, TOVA(8), 99).orders] == [1]
 
 
-def test_cached_prefixes_end_before_the_queries_that_vote():
+def test_cached_prefix_ends_before_the_tokens_that_vote():
     def reusable(policy, tokens):
         return PromptPlan(prompt_tokens=tokens, policy=policy).reusable_tokens
 
@@ -96,7 +96,7 @@ def test_cached_prefixes_end_before_the_queries_that_vote():
 GROWTH = AnswerLimit(policy=TOVA(70), max_tokens=80, evict_every=10)
 
 
-def test_an_answer_grows_to_its_budget_and_is_evicted_from_at_once():
+def test_answer_grows_to_its_budget_and_is_evicted_from_immediately():
     """64 of the prompt and 16 generated tokens are 80; ten go, and every ten tokens ten more."""
     plan = PromptPlan(prompt_tokens=100, policy=POLICY, answer_limit=GROWTH)
     request = Requests(plan).run(140, [100])
@@ -107,7 +107,7 @@ def test_an_answer_grows_to_its_budget_and_is_evicted_from_at_once():
     assert request.max_held == 100
 
 
-def test_a_method_sees_the_queries_of_the_answer_alone():
+def test_eviction_sees_only_queries_of_the_answer():
     policy = SnapKV(64, window_size=32)
     answer_limit = AnswerLimit(policy=_Looking(60), max_tokens=70, evict_every=10)
     plan = PromptPlan(prompt_tokens=100, policy=policy, answer_limit=answer_limit)
@@ -131,7 +131,9 @@ class _Looking(TOVA):
     window=st.integers(1, 40),
     every=st.none() | st.integers(1, 30),
 )
-def test_however_a_request_is_cut_it_is_compressed_alike(prompt, answer, chunks, window, every):
+def test_compression_does_not_depend_on_how_a_request_is_cut_into_steps(
+    prompt, answer, chunks, window, every
+):
     """Against one token after the other, which is compressed wherever the rules say so."""
     policy = SnapKV(64, window_size=window)
     answer_limit = every and AnswerLimit(policy=TOVA(90 - every), max_tokens=90, evict_every=every)

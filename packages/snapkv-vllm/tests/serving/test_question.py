@@ -53,7 +53,7 @@ def tokenizers():
 
 
 @pytest.mark.parametrize("kind", ["demo", "byte-level", "spaces-as-signs"])
-def test_every_usual_vocabulary_says_which_tokens_are_behind_a_place(tokenizers, kind):
+def test_tokens_after_a_place_are_counted_for_all_common_vocabularies(tokenizers, kind):
     tokenizer = tokenizers[kind]
     found = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False)
     for place in range(len(TEXT)):
@@ -61,7 +61,7 @@ def test_every_usual_vocabulary_says_which_tokens_are_behind_a_place(tokenizers,
         assert count_tokens_from(tokenizer, TEXT, found.ids, place, 1000) == behind
 
 
-def test_a_tokenizer_that_changes_the_text_says_nothing(tokenizers):
+def test_tokenizer_that_changes_the_text_gives_no_count(tokenizers):
     tokenizer = tokenizers["lower-case"]
     ids = tokenizer.backend_tokenizer.encode(TEXT).ids
     assert count_tokens_from(tokenizer, TEXT, ids, 0, 1000) is None
@@ -69,7 +69,7 @@ def test_a_tokenizer_that_changes_the_text_says_nothing(tokenizers):
 
 @settings(max_examples=50)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), place=st.integers(0, 99))
-def test_the_last_tokens_of_a_text_are_counted_from_a_place_on(text, place):
+def test_last_tokens_of_a_text_are_counted_from_a_place(text, place):
     tokenizer, place = byte_level(), place % len(text)
     found = tokenizer.backend_tokenizer.encode(text)
     ids, behind = found.ids, [end for _, end in found.offsets if end > place]
@@ -81,6 +81,6 @@ def test_the_last_tokens_of_a_text_are_counted_from_a_place_on(text, place):
 
 
 @pytest.mark.parametrize("ids", [[], [1, 2], [10**6], [-1]])
-def test_what_are_not_the_texts_tokens_is_found_nowhere(tokenizers, ids):
+def test_tokens_of_another_text_give_no_count(tokenizers, ids):
     assert count_tokens_from(tokenizers["demo"], TEXT, ids, 0, 1000) is None
     assert count_tokens_from(SimpleNamespace(is_fast=False), TEXT, [1], 0, 1000) is None

@@ -21,7 +21,7 @@ PAPERS = functools.partial(ServingSettings, policy="snapkv")
 DEFAULTS = by_layer(default_policy(1024))
 
 
-def test_the_defaults_are_those_of_the_library():
+def test_default_settings_equal_those_of_the_library():
     assert ServingSettings().policy_for_request(None) == DEFAULTS
     assert ServingSettings().policy_for_request({"other": 1}) == DEFAULTS
     assert PAPERS().policy_for_request(None) == SnapKV()
@@ -32,7 +32,7 @@ def test_the_defaults_are_those_of_the_library():
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 64, 65, 100, 101])
 @pytest.mark.parametrize("own", [{}, {"voters": 30}, {"pooling": "avg"}, {"decay": 0.8}], ids=str)
-def test_a_questions_tokens_vote_where_they_do_in_the_library(tokens, own):
+def test_tokens_of_a_question_vote_as_in_the_library(tokens, own):
     expected = asked_by(by_layer(default_policy(**own)), tokens)
     server = ServingSettings(parameters=own)
     assert server.count_voters({"snapkv_budget": 300}, tokens) == expected.voters
@@ -45,7 +45,7 @@ def test_a_questions_tokens_vote_where_they_do_in_the_library(tokens, own):
         assert ServingSettings(policy=policy).count_voters({}, tokens) is None
 
 
-def test_a_request_overrides_what_it_names():
+def test_request_overrides_only_the_settings_that_it_names():
     settings = PAPERS(budget=512, parameters={"kernel_size": 13, "window_size": 16})
     given = {"snapkv_budget": 300, "snapkv_pooling": "avg"}
     expected = SnapKV(300, kernel_size=13, window_size=16, pooling="avg")
@@ -53,7 +53,7 @@ def test_a_request_overrides_what_it_names():
     assert settings.policy_for_request({}) == SnapKV(512, kernel_size=13, window_size=16)
 
 
-def test_a_request_may_choose_another_pooling_than_the_servers():
+def test_request_may_choose_another_pooling_than_the_server():
     wide = PAPERS(budget=512, parameters={"kernel_size": [0, 12]})
     assert wide.policy_for_request(None) == SnapKV(512, kernel_size=(0, 12))
     fading = {"snapkv_pooling": "fading"}
@@ -68,14 +68,14 @@ def test_a_request_may_choose_another_pooling_than_the_servers():
     assert faded.policy_for_request(both) == SnapKV(512, kernel_size=(0, 12))
 
 
-def test_zero_turns_it_off_for_a_request_or_until_a_request_asks():
+def test_budget_of_zero_disables_compression_for_a_server_or_request():
     assert PAPERS(budget=512).policy_for_request({"snapkv_budget": 0}) is None
     off = PAPERS(budget=0)
     assert off.policy_for_request(None) is None
     assert off.policy_for_request({"snapkv_budget": 64}) == SnapKV(64)
 
 
-def test_the_log_is_told_all_that_decides_what_is_kept():
+def test_summary_names_every_setting_that_decides_what_is_kept():
     assert ServingSettings().summary == (
         "policy default, budget 1024, window_size 16, pooling fading, decay 0.935, sink_tokens 4, "
         "group_reduce max, window_reduce max, protect_first 0, max_window_size 128, "
@@ -93,7 +93,7 @@ def test_the_log_is_told_all_that_decides_what_is_kept():
     assert "decode_budget 4096" in ServingSettings(limits=limits).summary
 
 
-def test_other_methods_keep_positions_and_have_their_own_parameters():
+def test_other_methods_keep_positions_and_accept_their_own_parameters():
     streaming = ServingSettings(policy="streaming-llm", budget=64, parameters={"start": 8})
     assert streaming.policy_for_request(None) == StreamingLLM(64, start=8, positions="original")
     assert streaming.policy_for_request({"snapkv_budget": 32}) == StreamingLLM(
@@ -128,7 +128,7 @@ def test_other_methods_keep_positions_and_have_their_own_parameters():
         ({"policy": "streaming-llm", "budget": 3}, "expected start"),
     ],
 )
-def test_what_cannot_be_served_is_refused_when_the_server_starts(given, words):
+def test_settings_that_cannot_be_served_are_refused_at_the_start(given, words):
     with pytest.raises(SnapKVError, match=words):
         ServingSettings(**given)
 
@@ -167,18 +167,18 @@ def test_what_cannot_be_served_is_refused_when_the_server_starts(given, words):
         ({"snapkv_": 1}, InvalidArgumentError, "snapkv_"),
     ],
 )
-def test_wrong_settings_of_a_request_are_refused_with_their_name(budget, given, error, words):
+def test_wrong_settings_of_a_request_are_refused_by_name(budget, given, error, words):
     with pytest.raises(error, match=words):
         PAPERS(budget=budget).policy_for_request(given)
 
 
 @pytest.mark.parametrize("policy", ["tova", "streaming-llm"])
-def test_a_method_without_voters_refuses_them(policy):
+def test_voters_are_refused_for_a_method_without_them(policy):
     with pytest.raises(InvalidArgumentError, match=r"^snapkv_voters: this setting does not exist"):
         ServingSettings(policy=policy).policy_for_request({"snapkv_voters": 8})
 
 
-def test_settings_travel_as_json():
+def test_settings_survive_a_round_trip_through_json():
     settings = PAPERS(budget=300, parameters={"kernel_size": 5, "pooling": "avg"})
     config = json.loads(json.dumps({"mine": 1, **settings.to_config()}))
     assert ServingSettings.from_config(config) == settings
@@ -189,7 +189,7 @@ def test_settings_travel_as_json():
     assert read.policy_for_request(None) == SnapKV(kernel_size=(0, 12))
 
 
-def test_first_tokens_are_protected_by_the_server_or_a_request():
+def test_first_tokens_are_protected_by_the_server_or_the_request():
     settings = PAPERS(budget=64, protect_first=20)
     assert ServingSettings.from_config(settings.to_config()) == settings
     plan = settings.plan_request(None, 100)
@@ -210,7 +210,7 @@ def test_first_tokens_are_protected_by_the_server_or_a_request():
     ("policy", "first"),
     [("default", 10), ("default", 32), ("tova", 10), ("streaming-llm", 10), ("adakv", 10)],
 )
-def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy, first):
+def test_protected_first_tokens_are_kept_within_the_budget(policy, first):
     """Sinks are among them: there is room for all that the window leaves."""
     plan = ServingSettings(policy=policy, budget=48, protect_first=first).plan_request(None, 90)
     end = plan.next_compression(0, 0)
@@ -231,7 +231,7 @@ def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy, first):
     ],
     ids=str,
 )
-def test_what_a_server_holds_and_promises_travels_in_the_settings(own, entry):
+def test_limits_and_sessions_survive_a_round_trip_through_json(own, entry):
     settings = ServingSettings(budget=64, **own)
     config = json.loads(json.dumps(settings.to_config()))
     assert config["snapkv"] == {"policy": "default", "budget": 64, **entry}
@@ -252,7 +252,7 @@ def test_wrong_values_of_sessions_are_refused_by_name(entry, words):
 
 
 @pytest.mark.parametrize(("budget", "tokens"), [("12%", ", 983 for 8k"), ("64MiB", "")])
-def test_bytes_are_refused_with_what_says_the_tokens_to_type(budget, tokens):
+def test_budget_in_bytes_is_refused_with_the_command_that_gives_tokens(budget, tokens):
     said = f"snapkv plan --context N --budget {budget} keeps of N tokens{tokens}."
     with pytest.raises(InvalidArgumentError) as error:
         ServingSettings(budget=budget)

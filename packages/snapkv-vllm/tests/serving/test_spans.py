@@ -32,14 +32,14 @@ def chosen(policy, tokens):
 
 
 @given(st.lists(SPAN, max_size=4), st.lists(SPAN, max_size=4))
-def test_what_is_left_of_spans_is_a_difference_of_sets(some, gone):
+def test_remaining_edits_are_a_difference_of_sets(some, gone):
     first, second = Spans.of("x", some), Spans.of("x", gone)
     left = first.without(second)
     covers = [one.cover(torch.arange(60)) for one in (first, second, left)]
     assert (covers[0] & ~covers[1] == covers[2]).all()
 
 
-def test_a_worked_example():
+def test_spans_match_an_example_worked_out_by_hand():
     """Of ten tokens three go; of the budget of four, two are protected, and the last one votes."""
     own = {"window_size": 1, "kernel_size": 1}
     settings = ServingSettings(policy="snapkv", budget=4, parameters=own)
@@ -56,7 +56,7 @@ def test_a_worked_example():
     assert policy.select(layer).keep_indices.tolist() == [[[0, 1, 6, 9]]]
 
 
-def test_only_what_is_dropped_goes_where_the_rest_fits():
+def test_only_dropped_spans_are_removed_if_the_rest_fits_the_budget():
     policy = SETTINGS.plan_request({SPANS_FIELD: said((10, 40, "drop"))}, 94).policy
     assert policy.policy is None
     assert policy.query_tokens == 0
@@ -74,13 +74,13 @@ def test_only_what_is_dropped_goes_where_the_rest_fits():
         (said(*((n, n + 2, "compress") for n in range(0, 40, 4)), budget=1), "at most 8 spans to"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(given, words):
+def test_wrong_spans_are_refused_in_one_line(given, words):
     with pytest.raises(SnapKVError, match=words) as error:
         SETTINGS.plan_request({SPANS_FIELD: given}, 100)
     assert "\n" not in str(error.value)
 
 
-def test_spans_have_their_prefix_once_where_the_servers_own_settings_clash_with_them():
+def test_error_about_spans_has_the_prefix_only_once():
     given = {SPANS_FIELD: said((0, 10, "drop")), "snapkv_protect_first": 5}
     with pytest.raises(SnapKVError, match=f"^{SPANS_FIELD}: the spans .* overlap"):
         SETTINGS.plan_request(given, 100)
@@ -91,7 +91,7 @@ def test_spans_have_their_prefix_once_where_the_servers_own_settings_clash_with_
     [(name, {}) for name in METHODS] + [("default", {"voters": 3}), ("snapkv", {"voters": 60})],
     ids=str,
 )
-def test_every_method_keeps_its_budget_of_what_is_left(policy, own):
+def test_every_method_applies_its_budget_to_tokens_outside_spans(policy, own):
     settings = ServingSettings(budget=40, policy=policy, parameters=own)
     given = said((50, 90, "drop"), (100, 104, "protect"))
     policy = settings.plan_request({SPANS_FIELD: given}, 200).policy
@@ -104,7 +104,7 @@ def test_every_method_keeps_its_budget_of_what_is_left(policy, own):
 
 
 @pytest.mark.parametrize("voters", [3, 8, 60])
-def test_what_is_compressed_may_reach_to_the_window_whoever_votes(voters):
+def test_compressed_span_may_end_at_the_window_for_any_voters(voters):
     """Of an answer and a question that votes on it, and on itself."""
     own = {"snapkv_voters": voters, "snapkv_budget": 0}
     own[SPANS_FIELD] = said((50, 192, "compress"), budget=9)
@@ -116,14 +116,14 @@ def test_what_is_compressed_may_reach_to_the_window_whoever_votes(voters):
         require_spans_fit(policy, 199)
 
 
-def test_sinks_cannot_be_compressed():
+def test_span_with_attention_sinks_cannot_be_compressed():
     settings = ServingSettings(policy="streaming-llm", budget=64)
     assert StreamingLLM(64).start == 4
     with pytest.raises(InvalidArgumentError, match="because the first 4 tokens stay"):
         settings.plan_request({SPANS_FIELD: said((2, 30, "compress"), budget=3)}, 100)
 
 
-def test_any_json_is_read_or_refused():
+def test_any_json_is_parsed_as_spans_or_refused():
     draw, refused = random.Random(0), []
     for _ in range(2000):
         entry = said((draw.randrange(9), draw.randrange(9), "drop"))[0]

@@ -47,7 +47,7 @@ def sent(*bodies):
         ),
     ],
 )
-def test_an_error_is_answered_with_its_status(bodies, status):
+def test_stream_that_begins_with_an_error_has_the_status_of_the_error(bodies, status):
     told, body = sent(*bodies)
     assert told == status
     assert body.startswith(b"{")
@@ -64,5 +64,5 @@ def test_an_error_is_answered_with_its_status(bodies, status):
         (b"",),
     ],
 )
-def test_all_else_arrives_as_it_was_sent(bodies):
+def test_other_streams_are_sent_on_unchanged(bodies):
     assert sent(*bodies) == (200, b"".join(bodies))

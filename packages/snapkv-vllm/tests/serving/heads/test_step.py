@@ -35,7 +35,7 @@ def caches(order, heads=HEADS):
 
 @pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_a_page_is_what_a_head_has_in_a_block(order, heads):
+def test_page_contains_the_tokens_of_one_head_in_a_block(order, heads):
     for cache in caches(order, heads):
         pages = HeadPages.from_caches(cache)
         for block in range(BLOCKS):
@@ -46,7 +46,7 @@ def test_a_page_is_what_a_head_has_in_a_block(order, heads):
 
 @pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_pages_of_all_layers_are_numbered_together(order, heads):
+def test_pages_of_all_layers_have_different_numbers(order, heads):
     """A block is a page for every head of every layer, layer by layer."""
     layers = caches(order, heads)
     pages = HeadPages.from_caches(*layers)
@@ -57,14 +57,14 @@ def test_pages_of_all_layers_are_numbered_together(order, heads):
         assert torch.equal(pages.cache[number, 0], layers[layer][block, head])
 
 
-def test_layers_that_cannot_hold_each_others_tokens_are_refused():
+def test_layers_that_cannot_share_pages_are_refused():
     one, other = (caches(ORDERS["heads first"]) for _ in range(2))
     for wrong in ([one[0], other[1]], one[:1], [one[1], one[0]], [one[0], one[1][:, :2]]):
         with pytest.raises(UnsupportedModelError, match=r"one tensor\. Use --policy adakv"):
             require_shared_pages(wrong, LAYERS)
 
 
-def test_a_cache_in_one_piece_has_no_page_that_is_none():
+def test_contiguous_cache_has_no_unused_page_number():
     pages = HeadPages.from_caches(torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE))
     assert pages.cache.shape == (BLOCKS * HEADS, 1, TOKENS, 2 * SIZE)
     assert pages.cache.is_contiguous()
@@ -73,7 +73,7 @@ def test_a_cache_in_one_piece_has_no_page_that_is_none():
 @pytest.mark.parametrize("across_layers", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_every_head_finds_its_own_tokens(order, seed, across_layers):
+def test_every_head_reads_its_own_tokens(order, seed, across_layers):
     """Requests among others in a batch, with several tokens a step; written and read by page.
 
     The heads of a layer share its pages of a request, or those of all layers the pages of all.

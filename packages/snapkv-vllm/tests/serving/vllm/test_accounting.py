@@ -105,7 +105,7 @@ RUNS = [  # windows of the groups, prefix caching, steps ahead: every pair of th
     "limits", [False, True], ids=["without-limits", "with-limits"], indirect=True
 )
 @pytest.mark.parametrize(("windows", "caching", "ahead"), RUNS, ids=str)
-def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
+def test_every_request_reads_its_own_tokens_and_all_blocks_are_freed(
     config, limits, windows, caching, ahead
 ):
     """Random prompts with shared beginnings, budgets, lengths, arrivals and aborts."""
@@ -179,7 +179,7 @@ def lacking(manager):
     return manager.get_num_blocks_to_allocate("a", seen + PAGE, [], seen, seen, seen + PAGE)
 
 
-def test_what_is_kept_goes_to_free_blocks_and_else_to_its_own(config):
+def test_kept_tokens_move_to_free_blocks_or_else_to_own_blocks(config):
     blocks, manager = holding(config, mine=6, free=1, kept=8)
     mine = list(manager.req_to_blocks["a"])
     assert lacking(manager) == 0
@@ -193,7 +193,7 @@ def test_what_is_kept_goes_to_free_blocks_and_else_to_its_own(config):
     assert [block.block_id for block in manager.req_to_blocks["a"]] == list(move.targets)
 
 
-def test_shared_blocks_are_no_room_for_what_is_kept(config):
+def test_kept_tokens_are_never_moved_to_shared_blocks(config):
     blocks, manager = holding(config, mine=6, free=2, kept=12)
     mine = list(manager.req_to_blocks["a"])
     manager.block_pool.touch(mine)
@@ -207,7 +207,7 @@ def test_shared_blocks_are_no_room_for_what_is_kept(config):
     assert [block.ref_cnt for block in mine] == [1] * 6
 
 
-def test_blocks_that_others_may_read_are_never_written_for_want_of_a_room(config):
+def test_shared_blocks_are_not_written_without_a_reservation(config):
     blocks, manager = holding(config, mine=6, free=1, kept=8)
     mine = list(manager.req_to_blocks["a"])
     with pytest.raises(AssertionError, match="others may read"):
@@ -223,7 +223,7 @@ def waits(scheduler):
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
-def test_a_request_waits_for_room_and_is_then_compressed(config, ahead):
+def test_request_waits_for_reserved_blocks_and_is_then_compressed(config, ahead):
     """The other one holds the blocks of nearly the whole prompt, and nearly the whole pool."""
     running = simulation(config, caching=True, ahead=ahead)
     scheduler, before = running.scheduler, waits(running.scheduler)
@@ -256,20 +256,18 @@ def beside(config, monkeypatch, *, step, first, second, after):
 
 
 @pytest.mark.parametrize("second", [20, 23])
-def test_a_request_that_generates_has_its_next_block_beside_one_that_keeps(
-    config, monkeypatch, second
-):
+def test_generating_request_gets_its_next_block_beside_a_compression(config, monkeypatch, second):
     """Three blocks are free in the step in which the first keeps eight; 23 tokens need one more."""
     found = beside(config, monkeypatch, step=8, first=64, second=second, after=1)
     assert found == (0, 0)
 
 
-def test_one_that_is_preempted_beside_a_room_waits_for_it(config, monkeypatch):
+def test_request_preempted_beside_a_reservation_waits_for_it(config, monkeypatch):
     """Three blocks for its next 12 tokens, of four that are free; two are set aside."""
     assert beside(config, monkeypatch, step=12, first=72, second=24, after=2) == (1, 1)
 
 
-def test_a_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
+def test_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
     from snapkv.errors import InvalidArgumentError
 
     running = simulation(config, caching=True, ahead=0)
@@ -283,7 +281,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
         scheduler._require_blocks(scheduler.requests["long"])
 
 
-def test_in_place_the_first_blocks_stay(config):
+def test_first_blocks_are_kept_if_tokens_are_compressed_in_place(config):
     blocks, manager = to_cache_blocks(config, caching=False)
     mine = manager.block_pool.get_new_blocks(6)
     manager.req_to_blocks["a"] = list(mine)
@@ -295,7 +293,7 @@ def test_in_place_the_first_blocks_stay(config):
     assert len(manager.allocate_new_blocks("a", 27, 27)) == 1
 
 
-def test_every_group_with_full_attention_is_compressed_and_no_other(config):
+def test_only_groups_with_full_attention_are_compressed(config):
     blocks, first = to_cache_blocks(config, caching=False, windows=(None, 8, None))
     assert list(blocks._managers) == [0, 2]
     for number, manager in blocks._managers.items():

@@ -51,7 +51,7 @@ DROP = {"start": 1, "end": 4, "do": "drop"}
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC])
-def test_spans_reach_the_engine_beside_other_settings(client, site, path):
+def test_spans_reach_the_engine_with_other_settings(client, site, path):
     body = {"model": "demo", "prompt": "One two three four five six seven", "max_tokens": 5}
     body |= {} if path == TEXT else {"messages": [{"role": "user", "content": QUESTION}]}
     body |= {"snapkv_spans": [DROP], "vllm_xargs": {"snapkv_budget": 300, "other": 1}}
@@ -63,7 +63,7 @@ def test_spans_reach_the_engine_beside_other_settings(client, site, path):
 
 
 @pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
-def test_edits_of_a_context_are_left_to_vllm_which_has_none(client, site, path):
+def test_context_management_is_left_to_vllm_which_ignores_it(client, site, path):
     body = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 5}
     context = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
     ids = [client.post(path, json=body | more).json()["ids"] for more in ({}, context)]
@@ -72,7 +72,7 @@ def test_edits_of_a_context_are_left_to_vllm_which_has_none(client, site, path):
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}], ids=str)
-def test_without_a_key_nothing_is_read(config, monkeypatch, headers):
+def test_request_without_api_key_is_not_read(config, monkeypatch, headers):
     found, site = [], Answering(config, monkeypatch, keys=("mine",))
     said = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "POST", "path": TEXT, "raw_path": TEXT.encode()}
@@ -108,7 +108,7 @@ ASKED = [
 
 @pytest.mark.parametrize(("content", "behind"), ASKED, ids=str)
 @pytest.mark.parametrize("path", [CHAT, ANTHROPIC, RESPONSES])
-def test_the_questions_tokens_vote_as_in_the_library(client, site, path, content, behind):
+def test_tokens_of_the_question_vote_as_in_the_library(client, site, path, content, behind):
     """From its first one to the prompt's end; a long text's none, and its last 16 tokens vote."""
     messages = [*BEFORE, {"role": "user", "content": content}, *behind]
     body = {"model": "demo", "messages": messages, "vllm_xargs": {"snapkv_budget": 70}}
@@ -136,7 +136,7 @@ def test_the_questions_tokens_vote_as_in_the_library(client, site, path, content
     ],
     ids=str,
 )
-def test_nobody_else_votes_where_a_request_says_who_or_asks_nothing(client, site, path, body):
+def test_voters_of_a_request_are_kept_and_no_question_means_the_default(client, site, path, body):
     chat = {"messages": [{"role": "user", "content": QUESTION}], "prompt": QUESTION}
     assert client.post(path, json={"model": "demo"} | chat | body).status_code == 200
     assert site.seen[-1][0] == body.get("vllm_xargs")
@@ -154,14 +154,14 @@ def test_nobody_else_votes_where_a_request_says_who_or_asks_nothing(client, site
     ids=str,
 )
 @pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
-def test_a_misspelt_word_is_refused_with_the_right_one(client, site, path, body, word):
+def test_misspelled_field_is_refused_with_the_correct_name(client, site, path, body, word):
     answer = client.post(path, json={"model": "demo", "messages": MESSAGES} | body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].endswith(f"this field does not exist. Write {word}.")
     assert not site.seen
 
 
-def test_no_field_that_vllm_reads_is_nearly_a_word_of_ours():
+def test_no_field_of_vllm_is_taken_for_a_misspelled_field():
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -209,7 +209,7 @@ def named(session):
     yield "session_id", {"session_id": session}
 
 
-def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monkeypatch):
+def test_session_belongs_to_its_api_key_and_cannot_be_named_by_others(config, monkeypatch):
     site = Answering(config, monkeypatch, sessions=Sessions())
     hint = {"agent_hint": {"session_id": "run"}}
     bodies = [
@@ -276,14 +276,14 @@ def salts(config, monkeypatch, path, **own):
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC])
-def test_no_key_finds_what_anothers_requests_have_cached(config, monkeypatch, path):
+def test_api_key_reuses_no_cached_tokens_of_another_key(config, monkeypatch, path):
     mine, again, theirs, own, theirs_own, own_again = salts(config, monkeypatch, path)
     assert (mine, own) == (again, own_again)
     assert len({mine, theirs, own, theirs_own}) == 4
     assert None not in (mine, theirs)
 
 
-def test_where_nobody_has_a_key_salts_are_the_clients(config, monkeypatch):
+def test_cache_salts_are_unchanged_on_a_server_without_api_keys(config, monkeypatch):
     expected = ["own" if salted else None for _, salted in SALTED]
     assert salts(config, monkeypatch, TEXT, keys=()) == expected
 
@@ -292,7 +292,7 @@ SESSION_PATH = "/v1/snapkv/sessions"
 
 
 @pytest.mark.parametrize("key", ["mine", "theirs"])
-def test_sessions_are_listed_and_deleted_by_their_key(config, monkeypatch, key):
+def test_sessions_are_listed_and_deleted_by_their_api_key(config, monkeypatch, key):
     site = Answering(config, monkeypatch, sessions=Sessions())
     headers = {"Authorization": f"Bearer {key}"}
     with site.asking() as client:
@@ -323,7 +323,7 @@ NAMES += [*"\n\r\t\0\x1b\x7f\u2028\xa0\u200b", "a\nb", "run\n", ".", "..", "a/..
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_a_session_that_is_begun_can_be_deleted_by_its_name(config, monkeypatch, name):
+def test_started_session_can_be_deleted_by_name(config, monkeypatch, name):
     """The others are refused before any begins."""
     site = Answering(config, monkeypatch, keys=(), sessions=Sessions())
     site.client.told = {"histories": 1, "requests": 0}
@@ -339,15 +339,13 @@ def test_a_session_that_is_begun_can_be_deleted_by_its_name(config, monkeypatch,
         assert site.client.asked[-1][2] == [begun]
 
 
-def test_names_that_clients_use_are_not_refused():
+def test_common_session_names_are_accepted():
     for name in NAMES[:11]:
         require_session_name("session_id", name)
 
 
 @pytest.mark.parametrize("stray", ["id", "sessionid", "parent", "session-id"])
-def test_a_field_of_a_hint_that_does_not_exist_is_refused_with_the_one_that_does(
-    config, monkeypatch, stray
-):
+def test_unknown_field_of_agent_hint_is_refused_with_the_correct_one(config, monkeypatch, stray):
     site = Answering(config, monkeypatch, keys=(), sessions=Sessions())
     hint = {"session_id": "run", stray: "a"}
     with site.asking() as client:
@@ -357,7 +355,7 @@ def test_a_field_of_a_hint_that_does_not_exist_is_refused_with_the_one_that_does
     assert said.startswith(f"agent_hint: expected no field but session_id, got '{stray}'")
 
 
-def test_two_fields_that_name_different_sessions_are_refused(config, monkeypatch):
+def test_two_fields_with_different_sessions_are_refused(config, monkeypatch):
     site = Answering(config, monkeypatch, keys=(), sessions=Sessions())
     body = {"model": "demo", "prompt": "One", "agent_hint": {"session_id": "a"}, "session_id": "b"}
     with site.asking() as client:
@@ -366,7 +364,7 @@ def test_two_fields_that_name_different_sessions_are_refused(config, monkeypatch
     assert "session_id: it names another session" in answer.json()["error"]["message"]
 
 
-def test_a_server_without_sessions_ignores_the_hint_and_refuses_the_setting(client):
+def test_server_without_sessions_ignores_the_hint_and_refuses_the_setting(client):
     body = {"model": "demo", "messages": MESSAGES}
     for _, hint in named("run\n"):
         assert client.post(CHAT, json=body | hint).status_code == 200
@@ -375,7 +373,7 @@ def test_a_server_without_sessions_ignores_the_hint_and_refuses_the_setting(clie
     assert "--sessions" in answer.json()["error"]["message"]
 
 
-def test_requests_without_either_are_as_before(client, site):
+def test_requests_without_spans_or_session_are_unchanged(client, site):
     answer = client.post(CHAT, json={"model": "demo", "messages": MESSAGES})
     assert answer.status_code == 200
     assert site.seen[-1][0] is None
@@ -412,7 +410,7 @@ def test_requests_without_either_are_as_before(client, site):
         (TEXT, {"snapkv_spans": [], "vllm_xargs": {SPANS_FIELD: "[]"}}, "setting is given twice"),
     ],
 )
-def test_what_is_wrong_gets_a_400_of_one_line(client, site, path, body, words):
+def test_wrong_spans_and_sessions_get_a_400_in_one_line(client, site, path, body, words):
     own = {"model": "demo", "prompt": "One two three four"}
     own = own if path == TEXT else {"model": "demo", "messages": MESSAGES}
     answer = client.post(path, json=own | body)

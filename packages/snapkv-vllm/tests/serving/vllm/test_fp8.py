@@ -106,7 +106,7 @@ def record(impl, seen):
     ],
     ids=lambda one: getattr(one, "name", one),
 )
-def test_kept_sets_are_those_of_the_library_on_the_keys_as_attention_sees_them(
+def test_kept_tokens_equal_those_of_the_library_on_decoded_fp8_keys(
     recorded, small, policy, name, tokens
 ):
     """Of prompts in one chunk, and with windows that lie across two."""
@@ -152,7 +152,7 @@ def recorded(small):
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_what_a_request_holds_are_the_bytes_that_were_stored(small, name):
+def test_kept_tokens_have_the_bytes_that_were_stored(small, name):
     """Also behind evictions from the answer, which see the keys as attention does."""
     limits = Limits(decode_budget=96, decode_policy="r-kv", evict_every=16)
     with recording_engine(small, name, limits=limits) as (engine, layers):
@@ -196,7 +196,7 @@ def test_what_a_request_holds_are_the_bytes_that_were_stored(small, name):
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_a_history_holds_the_bytes_that_were_stored(small, name):
+def test_history_has_the_bytes_that_were_stored(small, name):
     """Also what a second turn goes on from, and a span that it drops."""
     sessions = Sessions(most_bytes=small.blocks_bytes(4, 32))
     options = {"sessions": sessions, "parameters": {"window_size": 8}}
@@ -256,7 +256,7 @@ def rows_of(positions, states):
     ("block_tokens", "head_size", "dtype"),
     [(32, 64, torch.float32), (128, 32, torch.bfloat16), (32, 128, torch.float16)],
 )
-def test_every_byte_moves_as_it_is(block_tokens, head_size, dtype, name):
+def test_every_byte_is_moved_unchanged(block_tokens, head_size, dtype, name):
     form = NumberFormat(dtype, CODED[name], name)
     every = torch.arange(256, dtype=torch.uint8)
     every = every[every.view(form.byte_dtype).float().isfinite() & (every != MINUS_ZERO)]
@@ -271,6 +271,6 @@ def test_every_byte_moves_as_it_is(block_tokens, head_size, dtype, name):
     assert not cache[[0, 2, 3]].any()
 
 
-def test_other_formats_are_refused_by_name(small):
+def test_other_cache_formats_are_refused_by_name(small):
     with pytest.raises(UnsupportedModelError, match=r"int8_per_token_head.* fp8_e5m2.* not supp"):
         small_engine(small, budget=BUDGET, kv_cache_dtype="int8_per_token_head")

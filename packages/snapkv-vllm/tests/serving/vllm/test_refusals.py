@@ -113,7 +113,7 @@ def parts_of(config, row, *facts):
 @pytest.mark.parametrize(
     "row", rules.ROWS, ids=lambda row: f"{row.option.name or 'any'} {row.case.words}"
 )
-def test_what_does_not_go_together_is_refused_by_name_with_what_to_do(config, row):
+def test_every_conflict_is_refused_by_name_with_a_remedy(config, row):
     option, case = row.option, row.case
     assert row.parts <= rules.Parts.__annotations__.keys()
     require_compatible(**parts_of(config, row, case))
@@ -133,12 +133,12 @@ def test_what_does_not_go_together_is_refused_by_name_with_what_to_do(config, ro
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "NONE"])
-def test_graphs_that_leave_prompts_out_are_fine(config, mode):
+def test_graphs_without_prompts_are_accepted(config, mode):
     graphs = changed(config, compilation_config={"cudagraph_mode": mode})
     require_compatible(settings=ServingSettings(budget=64), engine=graphs)
 
 
-def test_heads_with_sinks_cannot_be_sequences_of_their_own():
+def test_heads_with_sinks_are_refused_for_different_counts():
     layer = SimpleNamespace(impl=SimpleNamespace(sinks=None))
     require_splittable_heads("model.layer", layer)
     layer.impl.sinks = [0.0]
@@ -146,7 +146,7 @@ def test_heads_with_sinks_cannot_be_sequences_of_their_own():
         require_splittable_heads("model.layer", layer)
 
 
-def test_images_are_compressed_only_where_positions_are_numbers(config):
+def test_images_are_refused_with_mrope_only(config):
     from snapkv_vllm.scheduler import _CompressingScheduler
 
     turned = changed(config, model_config={"uses_mrope": True})
@@ -182,7 +182,7 @@ def layer_and_spec(
     return {"model.layer": layer}, {"model.layer": (kind or FullAttentionSpec)(**sizes, **spec)}
 
 
-def test_layers_of_another_kind_are_refused():
+def test_unsupported_layers_are_refused_by_name():
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, RSWASpec, SlidingWindowSpec
 
     latent = {"kind": MLAAttentionSpec, "backend": "CPU_MLA"}
@@ -209,7 +209,7 @@ def test_layers_of_another_kind_are_refused():
         compressible_layers(layers, specs)
 
 
-def test_a_group_of_blocks_is_compressed_whole_or_not_at_all():
+def test_group_with_mixed_layers_is_refused():
     """Without its manager for hybrid models vLLM puts layers with windows among the others."""
     from snapkv_vllm.blocks import compress_spec, is_compressed
 
@@ -228,7 +228,7 @@ def test_a_group_of_blocks_is_compressed_whole_or_not_at_all():
             is_compressed(mixed)
 
 
-def test_a_scheduler_without_its_worker_is_refused():
+def test_scheduler_without_its_worker_is_refused():
     from snapkv_vllm.blocks import find_compressed_managers
 
     with pytest.raises(UnsupportedModelError, match="together"):
@@ -236,9 +236,7 @@ def test_a_scheduler_without_its_worker_is_refused():
 
 
 @pytest.mark.parametrize("left_out", [(), ("logits_processors",)], ids=["all", "the-first-two"])
-def test_arguments_that_were_printed_for_another_vllm_start_no_engine(
-    folder, monkeypatch, left_out
-):
+def test_engine_does_not_start_with_an_unsupported_vllm(folder, monkeypatch, left_out):
     from vllm import LLM
 
     given = engine_args(budget=64, dtype="float32", max_model_len=512, enforce_eager=True)
@@ -251,7 +249,7 @@ def test_arguments_that_were_printed_for_another_vllm_start_no_engine(
 
 
 @pytest.mark.parametrize("taken", ["worker_cls", "scheduler_cls"])
-def test_another_plugins_worker_or_scheduler_is_not_overwritten(taken):
+def test_worker_or_scheduler_of_another_plugin_is_refused(taken):
     with pytest.raises(InvalidArgumentError, match=f"{taken}: snapkv sets this option itself"):
         engine_args(**{taken: "theirs.Worker"})
 
@@ -265,7 +263,7 @@ def test_other_options_are_passed_on():
     assert given["logits_processors"][0] == "a:B"
 
 
-def test_a_hybrid_model_in_one_group_of_blocks_does_not_start(tmp_path):
+def test_hybrid_model_in_one_group_of_blocks_is_refused(tmp_path):
     from tests.serving.vllm.engines import small_engine
     from tests.serving.vllm.families import FamilyModel
 

@@ -71,13 +71,13 @@ def paths():
     return found
 
 
-def test_every_endpoint_is_known(paths):
+def test_every_endpoint_of_vllm_is_listed(paths):
     """Another one may generate: it must carry settings, or be among those that refuse them."""
     assert paths <= HEARING | FORMS | RENDERED | set(ENDPOINTS_WITHOUT_XARGS) | OTHERS
 
 
 @pytest.mark.parametrize("hint", [{"agent_hint": {"session_id": "a"}}, {"session_id": "a"}])
-def test_a_session_is_gone_on_from_or_refused_wherever_something_is_generated(paths, hint):
+def test_session_is_used_or_refused_at_every_generating_endpoint(paths, hint):
     settings, body = ServingSettings(sessions=Sessions()), json.dumps(hint).encode()
     for path in paths - OTHERS - FORMS:
         if path in SESSION_ENDPOINTS:
@@ -88,7 +88,7 @@ def test_a_session_is_gone_on_from_or_refused_wherever_something_is_generated(pa
                 check_body(body, settings, path)
 
 
-def test_settings_are_checked_or_refused_wherever_something_is_generated(paths):
+def test_settings_are_checked_or_refused_at_every_generating_endpoint(paths):
     settings = ServingSettings(budget=512, sessions=Sessions())
     for path in paths - OTHERS - FORMS:
         with pytest.raises(SnapKVError, match="snapkv_budget: "):
@@ -101,7 +101,7 @@ def test_settings_are_checked_or_refused_wherever_something_is_generated(paths):
             require_settings(right, settings, path)
 
 
-def test_a_body_that_is_only_counted_may_name_a_session():
+def test_session_is_ignored_at_endpoints_that_count_tokens():
     body = b'{"agent_hint": {"session_id": "a", "other": 1}}'
     for path in COUNTING_ENDPOINTS:
         assert check_body(body, ServingSettings(sessions=Sessions()), path) is body

@@ -49,7 +49,7 @@ def forget(engine):
     assert not engine.runner._compressor.positions._noted
 
 
-def test_every_turn_answers_as_one_cache_of_the_library(engine, small):
+def test_every_turn_answers_as_a_compressing_cache_of_the_library(engine, small):
     """Turns short and long, answers too; of each the question votes, where it is known."""
     draw = random.Random(1)
     policy = by_layer(default_policy(BUDGET))
@@ -123,7 +123,7 @@ def agents_turns(seed, turns=TURNS):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_results_that_stood_whole_are_dropped_later_without_reading_again(engine, small, seed):
+def test_protected_results_are_dropped_later_without_recomputation(engine, small, seed):
     """All but the last two results go, each at the end of the turn that no longer asks for it."""
     ids, results, plain, turns = [], [], Plain(small.model), 0
     before, requests = reused(engine), went_on(engine)
@@ -147,7 +147,7 @@ def went_on(engine):
     return int(engine.scheduler.sessions._metrics.get("session_requests")._value.get())
 
 
-def test_votes_choose_among_the_rest_while_results_stay_whole_and_go_whole(engine):
+def test_results_are_protected_and_dropped_as_whole_spans(engine):
     ids, results = [], []
     requests = went_on(engine)
     for turn, (texts, (start, end), _) in enumerate(agents_turns(5)):
@@ -177,7 +177,7 @@ def assert_spans(engine, results, ids, turn):
             assert set(range(len(ids) - SMALL_WINDOW, len(ids))) <= set(head)
 
 
-def test_what_a_request_wants_whole_is_read_again_where_votes_have_chosen(engine):
+def test_tokens_that_must_be_kept_are_recomputed_if_they_were_dropped(engine):
     """All of its prompt, or its first tokens; then the history that was left so serves others."""
     first = ids_of(300, seed=11)
     longer = [*first, *ids_of(60, seed=12)]
@@ -194,7 +194,7 @@ def test_what_a_request_wants_whole_is_read_again_where_votes_have_chosen(engine
         forget(engine)
 
 
-def test_another_history_other_spans_and_other_sessions_are_read_as_usual(engine):
+def test_requests_that_do_not_match_a_history_are_computed_as_usual(engine):
     first, requests = ids_of(300, seed=1), went_on(engine)
     engine.answers([first], greedy(4, extra_args=own("four")))
     changed = [*first[:50], first[50] + 1, *first[51:], *ids_of(20, seed=2)]

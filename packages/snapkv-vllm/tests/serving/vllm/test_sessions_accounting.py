@@ -59,9 +59,7 @@ class Session:
 @pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
-    config, caching, ahead, seed
-):
+def test_every_request_reads_its_history_and_all_blocks_are_freed(config, caching, ahead, seed):
     """Turns come while others are answered, are aborted and preempted; histories have no room."""
     draw = random.Random(seed)
     running = simulation(config, caching=caching, ahead=ahead)
@@ -138,7 +136,7 @@ def finished_at(running, asks, each_step):
 
 
 @pytest.mark.parametrize(("caching", "ahead"), [(False, 1), (True, 0)], ids=str)
-def test_nobody_waits_longer_for_new_sessions_than_without_any(large, without, caching, ahead):
+def test_new_sessions_delay_no_request(large, without, caching, ahead):
     """As many of one token and of a few blocks as would fill the pool, and long ones behind."""
     draw = random.Random(1)
     asks = {f"r{n}": asked(draw, n, whose=draw.choice("ab")) for n in range(3 * POOL)}
@@ -161,7 +159,7 @@ def turn(running, name, session, ids=(1, 2, 3, 4, 5), budget=0):
         running.step()
 
 
-def test_one_key_does_not_evict_anothers_histories_within_its_share(large, monkeypatch):
+def test_api_key_does_not_evict_histories_within_the_share_of_another(large, monkeypatch):
     """Neither by blocks nor by their number."""
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     held = running.scheduler.sessions
@@ -177,7 +175,7 @@ def test_one_key_does_not_evict_anothers_histories_within_its_share(large, monke
         assert owners[-1] == f"flood/{most}{2 * most - 1}"
 
 
-def test_a_turn_that_is_tried_again_replaces_what_it_left(large):
+def test_repeated_turn_replaces_its_own_history(large):
     """Also where it was compressed at its end, so that it cannot go on from that."""
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     held, text = running.scheduler.sessions, range(1, 31)
@@ -211,7 +209,7 @@ def test_sessions_are_listed_and_deleted(large):
     assert not held._held
 
 
-def test_who_waits_because_histories_pin_blocks_is_counted_and_logged(large, caplog):
+def test_request_that_waits_for_pinned_blocks_is_counted_and_logged(large, caplog):
     """A request that goes on from half of a history pins the rest of it."""
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     scheduler = running.scheduler
@@ -238,13 +236,13 @@ def test_who_waits_because_histories_pin_blocks_is_counted_and_logged(large, cap
     assert series["pinned"].get() == 0
 
 
-def test_a_history_too_short_to_begin_with_is_not_held(large):
+def test_history_that_is_too_short_is_not_stored(large):
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     turn(running, "r", "a/one", [1])
     assert not running.scheduler.sessions._held
 
 
-def test_a_queue_that_cannot_move_is_logged_and_counted_once(large, monkeypatch):
+def test_standstill_is_logged_and_counted_once(large, monkeypatch):
     from snapkv_vllm import scheduler as module
 
     running, said = simulation(large, caching=False, ahead=0, full_blocks=POOL), []

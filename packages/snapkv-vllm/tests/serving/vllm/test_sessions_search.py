@@ -94,7 +94,7 @@ def history_of(draw, texts, owner):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_history_is_as_good_as_that_of_a_plain_search(running, seed):
+def test_chosen_history_is_as_good_as_in_a_plain_search(running, seed):
     """Histories with common beginnings, compressed or not, in use or not, of two sessions."""
     draw, held = random.Random(seed), running.scheduler.sessions
     texts = [[draw.randrange(1, 4) for _ in range(40)] for _ in range(2)]
@@ -122,7 +122,7 @@ def test_the_history_is_as_good_as_that_of_a_plain_search(running, seed):
 
 
 @pytest.mark.parametrize("does_begin", [True, False], ids=["branches", "others"])
-def test_few_of_many_histories_are_planned_with(running, plans, does_begin):
+def test_few_of_many_histories_are_planned(running, plans, does_begin):
     """Whether they begin like the prompt and end otherwise, or are other texts."""
     from snapkv_vllm.histories import CompressedPrefix, History
 
@@ -143,7 +143,7 @@ def test_few_of_many_histories_are_planned_with(running, plans, does_begin):
     assert len(plans) <= 1
 
 
-def test_a_request_that_waits_looks_again_only_when_its_session_has_changed(running, monkeypatch):
+def test_waiting_request_searches_again_only_after_its_session_changed(running, monkeypatch):
     held, pool = running.scheduler.sessions, running.scheduler.kv_cache_manager.block_pool
     looks, choose = [], held._choose_history
     search = "_choose_history"
@@ -171,9 +171,7 @@ def test_a_request_that_waits_looks_again_only_when_its_session_has_changed(runn
     running.finish()
 
 
-def test_a_name_has_a_bounded_number_of_histories_and_its_least_recently_used_one_goes(
-    running, monkeypatch
-):
+def test_session_evicts_its_least_recently_used_history_at_the_limit(running, monkeypatch):
     """Others keep theirs; where all of a name are in use, the new one is not held."""
     monkeypatch.setattr("snapkv_vllm.sessions._MAX_HISTORIES_PER_SESSION", 3)
     held = running.scheduler.sessions
