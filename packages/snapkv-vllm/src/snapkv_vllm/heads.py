@@ -23,7 +23,7 @@ from snapkv_vllm.refusals import require_shared_pages
 
 @dataclass(frozen=True)
 class HeadPlaces:
-    """Where the pages of each head lie among the pages of a request, if heads keep different
+    """The places of the pages of each head among all pages of a request, if heads keep different
     numbers of tokens.
     """
 

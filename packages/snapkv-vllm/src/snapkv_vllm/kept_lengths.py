@@ -68,7 +68,10 @@ class KeptLengths:
         builder.build = build_for_held
 
     def convert(self, metadata: Any) -> Any:
-        """Return a copy of vLLM's `CommonAttentionMetadata` whose lengths count stored tokens."""
+        """Return a copy of vLLM's `CommonAttentionMetadata` whose lengths count stored tokens.
+
+        The lengths are a view of this object's buffer, which the next call overwrites.
+        """
         rows = metadata.seq_lens.shape[0]
         held = self._seq_lens[:rows]
         torch.sub(metadata.seq_lens, self._dropped[:rows], out=held)

@@ -179,7 +179,9 @@ class LayerRun:
 
 
 def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[LayerRun]:
-    """Yield all layers as runs, after vLLM has allocated their caches."""
+    """Yield runs of consecutive layers that are alike, in the order of the model. The caches must
+    be allocated.
+    """
     depth = 0
     for group, layers in groups.items():
         for _, alike in itertools.groupby(layers.items(), lambda item: _signature(*item)):

@@ -151,7 +151,9 @@ class PromptMetrics(Metrics):
         self.count("refusals", by, status="500", reason=reason)
 
     def record_compression(self, order: Order, blocks_freed: int) -> None:
-        """Count one compression. A preempted request that is compressed again counts again."""
+        """Count one compression and the blocks that it has freed. If a request is preempted and
+        compressed again, both are counted again.
+        """
         self.count("blocks_freed", blocks_freed)
         self.count("compressions", stage=order.selector.stage)
 

@@ -100,7 +100,10 @@ class SettingsCheck:
 
 
 def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Receive:
-    """Wrap `receive` so that it returns the whole body as one checked message."""
+    """Wrap `receive` so that it returns the whole body as one checked message.
+
+    The wrapped function raises HTTPException with status 400 if a setting is wrong.
+    """
 
     async def receive_whole() -> Message:
         text = bytearray()

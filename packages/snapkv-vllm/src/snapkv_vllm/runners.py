@@ -73,17 +73,13 @@ class CompressingRunner:
     # Methods that both runners share.
 
     def get_kv_cache_spec(self: Any) -> Any:
-        """Return the specs of all layers, with this plugin's specs for layers that are
-        compressed.
-        """
+        """Return the specs of all layers; those of compressed layers are this plugin's own."""
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         chosen = compressible_layers(attention_layers(self.vllm_config), specs)
         return specs | {name: compress_spec(specs[name]) for name in chosen}
 
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Let vLLM measure its largest step, together with the largest compression that the server
-        allows.
-        """
+        """Let vLLM measure its largest step together with the largest compression."""
         specs, layers = self.get_kv_cache_spec(), attention_layers(self.vllm_config)
         chosen = [layers[name] for name, spec in specs.items() if is_compressed(spec)]
         largest = LargestStep.from_config(self.vllm_config)
@@ -259,9 +255,7 @@ class CompressingFirstRunner(CompressingRunner):
             generators.update(reading)
 
     def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
-        """Return False for steps that need more than a CUDA graph has captured, so that no graph is
-        replayed.
-        """
+        """Return vLLM's answer, but False if the step needs more than a CUDA graph has captured."""
         uniform = super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
         return bool(uniform) and not self._needs_eager_step
 
@@ -282,8 +276,8 @@ class CompressingSecondRunner(CompressingRunner):
             self.block_tables.num_blocks.np[move.group, row] = len(move.targets)
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-        """Return no uniform length for steps that need more than a CUDA graph has captured, so that
-        no graph is replayed.
+        """Return vLLM's answer, but without a uniform length if the step needs more than a CUDA
+        graph has captured.
         """
         state, uniform = super().gather_batch_req_state(  # type: ignore[misc]
             scheduler_output, dummy_run

@@ -266,7 +266,11 @@ class SessionStore:
         return 0 if turn is None or turn.history is None else turn.plan.dropped_tokens
 
     def pop_forgotten(self) -> tuple[int, ...]:
-        """Return the first blocks of the histories that were removed since the last call."""
+        """Return the first blocks of histories and preempted requests that were removed since the
+        last call.
+
+        Blocks with which a stored history begins are left out.
+        """
         # Branches of a session may share their first blocks.
         held = {one.first_block for one in self._held}
         gone, self._forgotten = set(self._forgotten) - held, []

@@ -118,7 +118,7 @@ class WithSpans(Policy):
 
     def select(self, layer: PromptLayer) -> Selection:
         """Select the tokens of a prompt from which nothing was dropped before."""
-        return self.select_with_positions(layer, _slots(layer))
+        return self.select_with_positions(layer, _slot_positions(layer))
 
     def select_with_positions(self, layer: PromptLayer, positions: Tensor) -> Selection:
         """Select among the stored tokens of a prompt of which other tokens were dropped before.
@@ -128,7 +128,7 @@ class WithSpans(Policy):
             positions: (rows, 1 or H, S) int64, the position of the token in each slot.
         """
         named, lost = self.protect_spans(layer, positions)
-        kept = torch.ones_like(lost) if self.policy is None else _kept(self.policy, named)
+        kept = torch.ones_like(lost) if self.policy is None else _kept_mask(self.policy, named)
         return Selection.of_mask(kept & ~lost, per_head_budget=self.per_head_budget)
 
     def protect_spans(
@@ -145,21 +145,21 @@ class WithSpans(Policy):
             The layer in which all tokens of the spans are protected, and (rows, 1 or H, S) bool,
             True for each token that is dropped.
         """
-        positions = _slots(layer) if positions is None else positions
+        positions = _slot_positions(layer) if positions is None else positions
         lost = self.spans.drop.cover(positions)
         for (span, _), policy in zip(self.spans.compress, self.span_policies, strict=True):
             outside = ~Spans((span,)).cover(positions)
-            lost = lost | ~_kept(policy, replace(layer, protected=outside))
+            lost = lost | ~_kept_mask(policy, replace(layer, protected=outside))
         return replace(layer, protected=self.spans.all_spans.cover(positions)), lost
 
 
-def _slots(layer: PromptLayer) -> Tensor:
+def _slot_positions(layer: PromptLayer) -> Tensor:
     """Return the slot numbers of a layer as (rows, 1, S) int64."""
     slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
     return slots.expand(layer.keys.shape[0], 1, -1)
 
 
-def _kept(policy: Policy, layer: PromptLayer) -> Tensor:
+def _kept_mask(policy: Policy, layer: PromptLayer) -> Tensor:
     """Return (rows, H or 1, S) bool, True for each token that the method keeps."""
     selection, slots = policy.select(layer), layer.keys.shape[2]
     if selection is None:
@@ -197,10 +197,11 @@ def count_kept_tokens(policy: Policy, prompt_tokens: int) -> int:
 
 
 def require_spans_fit(policy: Policy | None, prompt_tokens: int) -> None:
-    """Raise unless the spans of a request lie in its prompt.
+    """Raise unless the spans of a request lie in its prompt. A method without spans is always
+    accepted.
 
     Raises:
-        RefusedError: a span ends behind the prompt, or contains tokens that cannot be dropped.
+        RefusedError: a span ends after the prompt, or contains tokens that cannot be dropped.
     """
     if isinstance(policy, WithSpans):
         policy.spans.require_fit(prompt_tokens, policy.window_tokens)

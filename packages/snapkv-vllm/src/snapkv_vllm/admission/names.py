@@ -126,7 +126,9 @@ def printable(name: str) -> str:
 
 
 def describe(value: object) -> str:
-    """Return a text that a client sent in quotes, or the type of any other value."""
+    """Describe a client's value for an error message: a text in quotes, any other value by its
+    type.
+    """
     if isinstance(value, str):
         return f"'{printable(value)}'"
     return f"a value of type {type(value).__name__}"

@@ -25,6 +25,9 @@ class Route(APIRoute):
     """A route that answers an error of this package with the status of the error."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        """Wrap the handler so that a `SnapKVError` becomes an HTTPException with the status of the
+        error.
+        """
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:

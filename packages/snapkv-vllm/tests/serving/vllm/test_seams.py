@@ -425,7 +425,7 @@ def test_every_private_part_of_vllm_in_use_is_listed():
 
 def test_serving_page_explains_every_private_part_in_use():
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
-    table = page.partition("## What it uses of vLLM")[2]
+    table = page.partition("## Which parts of vLLM does it use?")[2]
     for seam in SEAMS:
         name = seam.partition(": ")[2] or seam
         assert f"`{name}`" in table, name
