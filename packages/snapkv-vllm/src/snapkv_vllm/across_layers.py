@@ -31,15 +31,15 @@ def select_across(policy: Policy, layers: Iterable[PromptLayer], kept_tokens: in
     Returns:
         (layers, H, T) bool for each run, True for each token that is kept.
     """
-    ranked, lost = [], []
+    scores_of_runs, lost = [], []
     for layer in layers:
         if isinstance(policy, WithSpans):
             layer, gone = policy.protect_spans(layer)
             lost.append(gone)
-        ranked.append(score_layers(policy, layer))
+        scores_of_runs.append(score_layers(policy, layer))
         del layer  # before the keys of the next one are read
     dropped_tokens = policy.spans.dropped_tokens if isinstance(policy, WithSpans) else 0
-    kept = mask_best(ranked, kept_tokens + dropped_tokens)
+    kept = mask_best(scores_of_runs, kept_tokens + dropped_tokens)
     return [mask & ~gone for mask, gone in zip(kept, lost, strict=True)] if lost else kept
 
 
@@ -53,16 +53,16 @@ def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
     return shared.ranked(layer, [even] * layer.num_layers)
 
 
-def mask_best(ranked: Sequence[Tensor], tokens: int) -> list[Tensor]:
+def mask_best(scores_of_runs: Sequence[Tensor], tokens: int) -> list[Tensor]:
     """Return masks of the best scores of all runs together: on average `tokens` per head.
 
     Args:
-        ranked: the (layers, H, T) scores of each run.
+        scores_of_runs: the (layers, H, T) scores of each run.
         tokens: how many tokens a head keeps on average.
     """
-    shapes = [scores.shape for scores in ranked]
+    shapes = [scores.shape for scores in scores_of_runs]
     best = best_entries(
-        torch.cat([scores.flatten() for scores in ranked])[None],
+        torch.cat([scores.flatten() for scores in scores_of_runs])[None],
         [tokens * sum(shape[0] * shape[1] for shape in shapes)],
     )[0]
     parts = torch.split(best, [shape.numel() for shape in shapes])

@@ -132,7 +132,7 @@ class Compressor:
         targets = torch.tensor(move.targets, device=self._device)
         capacity, (_, heads, page_tokens, _) = len(targets) * block_tokens, first.first.cache.shape
         target_slots = slot_numbers(targets, capacity, block_tokens)
-        masks, places, laid = list[Tensor](), None, list[Tensor]()
+        masks, places, moved = list[Tensor](), None, list[Tensor]()
         if find_across_layers(order.selector.policy):
             masks = self._select_across(runs, request, order, sources)
             kept = torch.cat([mask.sum(dim=-1) for mask in masks])
@@ -148,16 +148,16 @@ class Compressor:
                 places, keep = places or HeadPlaces(kept, page_tokens), keep.clamp(min=0)
             states = run.layout.select_keys(keys, keep), run.layout.read_values(sources, keep)
             if places is None:
-                laid = [pad_tokens(one, capacity) for one in states]
+                moved = [pad_tokens(one, capacity) for one in states]
             else:
-                laid = laid or [places.make_output(one, capacity) for one in states]
-                for one, found in zip(states, laid, strict=True):
+                moved = moved or [places.make_output(one, capacity) for one in states]
+                for one, found in zip(states, moved, strict=True):
                     places.scatter(one, found, capacity, (run.depth - first.depth) * heads)
         if places is not None:
-            laid = [one[..., :-1, :].reshape(-1, heads, capacity, one.shape[-1]) for one in laid]
+            moved = [one[..., :-1, :].reshape(-1, heads, capacity, one.shape[-1]) for one in moved]
         for run in runs:
             rows = slice(run.depth - first.depth, run.depth - first.depth + len(run.layers))
-            run.layout.write(target_slots, *(one[rows] for one in laid))
+            run.layout.write(target_slots, *(one[rows] for one in moved))
 
     def _select_across(
         self, runs: Sequence[LayerRun], request: str, order: Order, sources: Tensor
@@ -218,11 +218,11 @@ class Compressor:
         """
         queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
         if tokens:
-            taken = [
+            queries_of_layers = [
                 layer.prepare_queries(self._recorder.take_queries(request, name, tokens))
                 for name, layer in run.layers.items()
             ]
-            queries = torch.cat(taken)
+            queries = torch.cat(queries_of_layers)
         return PromptLayer(
             queries=queries,
             keys=keys,
@@ -248,7 +248,7 @@ class HeldPositions:
     """
 
     def __init__(self) -> None:
-        self._noted: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
+        self._positions: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def select(
         self, run: LayerRun, order: Order, selector: TurnSelector, layer: PromptLayer
@@ -258,7 +258,7 @@ class HeldPositions:
         Returns:
             (layers, H, K) int64 slots; None if all tokens are kept.
         """
-        positions = self._of(run, order, layer.keys.device)
+        positions = self._stored_positions(run, order, layer.keys.device)
         keep = selector.select_with_positions(layer, positions)
         if keep is None:
             return None
@@ -267,23 +267,23 @@ class HeldPositions:
             stays = positions.expand(-1, keep.shape[1], -1).gather(2, keep)
         (move,) = (one for one in order.moves if one.group == run.group)
         for name, of_layer in zip(run.layers, stays, strict=True):
-            self._noted[move.targets[0]][name] = of_layer.to(torch.int32)
+            self._positions[move.targets[0]][name] = of_layer.to(torch.int32)
         return keep
 
-    def _of(self, run: LayerRun, order: Order, device: torch.device) -> Tensor | None:
+    def _stored_positions(self, run: LayerRun, order: Order, device: torch.device) -> Tensor | None:
         """Return (layers, H, held) int64 positions, or None if nothing was dropped and slots are
         positions.
         """
         if order.seen_tokens == order.held_tokens:
             return None
         (move,) = (one for one in order.moves if one.group == run.group)
-        noted = self._noted[move.sources[0]]
-        kept = torch.stack([noted[name] for name in run.layers]).long()
-        behind = order.held_tokens - kept.shape[2]
-        tail = torch.arange(order.seen_tokens - behind, order.seen_tokens, device=device)
+        positions_of_layers = self._positions[move.sources[0]]
+        kept = torch.stack([positions_of_layers[name] for name in run.layers]).long()
+        later = order.held_tokens - kept.shape[2]
+        tail = torch.arange(order.seen_tokens - later, order.seen_tokens, device=device)
         return torch.cat([kept, tail.expand(*kept.shape[:2], -1)], dim=2)
 
     def forget(self, first_blocks: Iterable[int]) -> None:
         """Forget the positions of histories whose first blocks are `first_blocks`."""
         for block in first_blocks:
-            self._noted.pop(block, None)
+            self._positions.pop(block, None)

@@ -202,8 +202,8 @@ def make_sequences(
 
     lengths = _split_layers(places.kept + generated[:, None], heads).flatten(1)
     of_sequence, within = of_sequence.to(device), within.to(device)
-    behind = counts.to(device)[of_sequence] - within
-    position = lengths[:, of_sequence] - behind  # (layers, N * H)
+    remaining = counts.to(device)[of_sequence] - within
+    position = lengths[:, of_sequence] - remaining  # (layers, N * H)
     page = tables[:, of_sequence].gather(2, (position // page_tokens).unsqueeze(2)).squeeze(2)
     return Sequences(
         states=states,
@@ -357,9 +357,9 @@ class HeadsAttention:
             kept: (Hkv,) tokens of each head.
             prompt_tokens: the length of the prompt.
         """
-        mine = self._kept.setdefault(request, _KeptHeads(prompt_tokens))
-        mine.of_layers[layer] = kept
-        mine.max_tokens = max(mine.max_tokens, int(kept.max()))
+        counts = self._kept.setdefault(request, _KeptHeads(prompt_tokens))
+        counts.of_layers[layer] = kept
+        counts.max_tokens = max(counts.max_tokens, int(kept.max()))
 
     def forget(self, request: str) -> None:
         """Forget a request that has ended or was preempted."""
@@ -445,10 +445,8 @@ class HeadsAttention:
             others = self._hide_compressed_rows(common_attn_metadata)
             plain = build(common_prefix_len, others, *args, **kwargs)
             for layer, name in enumerate(names):
-                told = sequence_metadata(
-                    plain, found, layer, builder=builder, group_size=group_size
-                )
-                self._steps[name] = _LayerStep(found, pages[layer], told, self._batch.is_complete)
+                own = sequence_metadata(plain, found, layer, builder=builder, group_size=group_size)
+                self._steps[name] = _LayerStep(found, pages[layer], own, self._batch.is_complete)
             return plain
 
         builder.build = build_beside

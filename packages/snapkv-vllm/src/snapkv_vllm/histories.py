@@ -57,8 +57,8 @@ class DigestedTokens:
         """
         most = min(len(self.digests), len(other.digests))
         blocks = bisect_left(range(most), True, key=lambda n: self.digests[n] != other.digests[n])
-        behind = slice(blocks * BLOCK, (blocks + 1) * BLOCK)
-        own, others = self.ids[behind], other.ids[behind]
+        block = slice(blocks * BLOCK, (blocks + 1) * BLOCK)
+        own, others = self.ids[block], other.ids[block]
         length = min(len(own), len(others))
         differ = np.flatnonzero(own[:length] != others[:length])
         return blocks * BLOCK + (int(differ[0]) if len(differ) else length)

@@ -63,25 +63,25 @@ def hold_largest_queries(
     """Allocate the largest recorded queries during the ``with`` block, and compress a prompt of the
     largest size after it.
     """
-    kind: dict[str, Any] = {"dtype": dtype, "device": device}
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
     tokens = largest.recorded_tokens
-    waiting = [torch.empty(tokens, layer.num_heads, layer.head_size, **kind) for layer in layers]
+    waiting = [torch.empty(tokens, layer.num_heads, layer.head_size, **options) for layer in layers]
     yield
     if layers:
         widest = max(layers, key=lambda layer: layer.num_heads * layer.head_size)
         for policy in largest.policies:
             across = find_across_layers(policy) is not None
             vote = partial(_vote_across_layers, len(layers)) if across else _vote
-            vote(widest, policy, largest, kind)
+            vote(widest, policy, largest, options)
     del waiting
 
 
-def _prompt(layer: Any, tokens: int, query_tokens: int, kind: dict[str, Any]) -> PromptLayer:
+def _prompt(layer: Any, tokens: int, query_tokens: int, options: dict[str, Any]) -> PromptLayer:
     """Build the input of a policy: `tokens` tokens of zeros, the last of which have queries."""
     queries, width = min(query_tokens, tokens), layer.head_size
-    keys = torch.zeros(1, layer.num_kv_heads, tokens, width, **kind)
+    keys = torch.zeros(1, layer.num_kv_heads, tokens, width, **options)
     return PromptLayer(
-        queries=torch.zeros(1, layer.num_heads, queries, width, **kind),
+        queries=torch.zeros(1, layer.num_heads, queries, width, **options),
         keys=keys,
         values=torch.empty_like(keys, device="meta"),
         score_options=voting_layer(layer).score_options,
@@ -92,9 +92,9 @@ def _prompt(layer: Any, tokens: int, query_tokens: int, kind: dict[str, Any]) ->
 
 
 @torch.inference_mode()
-def _vote(layer: Any, policy: Policy, largest: LargestStep, kind: dict[str, Any]) -> None:
-    kept = [torch.empty(2, layer.num_kv_heads, largest.step_tokens, layer.head_size, **kind)]
-    prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
+def _vote(layer: Any, policy: Policy, largest: LargestStep, options: dict[str, Any]) -> None:
+    kept = [torch.empty(2, layer.num_kv_heads, largest.step_tokens, layer.head_size, **options)]
+    prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, options)
     selection = policy.select(prompt)
     if selection is not None:
         # -1 stands for a token that a head does not keep.
@@ -104,17 +104,17 @@ def _vote(layer: Any, policy: Policy, largest: LargestStep, kind: dict[str, Any]
 
 @torch.inference_mode()
 def _vote_across_layers(
-    layers: int, layer: Any, policy: Policy, largest: LargestStep, kind: dict[str, Any]
+    layers: int, layer: Any, policy: Policy, largest: LargestStep, options: dict[str, Any]
 ) -> None:
     """Compress a prompt in `layers` layers like this one, the first of which may keep all
     tokens.
     """
-    prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
+    prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, options)
     others = prompt.keys.new_zeros(layers - 1, *prompt.keys.shape[1:3], dtype=torch.float32)
-    ranked = [others, score_layers(policy, prompt)]
-    masks = mask_best(ranked, count_kept_tokens(policy, largest.prompt_tokens))
-    del ranked, others
+    scores = [others, score_layers(policy, prompt)]
+    masks = mask_best(scores, count_kept_tokens(policy, largest.prompt_tokens))
+    del scores, others
     shape = layer.num_kv_heads, prompt.keys.shape[2], layer.head_size
-    held = [torch.empty(2, layers, *shape, **kind)]
+    held = [torch.empty(2, layers, *shape, **options)]
     keep = ops.kept_indices(masks[0]).clamp(min=0)
     held += [ops.gather_tokens(prompt.keys, keep) for _ in range(2)]

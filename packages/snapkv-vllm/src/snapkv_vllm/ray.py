@@ -71,14 +71,14 @@ def application(
         ) from error
 
     _parse_arguments(model, arguments)
-    kind = serve.deployment(
+    deployment = serve.deployment(
         serve.ingress()(Replica),
         name="snapkv",
         num_replicas=replicas,
         ray_actor_options=_add_environment(actor_options or {}),
         **deployment_options or {},
     )
-    return kind.bind(model, arguments)
+    return deployment.bind(model, arguments)
 
 
 def _add_environment(actor_options: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,8 +52,8 @@ class CompressingRunner:
         config = runner.vllm_config
         settings = ServingSettings.from_config(config.additional_config)
         require_compatible(settings=settings, engine=config)
-        kind = type(runner)
-        runner.__class__ = type(f"Compressing{kind.__name__}", (cls, kind), {})
+        base = type(runner)
+        runner.__class__ = type(f"Compressing{base.__name__}", (cls, base), {})
         runner._orders, runner._dropped, runner._compressed = {}, {}, {}
         runner._recorder = QueryRecorder()
         runner._lengths = KeptLengths(runner.max_num_reqs, runner.device)

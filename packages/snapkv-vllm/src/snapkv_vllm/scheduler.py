@@ -292,5 +292,5 @@ def scheduler(*args: Any, **kwargs: Any) -> Any:
     end_with_parent()
     setattr(EngineCore, SESSIONS_METHOD, _call_sessions)
     asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
-    kind = _CompressingAsyncScheduler if asynchronous else _CompressingScheduler
-    return kind(*args, **kwargs)
+    base = _CompressingAsyncScheduler if asynchronous else _CompressingScheduler
+    return base(*args, **kwargs)

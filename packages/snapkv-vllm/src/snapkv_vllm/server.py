@@ -97,10 +97,10 @@ def _plugin_arguments(settings: ServingSettings, given: Mapping[str, Any]) -> di
     require_supported_version()
     from snapkv_vllm.requests import check_name
 
-    for taken in ("worker_cls", "scheduler_cls"):
-        if given.get(taken) not in (None, "auto"):
-            problem = f"snapkv sets this option itself, got {given[taken]!r}"
-            raise wrong(taken, problem, "Leave it out")
+    for option in ("worker_cls", "scheduler_cls"):
+        if given.get(option) not in (None, "auto"):
+            problem = f"snapkv sets this option itself, got {given[option]!r}"
+            raise wrong(option, problem, "Leave it out")
     return {
         "worker_cls": "snapkv_vllm.worker.CompressingWorker",
         "scheduler_cls": "snapkv_vllm.scheduler.scheduler",

@@ -149,7 +149,7 @@ def _several(argument: str, attribute: str = "") -> Option:
 def _other_format(names: tuple[str, ...]) -> Option:
     def find(config: Any) -> object:
         name = config.cache_config.cache_dtype
-        return name not in names and f"the format {name}, which is not {' or '.join(names)},"
+        return name not in names and f"the format {name}"
 
     return Option("engine", "kv_cache_dtype", find)
 
@@ -246,7 +246,7 @@ _TABLE: dict[Case, tuple[tuple[Option, *tuple[str, ...]], ...]] = {
         (NO_ATTENTION, "its state has no positions to evict", STOCK),
         (ENCODER, "its prompt is not in the cache of the decoder", STOCK),
         (POOLING, "it generates nothing from its cache", STOCK),
-        (NOT_MOVABLE, "other formats have more than one scale for a layer"),
+        (NOT_MOVABLE, f"only {', '.join(MOVABLE)} have one scale for a layer or none"),
         (GRAPHS, "queries are recorded between graphs", "Set it to FULL_AND_PIECEWISE"),
         (TOO_PARALLEL, "copies of a head would keep different tokens", "Use fewer processes"),
     ),

@@ -52,8 +52,8 @@ def parameter_names(method: str) -> list[str]:
     method inside it that computes the scores.
     """
     around = {DEFAULT: (SnapKV,), AdaKV.name: (SnapKV, AdaKV), AcrossLayers.name: (SnapKV,)}
-    kinds = around.get(method) or (POLICIES[method],)
-    names = [one.name for kind in kinds for one in fields(kind) if one.init]
+    sources = around.get(method) or (POLICIES[method],)
+    names = [one.name for kind in sources for one in fields(kind) if one.init]
     return [name for name in names if name not in _UNSERVABLE]
 
 

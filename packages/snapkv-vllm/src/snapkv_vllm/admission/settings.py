@@ -238,15 +238,15 @@ class ServingSettings:
         because voters before the window take another code path. The budget is `prompt_tokens - 1`,
         or what the window needs if that is more.
         """
-        asks: list[dict[str, Any]] = [{}]
+        variants: list[dict[str, Any]] = [{}]
         if "voters" in parameter_names(self.policy):
             most = self.max_window_size
-            asks = [
+            variants = [
                 {"voters": most, "window_size": window, "pooling": pooling}
                 for window in (most, 1)
                 for pooling in POOLINGS
             ]
-        every = map(self._merge_parameters, asks)
+        every = map(self._merge_parameters, variants)
         return [self._make_policy(max(prompt_tokens - 1, _ample_budget(own)), own) for own in every]
 
     def count_voters(self, extra_args: Mapping[str, Any], question_tokens: int) -> int | None:
@@ -395,8 +395,8 @@ class ServingSettings:
         for (name, value), expected in _UNSERVABLE.items():
             if given.get(name) == value:
                 raise wrong(name, f"{expected}, got {value!r}", "Leave it out")
-        kind = METHODS[self.policy]
-        made = kind(**given, budget=_ample_budget(given))
+        method = METHODS[self.policy]
+        made = method(**given, budget=_ample_budget(given))
         # A longer window or a wider kernel would slow down the other requests of a step.
         kernel = getattr(scoring_policy(made), "kernel_size", None) or 0
         width = kernel if isinstance(kernel, int) else sum(kernel) + 1
@@ -404,7 +404,7 @@ class ServingSettings:
         _require_at_most("window_size", count_window_tokens(made), "max_window_size", most)
         _require_at_most("voters", made.query_tokens, "max_window_size", most)
         _require_at_most("kernel_size", width, "max_kernel_size", self.max_kernel_size)
-        return made if budget is None else kind(**given, budget=budget)
+        return made if budget is None else method(**given, budget=budget)
 
 
 def _require_tokens(budget: object) -> None:

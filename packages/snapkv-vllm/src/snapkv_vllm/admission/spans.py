@@ -128,8 +128,8 @@ class RequestSpans:
         parts: dict[str, list[tuple[Span, int]]] = {DROP: [], PROTECT: [], COMPRESS: []}
         for entry in entries:
             size = entry.span[1] - entry.span[0]
-            whole = entry.do == COMPRESS and entry.budget >= size
-            parts[PROTECT if whole else entry.do].append((entry.span, entry.budget))
+            is_protected = entry.do == COMPRESS and entry.budget >= size
+            parts[PROTECT if is_protected else entry.do].append((entry.span, entry.budget))
         spans = {do: [span for span, _ in found] for do, found in parts.items()}
         drop, protect = (Spans.of(SPANS_FIELD, spans[do]) for do in (DROP, PROTECT))
         found = cls(drop, protect, tuple(sorted(parts[COMPRESS])))

@@ -37,8 +37,8 @@ def count_question_tokens(
     contents = (one.get("content") for one in reversed(messages) if one.get("role") == "user")
     content = next(contents, None)
     parts = content if isinstance(content, list) else [{"text": content}]
-    said = [part.get("text") for part in reversed(parts) if isinstance(part, Mapping)]
-    question = next((one.strip() for one in said if isinstance(one, str) and one.strip()), None)
+    texts = [part.get("text") for part in reversed(parts) if isinstance(part, Mapping)]
+    question = next((one.strip() for one in texts if isinstance(one, str) and one.strip()), None)
     place = -1 if question is None else text.rfind(question)
     return None if place < 0 else count_tokens_from(tokenizer, text, ids, place, MOST_VOTERS)
 
@@ -63,11 +63,11 @@ def count_tokens_from(
     pieces = _token_bytes(_vocabulary(tokenizer), ids[-most:])
     if pieces is None or len(text) - place > sum(map(len, pieces)):
         return None
-    behind = text[place:].encode()
-    if not b"".join(pieces).endswith(behind):
+    tail = text[place:].encode()
+    if not b"".join(pieces).endswith(tail):
         return None
     reach = accumulate(map(len, reversed(pieces)))
-    return next(number for number, size in enumerate(reach, 1) if size >= len(behind))
+    return next(number for number, size in enumerate(reach, 1) if size >= len(tail))
 
 
 def _token_bytes(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes] | None:
