@@ -152,7 +152,7 @@ def test_kept_keys_and_values_equal_those_of_the_librarys_cache_bit_for_bit(
         assert torch.equal(values[0], all_values.gather(1, rows))
 
 
-def test_unused_slots_of_the_last_block_are_zero(prompt):
+def test_unused_slots_of_the_last_block_have_no_nan(prompt):
     """It may be the bytes of a recurrent state, and attention only masks it."""
     _, _, states = prompt
     targets = (31, 4, 17)

@@ -154,7 +154,7 @@ def require_promise(scheduler):
             assert len(manager.req_to_blocks.get(name, ())) <= -(-most // PAGE)
 
 
-def to_cache_blocks(config, *, caching, windows=(None,)):
+def make_blocks(config, *, caching, windows=(None,)):
     """The compressed blocks of a scheduler, and the manager of their first group."""
     blocks = simulation(config, caching=caching, ahead=0, windows=windows).scheduler._blocks
     return blocks, next(iter(blocks._managers.values()))
@@ -165,7 +165,7 @@ def holding(config, mine, free, kept):
     from snapkv import SnapKV
     from snapkv_vllm.admission.plans import PromptPlan
 
-    blocks, manager = to_cache_blocks(config, caching=True)
+    blocks, manager = make_blocks(config, caching=True)
     pool = manager.block_pool
     manager.plans["a"] = PromptPlan(prompt_tokens=mine * PAGE, policy=SnapKV(kept, window_size=2))
     manager.req_to_blocks["a"] = pool.get_new_blocks(mine)
@@ -282,7 +282,7 @@ def test_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
 
 
 def test_first_blocks_are_kept_if_tokens_are_compressed_in_place(config):
-    blocks, manager = to_cache_blocks(config, caching=False)
+    blocks, manager = make_blocks(config, caching=False)
     mine = manager.block_pool.get_new_blocks(6)
     manager.req_to_blocks["a"] = list(mine)
     (move,) = blocks.compress("a", ended_at(23, 23, 9))
@@ -294,7 +294,7 @@ def test_first_blocks_are_kept_if_tokens_are_compressed_in_place(config):
 
 
 def test_only_groups_with_full_attention_are_compressed(config):
-    blocks, first = to_cache_blocks(config, caching=False, windows=(None, 8, None))
+    blocks, first = make_blocks(config, caching=False, windows=(None, 8, None))
     assert list(blocks._managers) == [0, 2]
     for number, manager in blocks._managers.items():
         manager.req_to_blocks["a"] = first.block_pool.get_new_blocks(4 + number)

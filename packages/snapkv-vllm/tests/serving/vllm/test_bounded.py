@@ -46,7 +46,7 @@ def test_evictions_from_answers_equal_those_of_the_library(small, name):
     assert answers == [small.answer(ids, library, 60) for ids in prompts]
 
 
-def to_cache_blocks(engine):
+def blocks_by_request(engine):
     managers = engine.scheduler._blocks._managers.values()
     (manager,) = managers
     return {name: blocks for name, blocks in manager.req_to_blocks.items() if blocks}
@@ -85,7 +85,7 @@ def test_blocks_computed_after_a_compression_are_not_reused(tmp_path):
 def require_promise(engine):
     for name, request in engine.scheduler.requests.items():
         most = engine.scheduler._plans[name].max_held(request.num_tokens + 1)
-        blocks = to_cache_blocks(engine).get(name, ())
+        blocks = blocks_by_request(engine).get(name, ())
         assert len(blocks) <= -(-most // engine.block_tokens)
 
 
