@@ -200,8 +200,9 @@ class CompressedManager(FullAttentionManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Give a request the blocks with which it begins. Histories need this without prefix
-        caching as well.
+        """Give a request the blocks with which it begins.
+
+        Histories need this without prefix caching as well.
         """
         if self.enable_caching or not new_computed_blocks:
             super().add_local_computed_blocks(
@@ -260,8 +261,9 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Offer full blocks to other requests. Those of a compressed request are no prefix and are
-        not offered.
+        """Offer full blocks to other requests.
+
+        Those of a compressed request are no prefix and are not offered.
         """
         if request.request_id not in self.dropped_tokens:
             super().cache_blocks(request, num_tokens, *args, **kwargs)
@@ -350,8 +352,9 @@ class CompressedBlocks:
 
 
 def register_spec() -> None:
-    """Register the specs and their manager with vLLM in this process. They have no effect until
-    they are used.
+    """Register the specs and their manager with vLLM in this process.
+
+    They have no effect until they are used.
     """
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers vLLM's own specs first
     for spec in COUNTERPARTS.values():

@@ -45,8 +45,9 @@ class HeadPlaces:
         return torch.where(pages < first, before + pages, grown)
 
     def make_output(self, states: Tensor, slots: int) -> Tensor:
-        """Return the (..., H * slots + 1, D) zeros that `scatter` fills. The last row takes
-        padding.
+        """Return the (..., H * slots + 1, D) zeros that `scatter` fills.
+
+        The last row takes padding.
         """
         *others, heads = self.kept.shape
         return states.new_zeros(*others, heads * slots + 1, states.shape[-1])
@@ -367,8 +368,9 @@ class HeadsAttention:
             self._places.clear()  # another request may get the same id
 
     def begin_step(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
-        """Look up which requests of the batch have different heads. `query_ends` is where the
-        tokens of each request end.
+        """Look up which requests of the batch have different heads.
+
+        `query_ends` is where the tokens of each request end.
         """
         starts = (0, *query_ends[:-1])
         rows = tuple(row for row, request in enumerate(requests) if request in self._kept)
@@ -475,8 +477,9 @@ class HeadsAttention:
     def _places_of(
         self, names: Sequence[str], kept: Sequence[_KeptHeads], pages: HeadPages
     ) -> HeadPlaces:
-        """Return the places of the heads of this batch. They are kept for later steps with the same
-        requests.
+        """Return the places of the heads of this batch.
+
+        They are kept for later steps with the same requests.
         """
         requests, places = self._places.get(names[0], ((), None))
         if places is None or requests != self._batch.requests:

@@ -179,8 +179,9 @@ class LayerRun:
 
 
 def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[LayerRun]:
-    """Yield runs of consecutive layers that are alike, in the order of the model. The caches must
-    be allocated.
+    """Yield runs of consecutive layers that are alike, in the order of the model.
+
+    The caches must be allocated.
     """
     depth = 0
     for group, layers in groups.items():
@@ -192,8 +193,9 @@ def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[Laye
 
 
 def _signature(name: str, layer: VotingLayer) -> tuple[Any, ...]:
-    """Return a value that is equal for layers that are alike. A layer with sinks is like
-    no other.
+    """Return a value that is equal for layers that are alike.
+
+    A layer with sinks is like no other.
     """
     options, cache = layer.score_options, layer.cache
     return (

@@ -123,8 +123,9 @@ class Metrics:
 
 
 def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
-    """Return the stopwatch of a worker's compressions. Only the first worker of an engine reports
-    times.
+    """Return the stopwatch of a worker's compressions.
+
+    Only the first worker of an engine reports times.
     """
     from vllm.distributed import get_pp_group, get_tp_group
 
@@ -151,8 +152,9 @@ class PromptMetrics(Metrics):
         self.count("refusals", by, status="500", reason=reason)
 
     def record_compression(self, order: Order, blocks_freed: int) -> None:
-        """Count one compression and the blocks that it has freed. If a request is preempted and
-        compressed again, both are counted again.
+        """Count one compression and the blocks that it has freed.
+
+        If a request is preempted and compressed again, both are counted again.
         """
         self.count("blocks_freed", blocks_freed)
         self.count("compressions", stage=order.selector.stage)

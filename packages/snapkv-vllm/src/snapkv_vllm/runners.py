@@ -43,8 +43,9 @@ class CompressingRunner:
 
     @classmethod
     def extend(cls, runner: Any) -> Self:
-        """Add these abilities to one runner by changing its class. Other runners of that class do
-        not change.
+        """Add these abilities to one runner by changing its class.
+
+        Other runners of that class do not change.
 
         Raises:
             UnsupportedModelError: the engine cannot serve with the settings of the server.

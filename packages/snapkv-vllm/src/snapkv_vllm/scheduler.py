@@ -61,8 +61,9 @@ class _CompressingScheduler(Scheduler):
         self.sessions = None if self._settings.sessions is None else SessionStore(*given)
 
     def add_request(self, request: Any) -> None:
-        """Accept a request and plan its compressions. A request with wrong settings is ended in the
-        next step.
+        """Accept a request and plan its compressions.
+
+        A request with wrong settings is ended in the next step.
         """
         try:
             self._plans[request.request_id] = self._make_plan(request)
@@ -75,8 +76,9 @@ class _CompressingScheduler(Scheduler):
         super().add_request(request)
 
     def _make_plan(self, request: Any) -> PromptPlan:
-        """Plan a request. Streaming input is not compressed, because its prompt is continued after
-        its end.
+        """Plan a request.
+
+        Streaming input is not compressed, because its prompt is continued after its end.
 
         Raises:
             SnapKVError: the settings of the request are wrong or conflict with the engine.

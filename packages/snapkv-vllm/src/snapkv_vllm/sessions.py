@@ -348,8 +348,9 @@ class SessionStore:
     # Requests that have ended.
 
     def store_history(self, request: Any) -> None:
-        """Store what a request has computed as a history. The caller must free the blocks of the
-        request afterwards.
+        """Store what a request has computed as a history.
+
+        The caller must free the blocks of the request afterwards.
         """
         self._waiting.discard(request.request_id)
         turn = self._turns.pop(request.request_id, None)
@@ -402,8 +403,9 @@ class SessionStore:
         ]
 
     def _make_space(self, made: History, replaced: Sequence[History]) -> bool:
-        """Evict unused histories until `made` fits. Return False, and evict nothing, if it cannot
-        fit.
+        """Evict unused histories until `made` fits.
+
+        Return False, and evict nothing, if it cannot fit.
         """
         others = [one for one in self._held if one not in replaced]
         of_name = [one for one in others if one.owner[0] == made.owner[0]]
@@ -431,8 +433,9 @@ class SessionStore:
         return True
 
     def evict_least_recent(self) -> bool:
-        """Evict the least recently used history that no request uses. Return whether there
-        was one.
+        """Evict the least recently used history that no request uses.
+
+        Return whether there was one.
         """
         idle = next((one for one in self._held if not one.requests), None)
         if idle is not None:
@@ -458,8 +461,9 @@ class SessionStore:
             manager.unpin_blocks(blocks)
 
     def report_metrics(self) -> None:
-        """Set the metrics of the stored histories. The caller must have freed the blocks of an
-        ended request.
+        """Set the metrics of the stored histories.
+
+        The caller must have freed the blocks of an ended request.
         """
         blocks = sum(one.block_count(self._sizes) for one in self._held)
         self._metrics.set("session_histories", len(self._held))

@@ -48,8 +48,9 @@ _UNSERVABLE = {"budget", "keep_ratio", "recent", "policy"}
 
 
 def parameter_names(method: str) -> list[str]:
-    """Return the names of the parameters of a method without its budget. They include those of the
-    method inside it that computes the scores.
+    """Return the names of the parameters of a method without its budget.
+
+    They include those of the method inside it that computes the scores.
     """
     around = {DEFAULT: (SnapKV,), AdaKV.name: (SnapKV, AdaKV), AcrossLayers.name: (SnapKV,)}
     sources = around.get(method) or (POLICIES[method],)
@@ -197,8 +198,9 @@ def count_kept_tokens(policy: Policy, prompt_tokens: int) -> int:
 
 
 def require_spans_fit(policy: Policy | None, prompt_tokens: int) -> None:
-    """Raise unless the spans of a request lie in its prompt. A method without spans is always
-    accepted.
+    """Raise unless the spans of a request lie in its prompt.
+
+    A method without spans is always accepted.
 
     Raises:
         RefusedError: a span ends after the prompt, or contains tokens that cannot be dropped.

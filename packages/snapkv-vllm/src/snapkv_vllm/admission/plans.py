@@ -195,8 +195,9 @@ class Compression:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPlan:
-    """When a request is compressed, how, and to how many tokens. The scheduler and the block
-    manager use it.
+    """When a request is compressed, how, and to how many tokens.
+
+    The scheduler and the block manager use it.
     """
 
     selector_type: ClassVar[type[PromptSelector]] = PromptSelector

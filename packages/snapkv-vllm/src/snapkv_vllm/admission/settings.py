@@ -195,8 +195,9 @@ class ServingSettings:
         return _pop_spans(own_settings(extra_args))
 
     def protected_spans_of(self, extra_args: Mapping[str, Any], prompt_tokens: int) -> Spans:
-        """Return the spans that a request keeps whatever the votes. With a budget of 0 these are
-        all tokens that are in no other span.
+        """Return the spans that a request keeps whatever the votes.
+
+        With a budget of 0 these are all tokens that are in no other span.
         """
         given = own_settings(extra_args)
         spans = _pop_spans(given)
@@ -306,8 +307,10 @@ class ServingSettings:
         )
 
     def _merge_parameters(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the server's parameters with those of the request in their place. If the request
-        sets another pooling, the server's parameter of the former pooling is left out.
+        """Return the server's parameters with those of the request in their place.
+
+        If the request sets another pooling, the server's parameter of the former pooling is left
+        out.
         """
         parameters = dict(self.parameters)
         if "pooling" in own:

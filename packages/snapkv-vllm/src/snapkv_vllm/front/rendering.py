@@ -103,8 +103,9 @@ class _Resolver:
         return None if voters is None else {**given, _VOTERS: voters}
 
     def _require_spans_fit(self, given: Mapping[str, Any], made: Any) -> None:
-        """Raise if the spans do not lie in the prompt. The scheduler would find it too late for a
-        status 400.
+        """Raise if the spans do not lie in the prompt.
+
+        The scheduler would find it too late for a status 400.
 
         Raises:
             RefusedError: a span ends too late.
