@@ -49,7 +49,7 @@ def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
     """
     shared = find_across_layers(policy)
     assert shared is not None
-    even = shared.even_counts(layer)  # of tokens all layers have as many
+    even = shared.even_counts(layer)  # all layers have the same number of tokens
     return shared.ranked(layer, [even] * layer.num_layers)
 
 

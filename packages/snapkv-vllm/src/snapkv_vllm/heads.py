@@ -76,7 +76,7 @@ class HeadPlaces:
         """
         heads, device = self.kept.shape[-1], self.kept.device
         position = torch.arange(longest, device=device)
-        position = position - (longest - self.kept[..., some].unsqueeze(-1))  # below 0 is none
+        position = position - (longest - self.kept[..., some].unsqueeze(-1))  # below 0 for padding
         pages = torch.arange(-(-longest // self.page_tokens), device=device)[None]
         of_page = self.page_places(pages)[..., some, :]
         place = of_page.gather(-1, position.clamp(min=0) // self.page_tokens)
@@ -159,9 +159,9 @@ class Sequences:
     starts: Tensor  # (sequences + 1,) int32, where the tokens of each sequence begin
     max_new_tokens: int  # the most tokens of one sequence in this step
     max_tokens: int  # a number of tokens that no sequence exceeds
-    lengths: Tensor  # (layers, sequences) int32, tokens held, with those of this step
+    lengths: Tensor  # (layers, sequences) int32, stored tokens, including this step
     tables: Tensor  # (layers, sequences, pages) int32
-    slots: Tensor  # (layers, N * Hkv) int64, where the keys and values of this step go
+    slots: Tensor  # (layers, N * Hkv) int64, where new keys and values are stored
 
 
 def make_sequences(

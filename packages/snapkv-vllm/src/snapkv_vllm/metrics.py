@@ -24,10 +24,10 @@ _COUNTERS = {
     "prompt_tokens_kept": "Prompt tokens kept.",
     "blocks_freed": "Blocks freed by compression.",
     "compressions": "Compressions, by what was compressed: a prompt or an answer.",
-    "requests": "Requests whose prompt has ended: compressed, or whole.",
+    "requests": "Requests whose prompt has ended, by outcome: compressed or whole.",
     "waits": "Requests preempted or not started because blocks for the kept tokens were missing.",
-    "standstills": "Times that a request lacked blocks and no running request would free some.",
-    "refusals": "Requests that the plugin refused, by the status of the answer and by the field or "
+    "standstills": "Times that a request lacked blocks and no running request would free any.",
+    "refusals": "Requests that the plugin refused, by the status of the answer and the field or "
     "setting that was wrong.",
     "session_waits": "Requests that waited for blocks while histories pinned some.",
     "session_requests": "Requests that reused the stored history of their session.",
@@ -36,9 +36,9 @@ _COUNTERS = {
 }
 _GAUGES = {
     "session_histories": "Stored histories of sessions.",
-    "session_bytes": "Bytes of the cache that they take.",
-    "session_blocks": "Blocks that histories hold: idle ones are given to requests that wait for "
-    "blocks, pinned ones stay for requests that have begun with them, or are to.",
+    "session_bytes": "Bytes of the cache that stored histories take.",
+    "session_blocks": "Blocks of stored histories: idle blocks are freed for requests that wait, "
+    "pinned blocks are in use by requests that begin with them.",
 }
 _HISTOGRAMS = {
     "request_kept_ratio": ("Kept tokens of a request's prompt, as a fraction of it.", _RATIOS),

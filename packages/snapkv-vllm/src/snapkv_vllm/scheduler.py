@@ -68,7 +68,7 @@ class _CompressingScheduler(Scheduler):
         try:
             self._plans[request.request_id] = self._make_plan(request)
             self._require_blocks(request)
-        except SnapKVError as error:  # the web server has checked, other front ends have not
+        except SnapKVError as error:  # the web server refuses it before, other front ends may not
             logger.error("Request %s was refused: %s", request.request_id, error)
             self._metrics.record_refusal(reason_of(error))
             # vLLM ends these requests in the next step.

@@ -57,7 +57,7 @@ class _SessionRequest:
     plan: TurnPlan
     compressed: CompressedPrefix = field(
         default_factory=CompressedPrefix
-    )  # of its history, later its own
+    )  # that of its history, later its own
     history: History | None = None
     first_block: int | None = None  # the first block of its kept tokens, once it was compressed
     has_searched: bool = False  # True if no history was found and none has changed since

@@ -147,7 +147,7 @@ def require_readable(name: str, value: Any) -> None:
     try:
         fits = not isinstance(value, str | list | tuple | dict) or len(value) <= MAX_SHOWN
         fits = fits and len(repr(value)) <= 2 * MAX_SHOWN
-    except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists
+    except (ValueError, RecursionError):  # thousands of digits, or too deeply nested
         fits = False
     if not fits:
         got = f"a {type(value).__name__} that is longer than the value of any setting"

@@ -33,7 +33,7 @@ class SpanEdit:
 
     do: str
     span: Span
-    budget: int = 0  # tokens that stay of each span that is compressed
+    budget: int = 0  # the number of tokens that a compressed span keeps
 
 
 def parse_spans(given: object) -> tuple[SpanEdit, ...]:

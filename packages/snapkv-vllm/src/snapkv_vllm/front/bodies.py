@@ -102,7 +102,7 @@ def _parse_body(text: bytes) -> object:
 
 def _is_deeper(body: Any, most: int) -> bool:
     """Whether more than `most` lists and objects are nested in each other."""
-    nests = (dict, list)  # exactly these are made from JSON
+    nests = (dict, list)  # `json.loads` returns exactly these types
     level = [body] if type(body) in nests else []
     for _ in range(most):
         level = [
