@@ -911,7 +911,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv_vllm/blocks.py": [
         (
             "vLLM's blocks: a request counts rounded room as dropped",
-            "self.dropped_tokens[request_id] = order.seen_tokens - room",
+            "self.dropped_tokens[request_id] = order.seen_tokens - reserved",
             "self.dropped_tokens[request_id] = order.dropped_tokens - 1",
             "vllm/test_accounting.py",
             "vllm/test_engine.py",
@@ -963,32 +963,32 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv_vllm/admission/plans.py": [
         (
             "a window puts queries aside that earlier steps have put aside",
-            "first = max(seen_tokens, compression.at - compression.choice.query_tokens)",
-            "first = compression.at - compression.choice.query_tokens",
+            "first = max(seen_tokens, trigger - compression.selector.query_tokens)",
+            "first = trigger - compression.selector.query_tokens",
             "test_plans.py",
         ),
         (
             "an answer may hold a token too many before it is cut",
-            "seen - held + growth.most_tokens - 1) + 1",
-            "seen - held + growth.most_tokens) + 1",
+            "seen - held + limit.max_tokens - 1) + 1",
+            "seen - held + limit.max_tokens) + 1",
             "test_plans.py",
         ),
         (
             "an eviction drops a token too few",
-            "kept = growth.most_tokens - growth.evict_every",
-            "kept = growth.most_tokens - growth.evict_every + 1",
+            "kept = limit.max_tokens - limit.evict_every",
+            "kept = limit.max_tokens - limit.evict_every + 1",
             "test_plans.py",
         ),
         (
             "an answer that has just begun is asked for queries of its prompt",
-            "min(queries_of(growth.policy), at - self.prompt_tokens)",
-            "queries_of(growth.policy)",
+            "min(count_eviction_queries(limit.policy), due - self.prompt_tokens)",
+            "count_eviction_queries(limit.policy)",
             "test_plans.py",
         ),
         (
             "a cached prefix is reused up to the prompt's last token, so that voters are missing",
-            "max(0, first.at - max(1, first.choice.query_tokens))",
-            "max(0, first.at - 1)",
+            "max(0, first.trigger_tokens - max(1, first.selector.query_tokens))",
+            "max(0, first.trigger_tokens - 1)",
             "vllm/test_scheduling.py",
         ),
     ],
@@ -1019,8 +1019,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv_vllm/admission/spans.py": [
         (
             "spans that touch are said to overlap",
-            "if what and span[0] < before[1]:",
-            "if what and span[0] <= before[1]:",
+            "if before_do and span[0] < before[1]:",
+            "if before_do and span[0] <= before[1]:",
             "test_spans.py",
         )
     ],

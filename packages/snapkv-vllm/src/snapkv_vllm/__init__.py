@@ -1,4 +1,4 @@
-"""Compressed prompts in vLLM, as a plugin; vLLM is imported when an engine is asked for."""
+"""The plugin that compresses prompts in vLLM, which is imported only when an engine is built."""
 
 from snapkv_vllm.admission.limits import Limits, Sessions
 from snapkv_vllm.admission.settings import ServingSettings

@@ -1,4 +1,4 @@
-"""What stays of a prompt where the heads of all layers share one budget, as in the library."""
+"""Selects the tokens of a prompt if the heads of all layers share one budget, as in the library."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,49 +10,59 @@ from snapkv.policies.across_layers import best_entries
 from snapkv_vllm.admission.methods import WithSpans
 
 
-def across_layers(policy: Policy | None) -> AcrossLayers | None:
-    """The method inside another one that shares a budget out among all layers, if there is one."""
+def find_across_layers(policy: Policy | None) -> AcrossLayers | None:
+    """Return the method that shares a budget among all layers, without the spans around it, or
+    None.
+    """
     inner = policy.policy if isinstance(policy, WithSpans) else policy
     return inner if isinstance(inner, AcrossLayers) else None
 
 
-def kept_across(policy: Policy, layers: Iterable[PromptLayer], kept_tokens: int) -> list[Tensor]:
-    """What stays in all layers of a prompt, of which every head keeps so many on average.
+def select_across(policy: Policy, layers: Iterable[PromptLayer], kept_tokens: int) -> list[Tensor]:
+    """Select the tokens of all layers of a prompt together.
 
     Args:
-        policy: shares its budget, in tokens, among all layers.
-        layers: all of them, in runs of layers that are rows of a batch; looked at one after the
-            other, so that the keys of one run need to be there at a time.
-        kept_tokens: without those that the request's spans take away.
+        policy: the method, which shares its budget among all layers.
+        layers: all layers, in runs that are rows of a batch. They are read one run after the other,
+            so that the keys of only one run need to be in memory.
+        kept_tokens: how many tokens a head keeps on average, after the request's spans were
+            dropped.
 
     Returns:
-        (layers, H, T) bool of each run.
+        (layers, H, T) bool for each run, True for each token that is kept.
     """
-    ranked, lost = [], []
+    scores_of_runs, lost = [], []
     for layer in layers:
         if isinstance(policy, WithSpans):
-            layer, gone = policy.named_in(layer)
+            layer, gone = policy.protect_spans(layer)
             lost.append(gone)
-        ranked.append(scores_across(policy, layer))
+        scores_of_runs.append(score_layers(policy, layer))
         del layer  # before the keys of the next one are read
-    lost_tokens = policy.spans.lost_tokens if isinstance(policy, WithSpans) else 0
-    kept = best_across(ranked, kept_tokens + lost_tokens)
+    dropped_tokens = policy.spans.dropped_tokens if isinstance(policy, WithSpans) else 0
+    kept = mask_best(scores_of_runs, kept_tokens + dropped_tokens)
     return [mask & ~gone for mask, gone in zip(kept, lost, strict=True)] if lost else kept
 
 
-def scores_across(policy: Policy, layer: PromptLayer) -> Tensor:
-    """(layers, H, T) float32 of a run of layers, infinite for what must stay."""
-    shared = across_layers(policy)
+def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
+    """Return the (layers, H, T) float32 scores of a run of layers; protected tokens have an
+    infinite score.
+    """
+    shared = find_across_layers(policy)
     assert shared is not None
-    even = shared.even_counts(layer)  # of tokens all layers have as many
+    even = shared.even_counts(layer)  # all layers have the same number of tokens
     return shared.ranked(layer, [even] * layer.num_layers)
 
 
-def best_across(ranked: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """Which of the (layers, H, T) scores of each run are the best so many per head, together."""
-    shapes = [scores.shape for scores in ranked]
+def mask_best(scores_of_runs: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    """Return masks of the best scores of all runs together: on average `tokens` per head.
+
+    Args:
+        scores_of_runs: the (layers, H, T) scores of each run.
+        tokens: how many tokens a head keeps on average.
+    """
+    shapes = [scores.shape for scores in scores_of_runs]
     best = best_entries(
-        torch.cat([scores.flatten() for scores in ranked])[None],
+        torch.cat([scores.flatten() for scores in scores_of_runs])[None],
         [tokens * sum(shape[0] * shape[1] for shape in shapes)],
     )[0]
     parts = torch.split(best, [shape.numel() for shape in shapes])

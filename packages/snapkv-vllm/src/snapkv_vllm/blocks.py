@@ -1,4 +1,6 @@
-"""Frees blocks of compressed requests: vLLM's manager for full attention, with fewer tokens."""
+"""Frees blocks of compressed requests: vLLM's manager for full attention, with fewer stored
+tokens.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,156 +13,182 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv_vllm.admission.plans import Move, Order, PromptPlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedSpec(FullAttentionSpec):
-    """Full attention whose requests may hold fewer tokens than they have seen."""
+    """The spec of layers with full attention whose requests may store fewer tokens than they have
+    computed.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedLatentSpec(MLAAttentionSpec):
-    """The same where a latent is stored for all heads."""
+    """The same spec for layers with latent attention."""
 
 
 COUNTERPARTS: dict[type[FullAttentionSpec], type[FullAttentionSpec]] = {
     FullAttentionSpec: CompressedSpec,
     MLAAttentionSpec: CompressedLatentSpec,
 }
-"""The specs of vLLM whose layers can be compressed, and what these then have."""
+"""The specs of vLLM whose layers can be compressed, and this plugin's specs for them."""
 
 
-def compressed(spec: FullAttentionSpec) -> FullAttentionSpec:
-    """What a layer has, that keeps one of `COUNTERPARTS`, when it is compressed."""
+def compress_spec(spec: FullAttentionSpec) -> FullAttentionSpec:
+    """Return the counterpart of one of vLLM's specs, with the same fields."""
     own = {one.name: getattr(spec, one.name) for one in fields(spec) if one.init}
     return COUNTERPARTS[type(spec)](**own)
 
 
 def is_compressed(spec: Any) -> bool:
-    """Whether a KV cache group is compressed, by its spec."""
-    specs = getattr(spec, "kv_cache_specs", {"": spec}).values()  # of layers that differ in size
+    """Whether the KV cache group with this spec is compressed.
+
+    Raises:
+        UnsupportedModelError: the group has layers with full attention and layers with a sliding
+            window.
+    """
+    specs = getattr(spec, "kv_cache_specs", {"": spec}).values()  # layers of different sizes
     found = {type(one) in COUNTERPARTS.values() for one in specs}
     if len(found) > 1 or any(_has_window_among_full(one) for one in specs):
-        raise UnsupportedModelError(
-            "snapkv: cannot compress prompts: vLLM put layers with a sliding window into one group "
-            "of blocks with layers of full attention, expected groups of their own; leave "
-            "--disable-hybrid-kv-cache-manager out, or serve the model with stock vLLM"
-        )
+        problem = "vLLM put layers with a sliding window into one group with full attention"
+        leave = "Leave --disable-hybrid-kv-cache-manager out"
+        remedy = f"{leave}, or serve the model with stock vLLM"
+        raise wrong("snapkv", problem, remedy, UnsupportedModelError)
     return found == {True}
 
 
 def _has_window_among_full(spec: Any) -> bool:
-    """Whether vLLM counts a layer's blocks as of full attention, though it sees a part."""
+    """Whether vLLM treats a layer as one with full attention although it has a window."""
     if not isinstance(spec, FullAttentionSpec):
         return False
     return spec.sliding_window is not None or spec.attention_chunk_size is not None
 
 
 class CompressedManager(FullAttentionManager):
-    """Counts the tokens a request holds, which are those it has seen less those it dropped.
+    """Counts the stored tokens of each request: its computed tokens without those that it has
+    dropped.
 
     Attributes:
-        dropped_tokens: of every request that was compressed.
-        plans: of all requests that are known, by request; the scheduler's.
-        lacking_blocks: that the request vLLM asked about last needs more for what it will keep.
-        rooms: blocks set aside for what a step keeps of a request: fresh ones, and of its own.
+        dropped_tokens: how many tokens each compressed request has dropped.
+        plans: the plans of all requests, by request; this is the dict of the scheduler.
+        missing_blocks: how many more blocks the last request of `get_num_blocks_to_allocate` needs
+            for the tokens that it will keep.
+        reservations: the blocks that are reserved for the kept tokens of a request: new ones, and
+            some of its own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dropped_tokens: dict[str, int] = {}
         self.plans: Mapping[str, PromptPlan] = {}
-        self.lacking_blocks = 0
-        self._reusable: Counter[int] = Counter()
-        self._reuses: set[str] = set()
-        self.rooms: dict[str, tuple[list[KVCacheBlock], list[KVCacheBlock]]] = {}
+        self.missing_blocks = 0
+        self._pins: Counter[int] = Counter()
+        self._begun_with_history: set[str] = set()
+        self.reservations: dict[str, tuple[list[KVCacheBlock], list[KVCacheBlock]]] = {}
 
-    def unshared_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        """Blocks of a request that nobody else holds, the last first."""
+    def exclusive_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """Return the blocks of a request that no other request uses, the last one first."""
         return [one for one in reversed(self.req_to_blocks.get(request_id, ())) if one.ref_cnt == 1]
 
-    def room_blocks(self, request_id: str, seen_tokens: int, step_tokens: int) -> int:
-        """Blocks that the tokens move to which a request keeps within so many computed tokens.
+    def blocks_to_reserve(self, request_id: str, seen_tokens: int, step_tokens: int) -> int:
+        """Return how many blocks must be reserved for the tokens that a request keeps in this step.
 
-        None where its blocks are its own: they then move to the front of these. With prefix caching
-        those may be shared and can be found by their content, and what a history lends is its own,
-        so they are released as they are, the first time, and the kept tokens go to others.
+        0 if nobody else may read the blocks of the request, because then the kept tokens move to
+        the first of them. Otherwise its blocks are freed unchanged, and the kept tokens move to
+        other blocks: with prefix caching they can be found by their content, and blocks of a
+        history belong to the history.
         """
         plan, dropped = self.plans.get(request_id), self.dropped_tokens.get(request_id, 0)
-        if plan is None or not self._shares(request_id):
+        if plan is None or not self._is_shared(request_id):
             return 0
         held, size = seen_tokens - dropped, self.block_size
-        blocks: int = cdiv(plan.room(seen_tokens, held, step_tokens, size), size)
+        blocks: int = cdiv(plan.tokens_to_reserve(seen_tokens, held, step_tokens, size), size)
         return blocks
 
-    def _shares(self, request_id: str) -> bool:
+    def _is_shared(self, request_id: str) -> bool:
         """Whether others may read the blocks of a request."""
-        if request_id in self._reuses:
+        if request_id in self._begun_with_history:
             return True
         return bool(self.enable_caching) and not self.dropped_tokens.get(request_id, 0)
 
-    def take_room(self, request_id: str, blocks: int, fresh_blocks: int) -> None:
-        """Set blocks aside for what a step keeps: some fresh ones, and of its own for the rest.
+    def reserve(self, request_id: str, blocks: int, fresh_blocks: int) -> None:
+        """Reserve blocks for the tokens that a request keeps in this step.
 
-        Nobody finds these by their content from now on.
+        Args:
+            request_id: the id of the request.
+            blocks: how many blocks to reserve.
+            fresh_blocks: how many of them are taken from the pool. The others are exclusive blocks
+                of the request, which are removed from the prefix cache.
         """
-        own = self.unshared_blocks(request_id)[: blocks - fresh_blocks]
+        own = self.exclusive_blocks(request_id)[: blocks - fresh_blocks]
         self.block_pool.evict_blocks(set(_ids(own)))
-        self.rooms[request_id] = self.block_pool.get_new_blocks(fresh_blocks), own
+        self.reservations[request_id] = self.block_pool.get_new_blocks(fresh_blocks), own
 
-    def keep(self, request_id: str, order: Order) -> Move:
+    def compress(self, request_id: str, order: Order) -> Move:
+        """Free the blocks of a request that its kept tokens do not need, and return where these
+        tokens move.
+        """
         blocks = self.req_to_blocks[request_id]
-        room = order.room_tokens(self.block_size)
+        reserved = order.reserved_tokens(self.block_size)
         sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
-        in_place: list[KVCacheBlock] = blocks[: cdiv(room, self.block_size)]
-        assert request_id in self.rooms or not self._shares(request_id), "others may read these"
-        self._reuses.discard(request_id)
-        fresh, own = self.rooms.pop(request_id, ([], in_place))
+        in_place: list[KVCacheBlock] = blocks[: cdiv(reserved, self.block_size)]
+        is_safe = request_id in self.reservations or not self._is_shared(request_id)
+        assert is_safe, "others may read these blocks"
+        self._begun_with_history.discard(request_id)
+        fresh, own = self.reservations.pop(request_id, ([], in_place))
         stay = set(_ids(own))
         self.block_pool.free_blocks(one for one in reversed(blocks) if one.block_id not in stay)
         blocks[:] = fresh + own
-        self.dropped_tokens[request_id] = order.seen_tokens - room
+        self.dropped_tokens[request_id] = order.seen_tokens - reserved
         return Move(group=self.kv_cache_group_id, sources=sources, targets=_ids(blocks))
 
     def holds(self, request_id: str, tokens: int, dropped_tokens: int) -> bool:
-        """Whether a request has so many tokens in blocks, and has dropped so many."""
+        """Whether a request stores `tokens` tokens in blocks and has dropped exactly
+        `dropped_tokens`.
+        """
         dropped = self.dropped_tokens.get(request_id, 0)
         blocks = len(self.req_to_blocks.get(request_id, ()))
         return dropped == dropped_tokens and blocks * self.block_size >= tokens
 
-    def keep_for_others(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
-        """The blocks of the first tokens a request holds, which stay when it gives them up."""
+    def pin_blocks(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
+        """Pin and return the blocks of the first `tokens` stored tokens, which then outlive the
+        request.
+        """
         of_request: list[KVCacheBlock] = self.req_to_blocks[request_id]
         blocks = of_request[: cdiv(tokens, self.block_size)]
         self.block_pool.touch(blocks)
-        self._reusable.update(_ids(blocks))
+        self._pins.update(_ids(blocks))
         return blocks
 
-    def give_up(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Free what `keep_for_others` has kept."""
-        self._reusable -= Counter(_ids(blocks))
+    def unpin_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Release blocks that were pinned with `pin_blocks`."""
+        self._pins -= Counter(_ids(blocks))
         self.block_pool.free_blocks(reversed(blocks))
 
-    def blocks_without_request(self, kept: Iterable[Sequence[KVCacheBlock]]) -> int:
-        """How many of the blocks that `keep_for_others` has kept no request holds."""
+    def count_unused_blocks(self, kept: Iterable[Sequence[KVCacheBlock]]) -> int:
+        """Count the pinned blocks that no request uses. `kept` has the blocks of each history."""
         blocks = {block.block_id: block for of_one in kept for block in of_one}
-        return sum(one.ref_cnt <= self._reusable[number] for number, one in blocks.items())
+        return sum(one.ref_cnt <= self._pins[number] for number, one in blocks.items())
 
-    def begin_with(self, request_id: str, dropped_tokens: int) -> None:
-        """Count that the blocks which a request reuses hold fewer tokens than they stand for."""
-        self._reuses.add(request_id)
+    def begin_with_history(self, request_id: str, dropped_tokens: int) -> None:
+        """Record that a request begins with the blocks of a history, which has dropped
+        `dropped_tokens` tokens.
+        """
+        self._begun_with_history.add(request_id)
         if dropped_tokens:
             self.dropped_tokens[request_id] = dropped_tokens
 
-    # What vLLM asks, in tokens seen.
+    # Methods that vLLM calls, with numbers of computed tokens.
 
     def _has_partial_local_hit(
         self, new_computed_blocks: Sequence[KVCacheBlock], *args: Any
     ) -> bool:
-        """What is reused are full blocks, however many tokens they stand for."""
-        if self._reusable.keys() >= set(_ids(new_computed_blocks)):
+        """Return False for blocks of histories, which are full whatever number of tokens they stand
+        for.
+        """
+        if self._pins.keys() >= set(_ids(new_computed_blocks)):
             return False
         partial: bool = super()._has_partial_local_hit(new_computed_blocks, *args)
         return partial
@@ -172,7 +200,10 @@ class CompressedManager(FullAttentionManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Give a request the blocks that it begins with; histories come without prefix caching."""
+        """Give a request the blocks with which it begins.
+
+        Histories need this without prefix caching as well.
+        """
         if self.enable_caching or not new_computed_blocks:
             super().add_local_computed_blocks(
                 request_id,
@@ -196,14 +227,15 @@ class CompressedManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        """Blocks that a request lacks, with room for what it will keep of the tokens.
+        """Return how many more blocks a request needs, including those for the tokens that it will
+        keep.
 
-        Before it is admitted, the most that it will lack.
+        With `apply_admission_cap` this is the most that it will need at any time.
         """
         plan = self.plans.get(request_id)
         if apply_admission_cap and plan is not None:
-            most = plan.most_held(num_tokens)
-            held = min(max(num_tokens, most), most + plan.spare_tokens(self.block_size))
+            most = plan.max_held(num_tokens)
+            held = min(max(num_tokens, most), most + plan.unused_block_tokens(self.block_size))
         else:
             held = num_tokens - self.dropped_tokens.get(request_id, 0)
         cached = new_computed_blocks, total_computed_tokens, num_local_computed_tokens
@@ -211,13 +243,13 @@ class CompressedManager(FullAttentionManager):
             request_id, held, *cached, num_tokens_main_model, **kwargs
         )
         step_tokens = num_tokens_main_model - total_computed_tokens
-        self.lacking_blocks = 0
-        if room := self.room_blocks(request_id, total_computed_tokens, step_tokens):
-            own = missing + len(self.unshared_blocks(request_id))
+        self.missing_blocks = 0
+        if needed := self.blocks_to_reserve(request_id, total_computed_tokens, step_tokens):
+            own = missing + len(self.exclusive_blocks(request_id))
             if self._has_partial_local_hit(new_computed_blocks, num_local_computed_tokens):
-                own -= 2  # the block that is copied, and its copy, are not its own for this step
-            self.lacking_blocks = max(0, room - own)
-        return missing + self.lacking_blocks
+                own -= 2  # a block is copied in this step; it and its copy are not exclusive
+            self.missing_blocks = max(0, needed - own)
+        return missing + self.missing_blocks
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -229,29 +261,32 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Offer full blocks to other requests; those of a compressed one are no prefix any more."""
+        """Offer full blocks to other requests.
+
+        Those of a compressed request are no prefix and are not offered.
+        """
         if request.request_id not in self.dropped_tokens:
             super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
         """Forget a request that has finished, was aborted or is preempted."""
         self.dropped_tokens.pop(request_id, None)
-        self._reuses.discard(request_id)
-        fresh, _ = self.rooms.pop(request_id, ([], []))
+        self._begun_with_history.discard(request_id)
+        fresh, _ = self.reservations.pop(request_id, ([], []))
         return [*super().pop_blocks_for_free(request_id), *fresh]
 
 
-def share_exact_blocks(coordinator: Any, plans: Mapping[str, PromptPlan]) -> None:
-    """Let vLLM's coordinator of all groups offer no block of what was read after a compression.
+def cache_only_exact_blocks(coordinator: Any, plans: Mapping[str, PromptPlan]) -> None:
+    """Patch vLLM's coordinator so that it offers no blocks that were computed after a compression.
 
-    Layers with a window or a recurrent state are not compressed, but what they store then comes out
-    of layers that are.
+    Layers with a window or a recurrent state are not compressed, but after a compression their
+    states depend on the layers that are.
     """
     cache = coordinator.cache_blocks
 
     def cache_exact(request: Any, num_computed_tokens: int) -> None:
         plan = plans.get(request.request_id)
-        shared = None if plan is None else plan.shared_tokens
+        shared = None if plan is None else plan.shareable_tokens
         tokens = num_computed_tokens if shared is None else min(num_computed_tokens, shared)
         cache(request, tokens)
 
@@ -263,7 +298,7 @@ def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
 
 
 class CompressedBlocks:
-    """The blocks of compressed requests, in all KV cache groups with full attention."""
+    """The blocks of compressed requests in all KV cache groups with full attention."""
 
     def __init__(
         self, managers: Mapping[int, CompressedManager], plans: Mapping[str, PromptPlan]
@@ -273,60 +308,72 @@ class CompressedBlocks:
             manager.plans = plans
 
     def dropped_tokens(self, request_id: str) -> int:
-        """How many tokens the request has dropped, in every group."""
+        """Return how many tokens the request has dropped, which is the same in every group."""
         return next(iter(self._managers.values())).dropped_tokens.get(request_id, 0)
 
     @property
-    def lack_room(self) -> bool:
-        """Whether the request vLLM asked about last needs more blocks for what it will keep."""
-        return any(manager.lacking_blocks for manager in self._managers.values())
+    def lack_blocks(self) -> bool:
+        """Whether the last request that asked for blocks lacks some for the tokens that it will
+        keep.
+        """
+        return any(manager.missing_blocks for manager in self._managers.values())
 
     @property
-    def hold_room(self) -> bool:
-        """Whether blocks that were free are set aside for what the step under way keeps."""
-        rooms = (room for manager in self._managers.values() for room in manager.rooms.values())
-        return any(fresh for fresh, _ in rooms)
+    def hold_blocks(self) -> bool:
+        """Whether blocks of the pool are reserved for the tokens that requests keep in the current
+        step.
+        """
+        managers = self._managers.values()
+        return any(fresh for one in managers for fresh, _ in one.reservations.values())
 
-    def take_room(
+    def reserve(
         self, request_id: str, seen_tokens: int, step_tokens: int, *, others_blocks: int
     ) -> None:
-        """Set blocks aside for what a step keeps of a request, once it has those of the step.
+        """Reserve blocks for the tokens that a request keeps in a step, after the blocks of the
+        step were allocated.
 
-        Fresh ones while there are more than `others_blocks`, so that the request's own can still be
-        found, and that other requests of the step find some.
+        Blocks of the pool are used while more than `others_blocks` are free. Then the request's own
+        blocks stay in the prefix cache, and other requests of the step find blocks.
         """
-        rooms, least = {}, {}
+        reservations, least = {}, {}
         for manager in self._managers.values():
-            room = manager.room_blocks(request_id, seen_tokens, step_tokens)
-            if room:
-                rooms[manager] = room
-                least[manager] = max(0, room - len(manager.unshared_blocks(request_id)))
-        for manager, room in rooms.items():
+            needed = manager.blocks_to_reserve(request_id, seen_tokens, step_tokens)
+            if needed:
+                reservations[manager] = needed
+                least[manager] = max(0, needed - len(manager.exclusive_blocks(request_id)))
+        for manager, needed in reservations.items():
             free = manager.block_pool.get_num_free_blocks() - sum(least.values())
             spare = max(0, free - others_blocks)
-            manager.take_room(request_id, room, min(room, spare + least.pop(manager)))
+            manager.reserve(request_id, needed, min(needed, spare + least.pop(manager)))
 
     def compress(self, request_id: str, order: Order) -> tuple[Move, ...]:
-        """Free the blocks that the kept tokens of a request do not need, in every group."""
-        return tuple(manager.keep(request_id, order) for manager in self._managers.values())
+        """Free the blocks of a request that its kept tokens do not need, in every group."""
+        return tuple(manager.compress(request_id, order) for manager in self._managers.values())
 
 
 def register_spec() -> None:
-    """Make the spec and its manager known to vLLM in this process; without effect until used."""
-    KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers vLLM's own, if ours are first
+    """Register the specs and their manager with vLLM in this process.
+
+    They have no effect until they are used.
+    """
+    KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers vLLM's own specs first
     for spec in COUNTERPARTS.values():
         KVCacheSpecRegistry.register(
             spec, CompressedManager, uniform_type_base_spec=FullAttentionSpec
         )
 
 
-def compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
-    """The managers of the KV cache groups that are compressed, by the group's index."""
+def find_compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
+    """Return the managers of the KV cache groups that are compressed, by the index of the group.
+
+    Raises:
+        UnsupportedModelError: no group is compressed, because the worker of this plugin is not
+            used.
+    """
     found = {group: one for group, one in enumerate(managers) if type(one) is CompressedManager}
     if not found:
         kinds = ", ".join(type(manager).__name__ for manager in managers)
-        raise UnsupportedModelError(
-            f"snapkv: expected a group of blocks that may be compressed, got {kinds}; pass "
-            "worker_cls and scheduler_cls together, as snapkv_vllm.engine_args does"
-        )
+        problem = f"no group of blocks can be compressed, because the managers are {kinds}"
+        remedy = "Pass worker_cls and scheduler_cls together, as snapkv_vllm.engine_args does"
+        raise wrong("snapkv", problem, remedy, UnsupportedModelError)
     return found

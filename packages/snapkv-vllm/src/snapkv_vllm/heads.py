@@ -1,10 +1,10 @@
-"""Requests whose KV heads hold different numbers of tokens, on vLLM's own kernels.
+"""Serves requests whose KV heads store different numbers of tokens, with vLLM's own kernels.
 
-vLLM has one table of blocks for all heads of a layer. A block is as many pages as the layer has KV
-heads, and nothing but that table says which head a page belongs to. So the pages of a request's
-blocks are handed out again, every head of every request is shown to kernels as a sequence of its
-own with one KV head, and the scheduler counts blocks as ever. The heads among which pages are
-handed out are those of a layer; or those of all layers, whose pages then lie in one allocation.
+vLLM has one block table for all heads of a layer. A block consists of one page for each KV head of
+the layer, and only the block table says which head a page belongs to. So the pages of a request's
+blocks are distributed anew among its heads. Kernels see every head of such a request as a sequence
+with one KV head, and the scheduler still counts blocks. Pages are distributed among the heads of
+one layer, or among those of all layers if their caches lie in one allocation.
 """
 
 import copy
@@ -17,40 +17,50 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from snapkv_vllm.kept_lengths import with_lengths
+from snapkv_vllm.kept_lengths import replace_lengths
 from snapkv_vllm.refusals import require_shared_pages
 
 
 @dataclass(frozen=True)
 class HeadPlaces:
-    """The places of heads that kept different numbers of tokens, and share a request's pages."""
+    """The places of the pages of each head among all pages of a request, if heads keep different
+    numbers of tokens.
+    """
 
-    kept: Tensor  # (..., H) int64, tokens that every head kept at the prompt's end
+    kept: Tensor  # (..., H) int64, the tokens of each head at the end of the prompt
     page_tokens: int
 
-    def of_pages(self, pages: Tensor) -> Tensor:
-        """The places of some pages of every head.
+    def page_places(self, pages: Tensor) -> Tensor:
+        """Return the places of some pages of every head.
 
         Args:
-            pages: (..., H or 1, N) int64, which pages of a head, counted from its first token.
+            pages: (..., H or 1, N) int64, page numbers of a head, counted from its first token.
 
         Returns:
-            (..., H, N) int64.
+            (..., H, N) int64, their places among all pages of the request.
         """
         heads = self.kept.shape[-1]
-        first, before, turn = (one.unsqueeze(-1) for one in self._at_the_end)
+        first, before, turn = (one.unsqueeze(-1) for one in self._prompt_pages)
         grown = first.sum(dim=-2, keepdim=True) + (pages - first) * heads + turn
         return torch.where(pages < first, before + pages, grown)
 
-    def empty(self, states: Tensor, slots: int) -> Tensor:
-        """What `put` fills: (..., H * slots + 1, D) zeros, and in the last row then anything."""
+    def make_output(self, states: Tensor, slots: int) -> Tensor:
+        """Return the (..., H * slots + 1, D) zeros that `scatter` fills.
+
+        The last row takes padding.
+        """
         *others, heads = self.kept.shape
         return states.new_zeros(*others, heads * slots + 1, states.shape[-1])
 
-    def put(self, states: Tensor, found: Tensor, slots: int, first_head: int = 0) -> None:
-        """Put into `found` what some of the heads kept, (..., h, K, D), from the first of them on.
+    def scatter(self, states: Tensor, found: Tensor, slots: int, first_head: int = 0) -> None:
+        """Write the kept states of some heads to their places.
 
-        Heads of several layers may share pages: `states` are reshaped.
+        Args:
+            states: (..., h, K, D), right-aligned; heads of several layers that share pages are
+                joined.
+            found: the output of `make_output`, changed in place.
+            slots: how many slots the request has per head.
+            first_head: the number of the first of these heads.
         """
         states = states.reshape(*self.kept.shape[:-1], -1, *states.shape[-2:])
         heads, longest, size = states.shape[-3:]
@@ -59,21 +69,27 @@ class HeadPlaces:
         found.scatter_(-2, index, states.flatten(-3, -2))
 
     def _targets(self, longest: int, slots: int, some: slice) -> Tensor:
-        """Where some heads' (..., h, K) tokens lie among (H * slots); H * slots: nowhere."""
+        """Return the output row of every token of some heads: int64 (..., h, K).
+
+        Tokens are right-aligned, K is `longest`, and padding gets row H * slots, which is thrown
+        away.
+        """
         heads, device = self.kept.shape[-1], self.kept.device
         position = torch.arange(longest, device=device)
-        position = position - (longest - self.kept[..., some].unsqueeze(-1))  # below 0 is none
+        position = position - (longest - self.kept[..., some].unsqueeze(-1))  # below 0 for padding
         pages = torch.arange(-(-longest // self.page_tokens), device=device)[None]
-        of_page = self.of_pages(pages)[..., some, :]
+        of_page = self.page_places(pages)[..., some, :]
         place = of_page.gather(-1, position.clamp(min=0) // self.page_tokens)
         slot = place // heads * self.page_tokens + position % self.page_tokens
         return (place % heads * slots + slot).where(position >= 0, heads * slots)
 
     @functools.cached_property
-    def _at_the_end(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(..., H) pages at the prompt's end, pages of the heads before, and each head's turn.
+    def _prompt_pages(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The (..., H) pages of each head at the end of the prompt, those of the heads before it,
+        and its turn.
 
-        Heads with the least room take a place first.
+        The turn is the order in which heads get new pages; the head with the fewest free slots is
+        first.
         """
         pages = -(-self.kept // self.page_tokens)
         turn = (pages * self.page_tokens - self.kept).argsort(dim=-1, stable=True).argsort(dim=-1)
@@ -82,22 +98,24 @@ class HeadPlaces:
 
 @dataclass(frozen=True)
 class HeadPages:
-    """Caches of layers that share pages: each block is as many pages as these have KV heads."""
+    """The caches of layers that share pages. A block is one page for each of their KV heads."""
 
-    # (pages, 1, block_tokens, 2 * D), a view; where the tokens of a block lie before its heads in
-    # memory, pages overlap, and most numbers belong to no head of a block
+    # A view of (pages, 1, block_tokens, 2 * D). If the strides of tokens are larger than those of
+    # heads, pages overlap, and most page numbers belong to no head of a block.
     cache: Tensor
-    of_block: int  # how far the number of a page moves from block to block
-    of_head: int  # the same from head to head
-    of_layer: int  # the same from layer to layer
+    of_block: int  # the difference between page numbers of successive blocks
+    of_head: int  # the same for heads
+    of_layer: int  # the same for layers
     heads: int  # KV heads of a layer
     layers: int
 
     @classmethod
-    def of(cls, *caches: Tensor) -> Self:
-        """Of layers' (blocks, Hkv, block_tokens, 2 * D), in whatever order they lie in memory.
+    def from_caches(cls, *caches: Tensor) -> Self:
+        """Build the pages of one or several layers.
 
-        Several must be alike and lie in one allocation, see `require_shared_pages`.
+        Args:
+            caches: (blocks, Hkv, block_tokens, 2 * D) of each layer, with any strides. Several
+                caches must be alike and lie in one allocation; see `require_shared_pages`.
         """
         first, layers = caches[0], len(caches)
         blocks, heads, tokens, size = first.shape
@@ -110,55 +128,62 @@ class HeadPages:
         view = first.as_strided((pages, 1, tokens, size), (step, step, token, number))
         return cls(view, of_block, of_head, of_layer, heads, layers)
 
-    def numbers(self, blocks: Tensor, places: Tensor) -> Tensor:
+    def page_numbers(self, blocks: Tensor, places: Tensor) -> Tensor:
+        """Return the numbers of the pages at `places` in `blocks`."""
         head, layer = places % self.heads, places // self.heads % self.layers
         return blocks * self.of_block + head * self.of_head + layer * self.of_layer
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnevenRows:
-    """The requests of a batch whose heads hold their own numbers of tokens."""
+class CompressedRows:
+    """The requests of a batch whose heads store different numbers of tokens."""
 
-    starts: Sequence[int] = ()  # where each one's tokens begin in the batch
-    counts: Sequence[int] = ()  # how many tokens each has in this step
-    rows: Sequence[int] = ()  # their numbers in the batch
-    requests: tuple[str, ...] = ()  # their names
-    is_whole: bool = False  # whether there are no others
+    starts: Sequence[int] = ()  # where the tokens of each request begin in the batch
+    counts: Sequence[int] = ()  # how many tokens each request has in this step
+    rows: Sequence[int] = ()  # the rows of the requests in the batch
+    requests: tuple[str, ...] = ()  # their ids
+    is_complete: bool = False  # whether the batch has no other requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
     """Every head of some requests as a sequence with one KV head, in some layers that are alike.
 
-    Sequences are ordered by request, then by head; their tokens lie one after the other.
+    Sequences are ordered by request, then by head. Their tokens follow each other.
     """
 
-    # (N * Hkv,) int64, for every token of a sequence its place among a batch's tokens and their
-    # heads, (tokens * Hkv)
+    # (N * Hkv,) int64, for each token of a sequence its index among the (tokens * Hkv) states of
+    # the batch
     states: Tensor
-    in_order: bool  # whether those are the first of them, one after the other
+    in_order: bool  # whether `states` are 0, 1, 2 and so on
     starts: Tensor  # (sequences + 1,) int32, where the tokens of each sequence begin
-    most_new: int  # tokens of the sequence that has the most of this step
-    most_tokens: int  # a number that no sequence is longer than
-    lengths: Tensor  # (layers, sequences) int32, tokens held, with those of this step
+    max_new_tokens: int  # the most tokens of one sequence in this step
+    max_tokens: int  # a number of tokens that no sequence exceeds
+    lengths: Tensor  # (layers, sequences) int32, stored tokens, including this step
     tables: Tensor  # (layers, sequences, pages) int32
-    slots: Tensor  # (layers, N * Hkv) int64, where the keys and values of this step go
+    slots: Tensor  # (layers, N * Hkv) int64, where new keys and values are stored
 
 
-def sequences(
-    batch: UnevenRows,
+def make_sequences(
+    batch: CompressedRows,
     places: HeadPlaces,
     generated: Tensor,
     blocks: Tensor,
     pages: HeadPages,
-    most_tokens: int,
+    max_tokens: int,
 ) -> Sequences:
-    """Lay out the heads of some requests as sequences.
+    """Build the sequences of some requests.
 
-    By the (N, requests, H) places of heads that share pages: of each layer's, or those of all.
-
-    `generated` are (requests,) tokens after the prompt, with those of this step; `blocks` are
-    (requests, most blocks), of which those after a request's own are not used.
+    Args:
+        batch: the requests.
+        places: the places of (N, requests, H) heads, where H are the heads that share pages: those
+            of one layer, or of all layers.
+        generated: (requests,) how many tokens each request has after its prompt, including this
+            step.
+        blocks: (requests, most blocks) the block table; blocks after those of a request are not
+            used.
+        pages: the caches of the layers.
+        max_tokens: a number of tokens that no sequence exceeds.
     """
     device, heads, page_tokens = blocks.device, pages.heads, places.page_tokens
     counts = torch.tensor(batch.counts).repeat_interleave(heads)
@@ -168,43 +193,44 @@ def sequences(
     token = torch.tensor(batch.starts)[of_sequence // heads] + within
     states = (token * heads + of_sequence % heads).to(device)
 
-    width = -(-most_tokens // page_tokens)
-    place = places.of_pages(torch.arange(width, device=device)[None])  # (N, requests, H, W)
+    width = -(-max_tokens // page_tokens)
+    place = places.page_places(torch.arange(width, device=device)[None])  # (N, requests, H, W)
     block = place // places.kept.shape[-1]
-    block = block.clamp(max=blocks.shape[1] - 1)  # of pages that no head has yet
+    block = block.clamp(max=blocks.shape[1] - 1)  # no head has the pages after the last block yet
     requests = torch.arange(blocks.shape[0], device=device)[:, None, None]
-    numbers = pages.numbers(blocks[requests, block].long(), place)
-    tables = _by_layer(numbers, heads).flatten(1, 2)
+    numbers = pages.page_numbers(blocks[requests, block].long(), place)
+    tables = _split_layers(numbers, heads).flatten(1, 2)
 
-    lengths = _by_layer(places.kept + generated[:, None], heads).flatten(1)
+    lengths = _split_layers(places.kept + generated[:, None], heads).flatten(1)
     of_sequence, within = of_sequence.to(device), within.to(device)
-    behind = counts.to(device)[of_sequence] - within
-    position = lengths[:, of_sequence] - behind  # (layers, N * H)
+    remaining = counts.to(device)[of_sequence] - within
+    position = lengths[:, of_sequence] - remaining  # (layers, N * H)
     page = tables[:, of_sequence].gather(2, (position // page_tokens).unsqueeze(2)).squeeze(2)
     return Sequences(
         states=states,
         in_order=max(batch.counts) == 1 and tuple(batch.starts) == tuple(range(len(batch.starts))),
         starts=starts.to(device, torch.int32),
-        most_new=max(batch.counts),
-        most_tokens=most_tokens,
+        max_new_tokens=max(batch.counts),
+        max_tokens=max_tokens,
         lengths=lengths.int(),
         tables=tables.int(),
         slots=page * page_tokens + position % page_tokens,
     )
 
 
-def _by_layer(of_heads: Tensor, heads: int) -> Tensor:
-    """Of (N, requests, H, ...), the heads of N times so many layers: (layers, requests, Hkv, ...).
+def _split_layers(of_heads: Tensor, heads: int) -> Tensor:
+    """Split heads that share pages into layers: (N, requests, H, ...) to (layers, requests, Hkv,
+    ...).
 
-    `_together` is the way back.
+    `_join_layers` is the inverse.
     """
     layers, rows, _, *more = of_heads.shape
     by_layer = of_heads.reshape(layers, rows, -1, heads, *more)
     return by_layer.transpose(1, 2).flatten(0, 1)
 
 
-def _together(of_layers: Tensor, layers: int) -> Tensor:
-    """Of (layers, requests, Hkv) so many layers at a time, side by side: (N, requests, H)."""
+def _join_layers(of_layers: Tensor, layers: int) -> Tensor:
+    """Join the heads of `layers` layers at a time: (layers, requests, Hkv) to (N, requests, H)."""
     by_pool = of_layers.reshape(-1, layers, *of_layers.shape[1:])
     return by_pool.transpose(1, 2).flatten(2)
 
@@ -212,14 +238,22 @@ def _together(of_layers: Tensor, layers: int) -> Tensor:
 def sequence_metadata(
     plain: Any, found: Sequences, layer: int, *, builder: Any, group_size: int
 ) -> Any:
-    """What a builder has made of a batch, for the sequences of one layer in its place."""
+    """Return a copy of a batch's attention metadata that shows the sequences of one layer instead.
+
+    Args:
+        plain: the metadata that `builder` has built.
+        found: the sequences.
+        layer: the number of the layer among those of `found`.
+        builder: vLLM's builder.
+        group_size: the number of query heads per KV head.
+    """
     own = _PLANS[type(plain).__name__](plain, found, layer, builder, group_size)
     return replace(
         plain,
         num_actual_tokens=len(found.states),
-        max_query_len=found.most_new,
+        max_query_len=found.max_new_tokens,
         query_start_loc=found.starts,
-        max_seq_len=found.most_tokens,
+        max_seq_len=found.max_tokens,
         seq_lens=found.lengths[layer],
         block_table=found.tables[layer],
         slot_mapping=found.slots[layer],
@@ -230,7 +264,9 @@ def sequence_metadata(
 def _cpu_plan(
     plain: Any, found: Sequences, layer: int, builder: Any, group_size: int
 ) -> dict[str, Any]:
-    """How the kernel shares out the work among threads, which its builder asks for too."""
+    """Return the distribution of work among threads, which vLLM's builder also requests from the
+    kernel.
+    """
     from vllm import _custom_ops as ops
     from vllm import envs
 
@@ -253,33 +289,35 @@ def _cpu_plan(
 
 _PLANS: dict[str, Callable[..., dict[str, Any]]] = {
     "CPUAttentionMetadata": _cpu_plan,
-    # Buffers for splitting long sequences have the batch's size, so they are not split.
+    # The buffers for splitting long sequences have the size of the batch, so nothing is split.
     "TritonAttentionMetadata": lambda *_: {"seq_threshold_3D": 0},
-    # Made ahead for the batch; without it the kernel plans for itself.
+    # vLLM has planned for the batch; without a plan the kernel makes its own.
     "FlashAttentionMetadata": lambda *_: {"scheduler_metadata": None},
 }
 
 
 @dataclass
 class _KeptHeads:
-    """What the heads of a request kept of its prompt, layer by layer."""
+    """How many tokens of its prompt each head of a request keeps, layer by layer."""
 
     prompt_tokens: int
-    most_tokens: int = 0
+    max_tokens: int = 0
     of_layers: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _LayerStep:
-    """What a layer does in a step for our rows, and whether there are no others."""
+    """What a layer does in a step for the requests whose heads differ."""
 
     found: Sequences
     pages: HeadPages
     metadata: Any
-    alone: bool
+    covers_batch: bool
 
-    def taken(self, states: Tensor) -> Tensor:
-        """Of a batch's (tokens, Hkv * G, D) states those of the sequences: (N, G, D)."""
+    def select_states(self, states: Tensor) -> Tensor:
+        """Return the states of the sequences, (N, G, D), from those of a batch, (tokens, Hkv * G,
+        D).
+        """
         by_head = states.reshape(len(states) * self.pages.heads, -1, states.shape[-1])
         if self.found.in_order:
             return by_head[: len(self.found.states)]
@@ -287,86 +325,106 @@ class _LayerStep:
 
 
 class HeadsAttention:
-    """Shows the heads of some requests to vLLM's kernels as sequences with one KV head each.
+    """Patches vLLM's attention so that it sees each head of some requests as a sequence with one KV
+    head.
 
-    To the rest of the batch nothing changes: the kernels run over it as ever, see no more of our
-    requests than the tokens of the step, and store none of these. What they answer for ours is
-    then overwritten. Where all rows are ours they do not run.
+    For the other requests of a batch nothing changes. vLLM's kernels run over the whole batch, but
+    of these requests they see only the new tokens and store none of them; then their output is
+    replaced. If a batch has no other requests, the kernels do not run over it.
 
     Args:
-        across_layers: whether the heads of all layers share the pages of a request, in the order
-            in which the layers are attached; else those of a layer do.
+        across_layers: True if the heads of all layers share the pages of a request, in the order in
+            which the layers are patched; False if the heads of each layer do.
     """
 
     def __init__(self, *, across_layers: bool = False) -> None:
         self._across_layers = across_layers
         self._kept: dict[str, _KeptHeads] = {}
-        self._batch = UnevenRows()
+        self._batch = CompressedRows()
         self._layers: dict[str, Any] = {}
         self._steps: dict[str, _LayerStep] = {}
         self._places: dict[str, tuple[tuple[str, ...], HeadPlaces]] = {}
 
     def holds_any(self, requests: Iterable[str]) -> bool:
+        """Whether one of the requests has heads that store different numbers of tokens."""
         return any(request in self._kept for request in requests)
 
-    def note(self, request: str, layer: str, kept: Tensor, prompt_tokens: int) -> None:
-        """A request's prompt has ended; the heads of a layer hold (Hkv,) `kept` tokens of it."""
-        mine = self._kept.setdefault(request, _KeptHeads(prompt_tokens))
-        mine.of_layers[layer] = kept
-        mine.most_tokens = max(mine.most_tokens, int(kept.max()))
+    def record_kept(self, request: str, layer: str, kept: Tensor, prompt_tokens: int) -> None:
+        """Record how many tokens of a prompt the heads of a layer keep.
+
+        Args:
+            request: the id of the request.
+            layer: the name of the layer.
+            kept: (Hkv,) tokens of each head.
+            prompt_tokens: the length of the prompt.
+        """
+        counts = self._kept.setdefault(request, _KeptHeads(prompt_tokens))
+        counts.of_layers[layer] = kept
+        counts.max_tokens = max(counts.max_tokens, int(kept.max()))
 
     def forget(self, request: str) -> None:
+        """Forget a request that has ended or was preempted."""
         if self._kept.pop(request, None) is not None:
-            self._places.clear()  # another one may come under its name
+            self._places.clear()  # another request may get the same id
 
-    def enter(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
-        """A step begins with these rows, whose tokens end in the batch where it is said."""
+    def begin_step(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
+        """Look up which requests of the batch have different heads.
+
+        `query_ends` is where the tokens of each request end.
+        """
         starts = (0, *query_ends[:-1])
         rows = tuple(row for row, request in enumerate(requests) if request in self._kept)
-        self._batch = UnevenRows(
+        self._batch = CompressedRows(
             requests=tuple(requests[row] for row in rows),
             rows=rows,
             starts=tuple(starts[row] for row in rows),
             counts=tuple(query_ends[row] - starts[row] for row in rows),
-            is_whole=len(rows) == len(requests),
+            is_complete=len(rows) == len(requests),
         )
 
-    def leave(self) -> None:
-        """The step is over; what follows may be a dummy batch."""
-        self._batch = UnevenRows()
+    def end_step(self) -> None:
+        """Forget the batch, because a dummy batch may follow."""
+        self._batch = CompressedRows()
         self._steps.clear()
 
-    def attach(self, name: str, layer: Any) -> None:
-        """Have one of vLLM's attention layers attend and store as said here from now on."""
+    def patch_layer(self, name: str, layer: Any) -> None:
+        """Patch one of vLLM's attention layers, so that it attends and stores for the sequences as
+        well.
+        """
         impl = layer.impl
-        alone = _of_one_head(impl)
+        single = _single_head_impl(impl)
         forward, update = impl.forward, impl.do_kv_cache_update
 
         def forward_beside(
             layer: Any, query: Tensor, key: Any, value: Any, cache: Any, metadata: Any, **more: Any
         ) -> Any:
             step = self._steps.get(name)
-            if step is None or not step.alone:
+            if step is None or not step.covers_batch:
                 forward(layer, query, key, value, cache, metadata, **more)
             if step is not None:
-                _attend(alone, step, layer, query, more["output"])
+                _attend(single, step, layer, query, more["output"])
             return more["output"]
 
         def update_beside(layer: Any, key: Tensor, value: Tensor, cache: Any, slots: Any) -> None:
             step = self._steps.get(name)
-            if step is None or not step.alone:
+            if step is None or not step.covers_batch:
                 update(layer, key, value, cache, slots)
             if step is not None:
-                new = step.taken(key), step.taken(value)
-                alone.do_kv_cache_update(layer, *new, step.pages.cache, step.metadata.slot_mapping)
+                new = step.select_states(key), step.select_states(value)
+                single.do_kv_cache_update(layer, *new, step.pages.cache, step.metadata.slot_mapping)
 
         impl.forward, impl.do_kv_cache_update = forward_beside, update_beside
         self._layers[name] = layer
 
-    def tell(self, builder: Any) -> None:
-        """Have one of vLLM's attention metadata builders prepare our rows too from now on.
+    def patch_builder(self, builder: Any) -> None:
+        """Patch one of vLLM's attention metadata builders, so that it also prepares the sequences
+        of each step.
 
-        Its layers are attached, and have their caches.
+        Its layers must be patched already, and their caches allocated.
+
+        Raises:
+            UnsupportedModelError: layers that share pages have caches that cannot; see
+                `require_shared_pages`.
         """
         build: Callable[..., Any] = builder.build
         names = [name for name in self._layers if name in builder.layer_names]
@@ -374,31 +432,29 @@ class HeadsAttention:
         caches = [layer.kv_cache for layer in layers]
         if self._across_layers:
             require_shared_pages(caches, len(self._layers))
-            pages = [HeadPages.of(*caches)] * len(caches)
+            pages = [HeadPages.from_caches(*caches)] * len(caches)
         else:
-            pages = list(map(HeadPages.of, caches))
+            pages = list(map(HeadPages.from_caches, caches))
         group_size = layers[0].impl.num_heads // pages[0].heads
 
-        # vLLM's names: 0.31 passes these by keyword, later releases by position.
+        # The names are those of vLLM: 0.31 passes them by keyword, later releases by position.
         def build_beside(
             common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
         ) -> Any:
             if not self._batch.rows:
                 return build(common_prefix_len, common_attn_metadata, *args, **kwargs)
             found = self._sequences(names, common_attn_metadata, pages[0])
-            ours_left_out = self._without_ours(common_attn_metadata)
-            plain = build(common_prefix_len, ours_left_out, *args, **kwargs)
+            others = self._hide_compressed_rows(common_attn_metadata)
+            plain = build(common_prefix_len, others, *args, **kwargs)
             for layer, name in enumerate(names):
-                told = sequence_metadata(
-                    plain, found, layer, builder=builder, group_size=group_size
-                )
-                self._steps[name] = _LayerStep(found, pages[layer], told, self._batch.is_whole)
+                own = sequence_metadata(plain, found, layer, builder=builder, group_size=group_size)
+                self._steps[name] = _LayerStep(found, pages[layer], own, self._batch.is_complete)
             return plain
 
         builder.build = build_beside
 
     def _sequences(self, names: Sequence[str], common: Any, pages: HeadPages) -> Sequences:
-        """The heads of our rows in some layers that are alike."""
+        """Build the sequences of this step for the layers `names`, which share `pages`."""
         batch = self._batch
         rows = torch.tensor(batch.rows, device=common.seq_lens.device)
         kept = [self._kept[request] for request in batch.requests]
@@ -406,10 +462,10 @@ class HeadsAttention:
         seen = common.seq_lens_cpu_upper_bound
         seen = common.seq_lens if seen is None else seen
         most = max(
-            one.most_tokens - one.prompt_tokens + int(seen[row])
+            one.max_tokens - one.prompt_tokens + int(seen[row])
             for one, row in zip(kept, batch.rows, strict=True)
         )
-        return sequences(
+        return make_sequences(
             batch,
             self._places_of(names, kept, pages),
             common.seq_lens[rows] - prompts,
@@ -421,45 +477,52 @@ class HeadsAttention:
     def _places_of(
         self, names: Sequence[str], kept: Sequence[_KeptHeads], pages: HeadPages
     ) -> HeadPlaces:
-        """Those of the batch's heads, which stay the same from step to step."""
+        """Return the places of the heads of this batch.
+
+        They are kept for later steps with the same requests.
+        """
         requests, places = self._places.get(names[0], ((), None))
         if places is None or requests != self._batch.requests:
             layers = [torch.stack([one.of_layers[name] for one in kept]) for name in names]
-            together = _together(torch.stack(layers), pages.layers)
+            together = _join_layers(torch.stack(layers), pages.layers)
             places = HeadPlaces(together, pages.cache.shape[2])
             self._places[names[0]] = self._batch.requests, places
         return places
 
-    def _without_ours(self, common: Any) -> Any:
-        """vLLM's `CommonAttentionMetadata`, in which our rows hold this step's tokens alone."""
+    def _hide_compressed_rows(self, common: Any) -> Any:
+        """Return `CommonAttentionMetadata` in which requests with different heads store only this
+        step's tokens.
+
+        Changes `common.slot_mapping` in place, because layers store new tokens by it as well.
+        """
         batch, device = self._batch, common.seq_lens.device
         lengths, counts = common.seq_lens.clone(), torch.tensor(batch.counts, dtype=torch.int32)
         lengths[torch.tensor(batch.rows, device=device)] = counts.to(device)
         spans = zip(batch.starts, batch.counts, strict=True)
         tokens = torch.cat([torch.arange(start, start + count) for start, count in spans])
-        common.slot_mapping[tokens.to(device)] = -1  # in place: what layers store goes by it too
+        common.slot_mapping[tokens.to(device)] = -1  # in place, because layers store by it as well
         bound = common.seq_lens_cpu_upper_bound
         if bound is not None:
             bound = bound.clone()
             bound[list(batch.rows)] = counts.to(bound.dtype)
-        return with_lengths(common, lengths, bound)
+        return replace_lengths(common, lengths, bound)
 
 
-def _of_one_head(impl: Any) -> Any:
-    alone = copy.copy(impl)
-    alone.num_kv_heads, alone.num_heads = 1, impl.num_heads // impl.num_kv_heads
-    return alone
+def _single_head_impl(impl: Any) -> Any:
+    single = copy.copy(impl)
+    single.num_kv_heads, single.num_heads = 1, impl.num_heads // impl.num_kv_heads
+    return single
 
 
-def _attend(alone: Any, step: _LayerStep, layer: Any, query: Tensor, output: Tensor) -> None:
-    """Write what the sequences answer into the batch's (tokens, Hq, D) output."""
-    queries = step.taken(query)
+def _attend(single: Any, step: _LayerStep, layer: Any, query: Tensor, output: Tensor) -> None:
+    """Write the attention output of the sequences into a batch's (tokens, Hq, D) `output`."""
+    queries = step.select_states(query)
     answers = output.view(-1, *queries.shape[1:])
     found, cache = step.found, step.pages.cache
     if found.in_order:
         out = answers[: len(queries)]
-        alone.forward(layer, queries, None, None, cache, step.metadata, output=out)
+        single.forward(layer, queries, None, None, cache, step.metadata, output=out)
         return
     out = torch.empty_like(queries, dtype=output.dtype)
-    alone.forward(layer, queries, None, None, cache, step.metadata, output=out)
+    single.forward(layer, queries, None, None, cache, step.metadata, output=out)
     answers[found.states] = out

@@ -1,6 +1,7 @@
-"""Histories of sessions: the tokens they stand for, compared by digests, and which of them go.
+"""Histories of sessions: their tokens, which are compared by digests, and the choice of those to
+evict.
 
-No vLLM is needed here.
+This module does not import vLLM.
 """
 
 import hashlib
@@ -18,52 +19,52 @@ from snapkv.policies.spans import Spans
 from snapkv_vllm.admission.spans import RequestSpans
 
 BLOCK = 256
-"""Tokens between two digests: 16 bytes for each KiB of ids."""
+"""The number of tokens between two digests, which take 16 bytes for each KiB of ids."""
 
 
 @dataclass(frozen=True, eq=False)
 class DigestedTokens:
-    """Token ids, and a digest of every prefix of them that consists of whole blocks.
+    """Token ids with a digest of every prefix that consists of whole blocks.
 
-    Two of them are compared in a time that hardly depends on their length, so that a prompt can be
-    compared with many histories.
+    The time to compare two of them hardly depends on their length, so a prompt can be compared with
+    many histories.
     """
 
     ids: NDArray[np.int32]
     digests: Sequence[bytes]
 
     @classmethod
-    def of(cls, ids: Sequence[int] | NDArray[np.int32]) -> Self:
-        """Digest a copy of these ids, in a time linear in their number."""
+    def from_ids(cls, ids: Sequence[int] | NDArray[np.int32]) -> Self:
+        """Copy and digest `ids`, in a time that is linear in their number."""
         copied = np.array(ids, dtype=np.int32)
         digest, digests = hashlib.blake2b(digest_size=16), []
         for end in range(BLOCK, len(copied) + 1, BLOCK):
             digest.update(copied[end - BLOCK : end].data)
-            digests.append(digest.digest())  # of all so far; the digest can be continued
+            digests.append(digest.digest())  # of all tokens so far
         return cls(copied, digests)
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def first(self, tokens: int) -> Self:
-        """Return the first `tokens` of them."""
+    def truncate(self, tokens: int) -> Self:
+        """Return the first `tokens` tokens."""
         return type(self)(self.ids[:tokens], self.digests[: tokens // BLOCK])
 
-    def common_tokens(self, other: "DigestedTokens") -> int:
+    def count_common_tokens(self, other: "DigestedTokens") -> int:
         """Count the first tokens that are the same in both.
 
-        Equal digests are taken for equal tokens; `begins_like` compares the tokens themselves.
+        Equal digests are taken for equal tokens; `has_same_prefix` compares the tokens themselves.
         """
         most = min(len(self.digests), len(other.digests))
         blocks = bisect_left(range(most), True, key=lambda n: self.digests[n] != other.digests[n])
-        behind = slice(blocks * BLOCK, (blocks + 1) * BLOCK)
-        own, others = self.ids[behind], other.ids[behind]
+        block = slice(blocks * BLOCK, (blocks + 1) * BLOCK)
+        own, others = self.ids[block], other.ids[block]
         length = min(len(own), len(others))
         differ = np.flatnonzero(own[:length] != others[:length])
         return blocks * BLOCK + (int(differ[0]) if len(differ) else length)
 
-    def begins_like(self, other: "DigestedTokens", tokens: int) -> bool:
-        """Whether the first `tokens` are the same in both, compared one by one."""
+    def has_same_prefix(self, other: "DigestedTokens", tokens: int) -> bool:
+        """Whether the first `tokens` tokens are the same in both, compared one by one."""
         return np.array_equal(self.ids[:tokens], other.ids[:tokens])
 
 
@@ -72,95 +73,112 @@ class DigestedTokens:
 _NONE = Spans(())
 
 Owner = tuple[str, str, str]
-"""Whose a history is: the session, the adapter that has read it, and the salt of its cache."""
+"""The owner of a history: its session, the LoRA adapter that has computed it, and its
+cache salt.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compressed:
-    """What is known of a history up to where it was compressed last.
+class CompressedPrefix:
+    """The part of a history that was compressed, and the spans that its requests asked for.
 
     Attributes:
-        tokens: how many were seen then; 0 where it never was. What came after them is whole.
-        kept_tokens: of those, per KV head.
-        drop: what its request wanted gone.
-        whole: what it wanted to stay, see `ServingSettings.whole_of`.
+        tokens: how many tokens were computed at the last compression; 0 if there was none. All
+            later tokens are stored.
+        kept_tokens: how many of them are stored per KV head.
+        drop: the spans that were dropped.
+        protected: the spans that were kept whatever the votes; see
+            `ServingSettings.protected_spans_of`.
     """
 
     tokens: int = 0
     kept_tokens: int = 0
     drop: Spans = _NONE
-    whole: Spans = _NONE
+    protected: Spans = _NONE
 
     @property
     def dropped_tokens(self) -> int:
+        """How many tokens are no longer stored."""
         return self.tokens - self.kept_tokens
 
-    def left(self, asked: RequestSpans, whole: Spans) -> RequestSpans | None:
-        """Of what a request says of spans what is still to be done; None where that is too late.
+    def remaining_edits(self, requested: RequestSpans, protected: Spans) -> RequestSpans | None:
+        """Return the edits of a new request that the history does not contain yet.
 
-        What was dropped must be dropped, and what is to go or to stay now must be there whole.
+        Args:
+            requested: the spans that the request drops, protects or compresses.
+            protected: the spans that the request keeps whatever the votes.
+
+        Returns:
+            The edits; None if the request needs a token that was dropped, keeps what was dropped,
+            or compresses spans.
         """
-        if self.drop.without(asked.drop).parts or asked.compress:
+        if self.drop.without(requested.drop).parts or requested.compress:
             return None
-        left, late = asked.drop.without(self.drop), Spans(((0, self.tokens),))
-        for named in (left, whole):
-            if named.overlap(late).without(self.whole).parts:
+        left, compressed = requested.drop.without(self.drop), Spans(((0, self.tokens),))
+        for spans in (left, protected):
+            if spans.overlap(compressed).without(self.protected).parts:
                 return None
-        return RequestSpans(drop=left, protect=asked.protect)
+        return RequestSpans(drop=left, protect=requested.protect)
 
 
 @dataclass(kw_only=True, eq=False)
 class History:
-    """Tokens that were seen, and the blocks that hold what is kept of them."""
+    """The tokens that a request has computed, and the blocks that store the kept ones."""
 
     owner: Owner
-    prompt: bytes  # a digest of its request's, which is the same when a turn is tried again
+    prompt: bytes  # a digest of the prompt, which is the same if a request is sent again
     tokens: DigestedTokens
-    compressed: Compressed
-    blocks: Sequence[list[Any]] = ()  # of every KV cache group
-    requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
+    compressed: CompressedPrefix
+    blocks: Sequence[list[Any]] = ()  # for each KV cache group
+    requests: set[str] = field(default_factory=set)  # running requests that begin with it
     last_used: float = field(default_factory=time.time)  # seconds since the epoch
 
     @property
     def tenant(self) -> str:
-        """Whose the session is; of a server that keeps keys apart its key, hashed."""
+        """The tenant of the session: the hash of its API key, or "" on a server without keys."""
         return self.owner[0].partition("/")[0]
 
     @property
     def first_block(self) -> int:
+        """The number of its first block, which identifies it on the workers."""
         block: int = self.blocks[0][0].block_id
         return block
 
     @property
     def held_tokens(self) -> int:
+        """How many tokens are stored per KV head."""
         return len(self.tokens) - self.compressed.dropped_tokens
 
     def block_count(self, sizes: Sequence[int]) -> int:
-        """How many it takes in groups of such blocks, those among them that others hold, too."""
+        """Return how many blocks it takes in groups with blocks of these sizes, including shared
+        blocks.
+        """
         return sum(-(-self.held_tokens // size) for size in sizes)
 
     def usable_tokens(self, same: int, block_tokens: int) -> int:
-        """Return how many first tokens a request can take from its blocks; 0 for none.
+        """Return how many first tokens a request can take from the blocks of this history; 0 for
+        none.
 
-        In full blocks if there are some after what was compressed. Else no other request may begin
-        with it, and what it held after those tokens is written over.
+        These are full blocks, if one ends after the last compression. Otherwise the request
+        continues in the last block and overwrites what follows, so no other request may use the
+        history at the same time.
 
         Args:
-            same: the first tokens that it has in common with the request's prompt. The result does
-                not fall when these are more.
-            block_tokens: tokens in a block.
+            same: how many first tokens the history has in common with the prompt. A larger number
+                never gives a smaller result.
+            block_tokens: the size of a block.
         """
-        at = self.compressed
-        if same < max(1, at.tokens):
+        prefix = self.compressed
+        if same < max(1, prefix.tokens):
             return 0
-        dropped = at.dropped_tokens
+        dropped = prefix.dropped_tokens
         full = (same - dropped) // block_tokens * block_tokens + dropped
-        if full >= at.tokens:
+        if full >= prefix.tokens:
             return full if full > dropped else 0
         return 0 if self.requests else same
 
 
-# Who gives room back.
+# Evictions.
 
 
 class _Owned(Protocol):
@@ -171,29 +189,30 @@ class _Owned(Protocol):
 Item = TypeVar("Item", bound=_Owned)
 
 
-def going(
+def choose_evictions(
     idle: Sequence[Item], taken: Counter[str], most: int, size_of: Callable[[Item], int]
 ) -> tuple[list[Item], int]:
-    """Which of the idle ones go, so that what is taken fits: of the tenant that has most.
+    """Choose which idle items are evicted, always from the tenant that takes most.
 
-    A tenant's share is an equal part for each who has any. It may take what others leave; what is
-    within another's share stays.
+    Every tenant that takes anything has an equal share of `most`, and may also use what others
+    leave free. An item within the share of its tenant is never evicted.
 
     Args:
-        idle: the least recently used first.
-        taken: by tenant, with what is to come.
-        most: that all of them may take together.
-        size_of: what one of the idle takes.
+        idle: the items that may be evicted, least recently used first.
+        taken: how much each tenant takes, including the new item.
+        most: how much all tenants together may take.
+        size_of: how much one item takes.
 
     Returns:
-        Them, and how much is too much even then, 0 for nothing.
+        The items to evict, and by how much `most` is still exceeded without them.
     """
     share, taken, idle, found = most / len(taken), Counter(taken), list(idle), list[Item]()
     while taken.total() > most:
         beyond = [one for one in idle if taken[one.tenant] > share]
         if not beyond:
             break
-        found.append(max(beyond, key=lambda one: taken[one.tenant]))  # of equals the first
+        # `max` returns the first, which is the least recently used one of that tenant.
+        found.append(max(beyond, key=lambda one: taken[one.tenant]))
         idle.remove(found[-1])
         taken[found[-1].tenant] -= size_of(found[-1])
     return found, max(0, taken.total() - most)

@@ -1,4 +1,4 @@
-"""What attention is told of requests that hold fewer tokens than they have seen."""
+"""Tells attention how many tokens each request stores, if that is fewer than it has computed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,74 +9,86 @@ from torch import Tensor
 
 
 class KeptLengths:
-    """Lengths in stored tokens, next to the runner's own lengths, which count all tokens.
+    """The numbers of stored tokens of a batch. The runner's own lengths count all computed tokens.
 
-    The buffers live as long as the runner, so CUDA graphs that read them at their capture read the
-    lengths of each step at their replay.
+    The buffers live as long as the runner. CUDA graphs that read them during capture therefore read
+    the lengths of the current step during replay.
     """
 
     def __init__(self, most_requests: int, device: torch.device) -> None:
         self._dropped_cpu = torch.zeros(most_requests, dtype=torch.int32)
         self._dropped = self._dropped_cpu.to(device)
         self._seq_lens = torch.zeros(most_requests, dtype=torch.int32, device=device)
-        self._any = False
+        self._has_dropped = False
 
-    def enter(self, requests: Sequence[str], dropped: Mapping[str, int]) -> None:
-        """Take over what the requests of this step's batch have dropped."""
-        self.leave()
-        self._any = any(request in dropped for request in requests)
-        if self._any:
+    def begin_step(self, requests: Sequence[str], dropped: Mapping[str, int]) -> None:
+        """Set how many tokens each request of this batch has dropped."""
+        self.end_step()
+        self._has_dropped = any(request in dropped for request in requests)
+        if self._has_dropped:
             rows = np.fromiter(
                 (dropped.get(request, 0) for request in requests), np.int32, len(requests)
             )
             self._dropped_cpu[: len(requests)] = torch.from_numpy(rows)
             self._dropped.copy_(self._dropped_cpu, non_blocking=True)
 
-    def leave(self) -> None:
-        """The step is over; what follows may be a dummy batch."""
-        if self._any:
+    def end_step(self) -> None:
+        """Reset the dropped counts to zero, because a dummy batch may follow."""
+        if self._has_dropped:
             self._dropped_cpu.zero_()
             self._dropped.zero_()
-            self._any = False
+            self._has_dropped = False
 
-    def positions(self, positions: Tensor, query_start_loc: Tensor) -> Tensor | None:
-        """Where new tokens lie among those held: (tokens,); None where that is where they are.
+    def stored_positions(self, positions: Tensor, query_start_loc: Tensor) -> Tensor | None:
+        """Return where the new tokens lie among the stored ones: (tokens,); None if that is their
+        position.
 
         Args:
-            positions: (tokens,) int64, true positions of the batch's tokens.
+            positions: (tokens,) int64, the true positions of the tokens of the batch.
             query_start_loc: (requests + 1,) int32, where the tokens of each request begin.
         """
-        if not self._any:
+        if not self._has_dropped:
             return None
         ends = query_start_loc[1:].contiguous()
         tokens = torch.arange(len(positions), dtype=ends.dtype, device=ends.device)
         rows = torch.searchsorted(ends, tokens, right=True).clamp_(max=len(ends) - 1)
         return positions - self._dropped[rows]
 
-    def tell(self, builder: Any) -> None:
-        """Have one of vLLM's attention metadata builders count tokens held from now on."""
+    def patch_builder(self, builder: Any) -> None:
+        """Patch one of vLLM's attention metadata builders so that it gets the numbers of stored
+        tokens.
+        """
         build = builder.build
 
         def build_for_held(
             common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            return build(common_prefix_len, self.as_held(common_attn_metadata), *args, **kwargs)
+            return build(common_prefix_len, self.convert(common_attn_metadata), *args, **kwargs)
 
         builder.build = build_for_held
 
-    def as_held(self, metadata: Any) -> Any:
-        """vLLM's `CommonAttentionMetadata` of a batch, with lengths counted in tokens held."""
+    def convert(self, metadata: Any) -> Any:
+        """Return a copy of vLLM's `CommonAttentionMetadata` whose lengths count stored tokens.
+
+        The lengths are a view of this object's buffer, which the next call overwrites.
+        """
         rows = metadata.seq_lens.shape[0]
         held = self._seq_lens[:rows]
         torch.sub(metadata.seq_lens, self._dropped[:rows], out=held)
         bound = metadata.seq_lens_cpu_upper_bound
-        if self._any and bound is not None:
-            return with_lengths(metadata, held, bound - self._dropped_cpu[: bound.shape[0]])
-        return with_lengths(metadata, held)
+        if self._has_dropped and bound is not None:
+            return replace_lengths(metadata, held, bound - self._dropped_cpu[: bound.shape[0]])
+        return replace_lengths(metadata, held)
 
 
-def with_lengths(metadata: Any, lengths: Tensor, bound: Tensor | None = None) -> Any:
-    """vLLM's `CommonAttentionMetadata` with other lengths, and a bound of each on the host."""
+def replace_lengths(metadata: Any, lengths: Tensor, bound: Tensor | None = None) -> Any:
+    """Return a copy of vLLM's `CommonAttentionMetadata` with other lengths.
+
+    Args:
+        metadata: the metadata of a batch.
+        lengths: (requests,) int32 on the device.
+        bound: upper bounds of the lengths on the host; None keeps the former ones.
+    """
     changed: dict[str, Any] = {"seq_lens": lengths, "_num_computed_tokens_cache": None}
     if bound is not None:
         changed |= {"seq_lens_cpu_upper_bound": bound, "max_seq_len": int(bound.max())}

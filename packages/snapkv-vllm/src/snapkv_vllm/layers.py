@@ -1,4 +1,6 @@
-"""vLLM's attention layers: what votes need of them, and which are compressed together."""
+"""vLLM's attention layers: the queries and options that votes need, and which layers are compressed
+together.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,17 +12,17 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.ops import ScoreOptions
-from snapkv_vllm.layouts import Layout, layout_of
+from snapkv_vllm.layouts import Layout, make_layout
 
-MOST_BYTES = 16 << 20
-"""Of keys and values that are copied at a time, unless one layer takes more."""
+MAX_COPY_BYTES = 16 << 20
+"""The bytes of keys and values that are copied at a time, unless a single layer has more."""
 
 
 class VotingLayer:
-    """A layer of vLLM (`Attention`) whose queries can be listened to, and its cache.
+    """An attention layer of vLLM (`Attention`) whose queries can be recorded, and its cache.
 
     Attributes:
-        wrapped: vLLM's own.
+        wrapped: the layer of vLLM.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -33,13 +35,13 @@ class VotingLayer:
 
     @property
     def cache(self) -> Tensor:
-        """Where keys and values lie: (blocks, Hkv, block_tokens, numbers of a token)."""
+        """The keys and values of the layer: (blocks, Hkv, block_tokens, numbers of a token)."""
         cache: Tensor = self.wrapped.kv_cache
         return cache
 
     @property
     def score_options(self) -> ScoreOptions:
-        """What the layer does to its scores."""
+        """The scaling, soft cap and sinks of the attention scores of the layer."""
         impl = self.wrapped.impl
         return ScoreOptions(
             scaling=impl.scale,
@@ -47,8 +49,8 @@ class VotingLayer:
             sink_logits=getattr(impl, "sinks", None),
         )
 
-    def listen(self, listener: Callable[[Tensor], None]) -> None:
-        """Have the (tokens, Hq, D) queries of every batch noted before the layer attends."""
+    def add_query_listener(self, listener: Callable[[Tensor], None]) -> None:
+        """Patch the layer so that `listener` gets the (tokens, Hq, D) queries of every batch."""
         impl = self.wrapped.impl
         forward = impl.forward
 
@@ -58,20 +60,23 @@ class VotingLayer:
 
         impl.forward = forward_and_tell
 
-    def over_stored(self, queries: Tensor) -> Tensor:
-        """Queries as listeners get them, (1, Hq, W, D), as they meet the keys that are stored."""
+    def prepare_queries(self, queries: Tensor) -> Tensor:
+        """Convert recorded queries of (1, Hq, W, D) to the form in which they meet the
+        stored keys.
+        """
         if queries.dtype.itemsize > 1:
             return queries
-        scaled: Tensor = queries.float() * self.wrapped._q_scale  # kernels of some GPUs take bytes
+        # Some GPU kernels get queries in fp8.
+        scaled: Tensor = queries.float() * self.wrapped._q_scale
         return scaled.to(self.wrapped.dtype)
 
 
 class LatentLayer(VotingLayer):
-    """A layer with latent attention, which stores one latent for all heads: `MLAAttention`.
+    """A layer with latent attention (`MLAAttention`), which stores one latent for all heads.
 
-    A head's keys are the latent times a matrix of the head's own, and after them a part that is
-    rotated and the same for all heads. Turned by that matrix, queries meet the latent itself, so
-    the latent and the rotated part are the keys of a single KV head.
+    The keys of a head are the latent times a matrix of the head, followed by a rotated part that
+    all heads share. If the queries are multiplied by that matrix, they can be compared with the
+    latent itself. So the latent and the rotated part are treated as the keys of a single KV head.
     """
 
     @property
@@ -83,7 +88,7 @@ class LatentLayer(VotingLayer):
     def score_options(self) -> ScoreOptions:
         return ScoreOptions(scaling=self.wrapped.scale)
 
-    def listen(self, listener: Callable[[Tensor], None]) -> None:
+    def add_query_listener(self, listener: Callable[[Tensor], None]) -> None:
         forward = self.wrapped.forward_impl
 
         def forward_and_tell(query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -92,8 +97,8 @@ class LatentLayer(VotingLayer):
 
         self.wrapped.forward_impl = forward_and_tell
 
-    def over_stored(self, queries: Tensor) -> Tensor:
-        """(1, Hq, W, latent and rotated part)."""
+    def prepare_queries(self, queries: Tensor) -> Tensor:
+        """Convert recorded queries to (1, Hq, W, size of the latent and the rotated part)."""
         plain = self.wrapped.qk_nope_head_dim
         turned = queries[..., :plain] @ self.wrapped.W_UK_T  # (Hq, plain, latent)
         return torch.cat([turned, queries[..., plain:]], dim=-1)
@@ -104,7 +109,9 @@ def voting_layer(layer: Any) -> VotingLayer:
 
 
 def attention_layers(vllm_config: Any) -> dict[str, Any]:
-    """The attention layers of a model that vLLM has built, by name, in the order of the model."""
+    """Return the attention layers of a model that vLLM has built, by name and in the order of the
+    model.
+    """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     layers = vllm_config.compilation_config.static_forward_context
@@ -114,72 +121,82 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Neighbouring layers of one KV cache group that are alike; rows of a batch."""
+    """Consecutive layers of one KV cache group that are alike and are compressed as rows of a
+    batch.
+    """
 
-    group: int  # index of vLLM's KV cache group
-    depth: int  # how many compressed layers come before the first
+    group: int  # the index of vLLM's KV cache group
+    depth: int  # the number of compressed layers before the first
     layers: Mapping[str, VotingLayer]  # by name
-    layout: Layout  # of their caches
+    layout: Layout  # the layout of their caches
 
     @property
     def first(self) -> VotingLayer:
-        """One of the layers, to ask what all have in common."""
+        """The first layer, which stands for all of them where they are alike."""
         return next(iter(self.layers.values()))
 
     @property
     def votes_impl(self) -> ops.Implementation:
-        return "by_head" if self._half_on_cpu else "auto"
+        return "by_head" if self._is_half_on_cpu else "auto"
 
-    def keys_of(self, stored: Tensor) -> Tensor:
-        """Stored keys, (layers, Hkv, T, D), as attention sees them."""
+    def decode_keys(self, stored: Tensor) -> Tensor:
+        """Convert stored keys of (layers, Hkv, T, D) to the numbers that attention sees."""
         form = self.layout.form
-        if form.coded is None:
+        if form.byte_dtype is None:
             return stored
         scales = torch.stack([layer.wrapped._k_scale for layer in self.layers.values()])
-        scaled: Tensor = form.decoded(stored).float() * scales.view(-1, 1, 1, 1)
+        scaled: Tensor = form.decode(stored).float() * scales.view(-1, 1, 1, 1)
         return scaled.to(form.dtype)
 
-    def blocks_of(self, blocks: Sequence[int], block_tokens: int) -> Tensor:
-        """Blocks of so many tokens as the caches number them, which may be parts of vLLM's."""
+    def to_cache_blocks(self, blocks: Sequence[int], block_tokens: int) -> Tensor:
+        """Return the numbers of `blocks` in the caches, whose blocks may be smaller than those of
+        vLLM.
+        """
         cache = self.first.cache
         numbers = torch.tensor(blocks, device=cache.device)
         parts = block_tokens // cache.shape[2]
         return (numbers[:, None] * parts + torch.arange(parts, device=cache.device)).flatten()
 
-    def within_bounds(self, prompt_tokens: int, kept_tokens: int) -> "Iterator[LayerRun]":
-        """The same layers, as many at a time as may be copied.
+    def split_by_memory(self, prompt_tokens: int, kept_tokens: int) -> "Iterator[LayerRun]":
+        """Yield the layers in runs that are small enough to be copied at once.
 
-        In float32 on a CPU that is one, which votes bit for bit as in the library.
+        On a CPU in float32 a run has one layer, so that votes are those of the library bit for bit.
         """
         cache = self.first.cache
         of_keys = self.layout.form.bytes * cache.shape[1] * cache.shape[3] // 2
         at_once = 1
-        if self._half_on_cpu or cache.device.type != "cpu":
-            at_once = max(1, MOST_BYTES // (of_keys * (prompt_tokens + 2 * kept_tokens)))
+        if self._is_half_on_cpu or cache.device.type != "cpu":
+            at_once = max(1, MAX_COPY_BYTES // (of_keys * (prompt_tokens + 2 * kept_tokens)))
         for start in range(0, len(self.layers), at_once):
             some = slice(start, start + at_once)
             layers = dict(list(self.layers.items())[some])
-            yield LayerRun(self.group, self.depth + start, layers, self.layout.part(some))
+            yield LayerRun(self.group, self.depth + start, layers, self.layout.select_layers(some))
 
     @property
-    def _half_on_cpu(self) -> bool:
+    def _is_half_on_cpu(self) -> bool:
         half = self.layout.form.dtype in (torch.bfloat16, torch.float16)
         return half and self.first.cache.device.type == "cpu"
 
 
 def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[LayerRun]:
-    """All layers by name and KV cache group, once vLLM has allocated their caches."""
+    """Yield runs of consecutive layers that are alike, in the order of the model.
+
+    The caches must be allocated.
+    """
     depth = 0
     for group, layers in groups.items():
-        for _, alike in itertools.groupby(layers.items(), lambda item: _kind(*item)):
+        for _, alike in itertools.groupby(layers.items(), lambda item: _signature(*item)):
             run = dict(alike)
-            layout = layout_of([layer.wrapped for layer in run.values()])
+            layout = make_layout([layer.wrapped for layer in run.values()])
             yield LayerRun(group, depth, run, layout)
             depth += len(run)
 
 
-def _kind(name: str, layer: VotingLayer) -> tuple[Any, ...]:
-    """What layers have in common that are alike; each with sinks of its own stays alone."""
+def _signature(name: str, layer: VotingLayer) -> tuple[Any, ...]:
+    """Return a value that is equal for layers that are alike.
+
+    A layer with sinks is like no other.
+    """
     options, cache = layer.score_options, layer.cache
     return (
         layer.wrapped.get_attn_backend().get_name(),

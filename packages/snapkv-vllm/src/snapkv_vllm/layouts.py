@@ -1,8 +1,8 @@
 """How attention backends lay out keys and values inside a block.
 
-Blocks are numbered along the first axis of a cache and tokens inside a block; a slot is
-``block * block_tokens + token``. In what is read and written, layers that are alike are rows of a
-batch, so that a step takes as few operations as can be.
+Blocks are numbered along the first axis of a cache, and tokens inside a block. A slot is ``block *
+block_tokens + token``. Layers that are alike are read and written as rows of a batch, which takes
+fewer operations.
 """
 
 import functools
@@ -14,67 +14,73 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.ops import gather_tokens
 
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How a cache stores numbers: as the model has them, or each in a byte, with layers' scales."""
+    """How a cache stores numbers: in the model's dtype, or as bytes with one scale for
+    each layer.
+    """
 
-    dtype: torch.dtype  # the model's
-    coded: torch.dtype | None = None  # what the bytes are, before they are scaled
-    name: str = "auto"  # what vLLM's kernels call it
+    dtype: torch.dtype  # of the model
+    byte_dtype: torch.dtype | None = None  # of the bytes, if numbers are stored in bytes
+    name: str = "auto"  # the name of the format in vLLM's kernels
 
     @classmethod
-    def of(cls, layer: Any) -> Self:
+    def from_layer(cls, layer: Any) -> Self:
         name = getattr(layer, "kv_cache_dtype", "auto")
         if name not in FP8:
             return cls(layer.kv_cache.dtype)
-        e4m3 = getattr(layer.impl, "fp8_dtype", torch.float8_e4m3fn)  # differs on some AMD GPUs
+        # Some AMD GPUs use another dtype.
+        e4m3 = getattr(layer.impl, "fp8_dtype", torch.float8_e4m3fn)
         return cls(layer.dtype, torch.float8_e5m2 if name == "fp8_e5m2" else e4m3, name)
 
-    def decoded(self, stored: Tensor) -> Tensor:
-        """Stored numbers as the model's, not yet scaled; every number of a byte is one of those."""
-        return stored if self.coded is None else stored.view(self.coded).to(self.dtype)
+    def decode(self, stored: Tensor) -> Tensor:
+        """Convert stored numbers to the dtype of the model, without their scale. This is exact."""
+        return stored if self.byte_dtype is None else stored.view(self.byte_dtype).to(self.dtype)
 
     @property
     def bytes(self) -> int:
-        """What a number takes as it is stored, and decoded where that is another tensor."""
-        return self.dtype.itemsize + (0 if self.coded is None else self.coded.itemsize)
+        """The bytes of a stored number, and of its decoded form if that is another tensor."""
+        return self.dtype.itemsize + (0 if self.byte_dtype is None else self.byte_dtype.itemsize)
 
 
 FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
-"""vLLM's names of formats of a byte with one scale for a layer."""
+"""vLLM's names of the formats that store a number in a byte with one scale for each layer."""
 
 
-def layout_of(layers: Sequence[Any]) -> "Layout":
-    """The layout of some of vLLM's attention layers that are alike, once their caches are there."""
+def make_layout(layers: Sequence[Any]) -> "Layout":
+    """Return the layout of some attention layers that are alike, after vLLM has allocated their
+    caches.
+    """
     return LAYOUTS[layers[0].get_attn_backend().get_name()](layers)
 
 
-def slots(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
-    """The KV cache slots of the first tokens that lie in these blocks."""
+def slot_numbers(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
+    """Return the KV cache slots of the first `tokens` tokens that lie in `blocks`."""
     within = torch.arange(block_tokens, device=blocks.device)
     return (blocks[:, None] * block_tokens + within).flatten()[:tokens]
 
 
-def padded(states: Tensor, tokens: int) -> Tensor:
-    """Kept (..., K, D) states with zeros after them, up to so many tokens.
+def pad_tokens(states: Tensor, tokens: int) -> Tensor:
+    """Append zeros to (..., K, D) states, up to `tokens` tokens.
 
-    The last block may come from a recurrent state, whose bytes read as keys and values may be NaN;
-    attention masks what lies after a request's tokens by products with zero.
+    The last block may have belonged to a recurrent state, whose bytes may be NaN as keys and
+    values. Attention masks the slots after a request's tokens by products with zero, which would
+    stay NaN.
     """
     missing = tokens - states.shape[-2]
     return functional.pad(states, (0, 0, 0, missing)) if missing else states
 
 
 class PlainLayout:
-    """FlashAttention's and Triton's: token by token, keys and values side by side.
+    """The layout of FlashAttention and Triton, in which the keys and the values of a token lie side
+    by side.
 
-    Reads and writes the caches of a few layers that are alike, each of
-    (blocks, Hkv, block_tokens, 2 * D), however it lies in memory. Numbers are moved as they are
-    stored; `form` says what they are.
+    It reads and writes the caches of some layers that are alike, each (blocks, Hkv, block_tokens, 2
+    * D) with any strides. Numbers are moved as they are stored; `form` says how to decode them.
     """
 
     def __init__(
@@ -84,20 +90,23 @@ class PlainLayout:
         self._head_size = head_size
         self.form = form or NumberFormat(caches[0].dtype)
 
-    def part(self, layers: slice) -> Self:
+    def select_layers(self, layers: slice) -> Self:
+        """Return the layout of some of the layers."""
         return type(self)(self._caches[layers], self._head_size, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        """The keys of the first tokens in these blocks: a copy, (layers, Hkv, T, D)."""
+        """Copy the keys of the first `tokens` tokens in `blocks`: (layers, Hkv, T, D)."""
         every = torch.arange(tokens, device=blocks.device).expand(len(self._caches), 1, tokens)
         return self._read(slice(None, self._head_size), blocks, every)
 
-    def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
-        """Some of the keys that were read, (layers, Hkv, K, D), of every head those of `keep`."""
+    def select_keys(self, keys: Tensor, keep: Tensor) -> Tensor:
+        """Return the keys of the tokens in `keep` from the output of `read_keys`: (layers, Hkv, K,
+        D).
+        """
         return gather_tokens(keys, keep)
 
     def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        """The values of some tokens, (layers, Hkv or 1, K), in these blocks."""
+        """Copy the values of the tokens in `keep`, (layers, Hkv or 1, K), that lie in `blocks`."""
         return self._read(slice(self._head_size, None), blocks, keep)
 
     def _read(self, half: slice, blocks: Tensor, tokens: Tensor) -> Tensor:
@@ -108,7 +117,9 @@ class PlainLayout:
         return torch.stack([cache[..., half][block, head, at] for cache, (block, at) in of_layers])
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put (layers, Hkv, K, D) keys and values into KV cache slots, the same for all heads."""
+        """Write (layers, Hkv, K, D) keys and values into KV cache slots, which are the same for all
+        heads.
+        """
         block_tokens = self._caches[0].shape[2]
         block, token = slots // block_tokens, slots % block_tokens
         by_token = torch.cat([keys, values], dim=-1).transpose(1, 2)  # (layers, K, Hkv, 2 * D)
@@ -117,31 +128,32 @@ class PlainLayout:
 
 
 def _plain(layers: Sequence[Any]) -> PlainLayout:
-    form = NumberFormat.of(layers[0])
+    form = NumberFormat.from_layer(layers[0])
     caches = [layer.kv_cache for layer in layers]
-    if form.coded is not None:
-        caches = [cache.view(torch.uint8) for cache in caches]  # as bytes they can be gathered
+    if form.byte_dtype is not None:
+        caches = [cache.view(torch.uint8) for cache in caches]  # fp8 tensors cannot be gathered
     return PlainLayout(caches, layers[0].head_size, form)
 
 
 def _latent(layers: Sequence[Any]) -> PlainLayout:
-    """Latent attention's (MLA) caches of (blocks, block_tokens, latent and rotated part).
+    """Return the layout of latent attention (MLA), whose caches are (blocks, block_tokens, size).
 
-    All of it meets the queries, so it is read as the keys of one KV head; values are made of the
-    same latent, and nothing is stored for them: they have no numbers.
+    The latent and the rotated part are read as the keys of one KV head. Values are computed from
+    the same latent, so the stored values have size 0.
     """
     return PlainLayout([layer.kv_cache.unsqueeze(1) for layer in layers], layers[0].head_size)
 
 
-_DIGIT = 8  # every float format holds the whole numbers below it exactly, also those of a byte
+_DIGIT = 8  # every float format, also fp8, represents the integers below it exactly
 
 
 class CpuLayout:
-    """The CPU backend's: each block packed as the instruction set of the machine likes it.
+    """The layout of the CPU backend, which packs each block as the instruction set of the machine
+    needs it.
 
-    How is written down nowhere but in the kernel that writes it. So numbers that name their own
-    place are written with that kernel and looked for afterwards, once per kind of block. Reads go
-    through the measured packing, writes through the kernel. Methods are those of `PlainLayout`.
+    The packing is defined only by vLLM's kernel. So for each kind of block, numbers that encode
+    their own index are written with that kernel and then located in memory. Reads use the packing
+    that was found in this way, writes use the kernel. The methods are those of `PlainLayout`.
     """
 
     def __init__(
@@ -153,46 +165,48 @@ class CpuLayout:
         _, self._heads, self._block_tokens, twice = caches[0].shape
         self._head_size = twice // 2
 
-    def part(self, layers: slice) -> Self:
+    def select_layers(self, layers: slice) -> Self:
         return type(self)(self._caches[layers], self._isa, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
         return self._read(0, blocks)[:, :, :tokens]
 
-    def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
+    def select_keys(self, keys: Tensor, keep: Tensor) -> Tensor:
         if keys.stride(-2) != 1:
             return gather_tokens(keys, keep)
         columns = keep.unsqueeze(2).expand(-1, self._heads, self._head_size, -1)
         return keys.mT.gather(3, columns).mT
 
     def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        places = self._packings()[1].places.view(self._block_tokens, self._head_size)
+        places = self._measure_packings()[1].indices.view(self._block_tokens, self._head_size)
         head = torch.arange(self._heads)[:, None]
         halves = 2 * (blocks[keep // self._block_tokens] * self._heads + head) + 1
         halves = halves.expand(len(self._caches), -1, -1)
         rows = (keep % self._block_tokens).expand_as(halves)
-        found = (  # the index of a number is larger than the number: those of a layer at a time
+        found = (  # indices are larger than the numbers, so they are built for one layer at a time
             cache.view(-1)[places[row] + half[..., None] * places.numel()]
             for cache, row, half in zip(self._caches, rows, halves, strict=True)
         )
         return torch.stack(list(found))
 
-    def _packings(self) -> "tuple[_Packing, _Packing]":
-        return _packings(self._isa, self._block_tokens, self._head_size, self.form)
+    def _measure_packings(self) -> "tuple[_Packing, _Packing]":
+        return _measure_packings(self._isa, self._block_tokens, self._head_size, self.form)
 
     def _halves(self, cache: Tensor) -> Sequence[Tensor]:
-        """Where the keys of a layer lie and where its values, (blocks, Hkv, block_tokens, D)."""
+        """Return views of the keys and of the values of a layer, each (blocks, Hkv, block_tokens,
+        D).
+        """
         by_half = cache.view(*cache.shape[:2], 2 * self._block_tokens, self._head_size)
         return by_half.chunk(2, dim=2)
 
     def _read(self, half: int, blocks: Tensor) -> Tensor:
-        """All keys, or all values, of these blocks: (layers, Hkv, T, D)."""
-        packing = self._packings()[half]
+        """Read all keys (`half` 0) or values (1) of some blocks: (layers, Hkv, T, D)."""
+        packing = self._measure_packings()[half]
         return packing.read([self._halves(cache)[half] for cache in self._caches], blocks)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for cache, *states in zip(self._caches, keys, values, strict=True):
-            of_keys, of_values = (_by_token(self.form.decoded(one)) for one in states)
+            of_keys, of_values = (_by_token(self.form.decode(one)) for one in states)
             _write_by_kernel(of_keys, of_values, self._halves(cache), slots, self._isa, self.form)
 
 
@@ -204,16 +218,16 @@ def _write_by_kernel(
     isa: str,
     form: NumberFormat,
 ) -> None:
-    """Have vLLM's kernel put (K, Hkv, D) keys and values, not scaled, into slots of a cache."""
+    """Write unscaled (K, Hkv, D) keys and values into slots of a cache with vLLM's kernel."""
     from vllm import _custom_ops as ops
 
     ops.cpu_attn_reshape_and_cache(
         keys, values, *halves, slots, isa, kv_cache_dtype=form.name
-    )  # by a scale of one, so that every number of a byte becomes that byte again
+    )  # with a scale of one, so that every number becomes the same byte again
 
 
 def _cpu(layers: Sequence[Any]) -> CpuLayout:
-    form = NumberFormat.of(layers[0])
+    form = NumberFormat.from_layer(layers[0])
     return CpuLayout([layer.kv_cache for layer in layers], layers[0].isa, form)
 
 
@@ -228,11 +242,11 @@ LAYOUTS: dict[str, Callable[[Sequence[Any]], Layout]] = {
     "FLASH_ATTN_MLA": _latent,
     "FLASHMLA": _latent,
 }
-"""By the names of vLLM's attention backends."""
+"""The layout of each supported attention backend of vLLM, by the backend's name."""
 
 
 def _by_token(states: Tensor) -> Tensor:
-    """(Hkv, K, D) as a contiguous (K, Hkv, D)."""
+    """Return (Hkv, K, D) states as a contiguous (K, Hkv, D) tensor."""
     heads, kept, head_size = states.shape
     if states.mT.is_contiguous():  # one matrix, which is transposed faster than several
         return states.mT.reshape(-1, kept).t().contiguous().view(kept, heads, head_size)
@@ -240,62 +254,65 @@ def _by_token(states: Tensor) -> Tensor:
 
 
 _Axes = tuple[tuple[int, int], ...]
-"""Lengths and strides, from the longest step down."""
+"""The length and the stride of each axis, the largest stride first."""
 
 
 @dataclass(frozen=True)
 class _Packing:
-    """Where the numbers of a block lie, token by token."""
+    """Where the numbers of a block lie in memory, token by token."""
 
-    places: Tensor  # (block_tokens * D,) int64
-    # the axes that the tokens of a block, and the numbers of a head, have in memory; None where
-    # axes do not say it all. Copying by them is several times faster than looking up every place.
+    indices: Tensor  # (block_tokens * D,) int64
+    # The axes of the tokens and of the numbers of a token in memory; None if the indices are not
+    # those of a strided tensor. A strided copy is several times faster than a look-up of indices.
     tokens: _Axes | None = None
     numbers: _Axes | None = None
 
     @classmethod
-    def of(cls, places: Tensor, block_tokens: int, head_size: int) -> Self:
-        """Tell whether the places are those of axes as short as can be."""
+    def build(cls, indices: Tensor, block_tokens: int, head_size: int) -> Self:
+        """Build the packing, and find out whether its indices are those of a tensor with short
+        axes.
+        """
         of_tokens = _factors(block_tokens)
         sizes = (*of_tokens, *_factors(head_size))
-        strides, described, step = [], places[:1], places.numel()
+        strides, described, step = [], indices[:1], indices.numel()
         for size in sizes:
             step //= size
-            strides.append(int(places[step] - places[0]))
+            strides.append(int(indices[step] - indices[0]))
             described = (described[:, None] + torch.arange(size) * strides[-1]).flatten()
-        if int(places[0]) or not torch.equal(described, places):
-            return cls(places)
+        if int(indices[0]) or not torch.equal(described, indices):
+            return cls(indices)
         axes = tuple(zip(sizes, strides, strict=True))
-        return cls(places, axes[: len(of_tokens)], axes[len(of_tokens) :])
+        return cls(indices, axes[: len(of_tokens)], axes[len(of_tokens) :])
 
     def read(self, caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
-        """Some blocks of each cache of (blocks, Hkv, block_tokens, D), token by token.
+        """Read some blocks of each cache of (blocks, Hkv, block_tokens, D), token by token.
 
         Returns:
-            (layers, Hkv, T, D). Where the tokens of a block lie side by side in memory, all do:
-            what is read for them together is read in one go.
+            (layers, Hkv, T, D). If neighbouring tokens of a block are neighbours in memory, they
+            are in the result as well, because this is copied faster.
         """
         heads, head_size = caches[0].shape[1], caches[0].shape[3]
         if self.tokens is None or self.numbers is None:
-            rows = [cache[blocks].flatten(2)[..., self.places] for cache in caches]
+            rows = [cache[blocks].flatten(2)[..., self.indices] for cache in caches]
             return torch.stack(rows).transpose(1, 2).reshape(len(caches), heads, -1, head_size)
         side_by_side = self.tokens[-1][1] == 1
         axes = self.numbers + self.tokens if side_by_side else self.tokens + self.numbers
         sizes, strides = zip(*axes, strict=True)
-        before = len(self.numbers) if side_by_side else 0  # axes between the heads and the blocks
+        # The number of axes between heads and blocks.
+        before = len(self.numbers) if side_by_side else 0
         shape = len(caches), heads, *sizes[:before], len(blocks), *sizes[before:]
         states = caches[0].new_empty(shape)
         for cache, found in zip(caches, states, strict=True):
             of_cache = (*cache.shape[:2], *sizes), (*cache.stride()[:2], *strides)
-            blocks_of = cache.as_strided(*of_cache)
-            torch.index_select(blocks_of, 0, blocks, out=found.movedim(1 + before, 0))
+            strided = cache.as_strided(*of_cache)
+            torch.index_select(strided, 0, blocks, out=found.movedim(1 + before, 0))
         if side_by_side:
             return states.reshape(len(caches), heads, head_size, -1).mT
         return states.reshape(len(caches), heads, -1, head_size)
 
 
 def _factors(number: int) -> list[int]:
-    """Prime factors, the largest first."""
+    """Return the prime factors of a number, the largest first."""
     found, factor = [], 2
     while number > 1:
         while number % factor == 0:
@@ -306,33 +323,39 @@ def _factors(number: int) -> list[int]:
 
 
 @functools.cache
-def _packings(
+def _measure_packings(
     isa: str, block_tokens: int, head_size: int, form: NumberFormat
 ) -> tuple[_Packing, _Packing]:
+    """Find out how vLLM's kernel packs the keys and the values of a block.
+
+    Raises:
+        UnsupportedModelError: the kernel does more than move the numbers.
+    """
     numbers = torch.arange(block_tokens * head_size)
     found = [torch.zeros_like(numbers), torch.zeros_like(numbers)]
     power = 1
     while power < numbers.numel():
         digits = (numbers // power % _DIGIT).to(form.dtype).view(block_tokens, 1, head_size)
-        for half, packed in zip(found, _packed(digits, isa, form), strict=True):
+        for half, packed in zip(found, _pack(digits, isa, form), strict=True):
             half += packed.flatten().long() * power
         power *= _DIGIT
     for half in found:
         if not torch.equal(half.sort().values, numbers):
-            raise UnsupportedModelError(
-                f"snapkv: expected the CPU backend to lay out a block by moving its numbers, got "
-                f"something else for {isa} and {form}; serve the model in float32"
-            )
-    keys, values = (_Packing.of(half.argsort(), block_tokens, head_size) for half in found)
+            problem = f"the CPU backend does more than move the numbers of a block ({isa}, {form})"
+            remedy = "Serve the model in float32"
+            raise wrong("snapkv", problem, remedy, UnsupportedModelError)
+    keys, values = (_Packing.build(half.argsort(), block_tokens, head_size) for half in found)
     return keys, values
 
 
-def _packed(states: Tensor, isa: str, form: NumberFormat) -> tuple[Tensor, Tensor]:
-    """A block that holds (block_tokens, 1, D) both as keys and as values, as it lies in memory."""
+def _pack(states: Tensor, isa: str, form: NumberFormat) -> tuple[Tensor, Tensor]:
+    """Write (block_tokens, 1, D) states with vLLM's kernel, and return the block of keys and that
+    of values as they lie in memory.
+    """
     block_tokens, _, head_size = states.shape
-    stored = torch.uint8 if form.coded else form.dtype
+    stored = torch.uint8 if form.byte_dtype else form.dtype
     cache = torch.zeros(1, 1, 2 * block_tokens, head_size, dtype=stored)
     keys, values = cache.chunk(2, dim=2)
     slots = torch.arange(block_tokens)
     _write_by_kernel(states, states.clone(), (keys, values), slots, isa, form)
-    return form.decoded(keys), form.decoded(values)
+    return form.decode(keys), form.decode(values)

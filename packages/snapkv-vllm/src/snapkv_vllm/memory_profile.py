@@ -1,11 +1,11 @@
-"""The largest votes of a server, held while vLLM measures how much memory it needs.
+"""Allocates what the largest step of a server needs, while vLLM measures its memory.
 
-vLLM gives the KV cache what its own largest step leaves free. A step may also put queries aside in
-every layer, and when it is done copies keys and values of a layer at a time, or of a few that take
-no more than `layers.MOST_BYTES`; both are tried out here at the sizes that the server allows. Where
-all layers share one budget, their scores are held together, and then all that stays of them.
-On a GPU that compiles the kernels too. Not counted: what an eviction from an answer computes, which
-no prompt's length enlarges.
+vLLM gives the KV cache the memory that its own largest step leaves free. A step of this plugin may
+also record queries in every layer, and after the step it copies keys and values of a layer at a
+time, or of some layers that take at most `layers.MAX_COPY_BYTES`. Both are done here with the
+largest sizes that the server allows. If all layers share a budget, the scores and the kept tokens
+of all layers are in memory together. On a GPU this also compiles the kernels. Evictions from
+answers are not measured, because they do not grow with the prompt.
 """
 
 import contextlib
@@ -18,30 +18,32 @@ import torch
 
 from snapkv import ops
 from snapkv.policies import Policy, PromptLayer
-from snapkv_vllm.across_layers import across_layers, best_across, scores_across
-from snapkv_vllm.admission.methods import kept_tokens
+from snapkv_vllm.across_layers import find_across_layers, mask_best, score_layers
+from snapkv_vllm.admission.methods import count_kept_tokens
 from snapkv_vllm.admission.settings import ServingSettings
 from snapkv_vllm.layers import voting_layer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Largest:
-    """How large one step may become."""
+class LargestStep:
+    """The sizes of the largest step that a server allows."""
 
-    policies: Sequence[Policy]  # of what requests may ask for, one takes the most memory
-    prompt_tokens: int  # that are held at most when a prompt is compressed
-    step_tokens: int  # that one step computes, and so the most that short prompts keep in it
-    # whose queries may wait in all layers: those of the prompts that end in one step, of one window
-    # that began before it, and of answers that are evicted from
+    policies: Sequence[Policy]  # one of them needs the most memory of all that requests may use
+    prompt_tokens: int  # the longest prompt
+    step_tokens: int  # the most tokens that a step computes, and that its short prompts keep
+    # Tokens whose queries may be recorded in all layers: the windows of prompts that end in a step,
+    # one window that began before it, and the last tokens of answers with a budget.
     recorded_tokens: int
 
     @classmethod
-    def of(cls, vllm_config: Any) -> "Largest":
-        """What vLLM's configuration allows, with the server's settings in it."""
+    def from_config(cls, vllm_config: Any) -> "LargestStep":
+        """Compute the sizes from vLLM's configuration, which contains the settings of the
+        server.
+        """
         settings = ServingSettings.from_config(vllm_config.additional_config)
         scheduler, limits = vllm_config.scheduler_config, settings.limits
         prompt_tokens = vllm_config.model_config.max_model_len
-        policies = settings.costliest(prompt_tokens)
+        policies = settings.most_expensive_policies(prompt_tokens)
         step_tokens = scheduler.max_num_batched_tokens
         window = max(one.query_tokens for one in policies)
         return cls(
@@ -50,33 +52,36 @@ class Largest:
             step_tokens=step_tokens,
             recorded_tokens=min(step_tokens, scheduler.max_num_seqs * window)
             + window
-            + scheduler.max_num_seqs * limits.queries_of_answers,
+            + scheduler.max_num_seqs * limits.pending_queries_per_answer,
         )
 
 
 @contextlib.contextmanager
-def profiled(
-    layers: Sequence[Any], largest: Largest, *, dtype: torch.dtype, device: torch.device
+def hold_largest_queries(
+    layers: Sequence[Any], largest: LargestStep, *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[None]:
-    """Hold the queries that may wait for their vote, and vote after the block."""
-    kind: dict[str, Any] = {"dtype": dtype, "device": device}
+    """Allocate the largest recorded queries during the ``with`` block, and compress a prompt of the
+    largest size after it.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
     tokens = largest.recorded_tokens
-    waiting = [torch.empty(tokens, layer.num_heads, layer.head_size, **kind) for layer in layers]
+    waiting = [torch.empty(tokens, layer.num_heads, layer.head_size, **options) for layer in layers]
     yield
     if layers:
         widest = max(layers, key=lambda layer: layer.num_heads * layer.head_size)
         for policy in largest.policies:
-            vote = _vote if across_layers(policy) is None else partial(_vote_across, len(layers))
-            vote(widest, policy, largest, kind)
+            across = find_across_layers(policy) is not None
+            vote = partial(_vote_across_layers, len(layers)) if across else _vote
+            vote(widest, policy, largest, options)
     del waiting
 
 
-def _prompt(layer: Any, tokens: int, query_tokens: int, kind: dict[str, Any]) -> PromptLayer:
-    """So many tokens as a policy sees them, of which the last ones have queries."""
+def _prompt(layer: Any, tokens: int, query_tokens: int, options: dict[str, Any]) -> PromptLayer:
+    """Build the input of a policy: `tokens` tokens of zeros, the last of which have queries."""
     queries, width = min(query_tokens, tokens), layer.head_size
-    keys = torch.zeros(1, layer.num_kv_heads, tokens, width, **kind)
+    keys = torch.zeros(1, layer.num_kv_heads, tokens, width, **options)
     return PromptLayer(
-        queries=torch.zeros(1, layer.num_heads, queries, width, **kind),
+        queries=torch.zeros(1, layer.num_heads, queries, width, **options),
         keys=keys,
         values=torch.empty_like(keys, device="meta"),
         score_options=voting_layer(layer).score_options,
@@ -87,26 +92,29 @@ def _prompt(layer: Any, tokens: int, query_tokens: int, kind: dict[str, Any]) ->
 
 
 @torch.inference_mode()
-def _vote(layer: Any, policy: Policy, largest: Largest, kind: dict[str, Any]) -> None:
-    kept = [torch.empty(2, layer.num_kv_heads, largest.step_tokens, layer.head_size, **kind)]
-    prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
+def _vote(layer: Any, policy: Policy, largest: LargestStep, options: dict[str, Any]) -> None:
+    kept = [torch.empty(2, layer.num_kv_heads, largest.step_tokens, layer.head_size, **options)]
+    prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, options)
     selection = policy.select(prompt)
     if selection is not None:
-        keep = selection.keep_indices.clamp(min=0)  # -1 where a head keeps fewer than others
+        # -1 stands for a token that a head does not keep.
+        keep = selection.keep_indices.clamp(min=0)
         kept += [ops.gather_tokens(prompt.keys, keep) for _ in range(2)]
 
 
 @torch.inference_mode()
-def _vote_across(
-    layers: int, layer: Any, policy: Policy, largest: Largest, kind: dict[str, Any]
+def _vote_across_layers(
+    layers: int, layer: Any, policy: Policy, largest: LargestStep, options: dict[str, Any]
 ) -> None:
-    """In so many layers like this one, of which the first may keep all of the prompt."""
-    prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, kind)
+    """Compress a prompt in `layers` layers like this one, the first of which may keep all
+    tokens.
+    """
+    prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, options)
     others = prompt.keys.new_zeros(layers - 1, *prompt.keys.shape[1:3], dtype=torch.float32)
-    ranked = [others, scores_across(policy, prompt)]
-    masks = best_across(ranked, kept_tokens(policy, largest.prompt_tokens))
-    del ranked, others
+    scores = [others, score_layers(policy, prompt)]
+    masks = mask_best(scores, count_kept_tokens(policy, largest.prompt_tokens))
+    del scores, others
     shape = layer.num_kv_heads, prompt.keys.shape[2], layer.head_size
-    held = [torch.empty(2, layers, *shape, **kind)]
+    held = [torch.empty(2, layers, *shape, **options)]
     keep = ops.kept_indices(masks[0]).clamp(min=0)
     held += [ops.gather_tokens(prompt.keys, keep) for _ in range(2)]

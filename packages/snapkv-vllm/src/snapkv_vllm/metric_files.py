@@ -1,9 +1,9 @@
-"""Metrics of several processes, in files that cannot end a process when the disk is full.
+"""Files for the metrics of several processes, which do not end a process when the disk is full.
 
-prometheus_client maps the files of its multi-process mode into memory, and they are sparse: if the
-disk is full, the first count on another page ends the process with SIGBUS. Here counts are written
-to the same files by system calls, which report what goes wrong. Allocating the files in advance
-would not do on file systems that write every page to a new place.
+prometheus_client maps the files of its multi-process mode into memory, and they are sparse. If the
+disk is full, the first count on a new page ends the process with SIGBUS. Here counts are written to
+the same files by system calls, which return errors. Allocating the files in advance would not help
+on file systems that write every page to a new place.
 """
 
 import errno
@@ -21,60 +21,66 @@ from snapkv_vllm.admission.names import RefusedError, wrong
 
 _logger = logging.getLogger("vllm.snapkv")
 
-_HEADER = struct.Struct("i4x")  # the bytes in use, these among them
+_HEADER = struct.Struct("i4x")  # the bytes in use, including this header
 _COUNT = struct.Struct("dd")  # a value and its time
 
 _SECONDS_BETWEEN_TRIES = 10.0
 
-_ROOM = 1 << 20
-"""Bytes that must be free at the start: about what the files of a server with one engine take."""
+_MIN_FREE_BYTES = 1 << 20
+"""The bytes that must be free when a server starts, which are about what the files of one engine
+take.
+"""
 
 
 def write_without_mapping() -> None:
-    """Have prometheus_client write the counts of this process with `WrittenCounts` from now on."""
+    """Patch prometheus_client so that it writes the counts of this process with `WrittenCounts`."""
     from prometheus_client import values
 
     values.MmapedDict = WrittenCounts
 
 
-def require_room(folder: str) -> None:
-    """Raise InvalidArgumentError unless the metrics of a server can be written to `folder`."""
+def require_writable(folder: str) -> None:
+    """Raise unless the metrics of a server can be written to `folder`.
+
+    Raises:
+        RefusedError: the folder cannot be written to, or less than 1 MiB is free.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_ROOM))
+            file.write(bytes(_MIN_FREE_BYTES))
     except OSError as error:
-        raise no_room(folder, error) from error
+        raise cannot_write(folder, error) from error
 
 
-def no_room(folder: str, error: OSError) -> RefusedError:
-    """Say that metrics cannot be written to a folder, and why."""
-    expected = f"a folder with {format_bytes(_ROOM)} of room for metrics"
-    got = f"'{folder}' ({error.strerror})"
-    return wrong("PROMETHEUS_MULTIPROC_DIR", expected, got, "free some, or name another folder")
+def cannot_write(folder: str, error: OSError) -> RefusedError:
+    """Return the error that says why metrics cannot be written to a folder."""
+    size = format_bytes(_MIN_FREE_BYTES)
+    problem = f"cannot write {size} of metrics to '{folder}' ({error.strerror})"
+    return wrong("PROMETHEUS_MULTIPROC_DIR", problem, "Free some space, or name another folder")
 
 
 class WrittenCounts:
-    """The counts of one process, in a file of the format of `prometheus_client.mmap_dict`.
+    """The counts of one process, in a file with the format of `prometheus_client.mmap_dict`.
 
     A count that does not fit on the disk is missing from the file until it does. prometheus_client
-    makes one such file for each kind of metric, and holds a lock during all calls.
+    builds one object for each kind of metric, and holds a lock during all calls.
     """
 
     def __init__(self, filename: str) -> None:
         self._path, self._file, self._used = Path(filename), -1, _HEADER.size
         self._counts: dict[str, tuple[float, float]] = {}  # values and their times
-        self._places: dict[str, int] = {}  # of those in the file
+        self._places: dict[str, int] = {}  # where each count lies in the file
         self._next_try, self._has_failed = 0.0, False
         self._try(self._open)
 
     def read_value(self, key: str) -> tuple[float, float]:
-        """Return a value and its time; a new one is 0."""
+        """Return a value and its time; a new value is 0."""
         if key not in self._counts:
             self.write_value(key, 0.0, 0.0)
         return self._counts[key]
 
     def write_value(self, key: str, value: float, timestamp: float) -> None:
-        """Set a value and its time."""
+        """Set a value and its time, and write them to the file if possible."""
         self._counts[key] = value, timestamp
         if key in self._places:
             self._try(self._write, self._places[key], _COUNT.pack(value, timestamp))
@@ -82,29 +88,29 @@ class WrittenCounts:
             self._try(self._append_missing)
 
     def close(self) -> None:
-        """Close the file; a later value opens it again."""
+        """Close the file. A later value opens it again."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
             self._places.clear()
 
     def _try(self, step: Callable[..., None], *given: Any) -> None:
-        """Do a step; what goes wrong is logged once, and done again with a later count."""
+        """Run a step. An `OSError` is logged the first time, and a later count tries again."""
         try:
             step(*given)
         except OSError as error:
             self._next_try = time.monotonic() + _SECONDS_BETWEEN_TRIES
             if not self._has_failed:
                 self._has_failed = True
-                said = "Metrics are missing from %s until it can be written: %s; free some space"
-                _logger.warning(said, self._path, error.strerror)
+                message = "Metrics are missing from %s until it can be written: %s. Free space."
+                _logger.warning(message, self._path, error.strerror)
 
     def _open(self) -> None:
-        """Open the file, which may be that of an ended process with the same number."""
+        """Open the file, which may belong to an ended process with the same number."""
         from prometheus_client.mmap_dict import MmapedDict
 
         if not self._path.exists() or not self._path.stat().st_size:
-            new = self._path.with_suffix(".new")  # nobody reads it before it has its header
+            new = self._path.with_suffix(".new")  # it must not be read without its header
             try:
                 new.write_bytes(_HEADER.pack(_HEADER.size))
                 new.replace(self._path)
@@ -130,5 +136,10 @@ class WrittenCounts:
             self._places[key], self._used = end - _COUNT.size, end
 
     def _write(self, place: int, part: bytes) -> None:
-        if os.pwrite(self._file, part, place) < len(part):  # the rest found no room
+        """Write `part` at `place`.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if os.pwrite(self._file, part, place) < len(part):  # the rest did not fit
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,7 +1,7 @@
-"""What compression does, in vLLM's Prometheus endpoint.
+"""Metrics of compression in vLLM's Prometheus endpoint.
 
-The scheduler counts in the engine's process and a worker in its own; prometheus_client's
-multi-process mode, which `snapkv serve` switches on, carries the counts to the process that answers
+The scheduler counts in the process of the engine, and a worker in its own. The multi-process mode
+of prometheus_client, which `snapkv serve` switches on, sums the counts in the process that answers
 ``/metrics``.
 """
 
@@ -24,10 +24,10 @@ _COUNTERS = {
     "prompt_tokens_kept": "Prompt tokens kept.",
     "blocks_freed": "Blocks freed by compression.",
     "compressions": "Compressions, by what was compressed: a prompt or an answer.",
-    "requests": "Requests whose prompt has ended: compressed, or whole.",
+    "requests": "Requests whose prompt has ended, by outcome: compressed or whole.",
     "waits": "Requests preempted or not started because blocks for the kept tokens were missing.",
-    "standstills": "Times that a request lacked blocks and no running request would free some.",
-    "refusals": "Requests that the plugin refused, by the status of the answer and by the field or "
+    "standstills": "Times that a request lacked blocks and no running request would free any.",
+    "refusals": "Requests that the plugin refused, by the status of the answer and the field or "
     "setting that was wrong.",
     "session_waits": "Requests that waited for blocks while histories pinned some.",
     "session_requests": "Requests that reused the stored history of their session.",
@@ -36,9 +36,9 @@ _COUNTERS = {
 }
 _GAUGES = {
     "session_histories": "Stored histories of sessions.",
-    "session_bytes": "Bytes of the cache that they take.",
-    "session_blocks": "Blocks that histories hold: idle ones are given to requests that wait for "
-    "blocks, pinned ones stay for requests that have begun with them, or are to.",
+    "session_bytes": "Bytes of the cache that stored histories take.",
+    "session_blocks": "Blocks of stored histories: idle blocks are freed for requests that wait, "
+    "pinned blocks are in use by requests that begin with them.",
 }
 _HISTOGRAMS = {
     "request_kept_ratio": ("Kept tokens of a request's prompt, as a fraction of it.", _RATIOS),
@@ -47,10 +47,11 @@ _HISTOGRAMS = {
 
 
 class Stopwatch:
-    """Times pieces of work on a device, and tells each time once it is known.
+    """Measures how long work on a device takes, and reports each time when it is known.
 
-    On a CPU that is at once. On an accelerator events are laid around the work, which the host does
-    not wait for, and `report` tells of those that the device has passed.
+    On a CPU that is at once. On an accelerator, events are recorded before and after the work, and
+    the host does not wait for them; `report` reports the times of events that the device has
+    passed.
     """
 
     def __init__(self, device: torch.device, observe: Callable[[float], None]) -> None:
@@ -60,7 +61,7 @@ class Stopwatch:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Time what happens in the ``with`` block, or what it gives the device to do."""
+        """Measure the work in the ``with`` block, including work that it launches on the device."""
         if self._device.type == "cpu":
             start = time.perf_counter()
             yield
@@ -73,15 +74,15 @@ class Stopwatch:
         self._open.append((begin, end))
 
     def report(self) -> None:
-        """Tell what has become known since; never waits."""
+        """Report the times that have become known since the last call, without waiting."""
         while self._open and self._open[0][1].query():
             begin, end = self._open.popleft()
             self._observe(begin.elapsed_time(end) / 1000)
 
 
 @functools.cache
-def _made(name: str, labels: tuple[str, ...]) -> Any:
-    """prometheus_client registers a name once."""
+def _make_metric(name: str, labels: tuple[str, ...]) -> Any:
+    """Build the metric `name`, once, because prometheus_client registers a name only once."""
     from prometheus_client import Counter, Gauge, Histogram
 
     full = f"snapkv:{name}"
@@ -89,64 +90,77 @@ def _made(name: str, labels: tuple[str, ...]) -> Any:
         return Counter(full, _COUNTERS[name], labels)
     if name in _GAUGES:
         return Gauge(full, _GAUGES[name], labels, multiprocess_mode="livesum")
-    said, buckets = _HISTOGRAMS[name]
-    return Histogram(full, said, labels, buckets=buckets)
+    text, buckets = _HISTOGRAMS[name]
+    return Histogram(full, text, labels, buckets=buckets)
 
 
 def labels_of(vllm_config: Any) -> dict[str, str]:
-    """Of what an engine counts."""
+    """Return the labels of an engine's metrics: the name of its model and its number."""
     engine = vllm_config.parallel_config.data_parallel_index
     return {"model_name": vllm_config.model_config.served_model_name, "engine": str(engine)}
 
 
 class Metrics:
-    """Counts in this process, for one engine or one model; names are without ``snapkv:``."""
+    """The metrics of one engine or one model in this process; names are given without
+    ``snapkv:``.
+    """
 
     def __init__(self, **labels: str) -> None:
         self._labels = labels
 
-    def of(self, name: str, **labels: str) -> Any:
+    def get(self, name: str, **labels: str) -> Any:
+        """Return the metric `name` with these labels."""
         labels = self._labels | labels
-        return _made(name, tuple(labels)).labels(**labels)
+        return _make_metric(name, tuple(labels)).labels(**labels)
 
     def count(self, name: str, by: int = 1, **labels: str) -> None:
-        self.of(name, **labels).inc(by)
+        """Increase a counter by `by`."""
+        self.get(name, **labels).inc(by)
 
     def set(self, name: str, value: int, **labels: str) -> None:
-        self.of(name, **labels).set(value)
+        """Set a gauge."""
+        self.get(name, **labels).set(value)
 
 
 def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
-    """What times a worker's compressions; the first worker of an engine speaks for all."""
+    """Return the stopwatch of a worker's compressions.
+
+    Only the first worker of an engine reports times.
+    """
     from vllm.distributed import get_pp_group, get_tp_group
 
     if not (get_tp_group().is_first_rank and get_pp_group().is_first_rank):
         return Stopwatch(device, lambda seconds: None)
-    seconds = Metrics(**labels_of(vllm_config)).of("compression_seconds")
+    seconds = Metrics(**labels_of(vllm_config)).get("compression_seconds")
     return Stopwatch(device, seconds.observe)
 
 
 class PromptMetrics(Metrics):
-    """Counts prompts as they end."""
+    """The metrics of prompts, which are counted when they end."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(**labels_of(vllm_config))
         self._counted: set[str] = set()
         for name in ("waits", "standstills"):
             self.count(name, 0)
-        self.refused("prompt", by=0)
+        self.record_refusal("prompt", by=0)
 
-    def refused(self, reason: str, by: int = 1) -> None:
-        """Count a request that only the engine refuses, which vLLM's server answers with a 500."""
+    def record_refusal(self, reason: str, by: int = 1) -> None:
+        """Count a request that only the engine refuses, which vLLM's server answers with status
+        500.
+        """
         self.count("refusals", by, status="500", reason=reason)
 
-    def compressed(self, order: Order, blocks_freed: int) -> None:
-        """Count one compression; what a preempted request frees again counts again."""
-        self.count("blocks_freed", blocks_freed)
-        self.count("compressions", stage=order.choice.stage)
+    def record_compression(self, order: Order, blocks_freed: int) -> None:
+        """Count one compression and the blocks that it has freed.
 
-    def prompt_ended(self, request: Any, *, kept_tokens: int) -> None:
-        """Count one prompt; that of a preempted request counts once."""
+        If a request is preempted and compressed again, both are counted again.
+        """
+        self.count("blocks_freed", blocks_freed)
+        self.count("compressions", stage=order.selector.stage)
+
+    def record_prompt_end(self, request: Any, *, kept_tokens: int) -> None:
+        """Count the prompt of a request, once even if the request is preempted."""
         if request.request_id in self._counted:
             return
         self._counted.add(request.request_id)
@@ -154,8 +168,8 @@ class PromptMetrics(Metrics):
         self.count("prompt_tokens_seen", seen_tokens)
         self.count("prompt_tokens_kept", kept_tokens)
         self.count("requests", outcome="compressed" if kept_tokens < seen_tokens else "whole")
-        self.of("request_kept_ratio").observe(kept_tokens / seen_tokens)
+        self.get("request_kept_ratio").observe(kept_tokens / seen_tokens)
 
-    def request_ended(self, request_id: str) -> None:
-        """Forget a request; another one may come under its name."""
+    def forget_request(self, request_id: str) -> None:
+        """Forget a request, because a later one may have the same id."""
         self._counted.discard(request_id)

@@ -1,9 +1,9 @@
-"""Answers 400 to wrong settings before a response begins, streamed ones among them.
+"""Answers wrong settings with status 400 before a response begins, also for streams.
 
-For vLLM's own ``--middleware snapkv_vllm.middleware.SettingsCheck``; `snapkv serve` passes it.
-vLLM itself looks at `extra_args` only when the engine is asked, and by then a streamed response has
-begun with status 200. It also knows whose a request is: what one API key's requests leave in the
-cache is found by requests of the same key alone.
+It is the value ``snapkv_vllm.middleware.SettingsCheck`` of vLLM's ``--middleware``, which `snapkv
+serve` sets. vLLM itself checks `extra_args` only when the engine is called, and by then a stream
+has begun with status 200. The middleware also knows the tenant of a request: only requests with the
+same API key reuse each other's cached tokens.
 """
 
 from collections.abc import Awaitable, Callable
@@ -13,11 +13,17 @@ from fastapi import HTTPException
 
 from snapkv.errors import SnapKVError
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.front.bodies import admit
+from snapkv_vllm.front.bodies import check_body
 from snapkv_vllm.front.rendering import resolve_requests
+from snapkv_vllm.front.request_context import (
+    SHARED_TENANT,
+    RequestContext,
+    check_prompts,
+    tenant_of,
+    use_context,
+)
 from snapkv_vllm.front.routes import router
-from snapkv_vllm.front.streams import FirstEvent, Message, Send
-from snapkv_vllm.front.visits import EVERYBODY, Visit, answering, look_at_prompts, tenant_of
+from snapkv_vllm.front.streams import Message, Send, StreamGate
 from snapkv_vllm.metrics import Metrics, labels_of
 from snapkv_vllm.plugin import end_with_parent
 
@@ -26,51 +32,53 @@ _App = Callable[[Message, _Receive, Send], Awaitable[None]]
 
 
 class Refusals(Metrics):
-    """Counts the requests that a front end refuses."""
+    """Counts the requests that a web server refuses."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(**labels_of(vllm_config) | {"engine": ""})
 
-    def counting(self, visit: Visit, send: Send) -> Send:
-        """Return what sends a response, and counts it if `visit` says that it is a refusal."""
+    def counting(self, context: RequestContext, send: Send) -> Send:
+        """Wrap `send` so that a response is counted if `context` says that its request was
+        refused.
+        """
 
         async def send_and_count(message: Message) -> None:
             starts = message["type"] == "http.response.start"
-            if starts and visit.refused is not None and message["status"] >= 400:
-                self.count("refusals", status=str(message["status"]), reason=visit.refused)
+            if starts and context.refused is not None and message["status"] >= 400:
+                self.count("refusals", status=str(message["status"]), reason=context.refused)
             await send(message)
 
         return send_and_count
 
 
 class SettingsCheck:
-    """An ASGI middleware that looks at a body when the server reads it.
+    """An ASGI middleware that checks the body of a request when the server reads it.
 
-    Nothing is read that the server does not read itself, so that whoever is not let in (API keys)
-    stays outside, and a body that is refused elsewhere is refused there. A form is not read at all:
-    settings in it are refused where they reach the engine's client. The server's settings are
-    those in its ``--additional-config``.
+    It reads nothing that the server does not read. So requests without a valid API key, or that the
+    server refuses for another reason, are not affected. Forms are not read; settings in them are
+    refused where they reach the engine's client. The settings of the server are in its
+    ``--additional-config``.
     """
 
     def __init__(self, app: _App) -> None:
-        end_with_parent()  # one of several API servers has a parent
+        end_with_parent()  # several API servers are children of one process
         self._app = app
         self._settings: ServingSettings | None = None
         self._has_keys = False
         self._refusals: Refusals | None = None
 
     async def __call__(self, scope: Message, receive: _Receive, send: Send) -> None:
-        """Answer one request, or the server's start, which is the first to come."""
+        """Answer one request. The first call is the start of the server."""
         settings = self._settings_of(scope)
         has_owner = self._has_keys and "headers" in scope
-        visit = Visit(tenant_of(scope["headers"]) if has_owner else EVERYBODY)
+        context = RequestContext(tenant_of(scope["headers"]) if has_owner else SHARED_TENANT)
         if scope["type"] == "http" and self._refusals is not None:
-            send = self._refusals.counting(visit, send)
+            send = self._refusals.counting(context, send)
         if scope["type"] == "http" and scope["method"] == "POST":
-            visit.is_checked, path = False, scope["path"].removeprefix(scope.get("root_path", ""))
+            context.is_checked, path = False, scope["path"].removeprefix(scope.get("root_path", ""))
             receive = receive if _is_form(scope) else _checking(receive, settings, path)
-            send = FirstEvent(send)
-        with answering(visit):
+            send = StreamGate(send)
+        with use_context(context):
             await self._app(scope, receive, send)
 
     def _settings_of(self, scope: Message) -> ServingSettings:
@@ -83,7 +91,7 @@ class SettingsCheck:
             self._has_keys = any(state.args.api_key or [envs.VLLM_API_KEY])
             if (client := getattr(state, "engine_client", None)) is not None:
                 self._refusals = Refusals(client.vllm_config)
-                look_at_prompts(client)
+                check_prompts(client)
             if (renderer := getattr(state, "online_renderer", None)) is not None:
                 resolve_requests(renderer, self._settings)
             if self._settings.sessions is not None:
@@ -92,7 +100,10 @@ class SettingsCheck:
 
 
 def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Receive:
-    """Return what receives a whole body in one message, checked."""
+    """Wrap `receive` so that it returns the whole body as one checked message.
+
+    The wrapped function raises HTTPException with status 400 if a setting is wrong.
+    """
 
     async def receive_whole() -> Message:
         text = bytearray()
@@ -104,9 +115,9 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
             text.extend(message.get("body", b""))
             more = message.get("more_body", False)
         try:
-            body = admit(bytes(text), settings, path)
+            body = check_body(bytes(text), settings, path)
         except SnapKVError as error:
-            # FastAPI answers with it wherever it comes up while a body is read.
+            # FastAPI turns this error into a response wherever a body is read.
             raise HTTPException(400, detail=str(error)) from error
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -114,7 +125,7 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
 
 
 def _is_form(scope: Message) -> bool:
-    """Whether a body may hold files, which the server does not hold in memory."""
+    """Whether the body is a form, which may have files that the server does not keep in memory."""
     kinds = (value for name, value in scope["headers"] if name.lower() == b"content-type")
     kind = next(kinds, b"").partition(b";")[0].strip().lower()
     return bool(kind in (b"multipart/form-data", b"application/x-www-form-urlencoded"))

@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes, and how these end with the one that started them."""
+"""The entry point of the plugin in each process of vLLM, and the folder of metrics."""
 
 import contextlib
 import functools
@@ -12,124 +12,131 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-METRICS = "PROMETHEUS_MULTIPROC_DIR"
-"""Names the folder through which processes count together, before prometheus_client is imported."""
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""The environment variable of the folder in which several processes count together. It must be set
+before prometheus_client is imported.
+"""
 
-PROCESSES = ("EngineCore", "VllmWorker-", "ApiServer_")
-"""How the names of the processes that vLLM starts begin: engines, workers, several web servers."""
+PROCESS_NAME_PREFIXES = ("EngineCore", "VllmWorker-", "ApiServer_")
+"""The first words of the names of vLLM's processes: engines, workers, and several web servers."""
 
-_OURS = "SNAPKV_METRICS_DIR"
-"""Names that folder once more, where it is one of `metrics_folder`."""
+_OWN_FOLDER_VARIABLE = "SNAPKV_METRICS_DIR"
+"""The environment variable that has the same folder, if `make_metrics_folder` has made it."""
 
 
 def register() -> None:
-    """Make the compressed block spec known (entry point ``vllm.general_plugins``).
+    """Register the specs of compressed blocks with vLLM (entry point ``vllm.general_plugins``).
 
-    Where processes count through files, these are written without a mapping, see `metric_files`.
-    Nothing else happens until an engine asks for it. A process of a server that this package has
-    started ends with its parent from here on; by vLLM's own command, from where its worker, its
-    scheduler or its web application is made.
+    If several processes count in files, these are written without a memory map; see `metric_files`.
+    A process of a server that this package has started ends with its parent from here on. With
+    vLLM's own command it does so from where its worker, scheduler or web application is built.
     """
-    from snapkv_vllm.versions import supported_version
+    from snapkv_vllm.versions import is_supported_version
 
-    if own_folder():
+    if own_metrics_folder():
         end_with_parent()
-    if METRICS in os.environ:
+    if METRICS_VARIABLE in os.environ:
         from snapkv_vllm.metric_files import write_without_mapping
 
         write_without_mapping()
-    if supported_version():
-        with contextlib.suppress(ImportError, AttributeError):  # an engine that asks for us is told
+    if is_supported_version():
+        # An engine that uses this plugin reports these errors later.
+        with contextlib.suppress(ImportError, AttributeError):
             from snapkv_vllm.blocks import register_spec
 
             register_spec()
 
 
 @contextlib.contextmanager
-def metrics_folder() -> Iterator[None]:
-    """Have the processes that are started meanwhile count in a folder of their own.
+def make_metrics_folder() -> Iterator[None]:
+    """Make a temporary folder for metrics, in which processes count that start inside the ``with``
+    block.
 
-    Raises InvalidArgumentError if there is no room for one.
+    Raises:
+        InvalidArgumentError: the folder cannot be made or written to.
     """
-    from snapkv_vllm.metric_files import no_room, require_room
+    from snapkv_vllm.metric_files import cannot_write, require_writable
 
     try:
         made = tempfile.TemporaryDirectory(prefix="snapkv-metrics-")
     except OSError as error:
-        raise no_room(tempfile.tempdir or "a temporary folder", error) from error
+        raise cannot_write(tempfile.tempdir or "a temporary folder", error) from error
     with made as folder:
-        require_room(folder)
-        os.environ[METRICS] = os.environ[_OURS] = folder
+        require_writable(folder)
+        os.environ[METRICS_VARIABLE] = os.environ[_OWN_FOLDER_VARIABLE] = folder
         try:
             yield
         finally:
-            for name in (METRICS, _OURS):  # what this process starts next has no such folder
+            # Later processes must not count there.
+            for name in (METRICS_VARIABLE, _OWN_FOLDER_VARIABLE):
                 del os.environ[name]
 
 
 @contextlib.contextmanager
-def users_folder() -> Iterator[None]:
-    """Hold the folder that the user has named, in which the counts of two servers would add up.
+def lock_users_folder() -> Iterator[None]:
+    """Lock the folder of metrics that the user has set, because two servers must not count in the
+    same folder.
 
-    Raises InvalidArgumentError if another server holds it, or there is no room in it.
+    Raises:
+        InvalidArgumentError: another server uses the folder, or it cannot be written to.
     """
     import fcntl
 
     from snapkv_vllm.admission.names import wrong
-    from snapkv_vllm.metric_files import no_room, require_room
+    from snapkv_vllm.metric_files import cannot_write, require_writable
 
-    folder = os.environ[METRICS]
+    folder = os.environ[METRICS_VARIABLE]
     try:
         os.makedirs(folder, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise no_room(folder, error) from error
+        raise cannot_write(folder, error) from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            alone, got = "a folder of this server alone", f"'{folder}', which another one uses"
-            raise wrong(METRICS, alone, got, "leave it out, or name another folder") from None
-        require_room(folder)
+            problem = f"another server uses the folder '{folder}'"
+            remedy = "Leave it out, or name another folder"
+            raise wrong(METRICS_VARIABLE, problem, remedy) from None
+        require_writable(folder)
         yield
     finally:
         os.close(handle)
 
 
-def own_folder() -> Path | None:
-    """The folder of `metrics_folder`, in it and in what was started there; None elsewhere."""
-    folder = os.environ.get(_OURS)
-    return Path(folder) if folder and folder == os.environ.get(METRICS) else None
+def own_metrics_folder() -> Path | None:
+    """Return the folder of `make_metrics_folder` in processes that use it, otherwise None."""
+    folder = os.environ.get(_OWN_FOLDER_VARIABLE)
+    return Path(folder) if folder and folder == os.environ.get(METRICS_VARIABLE) else None
 
 
 def end_with_parent() -> None:
-    """Watch the process that has started this one of vLLM's, and kill this one when that is gone.
+    """Kill this process as soon as its parent process has ended.
 
-    A process that is killed cannot stop its children: vLLM's engine would stay, and with it the
-    memory that a successor needs, and the metrics. Where vLLM has not started this process (it may
-    be a user's own that runs an engine), or the system cannot watch one that is no child (it takes
-    Linux), nothing happens.
+    A process that is killed cannot stop its children. vLLM's engine would keep running, and with it
+    the memory that a new server needs, and the files of metrics. Nothing happens in a process that
+    vLLM has not started, such as a user's own, or on systems other than Linux.
     """
     parent = multiprocessing.parent_process()
-    of_vllm = multiprocessing.current_process().name.startswith(PROCESSES)
+    of_vllm = multiprocessing.current_process().name.startswith(PROCESS_NAME_PREFIXES)
     if parent is not None and of_vllm and hasattr(os, "pidfd_open"):
         _watch(parent.pid)
 
 
 @functools.cache  # a forked process has another parent
 def _watch(process: int) -> None:
-    threading.Thread(target=_outlive, args=(process,), daemon=True).start()
+    threading.Thread(target=_kill_after, args=(process,), daemon=True).start()
 
 
-def _outlive(process: int) -> None:
+def _kill_after(process: int) -> None:
     try:
         handle = os.pidfd_open(process)
     except ProcessLookupError:
-        pass  # it went before it could be watched
+        pass  # it ended before it could be watched
     else:
         ended = select.poll()  # not select.select, which takes no handle above 1023
         ended.register(handle, select.POLLIN)
         ended.poll()
-    if folder := own_folder():
+    if folder := own_metrics_folder():
         shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""vLLM's OpenAI-compatible server with compressed prompts as a Ray Serve application.
+"""vLLM's OpenAI-compatible server with compressed prompts, as a Ray Serve application.
 
-Ray is imported when an application is asked for.
+Ray is imported only when an application is built.
 """
 
 import contextlib
@@ -13,28 +13,29 @@ from typing import Any
 from snapkv.errors import MissingDependencyError
 from snapkv.validation import nearest
 from snapkv_vllm.admission.names import wrong
-from snapkv_vllm.plugin import METRICS, metrics_folder
-from snapkv_vllm.server import engine_args, parsed
+from snapkv_vllm.plugin import METRICS_VARIABLE, make_metrics_folder
+from snapkv_vllm.server import engine_args, parse_options
 
 _PREFIXES = ("VLLM_", "HF_")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def runtime_env() -> dict[str, Any]:
-    """What Ray must give to actors that run an engine; `application` does so by itself.
+    """Return the environment that Ray must give to actors that run an engine; `application` does so
+    itself.
 
-    For a deployment of your own: ``ray_actor_options={"runtime_env": runtime_env()}``. An actor on
-    another machine does not inherit the environment of the process that asks for it. What vLLM and
-    the hub's client read goes along, except secrets, which Ray would show in its logs and its
-    dashboard: those belong to the machines. Metrics of several processes are switched on before
-    anything can import prometheus_client; each replica puts a folder of its own there.
+    For your own deployment pass ``ray_actor_options={"runtime_env": runtime_env()}``. An actor on
+    another machine does not inherit the environment of this process. The variables that vLLM and
+    the hub's client read are included, except secrets, which Ray would show in logs and on its
+    dashboard; set those on the machines. The variable for metrics of several processes is set
+    before prometheus_client can be imported, and each replica replaces its value by its own folder.
     """
     own = {
         name: value
         for name, value in os.environ.items()
         if name.startswith(_PREFIXES) and not any(word in name for word in _SECRETS)
     }
-    return {"env_vars": {**own, METRICS: tempfile.gettempdir()}}
+    return {"env_vars": {**own, METRICS_VARIABLE: tempfile.gettempdir()}}
 
 
 def application(
@@ -45,61 +46,65 @@ def application(
     deployment_options: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
-    """An application for `serve.run`: replicas of vLLM's server behind one address.
+    """Build an application for `serve.run`: replicas of vLLM's server behind one address.
 
     Args:
-        model: what vLLM loads: a folder or a hub id.
-        replicas: how many engines.
-        actor_options: of each replica, such as ``{"num_gpus": 1}``; a ``runtime_env`` among them is
-            laid over `runtime_env`.
-        deployment_options: any other option of `serve.deployment`, such as
+        model: the model that vLLM loads, a folder or a hub id.
+        replicas: the number of engines.
+        actor_options: options of each replica's actor, such as ``{"num_gpus": 1}``. A
+            ``runtime_env`` among them is merged into `runtime_env` and takes precedence.
+        deployment_options: any other options of `serve.deployment`, such as
             ``{"autoscaling_config": {...}}``.
-        arguments: those of `engine_args`, and options of ``vllm serve`` with underscores.
+        arguments: arguments of `engine_args`, and options of ``vllm serve`` with underscores.
 
     Raises:
         InvalidArgumentError: an option that vLLM's server does not have, or a wrong value.
-        MissingDependencyError: no Ray Serve, no vLLM, or one of another version.
+        InvalidTypeError: a value has the wrong type.
+        MissingDependencyError: Ray Serve or vLLM is not installed, or vLLM's version is not
+            supported.
     """
     try:
         from ray import serve
     except ImportError as error:
         raise MissingDependencyError(
-            "ray: expected Ray Serve, which is not installed; run pip install 'ray[serve]'"
+            "ray: Ray Serve is not installed. Run pip install 'ray[serve]'."
         ) from error
 
-    _parsed(model, arguments)
-    kind = serve.deployment(
+    _parse_arguments(model, arguments)
+    deployment = serve.deployment(
         serve.ingress()(Replica),
         name="snapkv",
         num_replicas=replicas,
-        ray_actor_options=_with_environment(actor_options or {}),
+        ray_actor_options=_add_environment(actor_options or {}),
         **deployment_options or {},
     )
-    return kind.bind(model, arguments)
+    return deployment.bind(model, arguments)
 
 
-def _with_environment(actor_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Actor options with `runtime_env`; what the user says there goes first."""
+def _add_environment(actor_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return actor options with `runtime_env`, in which the user's own environment takes
+    precedence.
+    """
     given = dict(actor_options.get("runtime_env") or {})
     env_vars = {**runtime_env()["env_vars"], **(given.get("env_vars") or {})}
     return {**actor_options, "runtime_env": {**given, "env_vars": env_vars}}
 
 
 class Replica:
-    """One engine with vLLM's own HTTP routes; Ray Serve makes it in an actor.
+    """One engine with vLLM's own HTTP routes, which Ray Serve builds in an actor.
 
     Args:
-        model: what vLLM loads.
-        arguments: as `application` takes them.
+        model: the model that vLLM loads.
+        arguments: the arguments of `application`.
     """
 
     def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
         self._stack = contextlib.AsyncExitStack()
-        self._stack.enter_context(metrics_folder())
-        self._args = _parsed(model, arguments)
+        self._stack.enter_context(make_metrics_folder())
+        self._args = _parse_arguments(model, arguments)
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Start the engine, and make vLLM's web application over it."""
+        """Start the engine, and return vLLM's web application for it."""
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
         from vllm.entrypoints.launchers.app import build_app
@@ -108,26 +113,35 @@ class Replica:
         tasks = await self._engine.get_supported_tasks()
         app = build_app(self._args, tasks, self._engine.model_config)
         await init_app_state(self._engine, app.state, self._args, tasks)
-        app.state.server = SimpleNamespace()  # vLLM tells uvicorn to stop; here Ray Serve decides
+        app.state.server = SimpleNamespace()  # vLLM would stop uvicorn through it
         return app
 
     async def check_health(self) -> None:
-        """Raise when the engine has died, so that Ray Serve replaces this replica."""
+        """Check the engine.
+
+        Raises:
+            Exception: the engine has died, so that Ray Serve replaces this replica.
+        """
         await self._engine.check_health()
 
     async def __del__(self) -> None:
-        """Stop the engine; Ray Serve waits for it."""
+        """Stop the engine. Ray Serve waits for this method."""
         await self._stack.aclose()
 
 
-def _parsed(model: str, arguments: Mapping[str, Any]) -> Any:
-    """The namespace that ``vllm serve`` would have made of these options."""
+def _parse_arguments(model: str, arguments: Mapping[str, Any]) -> Any:
+    """Return the namespace that ``vllm serve`` would have parsed from these options.
+
+    Raises:
+        InvalidArgumentError: an option that vLLM's server does not have, or a wrong value.
+        InvalidTypeError: a value has the wrong type.
+        MissingDependencyError: vLLM is not installed, or its version is not supported.
+    """
     options = engine_args(**arguments)
-    _, args = parsed(model, ())
+    _, args = parse_options(model, ())
     for name, value in options.items():
         if not hasattr(args, name):
-            option = "an option of vllm serve, with underscores"
-            remedy = f"leave it out{nearest(name, list(vars(args)))}"
-            raise wrong(name, option, f"{name}={value!r}", remedy)
+            problem = f"expected an option of vllm serve with underscores, got {name}={value!r}"
+            raise wrong(name, problem, f"Leave it out{nearest(name, list(vars(args)))}")
         setattr(args, name, value)
     return args

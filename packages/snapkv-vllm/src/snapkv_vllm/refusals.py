@@ -1,4 +1,6 @@
-"""Which layers of a model can be compressed; others are refused by name, before any request."""
+"""Which layers of a model can be compressed. Models with other layers are refused before the first
+request.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -6,22 +8,26 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv_vllm.admission.compatibility import MOVABLE, STOCK
 from snapkv_vllm.layouts import FP8, LAYOUTS
 
 
 def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[str]:
-    """Which layers of the model are compressed: all with full attention.
+    """Return the names of the layers that are compressed: all layers with full attention.
 
-    Layers with a sliding window or a recurrent state hold little, and stay as they are.
+    Layers with a sliding window or a recurrent state store little and are not compressed.
+
+    Raises:
+        UnsupportedModelError: no layer has full attention, a layer reads the cache of another one,
+            or one with full attention cannot be compressed.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     found = {name for name, spec in specs.items() if isinstance(spec, FullAttentionSpec)}
     for name in specs:
         if name in found:
-            _require_movable(name, layers.get(name), specs[name])
+            _require_compressible(name, layers.get(name), specs[name])
     for name, layer in layers.items():
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             _refuse(name, "reads another layer's cache", "a cache for each layer")
@@ -31,7 +37,13 @@ def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[st
     return found
 
 
-def _require_movable(name: str, layer: Any, spec: Any) -> None:
+def _require_compressible(name: str, layer: Any, spec: Any) -> None:
+    """Raise unless a layer with full attention can be compressed.
+
+    Raises:
+        UnsupportedModelError: the attention, the backend or the cache format of the layer is not
+            supported.
+    """
     from snapkv_vllm.blocks import COUNTERPARTS
 
     if layer is None or type(spec) not in COUNTERPARTS:
@@ -52,25 +64,37 @@ def _require_movable(name: str, layer: Any, spec: Any) -> None:
 
 
 def _refuse(layer: str, got: str, expected: str) -> NoReturn:
-    raise UnsupportedModelError(
-        f"snapkv: cannot compress prompts: {layer} {got}, expected {expected}; {STOCK}"
-    )
+    """Raise the error that names a layer which cannot be compressed.
+
+    Raises:
+        UnsupportedModelError: always.
+    """
+    problem = f"cannot compress prompts, because {layer} {got}, expected {expected}"
+    raise wrong("snapkv", problem, STOCK, UnsupportedModelError)
 
 
-def require_heads_apart(name: str, layer: Any) -> None:
-    """Raise UnsupportedModelError unless a layer's heads can hold different numbers of tokens."""
+def require_splittable_heads(name: str, layer: Any) -> None:
+    """Raise unless the heads of a layer can store different numbers of tokens.
+
+    Raises:
+        UnsupportedModelError: the layer has attention sinks.
+    """
     if getattr(layer.impl, "sinks", None) is not None:
-        raise UnsupportedModelError(
-            f"snapkv: cannot let heads differ in length: {name} has a sink for every query head, "
-            "which the kernels look up by the head, while every head is a sequence of its own; use "
-            "--policy snapkv"
-        )
+        # Kernels look sinks up by the number of the head, and see each head as a sequence.
+        problem = f"heads cannot keep different numbers of tokens, because {name} has sinks"
+        raise wrong("snapkv", problem, "Use --policy snapkv", UnsupportedModelError)
 
 
 def require_shared_pages(caches: Sequence[Tensor], layers: int) -> None:
-    """Raise UnsupportedModelError unless a page of one layer can hold tokens of another.
+    """Raise unless a page of one layer can store tokens of another.
 
-    `caches` are those of layers that are prepared together, of so many layers in all.
+    Args:
+        caches: the caches of the layers that are prepared together.
+        layers: how many layers are compressed in total.
+
+    Raises:
+        UnsupportedModelError: these are not all layers, or their caches are not equal parts of one
+            tensor in ascending order.
     """
     starts = [cache.storage_offset() for cache in caches]
     steps = {end - start for start, end in itertools.pairwise(starts)}
@@ -79,8 +103,5 @@ def require_shared_pages(caches: Sequence[Tensor], layers: int) -> None:
         for cache in caches
     }
     if len(caches) != layers or len(kinds) > 1 or len(steps) > 1 or min(steps, default=1) <= 0:
-        raise UnsupportedModelError(
-            "snapkv: cannot compress prompts with across-layers: expected full attention in layers "
-            "that are alike, whose caches are one tensor, layer by layer, got others; "
-            "use --policy adakv"
-        )
+        problem = "across-layers needs equal layers with full attention, with caches in one tensor"
+        raise wrong("snapkv", problem, "Use --policy adakv", UnsupportedModelError)

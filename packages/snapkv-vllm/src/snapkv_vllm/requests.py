@@ -1,9 +1,10 @@
-"""Checks a request's own settings in the front end, whoever asks: `LLM.generate` or an endpoint.
+"""Checks the settings of a request in vLLM's front end, for `LLM.generate` as well as for
+endpoints.
 
-vLLM's front end asks every custom logits processor whether it accepts a request. The one made here
-accepts or refuses, and does nothing else: no engine loads it, since the tokens of a step would have
-to come back to the host for any of its kind. vLLM finds it by a name, in which the server's
-settings are written, since nothing else of them reaches that place.
+vLLM's front end asks every custom logits processor whether it accepts a request. The one built here
+does only that. No engine loads it, because with any such processor the tokens of each step would
+have to be copied to the host. vLLM finds it by a name, which encodes the settings of the server,
+because nothing else of them reaches that place.
 """
 
 import contextlib
@@ -16,29 +17,34 @@ from snapkv_vllm.versions import require_supported_version
 require_supported_version()
 
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.front.visits import noting_refusals
+from snapkv_vllm.front.request_context import record_refusals
 
 
 class RequestCheck:
-    """Refuses requests whose settings are wrong; a subclass for each server's settings.
+    """Refuses requests with wrong settings. There is a subclass for the settings of each server.
 
-    Abstract: it is asked as a class, and never made.
+    Only its class method is used, and it is never instantiated.
     """
 
     settings: ServingSettings
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise a ValueError, which `LLM` hands on and vLLM's server turns into status 400."""
+        """Raise a ValueError if the settings of a request are wrong; vLLM's server answers with
+        status 400.
+
+        Raises:
+            ValueError: a setting is wrong. Errors of a wrong type are converted.
+        """
         try:
-            with noting_refusals():
-                cls.settings.for_request(sampling_params.extra_args)
+            with record_refusals():
+                cls.settings.policy_for_request(sampling_params.extra_args)
         except TypeError as error:
             raise ValueError(str(error)) from error
 
 
-def _kinds() -> Iterator[type[Any]]:
-    """What each of vLLM's runners, as far as it is there, takes for a logits processor."""
+def _processor_types() -> Iterator[type[Any]]:
+    """Yield the base class of logits processors of each of vLLM's runners, if it is there."""
     with contextlib.suppress(ImportError):
         from vllm.v1.sample.logits_processor import LogitsProcessor
 
@@ -50,15 +56,20 @@ def _kinds() -> Iterator[type[Any]]:
 
 
 class _Checks:
-    """Makes the check for the settings that an attribute's name spells out."""
+    """Builds the check for the settings that are encoded in the name of an attribute."""
 
     def __getattr__(self, name: str) -> type[RequestCheck]:
+        """Build the check.
+
+        Raises:
+            AttributeError: the name does not encode settings.
+        """
         try:
             config = json.loads(bytes.fromhex(name.removeprefix("of_")))
         except ValueError:
             raise AttributeError(name) from None
         settings = ServingSettings.from_config(config)
-        return type("RequestCheck", (RequestCheck, *_kinds()), {"settings": settings})
+        return type("RequestCheck", (RequestCheck, *_processor_types()), {"settings": settings})
 
 
 checks = _Checks()
@@ -66,12 +77,12 @@ checks = _Checks()
 _NAME = f"{__name__}:checks.of_"
 
 
-def name_of_check(settings: ServingSettings) -> str:
-    """What to pass as one of vLLM's `logits_processors`."""
+def check_name(settings: ServingSettings) -> str:
+    """Return the name of the check for vLLM's option `logits_processors`."""
     return _NAME + json.dumps(settings.to_config()).encode().hex()
 
 
-def without_checks(processors: Sequence[Any] | None) -> list[Any] | None:
-    """The `logits_processors` that an engine loads: all others."""
+def remove_checks(processors: Sequence[Any] | None) -> list[Any] | None:
+    """Return the `logits_processors` that an engine loads: all but the checks."""
     others = [one for one in processors or () if not str(one).startswith(_NAME)]
     return others or None

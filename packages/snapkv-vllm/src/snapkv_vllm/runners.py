@@ -1,4 +1,4 @@
-"""vLLM's model runners, for which a request may hold fewer tokens than it has seen."""
+"""Extends vLLM's model runners to requests that store fewer tokens than they have computed."""
 
 import itertools
 from abc import abstractmethod
@@ -11,22 +11,22 @@ from snapkv.policies import AcrossLayers
 from snapkv_vllm.admission.compatibility import require_compatible
 from snapkv_vllm.admission.plans import Move, Order
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.blocks import compressed, is_compressed
+from snapkv_vllm.blocks import compress_spec, is_compressed
 from snapkv_vllm.compressor import Compressor, QueryRecorder
 from snapkv_vllm.heads import HeadsAttention
 from snapkv_vllm.kept_lengths import KeptLengths
 from snapkv_vllm.layers import attention_layers
-from snapkv_vllm.memory_profile import Largest, profiled
+from snapkv_vllm.memory_profile import LargestStep, hold_largest_queries
 from snapkv_vllm.metrics import Stopwatch, compression_stopwatch
-from snapkv_vllm.refusals import compressible_layers, require_heads_apart
+from snapkv_vllm.refusals import compressible_layers, require_splittable_heads
 from snapkv_vllm.steps import CompressingStep
 
 
 class CompressingRunner:
-    """Laid over a runner of vLLM that a worker has made; a subclass for each kind of runner.
+    """The abilities that are added to a runner of vLLM; a subclass for each of vLLM's two runners.
 
-    The runner's own lengths and positions stay true. Attention in the compressed KV cache groups is
-    told the tokens that a request holds, and new tokens go to the slots after those.
+    The lengths and positions of the runner stay true. Only attention in the compressed KV cache
+    groups gets the numbers of stored tokens, and new tokens go to the slots after them.
     """
 
     _orders: Mapping[str, Order]
@@ -34,55 +34,65 @@ class CompressingRunner:
     _compressed: dict[str, Order]
     _recorder: QueryRecorder
     _compressor: Compressor
-    _held: KeptLengths
+    _lengths: KeptLengths
     _heads: HeadsAttention
-    _parts_heads: bool  # of this step
-    _serves_heads_apart: bool
+    _has_split_heads: bool  # whether this step has requests whose heads differ
+    _splits_heads: bool
     _stopwatch: Stopwatch
     _compressed_groups: tuple[int, ...]
 
     @classmethod
-    def over(cls, runner: Any) -> Self:
-        """Give a runner these abilities; only this one, others of its class stay as they are."""
+    def extend(cls, runner: Any) -> Self:
+        """Add these abilities to one runner by changing its class.
+
+        Other runners of that class do not change.
+
+        Raises:
+            UnsupportedModelError: the engine cannot serve with the settings of the server.
+        """
         config = runner.vllm_config
         settings = ServingSettings.from_config(config.additional_config)
         require_compatible(settings=settings, engine=config)
-        kind = type(runner)
-        runner.__class__ = type(f"Compressing{kind.__name__}", (cls, kind), {})
+        base = type(runner)
+        runner.__class__ = type(f"Compressing{base.__name__}", (cls, base), {})
         runner._orders, runner._dropped, runner._compressed = {}, {}, {}
         runner._recorder = QueryRecorder()
-        runner._held = KeptLengths(runner.max_num_reqs, runner.device)
+        runner._lengths = KeptLengths(runner.max_num_reqs, runner.device)
         across = settings.policy == AcrossLayers.name
-        runner._heads, runner._parts_heads = HeadsAttention(across_layers=across), False
-        runner._serves_heads_apart = settings.per_head_budget
+        runner._heads, runner._has_split_heads = HeadsAttention(across_layers=across), False
+        runner._splits_heads = settings.per_head_budget
         runner._stopwatch = compression_stopwatch(config, runner.device)
         adapted: Self = runner
         return adapted
 
-    # What the two runners do differently.
+    # Methods that differ between the two runners.
 
     @abstractmethod
-    def _enter_blocks(self, request_id: str, moves: Sequence[Move]) -> None:
-        """Let a request that was compressed go on with the blocks it was left."""
+    def _set_blocks(self, request_id: str, moves: Sequence[Move]) -> None:
+        """Replace the blocks of a compressed request by those that it still has."""
 
-    # What they share.
+    # Methods that both runners share.
 
     def get_kv_cache_spec(self: Any) -> Any:
-        """What the layers keep, those with full attention as blocks that may be compressed."""
+        """Return the specs of all layers; those of compressed layers are this plugin's own."""
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         chosen = compressible_layers(attention_layers(self.vllm_config), specs)
-        return {name: compressed(spec) if name in chosen else spec for name, spec in specs.items()}
+        return specs | {name: compress_spec(specs[name]) for name in chosen}
 
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Let vLLM measure a step with the largest votes that the server allows."""
+        """Let vLLM measure its largest step together with the largest compression."""
         specs, layers = self.get_kv_cache_spec(), attention_layers(self.vllm_config)
         chosen = [layers[name] for name, spec in specs.items() if is_compressed(spec)]
-        largest = Largest.of(self.vllm_config)
-        with profiled(chosen, largest, dtype=self.dtype, device=self.device):
+        largest = LargestStep.from_config(self.vllm_config)
+        with hold_largest_queries(chosen, largest, dtype=self.dtype, device=self.device):
             super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
     def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Allocate the cache, and look up where its keys and values lie."""
+        """Allocate the cache, and look up the layout of its keys and values.
+
+        Raises:
+            UnsupportedModelError: the layers or their caches cannot be compressed.
+        """
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
         groups = {
             number: group
@@ -91,50 +101,51 @@ class CompressingRunner:
         }
         self._compressed_groups = tuple(groups)
         if not hasattr(self, "_compressor"):
-            self._compressor = self._made_compressor(groups)
+            self._compressor = self._make_compressor(groups)
         for number in groups:
             for attention in self.attn_groups[number]:
                 for builder in attention.metadata_builders:
-                    self._held.tell(builder)
-                    if self._serves_heads_apart:
-                        self._heads.tell(builder)
+                    self._lengths.patch_builder(builder)
+                    if self._splits_heads:
+                        self._heads.patch_builder(builder)
         self._compressor.bind_caches(
             {number: group.kv_cache_spec.block_size for number, group in groups.items()}
         )
 
-    def _made_compressor(self: Any, groups: Mapping[int, Any]) -> Compressor:
+    def _make_compressor(self: Any, groups: Mapping[int, Any]) -> Compressor:
         layers = attention_layers(self.vllm_config)
         of_group = {
             number: {name: layers[name] for name in layers if name in group.layer_names}
             for number, group in groups.items()
         }
-        if self._serves_heads_apart:
+        if self._splits_heads:
             for name, layer in itertools.chain(*(of.items() for of in of_group.values())):
-                require_heads_apart(name, layer)
-                self._heads.attach(name, layer)
+                require_splittable_heads(name, layer)
+                self._heads.patch_layer(name, layer)
         return Compressor(of_group, self._recorder, device=self.device, heads=self._heads)
 
     @torch.inference_mode()
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step, and carry out the orders that came with it after the model."""
-        self._forget(requests_that_begin_anew(scheduler_output))
-        if not isinstance(scheduler_output, CompressingStep):  # in which vLLM measures something
-            scheduler_output = CompressingStep.of(scheduler_output)
+        """Run a step, and then carry out the orders that came with it."""
+        self._forget(find_restarted_requests(scheduler_output))
+        # vLLM sends a plain step when it measures memory or time.
+        if not isinstance(scheduler_output, CompressingStep):
+            scheduler_output = CompressingStep.extend(scheduler_output)
         self._dropped.update(scheduler_output.snapkv_dropped)
         if scheduler_output.snapkv_forgotten:
             self._compressor.positions.forget(scheduler_output.snapkv_forgotten)
         for request_id, order in self._compressed.items():
-            self._enter_blocks(request_id, order.moves)
+            self._set_blocks(request_id, order.moves)
         self._compressed = {}
         self._orders = scheduler_output.snapkv_orders
-        self._parts_heads = self._heads.holds_any(scheduler_output.num_scheduled_tokens)
+        self._has_split_heads = self._heads.holds_any(scheduler_output.num_scheduled_tokens)
         try:
             output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         finally:
-            self._recorder.wanted = {}
-            self._held.leave()
-            self._heads.leave()
-        self._carry_out()
+            self._recorder.rows_of_requests = {}
+            self._lengths.end_step()
+            self._heads.end_step()
+        self._run_orders()
         return output
 
     def _forget(self, requests: Iterable[str]) -> None:
@@ -144,44 +155,50 @@ class CompressingRunner:
             self._compressor.forget(request_id)
             self._heads.forget(request_id)
 
-    def _enter_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
-        """Note what this step's requests hold, and whose queries to put aside.
+    def _begin_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
+        """Set what each request of the batch stores, and whose queries are recorded.
 
-        `query_ends` is where the tokens of each request end in the batch.
+        Args:
+            requests: the ids of the requests, in the order of the batch.
+            query_ends: where the tokens of each request end in the batch.
         """
-        self._held.enter(requests, self._dropped)
-        self._heads.enter(requests, query_ends)
-        self._recorder.wanted = {
+        self._lengths.begin_step(requests, self._dropped)
+        self._heads.begin_step(requests, query_ends)
+        self._recorder.rows_of_requests = {
             request_id: slice(int(end) - self._orders[request_id].query_tokens, int(end))
             for request_id, end in zip(requests, query_ends, strict=True)
             if request_id in self._orders and self._orders[request_id].query_tokens
         }
 
-    def _carry_out(self) -> None:
+    def _run_orders(self) -> None:
         orders, self._orders = self._orders, {}
         self._stopwatch.report()
-        if not orders:  # as in steps that measure memory, before there is a cache to compress
+        if not orders:  # for example before the cache is allocated
             return
-        if any(order.ends for order in orders.values()):
+        if any(order.is_due for order in orders.values()):
             with self._stopwatch.timing():
                 self._compressor.compress(orders)
         for request_id, order in orders.items():
-            if not order.ends:
+            if not order.is_due:
                 continue
-            if order.per_head_budget:  # what those hold, the heads know
+            if order.per_head_budget:  # `HeadsAttention` knows the counts of each head
                 self._dropped.pop(request_id, None)
             else:
                 self._dropped[request_id] = order.dropped_tokens
             self._compressed[request_id] = order
 
     @property
-    def _runs_beside_graphs(self) -> bool:
-        """Whether a step does more than a graph of it has captured, in attention or after it."""
-        return bool(self._orders) or self._parts_heads
+    def _needs_eager_step(self) -> bool:
+        """Whether the step does more than a CUDA graph of it has captured, in attention or after
+        the model.
+        """
+        return bool(self._orders) or self._has_split_heads
 
 
-def requests_that_begin_anew(scheduler_output: Any) -> set[str]:
-    """Those of which a step says that they have ended, or start from their first token."""
+def find_restarted_requests(scheduler_output: Any) -> set[str]:
+    """Return the requests that have ended, were preempted, or start from their first token in this
+    step.
+    """
     return {
         *scheduler_output.finished_req_ids,
         *(scheduler_output.preempted_req_ids or ()),
@@ -191,12 +208,13 @@ def requests_that_begin_anew(scheduler_output: Any) -> set[str]:
 
 
 class CompressingFirstRunner(CompressingRunner):
-    """vLLM's first runner, which serves where there is no Triton; deprecated, it goes with vLLM's.
+    """Extends vLLM's first runner, which is used without Triton and is deprecated in vLLM.
 
-    Its private parts: rows and block tables in `input_batch`, block lists in `requests`.
+    It uses private parts of that runner: rows and block tables in `input_batch`, block lists in
+    `requests`.
     """
 
-    def _enter_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
+    def _set_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
         state = self.requests.get(request_id)
         if state is None:
             return
@@ -213,10 +231,10 @@ class CompressingFirstRunner(CompressingRunner):
         prepared = super()._prepare_inputs(scheduler_output, *args)  # type: ignore[misc]
         requests = self.input_batch.num_reqs
         starts = self.query_start_loc
-        self._enter_batch(self.input_batch.req_ids[:requests], starts.np[1 : requests + 1].tolist())
+        self._begin_batch(self.input_batch.req_ids[:requests], starts.np[1 : requests + 1].tolist())
         tokens = scheduler_output.total_num_scheduled_tokens
         on_device = starts.gpu[: requests + 1]
-        positions = self._held.positions(self.positions[:tokens], on_device)
+        positions = self._lengths.stored_positions(self.positions[:tokens], on_device)
         if positions is not None:
             for group in self._compressed_groups:
                 table = self.input_batch.block_table[group]
@@ -224,10 +242,10 @@ class CompressingFirstRunner(CompressingRunner):
         return prepared
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Let no prompt that is still being read draw from its seed.
+        """Sample without the random generators of prompts that are still being read.
 
-        vLLM throws the token away and takes the draw back, by an offset into the generator, which
-        generators of CPUs do not have: the engine would end.
+        vLLM discards such a sample and rewinds the generator by an offset. Generators on CPUs have
+        no offset, and the engine would end with an error.
         """
         generators = self.input_batch.generators
         reads = self.discard_request_mask.np
@@ -238,18 +256,19 @@ class CompressingFirstRunner(CompressingRunner):
             generators.update(reading)
 
     def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
-        """No graph is replayed where queries are put aside, or heads are sequences."""
+        """Return vLLM's answer, but False if the step needs more than a CUDA graph has captured."""
         uniform = super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
-        return bool(uniform) and not self._runs_beside_graphs
+        return bool(uniform) and not self._needs_eager_step
 
 
 class CompressingSecondRunner(CompressingRunner):
-    """vLLM's second runner, its default wherever there is Triton.
+    """Extends vLLM's second runner, its default wherever there is Triton.
 
-    Its private parts: block tables and requests' rows that live on the device.
+    It uses private parts of that runner: block tables and rows of requests, which are on the
+    device.
     """
 
-    def _enter_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
+    def _set_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
         row = self.req_states.req_id_to_index.get(request_id)
         if row is None:
             return
@@ -258,40 +277,46 @@ class CompressingSecondRunner(CompressingRunner):
             self.block_tables.num_blocks.np[move.group, row] = len(move.targets)
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-        """No graph is replayed where queries are put aside, or heads are sequences."""
+        """Return vLLM's answer, but without a uniform length if the step needs more than a CUDA
+        graph has captured.
+        """
         state, uniform = super().gather_batch_req_state(  # type: ignore[misc]
             scheduler_output, dummy_run
         )
-        return state, None if self._runs_beside_graphs else uniform
+        return state, None if self._needs_eager_step else uniform
 
     def prepare_attn(self: Any, input_batch: Any) -> Any:
-        """Give new tokens of compressed requests the slots after those they hold."""
+        """Map the new tokens of compressed requests to the slots after their stored tokens."""
         starts = input_batch.query_start_loc_np
-        self._enter_batch(input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist())
+        self._begin_batch(input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist())
         block_tables, slots = super().prepare_attn(input_batch)  # type: ignore[misc]
-        positions = self._held.positions(input_batch.positions, input_batch.query_start_loc)
+        query_starts = input_batch.query_start_loc
+        positions = self._lengths.stored_positions(input_batch.positions, query_starts)
         if positions is not None:
             held = self.block_tables.compute_slot_mappings(
                 input_batch.idx_mapping,
-                input_batch.query_start_loc,
+                query_starts,
                 positions,
                 num_tokens_padded=input_batch.num_tokens_after_padding,
-                out=self._held_slots(),
+                out=self._slot_buffer(),
             )
             for group in self._compressed_groups:
                 slots[group].copy_(held[group])
         return block_tables, slots
 
-    def _held_slots(self: Any) -> Any:
-        if not hasattr(self, "_slots_of_held"):
-            self._slots_of_held = self.block_tables.slot_mappings.clone()
-        return self._slots_of_held
+    def _slot_buffer(self: Any) -> Any:
+        if not hasattr(self, "_slots_of_held_tokens"):
+            self._slots_of_held_tokens = self.block_tables.slot_mappings.clone()
+        return self._slots_of_held_tokens
 
 
-def compress_in(runner: Any) -> None:
-    """Lay the abilities of a `CompressingRunner` over a runner that a worker has made.
+def extend_runner(runner: Any) -> None:
+    """Extend a runner that a worker has built with the class for its kind.
 
-    Which of vLLM's it is, its methods say: a vLLM with one runner need not know of two.
+    The kind is found by its methods, because a release of vLLM may have only one of the two.
+
+    Raises:
+        UnsupportedModelError: the engine cannot serve with the settings of the server.
     """
     is_second = hasattr(runner, "prepare_attn")
-    (CompressingSecondRunner if is_second else CompressingFirstRunner).over(runner)
+    (CompressingSecondRunner if is_second else CompressingFirstRunner).extend(runner)

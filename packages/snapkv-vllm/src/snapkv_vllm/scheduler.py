@@ -1,4 +1,4 @@
-"""vLLM's schedulers, which also decide when a request is compressed."""
+"""Extends vLLM's schedulers, which then also decide when a request is compressed."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,28 +14,29 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from snapkv.errors import InvalidArgumentError, SnapKVError
+from snapkv.errors import SnapKVError, wrong
 from snapkv_vllm.admission.compatibility import require_compatible
-from snapkv_vllm.admission.methods import require_spans_within
-from snapkv_vllm.admission.names import ASKED, reason_of
+from snapkv_vllm.admission.methods import require_spans_fit
+from snapkv_vllm.admission.names import SESSIONS_METHOD, reason_of
 from snapkv_vllm.admission.plans import Order, PromptPlan
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.blocks import CompressedBlocks, compressed_managers, share_exact_blocks
+from snapkv_vllm.blocks import CompressedBlocks, cache_only_exact_blocks, find_compressed_managers
 from snapkv_vllm.metrics import PromptMetrics
 from snapkv_vllm.plugin import end_with_parent
-from snapkv_vllm.sessions import HeldSessions
+from snapkv_vllm.sessions import SessionStore
 from snapkv_vllm.steps import CompressingStep
 
 logger = init_logger("vllm.snapkv")
 
 
 class _CompressingScheduler(Scheduler):
-    """Orders the compression of a request in the very step that computes its last token.
+    """A scheduler of vLLM that orders the compression of a request in the step that computes its
+    last token.
 
-    The blocks for what is kept are taken when the step is scheduled. Where there are none, vLLM
-    preempts the youngest request, which waits, as for the step's own blocks. The blocks that are
-    freed may be given away at once: whoever gets them writes in a later step, and workers run steps
-    in order, also where several are under way.
+    The blocks for the kept tokens are allocated when the step is scheduled. If there are none, vLLM
+    preempts the youngest request, as it does for the blocks of the step itself. Freed blocks may be
+    given to another request at once: it writes to them in a later step, and workers run steps in
+    order, even if several are scheduled.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,45 +46,62 @@ class _CompressingScheduler(Scheduler):
         logger.info("Compressing prompts: %s", self._settings.summary)
         self._plans: dict[str, PromptPlan] = {}
         coordinator = self.kv_cache_manager.coordinator
-        share_exact_blocks(coordinator, self._plans)
+        cache_only_exact_blocks(coordinator, self._plans)
         managers = coordinator.single_type_managers
-        compressed = compressed_managers(managers)
+        compressed = find_compressed_managers(managers)
         self._blocks = CompressedBlocks(compressed, self._plans)
         blocks = self.kv_cache_manager
-        self._allocate_slots, blocks.allocate_slots = blocks.allocate_slots, self._slots_and_room
-        self._preempts_for_room, self._waiting_for_room = False, set[str]()
-        self._waits, self._stands_still = "", False  # for a block; a request, since when none can
+        self._allocate_slots = blocks.allocate_slots
+        blocks.allocate_slots = self._allocate_all
+        self._preempts_for_reservation, self._waiting_for_reservation = False, set[str]()
+        # The last request without blocks, and whether no request can continue because of it.
+        self._blocked_request, self._is_standstill = "", False
         self._metrics = PromptMetrics(self.vllm_config)
         given = compressed, self._settings, self.vllm_config, self.kv_cache_config
-        self.sessions = None if self._settings.sessions is None else HeldSessions(*given)
+        self.sessions = None if self._settings.sessions is None else SessionStore(*given)
 
     def add_request(self, request: Any) -> None:
-        """Accept a request with the method it asks for; one with wrong settings ends at once."""
+        """Accept a request and plan its compressions.
+
+        A request with wrong settings is ended in the next step.
+        """
         try:
-            self._plans[request.request_id] = self._plan_of(request)
+            self._plans[request.request_id] = self._make_plan(request)
             self._require_blocks(request)
-        except SnapKVError as error:  # front ends answer 400; one of another make did not ask
-            logger.error("Request %s is refused: %s", request.request_id, error)
-            self._metrics.refused(reason_of(error))
-            self.encoder_cache_mismatch_reqs.add(request.request_id)  # ended in the next step
+        except SnapKVError as error:  # the web server refuses it before, other front ends may not
+            logger.error("Request %s was refused: %s", request.request_id, error)
+            self._metrics.record_refusal(reason_of(error))
+            # vLLM ends these requests in the next step.
+            self.encoder_cache_mismatch_reqs.add(request.request_id)
         super().add_request(request)
 
-    def _plan_of(self, request: Any) -> PromptPlan:
-        """The request's plan; none for sessions, whose prompts go on after their end."""
+    def _make_plan(self, request: Any) -> PromptPlan:
+        """Plan a request.
+
+        Streaming input is not compressed, because its prompt is continued after its end.
+
+        Raises:
+            SnapKVError: the settings of the request are wrong or conflict with the engine.
+        """
         params = request.sampling_params
         given = (params and params.extra_args) or {}
-        require_compatible(settings=self._settings, given=given, request=request)
+        require_compatible(settings=self._settings, extra_args=given, request=request)
         if params is None or request.resumable:
             return PromptPlan(prompt_tokens=request.num_prompt_tokens)
-        plan = self._settings.plan_for(given, request.num_prompt_tokens)
-        require_spans_within(plan.policy, request.num_prompt_tokens)
-        if plan.shared_tokens is not None:
+        plan = self._settings.plan_request(given, request.num_prompt_tokens)
+        require_spans_fit(plan.policy, request.num_prompt_tokens)
+        if plan.shareable_tokens is not None:
             require_compatible(engine=self.vllm_config, request=request)
-        return plan if self.sessions is None else self.sessions.plan_of(request, plan)
+        return plan if self.sessions is None else self.sessions.plan_request(request, plan)
 
     def _require_blocks(self, request: Any) -> None:
+        """Raise if the prompt needs more blocks than the cache has.
+
+        Raises:
+            InvalidArgumentError: the prompt is too long.
+        """
         manager, tokens = self.kv_cache_manager, request.num_prompt_tokens
-        most = manager.block_pool.num_gpu_blocks - 1  # one block is never used
+        most = manager.block_pool.num_gpu_blocks - 1  # vLLM never uses one of its blocks
         needed = manager.coordinator.get_num_blocks_to_allocate(
             request.request_id,
             tokens,
@@ -95,59 +113,59 @@ class _CompressingScheduler(Scheduler):
             apply_admission_cap=True,
         )
         if needed > most:
-            raise InvalidArgumentError(
-                f"prompt: expected one that fits in the cache's {most} blocks, got {tokens:,} "
-                f"tokens, which need {needed}; shorten it, or raise --kv-cache-memory-bytes"
-            )
+            problem = f"its {tokens:,} tokens need {needed} blocks, and the cache has {most}"
+            raise wrong("prompt", problem, "Shorten it, or raise --kv-cache-memory-bytes")
 
-    def _slots_and_room(
+    def _allocate_all(
         self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
     ) -> Any:
-        """vLLM's `allocate_slots`, with blocks for what is kept if the step ends with a choice."""
+        """Call vLLM's `allocate_slots`, and reserve blocks for the kept tokens if the step ends
+        with a compression.
+        """
         given: Any = (request, num_new_tokens, num_new_computed_tokens)
         slots = self._allocate_slots(*given, **kwargs)
-        while slots is None and self.sessions is not None and self.sessions.give_back():
+        while slots is None and self.sessions is not None and self.sessions.evict_least_recent():
             slots = self._allocate_slots(*given, **kwargs)
         runs, blocks = request.status == RequestStatus.RUNNING, self._blocks
-        lacks_room = slots is None and (blocks.lack_room or (runs and blocks.hold_room))
+        lacks = slots is None and (blocks.lack_blocks or (runs and blocks.hold_blocks))
         if slots is not None:
-            self._waiting_for_room.discard(request.request_id)
+            self._waiting_for_reservation.discard(request.request_id)
             seen = request.num_computed_tokens + num_new_computed_tokens
             others = len(self.running) * len(self.kv_cache_config.kv_cache_groups)
-            blocks.take_room(request.request_id, seen, num_new_tokens, others_blocks=others)
-        elif runs:  # vLLM preempts a request for it
-            self._preempts_for_room |= lacks_room
+            blocks.reserve(request.request_id, seen, num_new_tokens, others_blocks=others)
+        elif runs:  # vLLM preempts a request to free blocks
+            self._preempts_for_reservation |= lacks
         else:
-            if lacks_room:
+            if lacks:
                 self._count_wait(request.request_id)
-            self._waits = request.request_id
+            self._blocked_request = request.request_id
             if self.sessions is not None:
-                self.sessions.waits(request.request_id)
+                self.sessions.record_wait(request.request_id)
         return slots
 
-    def _note_preempted(self, request_ids: Iterable[str]) -> None:
-        """Note which requests have given their blocks up since the step before."""
+    def _record_preempted(self, request_ids: Iterable[str]) -> None:
+        """Record which requests were preempted since the last step."""
         for request_id in request_ids:
-            if self._preempts_for_room:
+            if self._preempts_for_reservation:
                 self._count_wait(request_id)
             if self.sessions is not None:
-                self.sessions.preempted(request_id)
-        self._preempts_for_room = False
+                self.sessions.record_preemption(request_id)
+        self._preempts_for_reservation = False
 
     def _count_wait(self, request_id: str) -> None:
-        """Count that a request waits for want of room for what is kept."""
-        if request_id not in self._waiting_for_room:
-            self._waiting_for_room.add(request_id)
+        """Count a request that waits for blocks for its kept tokens, once."""
+        if request_id not in self._waiting_for_reservation:
+            self._waiting_for_reservation.add(request_id)
             self._metrics.count("waits")
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        self._metrics.request_ended(request.request_id)
-        self._waiting_for_room.discard(request.request_id)
+        self._metrics.forget_request(request.request_id)
+        self._waiting_for_reservation.discard(request.request_id)
         if self.sessions is not None:
-            self.sessions.request_ends(request)
+            self.sessions.store_history(request)
         freed = super()._free_request(request, *args, **kwargs)
         if self.sessions is not None:
-            self.sessions.count()
+            self.sessions.report_metrics()
         self._plans.pop(request.request_id, None)
         return freed
 
@@ -155,7 +173,7 @@ class _CompressingScheduler(Scheduler):
         self, request: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, int, int, bool]:
         if self.sessions is not None:
-            if plan := self.sessions.begin(request.request_id):
+            if plan := self.sessions.plan_next(request.request_id):
                 self._plans[request.request_id] = plan
             if (reused := self.sessions.reused_blocks(request.request_id)) is not None:
                 begun, found = reused
@@ -165,7 +183,7 @@ class _CompressingScheduler(Scheduler):
         blocks, cached, boundary, diverged = found_by_vllm
         plan = self._plans.get(request.request_id)
         usable = None if plan is None else plan.reusable_tokens
-        if usable is not None and self.num_spec_tokens:  # vLLM pads a single token with drafts
+        if usable is not None and self.num_spec_tokens:  # vLLM pads a single last token with drafts
             usable = max(0, min(usable, request.num_tokens - 2))
         if usable is not None and cached > usable:
             manager = self.kv_cache_manager
@@ -183,98 +201,98 @@ class _CompressingScheduler(Scheduler):
         if (plan := self._plans.get(request.request_id)) is None:
             return tokens
         held = num_computed_tokens - self._blocks.dropped_tokens(request.request_id)
-        return plan.step_tokens(num_computed_tokens, held, tokens)
+        return plan.limit_step(num_computed_tokens, held, tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> CompressingStep:
-        """Schedule one of vLLM's steps, and order what is compressed in it."""
+        """Schedule a step of vLLM, and add the orders of its compressions."""
         output = super().schedule(*args, **kwargs)
-        self._note_preempted(output.preempted_req_ids or ())
-        self._note_standstill()
+        self._record_preempted(output.preempted_req_ids or ())
+        self._record_standstill()
         orders = {}
         for request_id, step_tokens in output.num_scheduled_tokens.items():
-            order = self._order(self.requests[request_id], step_tokens)
+            order = self._make_order(self.requests[request_id], step_tokens)
             if order is not None:
                 orders[request_id] = order
-        return CompressingStep.of(
+        return CompressingStep.extend(
             output,
             snapkv_orders=orders,
-            snapkv_dropped=self._dropped_before(output),
-            snapkv_forgotten=() if self.sessions is None else self.sessions.forgotten(),
+            snapkv_dropped=self._dropped_of_histories(output),
+            snapkv_forgotten=() if self.sessions is None else self.sessions.pop_forgotten(),
         )
 
-    def _note_standstill(self) -> None:
-        """Log and count when a request lacks blocks, and none is running that would free some."""
-        name, self._waits, before = self._waits, "", self._stands_still
-        self._stands_still = bool(name) and not self.running
-        if self._stands_still and not before:
+    def _record_standstill(self) -> None:
+        """Log and count if a request waits for blocks and no running request will free any."""
+        name, self._blocked_request, before = self._blocked_request, "", self._is_standstill
+        self._is_standstill = bool(name) and not self.running
+        if self._is_standstill and not before:
             self._metrics.count("standstills")
             logger.error(
-                "No request can go on: %s waits for blocks, %s of %s are free, and none is running",
+                "No request can continue: %s waits for blocks, %s of %s are free, none is running",
                 name,
                 self.kv_cache_manager.block_pool.get_num_free_blocks(),
                 self.kv_cache_config.num_blocks,
             )
 
-    def _dropped_before(self, scheduler_output: Any) -> dict[str, int]:
-        """What the workers are told of those requests that begin with a history."""
+    def _dropped_of_histories(self, scheduler_output: Any) -> dict[str, int]:
+        """Return how many tokens the histories of new and resumed requests have dropped."""
         if self.sessions is None:
             return {}
         names = [one.req_id for one in scheduler_output.scheduled_new_reqs]
         names += scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        dropped = ((name, self.sessions.dropped_before(name)) for name in names)
+        dropped = ((name, self.sessions.dropped_tokens_of(name)) for name in names)
         return {name: tokens for name, tokens in dropped if tokens}
 
-    def _order(self, request: Any, step_tokens: int) -> Order | None:
+    def _make_order(self, request: Any, step_tokens: int) -> Order | None:
         request_id, prompt_tokens = request.request_id, request.num_prompt_tokens
         plan = self._plans.get(request_id)
         seen = request.num_computed_tokens - step_tokens
         order = None
         if plan is not None:
             held = seen - self._blocks.dropped_tokens(request_id)
-            order = plan.order(seen, held, step_tokens)
-        if order is not None and order.ends:
-            order = self._compressed(request, order)
+            order = plan.make_order(seen, held, step_tokens)
+        if order is not None and order.is_due:
+            order = self._compress(request, order)
         if plan is not None and seen < prompt_tokens <= request.num_computed_tokens:
             kept = prompt_tokens - self._blocks.dropped_tokens(request_id)
-            if order is not None and order.ends:
+            if order is not None and order.is_due:
                 kept = order.kept_tokens
-            self._metrics.prompt_ended(request, kept_tokens=kept)
+            self._metrics.record_prompt_end(request, kept_tokens=kept)
         return order
 
-    def _compressed(self, request: Any, order: Order) -> Order:
-        """Free the blocks that the request no longer needs, and say so to the workers."""
+    def _compress(self, request: Any, order: Order) -> Order:
+        """Free the blocks that a request no longer needs, and put the moves into its order."""
         moves = self._blocks.compress(request.request_id, order)
         freed = sum(len(move.sources) - len(move.targets) for move in moves)
-        self._metrics.compressed(order, freed)
+        self._metrics.record_compression(order, freed)
         order = replace(order, moves=moves)
         if self.sessions is not None:
-            self.sessions.compressed(request.request_id, order)
+            self.sessions.record_compression(request.request_id, order)
         return order
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Forget histories as well, which other weights may have read."""
+        """Remove idle histories as well, because other weights may have computed them."""
         if self.sessions is not None:
             self.sessions.drop_idle()
         return bool(super().reset_prefix_cache(*args, **kwargs))
 
 
 class _CompressingAsyncScheduler(_CompressingScheduler, AsyncScheduler):
-    """The same over vLLM's asynchronous scheduler."""
+    """The same for vLLM's asynchronous scheduler."""
 
 
-def _asked(engine: EngineCore, method: str, given: Sequence[Any]) -> Any:
-    """What the sessions of an engine's scheduler answer."""
-    return getattr(engine.scheduler.sessions, method)(*given)
+def _call_sessions(engine: EngineCore, method: str, arguments: Sequence[Any]) -> Any:
+    """Call a method of the `SessionStore` of an engine's scheduler."""
+    return getattr(engine.scheduler.sessions, method)(*arguments)
 
 
 def scheduler(*args: Any, **kwargs: Any) -> Any:
-    """The compressing counterpart of the scheduler that vLLM would have taken.
+    """Build the compressing counterpart of the scheduler that vLLM would have built.
 
-    The engine that holds it answers what front ends ask about sessions between two
-    steps, also where all requests that there is room for are under way.
+    This also adds a method to vLLM's `EngineCore`, through which web servers list and delete
+    sessions between two steps, and ends this process when its parent ends.
     """
     end_with_parent()
-    setattr(EngineCore, ASKED, _asked)
+    setattr(EngineCore, SESSIONS_METHOD, _call_sessions)
     asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
-    kind = _CompressingAsyncScheduler if asynchronous else _CompressingScheduler
-    return kind(*args, **kwargs)
+    base = _CompressingAsyncScheduler if asynchronous else _CompressingScheduler
+    return base(*args, **kwargs)

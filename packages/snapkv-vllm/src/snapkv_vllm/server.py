@@ -1,4 +1,6 @@
-"""What to pass to vLLM so that it compresses prompts, and its OpenAI-compatible server."""
+"""The arguments with which vLLM compresses prompts, and vLLM's OpenAI-compatible server
+with them.
+"""
 
 import json
 import os
@@ -18,20 +20,22 @@ from snapkv_vllm.admission.compatibility import require_compatible
 from snapkv_vllm.admission.limits import Limits, Sessions
 from snapkv_vllm.admission.names import wrong
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.plugin import METRICS, metrics_folder, users_folder
+from snapkv_vllm.plugin import METRICS_VARIABLE, lock_users_folder, make_metrics_folder
 from snapkv_vllm.versions import require_supported_version
 
-OWN = ("worker_cls", "scheduler_cls", "additional_config", "logits_processors")
-"""The arguments of vLLM through which the plugin works."""
+PLUGIN_OPTIONS = ("worker_cls", "scheduler_cls", "additional_config", "logits_processors")
+"""The options of vLLM through which the plugin works."""
 
 SETTINGS_CHECK = "snapkv_vllm.middleware.SettingsCheck"
-"""What to pass to vLLM's ``--middleware``."""
+"""The value of vLLM's option ``--middleware``."""
 
 _NAME = "--served-model-name"
 _CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 _SHARE_OF_FREE = 4
-"""A quarter: the weights and what else runs need the rest."""
+"""The cache takes a quarter of the free memory, because the weights and other programs need the
+rest.
+"""
 
 
 def engine_args(
@@ -46,25 +50,28 @@ def engine_args(
     sessions: Sessions | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Arguments for ``vllm.LLM(model, **engine_args(budget=1024))`` or `AsyncEngineArgs`.
+    """Return arguments for ``vllm.LLM(model, **engine_args(budget=1024))`` or `AsyncEngineArgs`.
 
     Args:
         budget: tokens kept per KV head and layer; 0 compresses only requests with
             ``extra_args={"snapkv_budget": ...}``.
-        policy: "default", the largest votes as in `snapkv.default_policy`, though every layer keeps
-            as many tokens; "across-layers", as there; "snapkv", "adakv", "streaming-llm" or "tova".
-            All of them compress the prompt at its end.
-        parameters: of the method, such as ``{"kernel_size": 13}``.
-        protect_first: first tokens of every prompt that are kept.
-        max_window_size: the largest window size, and the most voters, that a request may set.
-        max_kernel_size: the largest kernel size that a request may set.
-        limits: how many tokens a request may store while generating; by default all.
-        sessions: settings of sessions whose history is kept; None for none.
-        options: any other option of vLLM; its own of the same kind are kept.
+        policy: the method that compresses the prompt at its end. "default" takes the largest votes
+            as `snapkv.default_policy` does, except that every layer keeps the same number of
+            tokens; "across-layers" is `snapkv.default_policy` itself; the others are "snapkv",
+            "adakv", "streaming-llm" and "tova".
+        parameters: parameters of the method, such as ``{"kernel_size": 13}``.
+        protect_first: how many first tokens of every prompt are kept.
+        max_window_size: the longest window, and the most voters, that a request may set.
+        max_kernel_size: the widest kernel that a request may set.
+        limits: how many tokens a request may store while it generates; by default there is no
+            limit.
+        sessions: how much of the cache the histories of sessions may take; None disables sessions.
+        options: any other arguments of vLLM, which are returned as well.
 
     Raises:
-        InvalidArgumentError: a value out of range, or an option that the plugin must set itself.
-        MissingDependencyError: no vLLM, or one that is too old.
+        InvalidArgumentError: a value is out of range, or an option belongs to the plugin.
+        InvalidTypeError: a value has the wrong type.
+        MissingDependencyError: vLLM is not installed, or its version is not supported.
     """
     settings = ServingSettings(
         policy=policy,
@@ -76,55 +83,60 @@ def engine_args(
         limits=limits or Limits(),
         sessions=sessions,
     )
-    return {**options, **_arguments(settings, options)}
+    return {**options, **_plugin_arguments(settings, options)}
 
 
-def _arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`OWN` for these settings, with what the user gives for them."""
+def _plugin_arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `PLUGIN_OPTIONS` for some settings, combined with those that the user
+    has given.
+
+    Raises:
+        RefusedError: the user has given another worker or scheduler.
+        MissingDependencyError: vLLM is not installed, or its version is not supported.
+    """
     require_supported_version()
-    from snapkv_vllm.requests import name_of_check
+    from snapkv_vllm.requests import check_name
 
-    for taken in ("worker_cls", "scheduler_cls"):
-        if given.get(taken) not in (None, "auto"):
-            raise wrong(
-                taken, "none, since snapkv brings its own", repr(given[taken]), "leave it out"
-            )
+    for option in ("worker_cls", "scheduler_cls"):
+        if given.get(option) not in (None, "auto"):
+            problem = f"snapkv sets this option itself, got {given[option]!r}"
+            raise wrong(option, problem, "Leave it out")
     return {
         "worker_cls": "snapkv_vllm.worker.CompressingWorker",
         "scheduler_cls": "snapkv_vllm.scheduler.scheduler",
         "additional_config": {**(given.get("additional_config") or {}), **settings.to_config()},
-        "logits_processors": [*(given.get("logits_processors") or ()), name_of_check(settings)],
+        "logits_processors": [*(given.get("logits_processors") or ()), check_name(settings)],
     }
 
 
 def command_line(
     model: str, settings: ServingSettings, options: Sequence[str], *, name: str
 ) -> str:
-    """The shell command that starts the same server with ``vllm serve``.
+    """Return the shell command that starts the same server with ``vllm serve``.
 
     Args:
-        model: what vLLM loads.
-        settings: what to keep of prompts.
-        options: any further ones of ``vllm serve``, passed on as they are.
-        name: the model's name in requests, unless the options set it.
+        model: the model that vLLM loads.
+        settings: how prompts are compressed.
+        options: further options of ``vllm serve``, which are passed on unchanged.
+        name: the name of the model in requests, unless `options` sets it.
 
     Raises:
-        InvalidArgumentError: an option that the line has already, of which vLLM takes the last.
-        MissingDependencyError: no vLLM, or one that is too old.
+        InvalidArgumentError: `options` has an option of the plugin, of which vLLM would use only
+            the last value.
+        MissingDependencyError: vLLM is not installed, or its version is not supported.
     """
     for word in options:
         option = word.partition("=")[0].partition(".")[0].replace("_", "-")
-        if option.startswith("--") and option[2:].replace("-", "_") in OWN:
-            line = "since vLLM would take it in place of the printed one"
-            none = f"none with --print-command, {line}"
-            raise wrong(option, none, "it", "leave it out, and join the two by hand")
+        if option.startswith("--") and option[2:].replace("-", "_") in PLUGIN_OPTIONS:
+            problem = "with --print-command, vLLM would use it instead of the printed one"
+            raise wrong(option, problem, "Leave it out, and join the two values by hand")
     named = () if _NAME in options else (_NAME, name)
-    own = [*_spelt(_arguments(settings, {})), "--middleware", SETTINGS_CHECK, *named]
+    own = [*_command_words(_plugin_arguments(settings, {})), "--middleware", SETTINGS_CHECK, *named]
     return shlex.join(["vllm", "serve", model, *own, *options])
 
 
-def _spelt(options: Mapping[str, Any]) -> Iterator[str]:
-    """Options of vLLM as words of its command line."""
+def _command_words(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words of a command line that set these options of vLLM."""
     for name, value in options.items():
         yield "--" + name.replace("_", "-")
         if isinstance(value, list):
@@ -139,23 +151,23 @@ def serve(
     """Run ``vllm serve`` until it is stopped.
 
     Args:
-        model: what vLLM loads: a folder or a hub id.
-        settings: what to keep of prompts.
+        model: the model that vLLM loads, a folder or a hub id.
+        settings: how prompts are compressed.
         options: any options of ``vllm serve``, as on its command line.
-        name: what the model is called in requests, unless the options say it; `model` by default.
+        name: the name of the model in requests, unless `options` sets it; by default `model`.
 
     Raises:
-        InvalidArgumentError: an option that vLLM refuses.
-        UnsupportedModelError: something that prompts cannot be compressed with.
-        MissingDependencyError: no vLLM, or one that is too old.
+        InvalidArgumentError: vLLM refuses an option, or metrics cannot be written.
+        UnsupportedModelError: the engine cannot compress prompts with these options.
+        MissingDependencyError: vLLM is not installed, or its version is not supported.
     """
     require_supported_version()
-    with users_folder() if METRICS in os.environ else metrics_folder():
+    with lock_users_folder() if METRICS_VARIABLE in os.environ else make_metrics_folder():
         _run(model, settings, options, name or model)
 
 
-def parsed(model: str, options: Sequence[str]) -> tuple[Any, Any]:
-    """vLLM's command ``serve`` and what it makes of such options, with our middleware."""
+def parse_options(model: str, options: Sequence[str]) -> tuple[Any, Any]:
+    """Return vLLM's command ``serve`` and the parsed options, to which the middleware is added."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -169,40 +181,48 @@ def parsed(model: str, options: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _run(model: str, settings: ServingSettings, options: Sequence[str], name: str) -> None:
+    """Start the server in this process.
+
+    Raises:
+        InvalidArgumentError: vLLM refuses an option.
+        UnsupportedModelError: the engine cannot compress prompts with these options.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own command does
-    command, args = parsed(model, options)
+    command, args = parse_options(model, options)
     args.served_model_name = args.served_model_name or [name]
     _leave_memory_free(args, AsyncEngineArgs.gpu_memory_utilization)
-    given = {option: getattr(args, option) for option in OWN}
-    for option, value in _arguments(settings, given).items():
+    given = {option: getattr(args, option) for option in PLUGIN_OPTIONS}
+    for option, value in _plugin_arguments(settings, given).items():
         setattr(args, option, value)
     try:
         command.validate(args)
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    except ValueError as error:  # vLLM's checks, pydantic's among them
+    except ValueError as error:  # also the errors of pydantic
         raise InvalidArgumentError(f"vllm: {error}") from error
     require_compatible(settings=settings, engine=config)
     command.cmd(args)
 
 
 def _leave_memory_free(args: Any, default_share: float) -> None:
-    """On a machine without a GPU, let the cache take a part of what is free, unless told otherwise.
+    """Let the cache take a quarter of the free memory, on a machine without a GPU and unless the
+    user decides.
 
-    vLLM takes `default_share` of all memory that is there, and does not start where less is free.
+    vLLM itself takes `default_share` of the whole memory, and does not start if less than that is
+    free. Changes `args` in place.
     """
     import psutil
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
-    told = args.kv_cache_memory_bytes or args.gpu_memory_utilization != default_share
-    if told or _CPU_SPACE in os.environ or not current_platform.is_cpu():
+    is_set = args.kv_cache_memory_bytes or args.gpu_memory_utilization != default_share
+    if is_set or _CPU_SPACE in os.environ or not current_platform.is_cpu():
         return
     processes = args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size
     share = psutil.virtual_memory().available // (_SHARE_OF_FREE * processes)
     args.kv_cache_memory_bytes = share
     init_logger("vllm.snapkv").info(
-        "The cache gets %s of the free memory; --kv-cache-memory-bytes says otherwise",
+        "The cache takes %s of the free memory; set --kv-cache-memory-bytes to change it",
         format_bytes(share),
     )

@@ -1,10 +1,11 @@
-"""Histories of sessions that an engine holds compressed, and the requests that go on from them.
+"""The compressed histories of sessions that an engine stores, and the requests that continue them.
 
-What a session's last request had read and answered stays in its blocks. The next one sends all of
-it again, token by token; as far as it is the same, those blocks are what it begins with. Full ones
-are reused by any number of requests, and what follows them is read again. Where no block ends after
-what was compressed, a single request goes on in the last one. One that is preempted begins with the
-same blocks again; one that has not begun has none. Whoever lacks a block makes histories give back.
+The tokens that the last request of a session has read and generated stay in its blocks. The next
+request sends all of them again, and as far as they are the same it begins with these blocks. Full
+blocks may be shared by any number of requests, and the tokens after them are computed again. If no
+block ends after the last compression, one request at a time may continue in the last block. A
+preempted request begins with the same blocks again. A request that needs blocks makes the store
+evict histories that no request uses.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from typing import Any
 
 from vllm.utils.math_utils import cdiv
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.policies.spans import Spans
 from snapkv.validation import format_bytes
 from snapkv_vllm.admission.names import PREFIX, SESSION
@@ -25,42 +26,48 @@ from snapkv_vllm.admission.plans import Order, PromptPlan, TurnPlan
 from snapkv_vllm.admission.settings import ServingSettings
 from snapkv_vllm.admission.spans import RequestSpans
 from snapkv_vllm.blocks import CompressedManager
-from snapkv_vllm.histories import Compressed, DigestedTokens, History, Owner, going
+from snapkv_vllm.histories import CompressedPrefix, DigestedTokens, History, Owner, choose_evictions
 from snapkv_vllm.metrics import Metrics, labels_of
 
 _logger = logging.getLogger("vllm.snapkv")
 
 _NAME = PREFIX + SESSION
 
-_MOST_HISTORIES = 512
-"""However few blocks they take: the ids of all their tokens are held, too. Tenants share it."""
+_MAX_HISTORIES = 512
+"""The largest number of histories of all tenants, because the ids of all their tokens are stored as
+well.
+"""
 
-_MOST_OF_A_NAME = 32
-"""Histories of one session name: a conversation, its retries and branches. A request of the session
-is compared with each of them."""
+_MAX_HISTORIES_PER_SESSION = 32
+"""The largest number of histories of one session: the conversation, its retries and its branches.
+Each request of the session is compared with all of them.
+"""
 
 
 @dataclass(kw_only=True)
-class _Turn:
-    """A request of a session: what it begins with, and how it was compressed."""
+class _SessionRequest:
+    """A request of a session: the history with which it begins, and how it was compressed."""
 
     owner: Owner
-    given: Mapping[str, Any]  # its settings
+    extra_args: Mapping[str, Any]  # the settings of the request
     prompt: DigestedTokens
-    may_go_on: bool  # from a history, of whose tokens nothing is known but what they leave behind
+    may_use_history: bool  # False if the request needs data of tokens that a history does not have
     spans: RequestSpans
-    whole: Spans  # what it wants to stay
+    protected: Spans  # the spans that the request keeps whatever the votes
     plan: TurnPlan
-    compressed: Compressed = field(
-        default_factory=Compressed
-    )  # of what it begins with, then its own
+    compressed: CompressedPrefix = field(
+        default_factory=CompressedPrefix
+    )  # that of its history, later its own
     history: History | None = None
-    first_block: int | None = None  # of those that hold what was compressed
-    has_searched: bool = False  # and found no history, since its session's last changed
+    first_block: int | None = None  # the first block of its kept tokens, once it was compressed
+    has_searched: bool = False  # True if no history was found and none has changed since
 
 
-class HeldSessions:
-    """Histories within a number of blocks, of which every tenant has a share."""
+class SessionStore:
+    """The stored histories of sessions, which together take a limited number of blocks.
+
+    Each tenant has an equal share of them.
+    """
 
     def __init__(
         self,
@@ -69,105 +76,126 @@ class HeldSessions:
         vllm_config: Any,
         kv_cache_config: Any,
     ) -> None:
+        """Compute the limit of the store, in blocks.
+
+        Raises:
+            UnsupportedModelError: some layers have no full attention, or the cache is too small for
+                the histories and the longest request.
+        """
         assert settings.sessions is not None
         if len(managers) < len(kv_cache_config.kv_cache_groups):
-            raise UnsupportedModelError(
-                "snapkv: cannot hold sessions: expected full attention in every layer, got layers "
-                "of another kind, whose states are not held; leave --sessions out"
+            problem = (
+                "sessions need full attention in every layer, and some layers have another kind"
             )
+            raise wrong("snapkv", problem, "Leave --sessions out", UnsupportedModelError)
         self._managers, self._settings = list(managers.values()), settings
         self._metrics = Metrics(**labels_of(vllm_config))
         self._block_bytes = max(map(_block_bytes, kv_cache_config.kv_cache_groups))
-        most_bytes = self._most_bytes(vllm_config, kv_cache_config, settings.sessions.most_bytes)
-        self._most_blocks = most_bytes // self._block_bytes
+        most_bytes = self._max_bytes(vllm_config, kv_cache_config, settings.sessions.most_bytes)
+        self._max_blocks = most_bytes // self._block_bytes
         self._sizes = [manager.block_size for manager in self._managers]
         self._block_tokens = max(self._sizes)
         self._held: list[History] = []  # least recently used first
-        self._turns: dict[str, _Turn] = {}
+        self._turns: dict[str, _SessionRequest] = {}
         self._forgotten: list[int] = []
-        self._waiting: set[str] = set()  # requests, for blocks while histories pin some
+        self._waiting: set[str] = set()  # requests that wait for blocks while histories are pinned
         for name in ("waits", "requests", "tokens_not_read", "histories_dropped"):
             self._metrics.count(f"session_{name}", 0)
-        self.count()
+        self.report_metrics()
 
-    def _most_bytes(self, vllm_config: Any, kv_cache_config: Any, asked_bytes: int) -> int:
-        """What may be held besides the largest request, which must always have room.
+    def _max_bytes(self, vllm_config: Any, kv_cache_config: Any, asked_bytes: int) -> int:
+        """Return how many bytes histories may take, so that the longest request always fits beside
+        them.
 
-        `asked_bytes` is what the server was told, 0 for a quarter.
+        Args:
+            vllm_config: the configuration of vLLM.
+            kv_cache_config: the configuration of the cache.
+            asked_bytes: the limit that the user has set; 0 for a quarter of the cache.
+
+        Raises:
+            UnsupportedModelError: the longest request leaves too little of the cache.
         """
         groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
         sizes = [group.kv_cache_spec.block_size for group in groups]
         of_groups = zip(groups, sizes, strict=True)
         per_token = sum(_block_bytes(group) // size for group, size in of_groups)
         longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
-        free_bytes = (blocks - 1 - longest) * self._block_bytes  # one block is never used
+        free_bytes = (blocks - 1 - longest) * self._block_bytes  # vLLM never uses one of its blocks
         most_bytes = asked_bytes or min(blocks * self._block_bytes // 4, free_bytes)
         if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
-            raise UnsupportedModelError(
-                f"snapkv: cannot hold sessions: expected {format_bytes(max(most_bytes, 1))} of the "
-                f"cache next to the longest request, got {format_bytes(max(0, free_bytes))}; lower "
-                "--session-bytes or --max-model-len, or raise --kv-cache-memory-bytes"
-            )
+            needed, free = format_bytes(max(most_bytes, 1)), format_bytes(max(0, free_bytes))
+            problem = f"histories need {needed} next to the longest request, which leaves {free}"
+            remedy = "Lower --session-bytes or --max-model-len, or raise --kv-cache-memory-bytes"
+            raise wrong("snapkv", problem, remedy, UnsupportedModelError)
         return most_bytes
 
-    # Of requests that come.
+    # New requests.
 
-    def plan_of(self, request: Any, plan: PromptPlan) -> PromptPlan:
-        """The plan of a request by itself; `begin` says from which history it goes on."""
+    def plan_request(self, request: Any, plan: PromptPlan) -> PromptPlan:
+        """Return the plan of a new request without a history; `plan_next` chooses the history
+        later.
+
+        A request without a session, or whose prompt is not text, keeps `plan`.
+        """
         params = request.sampling_params
         given = dict((params and params.extra_args) or {})
         if _NAME not in given or not _is_text(request):
             return plan
         lora = request.lora_request
         owner = (given[_NAME], "" if lora is None else lora.lora_name, request.cache_salt or "")
-        spans = self._settings.spans_of(given)
+        spans = self._settings.spans_of_request(given)
         tokens, policy = plan.prompt_tokens, plan.policy
-        may_go_on = params.prompt_logprobs is None and not request.skip_reading_prefix_cache
-        turn = self._turns[request.request_id] = _Turn(
+        may_use_history = params.prompt_logprobs is None and not request.skip_reading_prefix_cache
+        turn = self._turns[request.request_id] = _SessionRequest(
             owner=owner,
-            given=given,
-            prompt=DigestedTokens.of(request.prompt_token_ids),
-            may_go_on=may_go_on,
+            extra_args=given,
+            prompt=DigestedTokens.from_ids(request.prompt_token_ids),
+            may_use_history=may_use_history,
             spans=spans,
-            whole=self._settings.whole_of(given, tokens),
+            protected=self._settings.protected_spans_of(given, tokens),
             plan=TurnPlan(prompt_tokens=tokens, policy=policy, protect_first=plan.protect_first),
         )
         return turn.plan
 
-    def begin(self, request_id: str) -> PromptPlan | None:
-        """The plan of a request that is next to be scheduled; None for those of no session."""
+    def plan_next(self, request_id: str) -> PromptPlan | None:
+        """Choose the history of a request that is about to be scheduled, and return its plan.
+
+        None if the request has no session. The search is repeated only if the histories of the
+        session have changed.
+        """
         turn = self._turns.get(request_id)
         if turn is None:
             return None
-        if turn.may_go_on and turn.history is None and not turn.has_searched:
+        if turn.may_use_history and turn.history is None and not turn.has_searched:
             turn.has_searched = True
-            self._go_on(turn)
+            self._choose_history(turn)
             if turn.history is not None:
-                self._take_up(turn.history, request_id, turn.plan)
+                self._pin_history(turn.history, request_id, turn.plan)
         return turn.plan
 
-    def _go_on(self, turn: _Turn) -> None:
-        """Choose the history that stands for most of the prompt.
+    def _choose_history(self, turn: _SessionRequest) -> None:
+        """Choose the history that covers most of the prompt, and set `turn.history` and
+        `turn.plan`.
 
-        Tokens are compared before anything is planned, and a history is planned with only if it may
-        stand for more of the prompt than the best one so far.
+        Tokens are compared first. A plan is made only for a history that may cover more of the
+        prompt than the best one so far.
         """
         tokens, longest = len(turn.prompt), 0
         candidates = []
         for history in self._held:
             if history.owner == turn.owner:
-                same = turn.prompt.common_tokens(history.tokens)
+                same = turn.prompt.count_common_tokens(history.tokens)
                 most = history.usable_tokens(min(same, tokens - 1), self._block_tokens)
                 candidates.append((most, same, history))
         for most, same, history in sorted(candidates, key=lambda one: one[0], reverse=True):
             if most <= longest:
                 return
-            planned = self._planned_after(turn, history)
+            planned = self._plan_after(turn, history)
             if planned is None:
                 continue
             plan, voters = planned
             begins = history.usable_tokens(min(same, tokens - voters), self._block_tokens)
-            if begins > longest and history.tokens.begins_like(turn.prompt, begins):
+            if begins > longest and history.tokens.has_same_prefix(turn.prompt, begins):
                 longest, turn.history, turn.compressed = begins, history, history.compressed
                 turn.plan = TurnPlan(
                     prompt_tokens=tokens,
@@ -177,104 +205,122 @@ class HeldSessions:
                     dropped_tokens=history.compressed.dropped_tokens,
                 )
 
-    def _planned_after(self, turn: _Turn, history: History) -> tuple[PromptPlan, int] | None:
-        """Plan a request that goes on from a history; None where what it asks for is too late.
+    def _plan_after(self, turn: _SessionRequest, history: History) -> tuple[PromptPlan, int] | None:
+        """Plan a request that begins with `history`.
 
         Returns:
-            The plan, and how many last tokens of the prompt must be read, at least 1.
+            The plan, and how many last tokens of the prompt must be computed, at least 1. None if
+            the request needs tokens that the history has dropped.
         """
         at, tokens = history.compressed, len(turn.prompt)
-        left = at.left(turn.spans, turn.whole)
+        left = at.remaining_edits(turn.spans, turn.protected)
         if left is None:
             return None
         held_tokens = tokens - at.dropped_tokens
-        plan = self._settings.plan_of_turn(turn.given, held_tokens, left)
-        ends = plan.next(0, 0)
-        voters = max(1, 0 if ends is None else ends.choice.query_tokens)
+        plan = self._settings.plan_turn(turn.extra_args, held_tokens, left)
+        ends = plan.next_compression(0, 0)
+        voters = max(1, 0 if ends is None else ends.selector.query_tokens)
         if tokens - voters >= at.tokens:
             return plan, voters
-        # Too few have come to vote: next time.
-        return self._settings.plan_of_turn(turn.given, held_tokens, left, votes=False), 1
+        # There are fewer new tokens than voters, so a later request will compress.
+        return self._settings.plan_turn(turn.extra_args, held_tokens, left, votes=False), 1
 
-    def _note_change(self, owner: Owner) -> None:
-        """Have requests that have found no history look again, since there are others now."""
+    def _reset_searches(self, owner: Owner) -> None:
+        """Let the waiting requests of a session search again, because its histories have
+        changed.
+        """
         for turn in self._turns.values():
             if turn.owner == owner:
                 turn.has_searched = False
 
-    def _take_up(self, history: History, request_id: str, plan: TurnPlan) -> None:
-        """Make a history the most recently used, for as long as the request is under way."""
+    def _pin_history(self, history: History, request_id: str, plan: TurnPlan) -> None:
+        """Pin a history until its request ends, and make it the most recently used one.
+
+        If the request continues inside the last block, the tokens of the history after that point
+        are removed from it, because they will be overwritten.
+        """
         history.requests.add(request_id)
         history.last_used = time.time()
         self._held.remove(history)
         self._held.append(history)
         if (plan.prefix_tokens - plan.dropped_tokens) % self._block_tokens:
-            history.tokens = history.tokens.first(plan.prefix_tokens)
-        self._note_change(history.owner)
+            history.tokens = history.tokens.truncate(plan.prefix_tokens)
+        self._reset_searches(history.owner)
 
     def reused_blocks(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
-        """What a request begins with: its plan, and the blocks of every group."""
+        """Return the plan of a request and the blocks of its history in each group; None if it has
+        no history.
+        """
         turn = self._turns.get(request_id)
         if turn is None or turn.history is None:
             return None
         held = turn.plan.prefix_tokens - turn.plan.dropped_tokens
         for manager in self._managers:
-            manager.begin_with(request_id, turn.plan.dropped_tokens)
+            manager.begin_with_history(request_id, turn.plan.dropped_tokens)
         of_groups = zip(turn.history.blocks, self._sizes, strict=True)
         return turn.plan, tuple(blocks[: cdiv(held, size)] for blocks, size in of_groups)
 
-    def dropped_before(self, request_id: str) -> int:
-        """How many tokens were dropped of the history that a request begins with; 0 without one."""
+    def dropped_tokens_of(self, request_id: str) -> int:
+        """Return how many tokens the history of a request has dropped; 0 if it has no history."""
         turn = self._turns.get(request_id)
         return 0 if turn is None or turn.history is None else turn.plan.dropped_tokens
 
-    def forgotten(self) -> tuple[int, ...]:
-        """First blocks of histories that are gone since this was asked last."""
-        held = {one.first_block for one in self._held}  # some branches share their first blocks
+    def pop_forgotten(self) -> tuple[int, ...]:
+        """Return the first blocks of histories and preempted requests that were removed since the
+        last call.
+
+        Blocks with which a stored history begins are left out.
+        """
+        # Branches of a session may share their first blocks.
+        held = {one.first_block for one in self._held}
         gone, self._forgotten = set(self._forgotten) - held, []
         return tuple(gone)
 
-    def compressed(self, request_id: str, order: Order) -> None:
-        """A request has been compressed, or will be in the step under way."""
+    def record_compression(self, request_id: str, order: Order) -> None:
+        """Record that a request is compressed in the current step."""
         turn = self._turns.get(request_id)
-        if turn is None or not order.ends:
+        if turn is None or not order.is_due:
             return
         seen, kept = order.seen_tokens, order.kept_tokens
-        turn.compressed = Compressed(
-            tokens=seen, kept_tokens=kept, drop=turn.spans.drop, whole=turn.whole
+        turn.compressed = CompressedPrefix(
+            tokens=seen, kept_tokens=kept, drop=turn.spans.drop, protected=turn.protected
         )
         turn.first_block = order.moves[0].targets[0]
 
-    def preempted(self, request_id: str) -> None:
-        """A request gives its blocks up, and begins again."""
+    def record_preemption(self, request_id: str) -> None:
+        """Record that a request has freed its blocks and will begin again."""
         turn = self._turns.get(request_id)
         if turn is not None and turn.first_block is not None:
             self._forgotten.append(turn.first_block)
             turn.first_block = None
 
-    def waits(self, request_id: str) -> None:
-        """A request finds no blocks though every history that is idle has given its own back."""
-        pinned = self._unread_blocks(one for one in self._held if one.requests - {request_id})
+    def record_wait(self, request_id: str) -> None:
+        """Count and log a request that waits for blocks although no idle history is left, once for
+        each request.
+        """
+        pinned = self._count_unused_blocks(one for one in self._held if one.requests - {request_id})
         if pinned and request_id not in self._waiting:
             self._waiting.add(request_id)
             self._metrics.count("session_waits")
-            self.count()
-            said = "Request %s waits for blocks; histories of sessions in use pin %s"
-            _logger.info(said, request_id, pinned)
+            self.report_metrics()
+            message = "Request %s waits for blocks while histories of other requests pin %s blocks"
+            _logger.info(message, request_id, pinned)
 
-    def _unread_blocks(self, histories: Iterable[History]) -> int:
-        """Blocks of histories that no request holds."""
+    def _count_unused_blocks(self, histories: Iterable[History]) -> int:
+        """Count the blocks of some histories that no request uses."""
         of_groups = zip(*(one.blocks for one in histories), strict=True)
         kept = zip(self._managers, of_groups, strict=False)
-        return sum(manager.blocks_without_request(blocks) for manager, blocks in kept)
+        return sum(manager.count_unused_blocks(blocks) for manager, blocks in kept)
 
-    # What a front end asks.
+    # Calls of the web server.
 
-    def listed(self, whose: str) -> list[dict[str, Any]]:
-        """What there is of the sessions whose names begin so, least recently used first."""
+    def list_sessions(self, prefix: str) -> list[dict[str, Any]]:
+        """Describe the histories whose session names begin with `prefix`, least recently used
+        first.
+        """
         return [
             {
-                "session": one.owner[0].removeprefix(whose),
+                "session": one.owner[0].removeprefix(prefix),
                 "tokens": len(one.tokens),
                 "kept_tokens": one.held_tokens,
                 "bytes": one.block_count(self._sizes) * self._block_bytes,
@@ -282,48 +328,55 @@ class HeldSessions:
                 "last_used": int(one.last_used),
             }
             for one in self._held
-            if one.owner[0].startswith(whose)
+            if one.owner[0].startswith(prefix)
         ]
 
-    def deleted(self, session: str) -> dict[str, int]:
-        """Forget the histories of a session, unless requests of it are under way."""
+    def delete_session(self, session: str) -> dict[str, int]:
+        """Remove the histories of a session, unless one of its requests is running.
+
+        Returns:
+            How many histories and how many running requests the session had.
+        """
         own = [one for one in self._held if one.owner[0] == session]
         requests = sum(turn.owner[0] == session for turn in self._turns.values())
         if not requests:
             for one in own:
                 self._forget(one)
-            self.count()
+            self.report_metrics()
         return {"histories": len(own), "requests": requests}
 
-    # Of requests that end.
+    # Requests that have ended.
 
-    def request_ends(self, request: Any) -> None:
-        """Hold what a request has seen, to be called before its blocks are freed."""
+    def store_history(self, request: Any) -> None:
+        """Store what a request has computed as a history.
+
+        The caller must free the blocks of the request afterwards.
+        """
         self._waiting.discard(request.request_id)
         turn = self._turns.pop(request.request_id, None)
         if turn is None:
             return
         if turn.history is not None:
             turn.history.requests.discard(request.request_id)
-            self._note_change(turn.owner)
+            self._reset_searches(turn.owner)
             if request.num_computed_tokens >= request.num_prompt_tokens:
                 self._metrics.count("session_requests")
                 self._metrics.count("session_tokens_not_read", turn.plan.prefix_tokens)
-        made = self._made(turn, request)
-        replaced = [] if made is None else self._replaced(made, turn.history)
-        if made is not None and self._make_room(made, replaced):
+        made = self._make_history(turn, request)
+        replaced = [] if made is None else self._find_replaced(made, turn.history)
+        if made is not None and self._make_space(made, replaced):
             for manager in self._managers:
                 tokens = made.held_tokens
-                made.blocks = [*made.blocks, manager.keep_for_others(request.request_id, tokens)]
+                made.blocks = [*made.blocks, manager.pin_blocks(request.request_id, tokens)]
             self._held.append(made)
-            self._note_change(turn.owner)
+            self._reset_searches(turn.owner)
             for one in replaced:
                 self._forget(one)
         elif turn.first_block is not None:
             self._forgotten.append(turn.first_block)
 
-    def _made(self, turn: _Turn, request: Any) -> History | None:
-        """The history that a request leaves, still without blocks; None where it leaves none."""
+    def _make_history(self, turn: _SessionRequest, request: Any) -> History | None:
+        """Build the history of a request, without blocks; None if it would be of no use."""
         seen = min(request.num_computed_tokens, len(request.all_token_ids))
         dropped = turn.compressed.dropped_tokens
         holds = (one.holds(request.request_id, seen - dropped, dropped) for one in self._managers)
@@ -331,17 +384,16 @@ class HeldSessions:
             return None
         full = (seen - dropped) // self._block_tokens * self._block_tokens
         if full and full + dropped >= turn.compressed.tokens:
-            seen = full + dropped  # what is after is read again in any case
+            seen = full + dropped  # a partial block after it would be computed again in any case
         elif not turn.compressed.tokens:
             return None
-        tokens = DigestedTokens.of(request.all_token_ids[:seen])
+        tokens = DigestedTokens.from_ids(request.all_token_ids[:seen])
         prompt = hashlib.sha256(turn.prompt.ids.data).digest()
         return History(owner=turn.owner, prompt=prompt, tokens=tokens, compressed=turn.compressed)
 
-    def _replaced(self, made: History, before: History | None) -> list[History]:
-        """What a history takes the place of: what it went on from, and what its turn left before.
-
-        Not what is in use.
+    def _find_replaced(self, made: History, before: History | None) -> list[History]:
+        """Return the unused histories that `made` replaces: the one it continues, and those of the
+        same prompt.
         """
         return [
             one
@@ -350,18 +402,21 @@ class HeldSessions:
             and (one is before or (one.owner, one.prompt) == (made.owner, made.prompt))
         ]
 
-    def _make_room(self, made: History, replaced: Sequence[History]) -> bool:
-        """Whether there is room for a history, once others that nobody uses have gone for it."""
+    def _make_space(self, made: History, replaced: Sequence[History]) -> bool:
+        """Evict unused histories until `made` fits.
+
+        Return False, and evict nothing, if it cannot fit.
+        """
         others = [one for one in self._held if one not in replaced]
         of_name = [one for one in others if one.owner[0] == made.owner[0]]
         idle_of_name = [one for one in of_name if not one.requests]
-        beyond = max(0, len(of_name) + 1 - _MOST_OF_A_NAME)
+        beyond = max(0, len(of_name) + 1 - _MAX_HISTORIES_PER_SESSION)
         if beyond > len(idle_of_name):
             return False
         gone = idle_of_name[:beyond]
         measures: tuple[tuple[int, Callable[[History], int]], ...] = (
-            (self._most_blocks, lambda one: one.block_count(self._sizes)),
-            (_MOST_HISTORIES, lambda one: 1),
+            (self._max_blocks, lambda one: one.block_count(self._sizes)),
+            (_MAX_HISTORIES, lambda one: 1),
         )
         for most, size_of in measures:
             taken: Counter[str] = Counter()
@@ -369,7 +424,7 @@ class HeldSessions:
             for one in (made, *staying):
                 taken[one.tenant] += size_of(one)
             idle = [one for one in staying if not one.requests]
-            leaving, lacking = going(idle, taken, most, size_of)
+            leaving, lacking = choose_evictions(idle, taken, most, size_of)
             if lacking:
                 return False
             gone += leaving
@@ -377,12 +432,15 @@ class HeldSessions:
             self._drop(one)
         return True
 
-    def give_back(self) -> bool:
-        """Have the least recently used history give its blocks back; whether there was one."""
+    def evict_least_recent(self) -> bool:
+        """Evict the least recently used history that no request uses.
+
+        Return whether there was one.
+        """
         idle = next((one for one in self._held if not one.requests), None)
         if idle is not None:
             self._drop(idle)
-            self.count()
+            self.report_metrics()
         return idle is not None
 
     def _drop(self, history: History) -> None:
@@ -390,32 +448,35 @@ class HeldSessions:
         self._metrics.count("session_histories_dropped")
 
     def drop_idle(self) -> None:
-        """Forget all histories that no request begins with."""
+        """Remove all histories that no request uses."""
         for one in [one for one in self._held if not one.requests]:
             self._forget(one)
-        self.count()
+        self.report_metrics()
 
     def _forget(self, history: History) -> None:
         self._held.remove(history)
-        self._note_change(history.owner)
+        self._reset_searches(history.owner)
         self._forgotten.append(history.first_block)
         for manager, blocks in zip(self._managers, history.blocks, strict=True):
-            manager.give_up(blocks)
+            manager.unpin_blocks(blocks)
 
-    def count(self) -> None:
-        """Tell what is held, once a request that has ended has given its blocks up."""
+    def report_metrics(self) -> None:
+        """Set the metrics of the stored histories.
+
+        The caller must have freed the blocks of an ended request.
+        """
         blocks = sum(one.block_count(self._sizes) for one in self._held)
         self._metrics.set("session_histories", len(self._held))
         self._metrics.set("session_bytes", blocks * self._block_bytes)
         for state in ("idle", "pinned"):
             found = (one for one in self._held if bool(one.requests) == (state == "pinned"))
-            self._metrics.set("session_blocks", self._unread_blocks(found), state=state)
+            self._metrics.set("session_blocks", self._count_unused_blocks(found), state=state)
 
 
 def _block_bytes(group: Any) -> int:
-    """What a block of the pool takes, as one group of layers counts it."""
+    """Return the bytes of a block in one group of layers."""
     spec = group.kv_cache_spec
-    if hasattr(spec, "kv_cache_specs"):  # of layers that differ in size
+    if hasattr(spec, "kv_cache_specs"):  # layers of different sizes
         return sum(one.page_size_bytes for one in spec.kv_cache_specs.values())
     return len(group.layer_names) * int(spec.page_size_bytes)
 

@@ -1,4 +1,4 @@
-"""What a scheduler sends to its workers with every step."""
+"""The step that the scheduler sends to its workers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from snapkv_vllm.admission.plans import Order
 
 @dataclass
 class CompressingStep(SchedulerOutput):
-    """A step as vLLM's scheduler describes it, and what it compresses.
+    """A step of vLLM's scheduler together with the orders for its compressions.
 
     Attributes:
-        snapkv_orders: what to compress, by request.
-        snapkv_dropped: how many tokens were dropped of the history that a request begins with, by
-            request.
-        snapkv_forgotten: the histories that are gone, by their first blocks.
+        snapkv_orders: the orders, by request.
+        snapkv_dropped: how many tokens the history of a request has dropped, for requests that
+            begin with one.
+        snapkv_forgotten: the first block of each history that was removed.
     """
 
     snapkv_orders: Mapping[str, Order] = field(default_factory=dict)
@@ -25,6 +25,8 @@ class CompressingStep(SchedulerOutput):
     snapkv_forgotten: Sequence[int] = ()
 
     @classmethod
-    def of(cls, output: SchedulerOutput, **own: Any) -> Self:
-        """Return a step of vLLM's with `own` added to it, which shares all of its parts."""
+    def extend(cls, output: SchedulerOutput, **own: Any) -> Self:
+        """Return a copy of a step of vLLM with additional fields; the copy shares all parts of
+        `output`.
+        """
         return cls(**vars(output) | own)

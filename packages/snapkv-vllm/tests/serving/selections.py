@@ -4,13 +4,13 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.policies import Policy, PromptLayer
-from snapkv_vllm.across_layers import across_layers, kept_across
-from snapkv_vllm.admission.methods import kept_tokens
+from snapkv_vllm.across_layers import find_across_layers, select_across
+from snapkv_vllm.admission.methods import count_kept_tokens
 
 
 def kept_of(policy: Policy, layer: PromptLayer) -> Tensor:
     """(rows, H or 1, K) indices, of layers that are rows of a batch, after a leading run of -1."""
-    if across_layers(policy) is None:
+    if find_across_layers(policy) is None:
         return policy.select(layer).keep_indices
-    (mask,) = kept_across(policy, [layer], kept_tokens(policy, layer.keys.shape[2]))
+    (mask,) = select_across(policy, [layer], count_kept_tokens(policy, layer.keys.shape[2]))
     return ops.kept_indices(mask)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapkv import default_policy
-from snapkv_vllm.across_layers import kept_across
+from snapkv_vllm.across_layers import select_across
 from snapkv_vllm.admission.settings import ServingSettings
 from tests.ops.states import random_layer
 from tests.policies.reading import columns_kept
@@ -50,22 +50,22 @@ def as_mask(keep):
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("sizes", [[1] * LAYERS, [LAYERS], [2, 1, 2]], ids=str)
 @pytest.mark.parametrize("policy", [default_policy(40), default_policy(20), default_policy(149)])
-def test_what_stays_is_what_the_library_keeps_of_all_layers(policy, sizes, equal):
+def test_across_layers_keeps_the_same_tokens_as_the_library(policy, sizes, equal):
     layers = layers_of(policy, equal=equal)
     expected = torch.cat([as_mask(one) for one in columns_kept(policy, layers)])
     budget = policy.policy.budget
-    found = torch.cat(kept_across(policy, runs_of(layers, sizes), budget))
+    found = torch.cat(select_across(policy, runs_of(layers, sizes), budget))
     assert torch.equal(found, expected)
     assert int(found.sum()) == budget * LAYERS * 2
     if budget == 40 and not equal:
         assert len(set(found.sum(dim=(1, 2)).tolist())) > 1, "layers differ"
 
 
-def test_spans_stay_or_go_in_every_head_and_the_rest_is_shared():
+def test_across_layers_applies_spans_in_every_head_and_shares_the_rest_of_the_budget():
     said = [{"start": 50, "end": 90, "do": "drop"}, {"start": 100, "end": 104, "do": "protect"}]
     settings = ServingSettings(policy="across-layers", budget=40, protect_first=3)
-    policy = settings.plan_for({"snapkv_spans": said}, TOKENS).policy
-    (found,) = kept_across(policy, runs_of(layers_of(policy), [LAYERS]), 40)
+    policy = settings.plan_request({"snapkv_spans": said}, TOKENS).policy
+    (found,) = select_across(policy, runs_of(layers_of(policy), [LAYERS]), 40)
     assert int(found.sum()) == 40 * LAYERS * 2
     assert found[..., [0, 1, 2, *range(100, 104), *range(TOKENS - 16, TOKENS)]].all()
     assert not found[..., 50:90].any()

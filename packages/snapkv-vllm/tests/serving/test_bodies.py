@@ -3,7 +3,7 @@
 import pytest
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
-from snapkv_vllm.admission.names import DEAF, OF_A_REQUEST
+from snapkv_vllm.admission.names import ENDPOINTS_WITHOUT_XARGS, REQUEST_SETTINGS
 from snapkv_vllm.admission.settings import ServingSettings
 from snapkv_vllm.front.bodies import require_settings
 from snapkv_vllm.server import command_line
@@ -31,7 +31,7 @@ RIGHT = {"vllm_xargs": {"snapkv_budget": 64, "session": "mine"}}
     ],
     ids=str,
 )
-def test_right_settings_and_other_peoples_fields_pass(body):
+def test_correct_settings_and_unrelated_fields_are_accepted(body):
     require_settings(body, SETTINGS)
 
 
@@ -40,25 +40,25 @@ def test_right_settings_and_other_peoples_fields_pass(body):
     [
         ({"vllm_xargs": {"snapkv_budget": 3}}, "snapkv_budget: expected more than window_size"),
         ({"sampling_params": {"extra_args": {"snapkv_budget": 3}}}, "expected more than"),
-        ({"snapkv_budget": 64}, 'write "vllm_xargs": {"snapkv_budget": ...}'),
-        ({"SnapKV-Budget": 64}, 'SnapKV-Budget: .* write "vllm_xargs": {"snapkv_budget": ...}'),
+        ({"snapkv_budget": 64}, 'Write "vllm_xargs": {"snapkv_budget": ...}'),
+        ({"SnapKV-Budget": 64}, 'SnapKV-Budget: .* Write "vllm_xargs": {"snapkv_budget": ...}'),
         *(
-            ({name: 64}, f'{name}: expected inside .* write "vllm_xargs": {{"snapkv_{name}": ...}}')
-            for name in OF_A_REQUEST
+            ({name: 64}, f'{name}: .* ignored .* Write "vllm_xargs": {{"snapkv_{name}": ...}}')
+            for name in REQUEST_SETTINGS
         ),
-        ({"sampling_params": {"budget": 64}}, 'write "vllm_xargs": {"snapkv_budget": ...}'),
-        ({"extra_body": {"vllm_xargs": {"decay": 64}}}, "decay: expected inside vllm_xargs"),
-        ({"sampling_params": {"snapkv_decay": 0.9}}, "snapkv_decay: expected inside"),
-        ({"extra_body": RIGHT}, "snapkv_budget: expected inside"),
-        ({"extra_args": {"snapkv_budget": 64}}, "snapkv_budget: expected inside"),
-        ({**RIGHT, "use_beam_search": True}, "snapkv_budget: expected none with use_beam_search"),
-        ({"vllm_xargs": {"budget": 64}}, "budget: .* write snapkv_budget"),
-        ({"vllm_xargs": {"protect_first": 4}}, "write snapkv_protect_first"),
-        ({"vllm_xargs": {"snapkv_document": "law"}}, "snapkv_document: expected one of"),
-        ({"vllm_xargs": {"snapkv-window-size": 16}}, "write snapkv_window_size"),
-        ({"vllm_xargs": {"SNAPKV_DECAY": 0.9}}, "write snapkv_decay"),
-        ({"vllm_xargs": {"snapkv": 64}}, "snapkv: .* write snapkv_budget"),
-        ({"vllm_xargs": {"snapkv_\n": 1}}, r"snapkv_\\n: expected one of snapkv_budget"),
+        ({"sampling_params": {"budget": 64}}, 'Write "vllm_xargs": {"snapkv_budget": ...}'),
+        ({"extra_body": {"vllm_xargs": {"decay": 64}}}, "decay: .* ignored outside vllm_xargs"),
+        ({"sampling_params": {"snapkv_decay": 0.9}}, "snapkv_decay: the setting is ignored"),
+        ({"extra_body": RIGHT}, "snapkv_budget: the setting is ignored"),
+        ({"extra_args": {"snapkv_budget": 64}}, "snapkv_budget: the setting is ignored"),
+        ({**RIGHT, "use_beam_search": True}, "snapkv_budget: .* with use_beam_search"),
+        ({"vllm_xargs": {"budget": 64}}, "budget: .* Write snapkv_budget"),
+        ({"vllm_xargs": {"protect_first": 4}}, "Write snapkv_protect_first"),
+        ({"vllm_xargs": {"snapkv_document": "law"}}, "snapkv_document: this setting does not"),
+        ({"vllm_xargs": {"snapkv-window-size": 16}}, "Write snapkv_window_size"),
+        ({"vllm_xargs": {"SNAPKV_DECAY": 0.9}}, "Write snapkv_decay"),
+        ({"vllm_xargs": {"snapkv": 64}}, "snapkv: .* Write snapkv_budget"),
+        ({"vllm_xargs": {"snapkv_\n": 1}}, r"snapkv_\\n: .* expected one of snapkv_budget"),
     ],
     ids=str,
 )
@@ -67,9 +67,9 @@ def test_wrong_and_misplaced_settings_are_refused_by_name(body, words):
         require_settings(body, SETTINGS)
 
 
-@pytest.mark.parametrize("path", DEAF)
-def test_a_setting_is_refused_where_vllm_does_not_read_it(path):
-    with pytest.raises(SnapKVError, match=f"snapkv_budget: expected none inside .* at {path}"):
+@pytest.mark.parametrize("path", ENDPOINTS_WITHOUT_XARGS)
+def test_setting_is_refused_at_endpoints_that_ignore_it(path):
+    with pytest.raises(SnapKVError, match=f"snapkv_budget: {path} ignores settings inside"):
         require_settings(RIGHT, SETTINGS, path)
     require_settings({"vllm_xargs": {"session": "mine"}}, SETTINGS, path)
     require_settings({"sampling_params": {"extra_args": RIGHT["vllm_xargs"]}}, SETTINGS, path)
@@ -87,13 +87,13 @@ def test_a_setting_is_refused_where_vllm_does_not_read_it(path):
     ],
     ids=str,
 )
-def test_an_option_that_would_replace_a_printed_one_is_refused(options):
+def test_option_that_would_override_a_printed_one_is_refused(options):
     """vLLM takes the last of each: the server would compress by other settings, or not check."""
-    with pytest.raises(InvalidArgumentError, match="expected none with --print-command"):
+    with pytest.raises(InvalidArgumentError, match="with --print-command"):
         command_line("folder", SETTINGS, options, name="demo")
 
 
-def test_a_name_of_any_length_is_refused_on_one_short_line():
+def test_long_name_is_refused_in_one_short_line():
     with pytest.raises(InvalidArgumentError) as refused:
         require_settings({"vllm_xargs": {"snapkv_" + "é\n" * 100_000: 1}}, SETTINGS)
     assert len(str(refused.value)) < 400
@@ -116,17 +116,17 @@ MANY = {f"theirs_{number}": number for number in range(1001)}
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
-def test_more_settings_than_exist_are_refused_before_any_is_looked_at(body, place, monkeypatch):
+def test_too_many_names_are_refused_before_any_name_is_checked(body, place, monkeypatch):
     """Wherever settings are looked for: each would hold up all other requests for a moment."""
     looked_at = []
     for module in ("admission.names", "front.bodies"):
-        monkeypatch.setattr(f"snapkv_vllm.{module}.meant", looked_at.append)
-    said = f"^{place}: expected at most 1,000 names in the object, got 1,001; leave out"
+        monkeypatch.setattr(f"snapkv_vllm.{module}.correct_name", looked_at.append)
+    said = f"^{place}: expected at most 1,000 names in the object, got 1,001. Leave out"
     with pytest.raises(InvalidArgumentError, match=said):
         require_settings(body, SETTINGS)
     assert len(looked_at) <= 100  # fields of an ordinary body around them
 
 
-def test_a_thousand_settings_of_others_pass():
+def test_thousand_unrelated_settings_are_accepted():
     fewer = dict(list(MANY.items())[:1000])
     require_settings({"vllm_xargs": fewer, "metadata": MANY, "extra_body": fewer}, SETTINGS)

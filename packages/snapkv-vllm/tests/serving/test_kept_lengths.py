@@ -34,45 +34,45 @@ def metadata(*lengths, bound=None, longest=None):
 
 def held_by(requests, dropped, most=4):
     held = KeptLengths(most, CPU)
-    held.enter(requests, dropped)
+    held.begin_step(requests, dropped)
     return held
 
 
-def test_three_requests_of_which_one_dropped_thirty_tokens():
+def test_lengths_are_reduced_only_for_the_request_that_dropped_tokens():
     """a generates its 71st token, b its 41st (30 dropped: the 11th held), c reads 3 more."""
     held = held_by(["a", "b", "c"], {"b": 30, "gone": 7})
     positions = torch.tensor([70, 40, 5, 6, 7])
     starts = torch.tensor([0, 1, 2, 5], dtype=torch.int32)
-    assert held.positions(positions, starts).tolist() == [70, 10, 5, 6, 7]
+    assert held.stored_positions(positions, starts).tolist() == [70, 10, 5, 6, 7]
     assert positions.tolist() == [70, 40, 5, 6, 7]  # rotations stay those of true positions
-    told = held.as_held(metadata(71, 41, 8))
+    told = held.convert(metadata(71, 41, 8))
     assert told.seq_lens.tolist() == [71, 11, 8]
     assert told.seq_lens_cpu_upper_bound.tolist() == [71, 11, 8]
     assert told.max_seq_len == 71
 
 
-def test_a_bound_that_vllm_does_not_give_is_not_made_up():
+def test_missing_upper_bound_of_lengths_stays_missing():
     batch = replace(metadata(71, 41), seq_lens_cpu_upper_bound=None)
-    told = held_by(["a", "b"], {"a": 60}).as_held(batch)
+    told = held_by(["a", "b"], {"a": 60}).convert(batch)
     assert told.seq_lens_cpu_upper_bound is None
     assert told.max_seq_len == 71  # an upper bound still
 
 
-def test_padded_rows_and_padded_tokens_take_nothing_from_anybody():
+def test_padded_rows_and_tokens_do_not_change_other_requests():
     """A graph of four rows, of which two are requests; its tokens are padded too."""
     held = held_by(["a", "b"], {"b": 30})
-    assert held.as_held(metadata(71, 41, 0, 0)).seq_lens.tolist() == [71, 11, 0, 0]
+    assert held.convert(metadata(71, 41, 0, 0)).seq_lens.tolist() == [71, 11, 0, 0]
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
-    found = held.positions(torch.tensor([70, 40, 0, 0]), starts)
+    found = held.stored_positions(torch.tensor([70, 40, 0, 0]), starts)
     assert found[:2].tolist() == [70, 10]
 
 
-def test_lengths_of_all_steps_lie_in_one_buffer():
+def test_lengths_of_all_steps_are_in_the_same_buffer():
     """A CUDA graph reads at its replay what it read at its capture."""
     held = KeptLengths(4, CPU)
-    captured = held.as_held(metadata(1, 1, 1, 1)).seq_lens
-    held.enter(["a", "b"], {"a": 60})
-    told = held.as_held(metadata(71, 41)).seq_lens
+    captured = held.convert(metadata(1, 1, 1, 1)).seq_lens
+    held.begin_step(["a", "b"], {"a": 60})
+    told = held.convert(metadata(71, 41)).seq_lens
     assert told.data_ptr() == captured.data_ptr()
     assert captured.tolist() == [11, 41, 1, 1]
 
@@ -91,9 +91,9 @@ class Builder:
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
 
 
-def test_a_builder_is_told_wherever_it_builds():
+def test_patched_builder_gets_stored_lengths_in_every_build():
     held, told, other = held_by(["a"], {"a": 60}), Builder(), Builder()
-    held.tell(told)
+    held.patch_builder(told)
     told.build(0, metadata(71), fast_build=True)
     captured = told.build_for_cudagraph_capture(metadata(71))
     other.build(0, metadata(71))
@@ -105,7 +105,7 @@ def test_a_builder_is_told_wherever_it_builds():
 @settings(deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("most", [1, 5])
-def test_every_token_lies_behind_those_that_its_request_holds(most, data):
+def test_every_new_token_gets_the_slot_after_the_stored_tokens(most, data):
     """Over random batches: a request's last token lies at its held length less one."""
     names = [f"r{number}" for number in range(data.draw(st.integers(1, most)))]
     lengths = [data.draw(st.integers(1, 300)) for _ in names]
@@ -120,11 +120,11 @@ def test_every_token_lies_behind_those_that_its_request_holds(most, data):
     pieces = [torch.arange(n - step, n) for n, step in zip(lengths, steps, strict=True)]
     positions = torch.cat(pieces)
     starts = torch.tensor([0, *torch.tensor(steps).cumsum(0)], dtype=torch.int32)
-    found = held.positions(positions, starts)
+    found = held.stored_positions(positions, starts)
     if found is None:
         assert not dropped
         return
-    told = held.as_held(metadata(*lengths)).seq_lens
+    told = held.convert(metadata(*lengths)).seq_lens
     assert (found[starts[1:] - 1] == told - 1).all()
     assert told.tolist() == (ends - torch.tensor([dropped.get(n, 0) for n in names])).tolist()
     for piece, at, name in zip(pieces, found.split(steps), names, strict=True):

@@ -10,7 +10,12 @@ import pytest
 
 from snapkv.errors import InvalidArgumentError
 from snapkv_vllm import plugin
-from snapkv_vllm.plugin import METRICS, metrics_folder, own_folder, users_folder
+from snapkv_vllm.plugin import (
+    METRICS_VARIABLE,
+    lock_users_folder,
+    make_metrics_folder,
+    own_metrics_folder,
+)
 
 linux = pytest.mark.skipif(
     not hasattr(os, "pidfd_open"), reason="Linux only, as vLLM's engine on Ray"
@@ -27,13 +32,13 @@ spec.loader.exec_module(module)
 SERVER = f"""
 import multiprocessing, os, resource, time
 {PLUGIN}
-from plugin import METRICS, end_with_parent, metrics_folder
+from plugin import METRICS_VARIABLE, end_with_parent, make_metrics_folder
 
 def worker(files):
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(files)]
     end_with_parent()
-    open(os.path.join(os.environ[METRICS], str(os.getpid())), "w").close()
+    open(os.path.join(os.environ[METRICS_VARIABLE], str(os.getpid())), "w").close()
     print("up", flush=True)
     time.sleep(60)
 
@@ -44,8 +49,8 @@ def engine(context, files):
 
 if __name__ == "__main__":
     context = multiprocessing.get_context(sys.argv[1])
-    with metrics_folder():
-        print(os.environ[METRICS], flush=True)
+    with make_metrics_folder():
+        print(os.environ[METRICS_VARIABLE], flush=True)
         arguments = context, int(sys.argv[2])
         context.Process(target=engine, args=arguments, name="EngineCore").start()
         time.sleep(60)
@@ -54,7 +59,7 @@ if __name__ == "__main__":
 
 @linux
 @pytest.mark.parametrize(("method", "files"), [("spawn", 0), ("fork", 1100)])
-def test_a_killed_front_end_leaves_no_engine_no_worker_and_no_folder(tmp_path, method, files):
+def test_killed_web_server_leaves_no_engine_worker_or_folder(tmp_path, method, files):
     """Also where a handle has a number that `select.select` does not take."""
     script = tmp_path / "server.py"
     script.write_text(SERVER)
@@ -69,14 +74,14 @@ def test_a_killed_front_end_leaves_no_engine_no_worker_and_no_folder(tmp_path, m
 
 
 @linux
-def test_a_process_whose_parent_has_gone_ends_at_once_and_a_users_folder_stays(tmp_path):
+def test_process_without_parent_ends_at_once_and_keeps_the_users_folder(tmp_path):
     code = f"""
 import multiprocessing, os, subprocess, time
 {PLUGIN}
 from plugin import end_with_parent
 gone = subprocess.Popen([sys.executable, "-c", ""])
 gone.wait()
-os.environ[{METRICS!r}] = {str(tmp_path)!r}
+os.environ[{METRICS_VARIABLE!r}] = {str(tmp_path)!r}
 multiprocessing.parent_process = lambda: gone
 multiprocessing.current_process().name = "EngineCore_DP0"
 end_with_parent()
@@ -88,7 +93,7 @@ time.sleep(60)
 
 
 @linux
-def test_a_process_of_vllm_watches_once_and_one_of_a_user_never():
+def test_only_processes_of_vllm_watch_their_parent_and_do_so_once():
     code = f"""
 import multiprocessing, os, threading
 {PLUGIN}
@@ -115,24 +120,24 @@ print(receiving.recv())
     assert done.stdout == b"[0, 1]\n"
 
 
-def test_two_servers_do_not_count_in_one_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv(METRICS, str(tmp_path / "metrics"))
+def test_second_server_in_the_same_metrics_folder_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv(METRICS_VARIABLE, str(tmp_path / "metrics"))
     for _ in range(2):  # the first has ended
         with (
-            users_folder(),
-            pytest.raises(InvalidArgumentError, match=r"which another one uses; leave it out"),
-            users_folder(),
+            lock_users_folder(),
+            pytest.raises(InvalidArgumentError, match=r"another server uses .*Leave it out"),
+            lock_users_folder(),
         ):
             pass
 
 
-def test_a_folder_of_metrics_is_there_meanwhile(monkeypatch):
-    monkeypatch.delenv(METRICS, raising=False)
-    with metrics_folder():
-        folder = own_folder()
+def test_metrics_folder_exists_only_inside_its_block(monkeypatch):
+    monkeypatch.delenv(METRICS_VARIABLE, raising=False)
+    with make_metrics_folder():
+        folder = own_metrics_folder()
         assert folder.is_dir()
-    assert own_folder() is None
+    assert own_metrics_folder() is None
     assert not folder.exists()
     for users in ("/of/the/user", "/of/the/user/snapkv-metrics-prod"):
-        monkeypatch.setenv(METRICS, users)
-        assert own_folder() is None
+        monkeypatch.setenv(METRICS_VARIABLE, users)
+        assert own_metrics_folder() is None

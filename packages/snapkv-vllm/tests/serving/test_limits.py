@@ -5,7 +5,7 @@ import pytest
 from snapkv import RKV, TOVA, SnapKV, StreamingLLM
 from snapkv.errors import InvalidArgumentError
 from snapkv_vllm import Limits, ServingSettings
-from snapkv_vllm.admission.plans import Growth
+from snapkv_vllm.admission.plans import AnswerLimit
 
 BOUNDED = ServingSettings(
     policy="snapkv",
@@ -16,21 +16,21 @@ BOUNDED = ServingSettings(
 
 
 def plan(given, settings=BOUNDED):
-    return settings.plan_for(given, prompt_tokens=1000)
+    return settings.plan_request(given, prompt_tokens=1000)
 
 
-def test_a_request_is_held_to_what_the_server_promises():
+def test_request_stays_within_the_servers_limits():
     policy = SnapKV(64, window_size=8)
     found = plan({})
     assert found.policy == policy
     evicting = RKV(budget=224, evict_every=32)
-    assert found.growth == Growth(policy=evicting, most_tokens=256, evict_every=32)
+    assert found.answer_limit == AnswerLimit(policy=evicting, max_tokens=256, evict_every=32)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"snapkv_budget": 0}, "snapkv_budget: expected at least 1 where answers"),
+        ({"snapkv_budget": 0}, "snapkv_budget: expected at least 1 on a server with"),
         ({"snapkv_budget": 225}, "snapkv_decode_budget: expected at least 257"),
         ({"snapkv_decode_budget": 257}, "snapkv_decode_budget: expected at most 256"),
         ({"snapkv_decode_budget": 0}, "snapkv_decode_budget: expected at least 1"),
@@ -38,21 +38,21 @@ def test_a_request_is_held_to_what_the_server_promises():
         ({"snapkv_window_size": 65}, "snapkv_budget: "),
     ],
 )
-def test_more_than_promised_is_refused_by_name(given, words):
+def test_request_above_the_servers_limits_is_refused_by_name(given, words):
     with pytest.raises(InvalidArgumentError, match=words):
         plan(given)
 
 
-def test_a_decode_budget_takes_a_server_that_has_one():
+def test_decode_budget_is_refused_on_a_server_without_one():
     with pytest.raises(InvalidArgumentError, match="snapkv_decode_budget: expected none on this"):
         plan({"snapkv_decode_budget": 200}, ServingSettings(budget=64))
-    assert plan({"snapkv_decode_budget": 0}, ServingSettings(budget=64)).growth is None
+    assert plan({"snapkv_decode_budget": 0}, ServingSettings(budget=64)).answer_limit is None
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"budget": 0, "limits": Limits(decode_budget=256)}, "budget: .* where answers .* 128"),
+        ({"budget": 0, "limits": Limits(decode_budget=256)}, "budget: .* a decode budget.* 128"),
         ({"budget": 64, "limits": Limits(decode_budget=180)}, "decode_budget: .* at least 192"),
         (
             {
@@ -65,7 +65,7 @@ def test_a_decode_budget_takes_a_server_that_has_one():
         ),
     ],
 )
-def test_limits_that_do_not_fit_the_server_are_refused_at_its_start(settings, words):
+def test_limits_that_contradict_other_settings_are_refused_at_the_start(settings, words):
     own = {"parameters": {"window_size": 8}} if settings.get("policy") != "tova" else {}
     with pytest.raises(InvalidArgumentError, match=words):
         ServingSettings(**own | settings)
@@ -75,20 +75,20 @@ def test_limits_that_do_not_fit_the_server_are_refused_at_its_start(settings, wo
     ("limits", "words"),
     [
         ({"decode_budget": 128}, "decode_budget: expected more than the 128"),
-        ({"decode_budget": 130}, "decode_budget: expected room for r-kv"),
+        ({"decode_budget": 130}, "decode_budget: 130 is too small for r-kv"),
         ({"decode_budget": 256, "evict_every": 4}, "evict_every: expected at least 8"),
         ({"decode_policy": "h2o"}, "decode_policy: expected one of r-kv, tova, streaming-llm"),
         ({"evict_every": 0}, "evict_every: expected at least 1"),
-        ({"evict_every": 64}, "evict_every: expected it with a decode_budget, got it alone"),
-        ({"decode_policy": "tova"}, "decode_policy: expected it with a decode_budget"),
+        ({"evict_every": 64}, "evict_every: this limit has no effect without a decode_budget"),
+        ({"decode_policy": "tova"}, "decode_policy: this limit has no effect without"),
     ],
 )
-def test_limits_that_fit_nothing_are_refused(limits, words):
+def test_contradictory_limits_are_refused(limits, words):
     with pytest.raises(InvalidArgumentError, match=words):
         Limits(**limits)
 
 
-def test_an_unknown_limit_is_refused_by_name():
+def test_unknown_limit_is_refused_by_name():
     with pytest.raises(InvalidArgumentError, match=r"limits: expected .* got 'cap'"):
         ServingSettings.from_config({"snapkv": {"limits": {"cap": 3}}})
 
@@ -97,7 +97,7 @@ def test_an_unknown_limit_is_refused_by_name():
     ("name", "policy"),
     [("tova", TOVA(128)), ("streaming-llm", StreamingLLM(128, positions="original"))],
 )
-def test_methods_that_evict_are_made_as_they_can_be_served(name, policy):
+def test_eviction_methods_are_built_with_parameters_that_can_be_served(name, policy):
     limits = Limits(decode_budget=256, decode_policy=name)
     settings = ServingSettings(budget=64, limits=limits)
-    assert plan({}, settings).growth.policy == policy
+    assert plan({}, settings).answer_limit.policy == policy

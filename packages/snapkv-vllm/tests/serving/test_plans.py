@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from snapkv import TOVA, SnapKV, StreamingLLM
 from snapkv_vllm.admission.plans import (
-    Growth,
+    AnswerLimit,
+    AnswerSelector,
     Order,
     PromptPlan,
-    WhileGenerating,
 )
 
 POLICY = SnapKV(64, window_size=32)
@@ -24,25 +24,25 @@ class Requests:
     seen: int = 0
     dropped: int = 0
     orders: list[Order] = field(default_factory=list)
-    most_held: int = 0
+    max_held: int = 0
 
     @property
     def held(self) -> int:
         return self.seen - self.dropped
 
     def step(self, offered: int) -> int:
-        tokens = self.plan.step_tokens(self.seen, self.held, offered)
+        tokens = self.plan.limit_step(self.seen, self.held, offered)
         assert 0 <= tokens <= offered
         if not tokens:
             return 0
-        order = self.plan.order(self.seen, self.held, tokens)
-        room = order.room_tokens(16) if order is not None and order.ends else 0
-        assert self.plan.room(self.seen, self.held, tokens, 16) == room
-        self.most_held = max(self.most_held, self.held + tokens)
+        order = self.plan.make_order(self.seen, self.held, tokens)
+        room = order.reserved_tokens(16) if order is not None and order.is_due else 0
+        assert self.plan.tokens_to_reserve(self.seen, self.held, tokens, 16) == room
+        self.max_held = max(self.max_held, self.held + tokens)
         self.seen += tokens
         if order is not None:
             self.orders.append(order)
-            if order.ends:
+            if order.is_due:
                 self.seen, self.dropped = order.seen_tokens, order.dropped_tokens
         return tokens
 
@@ -58,31 +58,31 @@ class Requests:
     @property
     def ended(self) -> list[tuple[int, int]]:
         """Where it was compressed, and what it held then."""
-        return [(order.seen_tokens, order.kept_tokens) for order in self.orders if order.ends]
+        return [(order.seen_tokens, order.kept_tokens) for order in self.orders if order.is_due]
 
 
 def whole(prompt, policy=POLICY, step=None):
     return Requests(PromptPlan(prompt_tokens=prompt, policy=policy)).run(prompt, [step or prompt])
 
 
-def test_a_window_that_lies_across_two_chunks_is_put_aside_in_parts():
+def test_window_across_two_chunks_is_recorded_in_parts():
     assert [one.query_tokens for one in whole(100, step=60).orders] == [32]  # begins at 68
     orders = whole(100, step=80).orders
-    assert [(one.query_tokens, one.ends) for one in orders] == [(12, False), (20, True)]
+    assert [(one.query_tokens, one.is_due) for one in orders] == [(12, False), (20, True)]
 
 
-def test_without_a_method_and_behind_the_prompt_there_are_no_orders():
+def test_no_orders_without_a_method_or_after_the_prompt():
     assert not whole(100, policy=None).orders
-    assert PromptPlan(prompt_tokens=100, policy=POLICY).order(100, 64, 1) is None
+    assert PromptPlan(prompt_tokens=100, policy=POLICY).make_order(100, 64, 1) is None
 
 
-def test_methods_without_queries_only_get_the_end():
+def test_methods_without_queries_get_one_order_at_the_end():
     policy = StreamingLLM(8)
-    assert [(one.query_tokens, one.ends) for one in whole(100, policy, 99).orders] == [(0, True)]
+    assert [(one.query_tokens, one.is_due) for one in whole(100, policy, 99).orders] == [(0, True)]
     assert [one.query_tokens for one in whole(100, TOVA(8), 99).orders] == [1]
 
 
-def test_cached_prefixes_end_before_the_queries_that_vote():
+def test_cached_prefix_ends_before_the_tokens_that_vote():
     def reusable(policy, tokens):
         return PromptPlan(prompt_tokens=tokens, policy=policy).reusable_tokens
 
@@ -93,27 +93,28 @@ def test_cached_prefixes_end_before_the_queries_that_vote():
     assert reusable(TOVA(64), 200) == 199
 
 
-GROWTH = Growth(policy=TOVA(70), most_tokens=80, evict_every=10)
+GROWTH = AnswerLimit(policy=TOVA(70), max_tokens=80, evict_every=10)
 
 
-def test_an_answer_grows_to_its_budget_and_is_evicted_from_at_once():
+def test_answer_grows_to_its_budget_and_is_evicted_from_immediately():
     """64 of the prompt and 16 generated tokens are 80; ten go, and every ten tokens ten more."""
-    plan = PromptPlan(prompt_tokens=100, policy=POLICY, growth=GROWTH)
+    plan = PromptPlan(prompt_tokens=100, policy=POLICY, answer_limit=GROWTH)
     request = Requests(plan).run(140, [100])
     assert request.ended == [(100, 64), (116, 70), (126, 70), (136, 70)]
-    ended = [order for order in request.orders if order.ends]
-    assert ended[1].choice == WhileGenerating(TOVA(70), 1)
+    ended = [order for order in request.orders if order.is_due]
+    assert ended[1].selector == AnswerSelector(TOVA(70), 1)
     assert (ended[1].held_tokens, ended[1].dropped_tokens) == (80, 46)
-    assert request.most_held == 100
+    assert request.max_held == 100
 
 
-def test_a_method_sees_the_queries_of_the_answer_alone():
+def test_eviction_sees_only_queries_of_the_answer():
     policy = SnapKV(64, window_size=32)
-    growth = Growth(policy=_Looking(60), most_tokens=70, evict_every=10)
-    late = PromptPlan(prompt_tokens=100, policy=policy, growth=growth).next(100, 64)
-    assert (late.at, late.choice.query_tokens) == (106, 6)
-    early = PromptPlan(prompt_tokens=100, growth=growth).next(0, 0)
-    assert (early.at, early.choice.query_tokens) == (101, 1)
+    answer_limit = AnswerLimit(policy=_Looking(60), max_tokens=70, evict_every=10)
+    plan = PromptPlan(prompt_tokens=100, policy=policy, answer_limit=answer_limit)
+    late = plan.next_compression(100, 64)
+    assert (late.trigger_tokens, late.selector.query_tokens) == (106, 6)
+    early = PromptPlan(prompt_tokens=100, answer_limit=answer_limit).next_compression(0, 0)
+    assert (early.trigger_tokens, early.selector.query_tokens) == (101, 1)
 
 
 class _Looking(TOVA):
@@ -130,11 +131,13 @@ class _Looking(TOVA):
     window=st.integers(1, 40),
     every=st.none() | st.integers(1, 30),
 )
-def test_however_a_request_is_cut_it_is_compressed_alike(prompt, answer, chunks, window, every):
+def test_compression_does_not_depend_on_how_a_request_is_cut_into_steps(
+    prompt, answer, chunks, window, every
+):
     """Against one token after the other, which is compressed wherever the rules say so."""
     policy = SnapKV(64, window_size=window)
-    growth = every and Growth(policy=TOVA(90 - every), most_tokens=90, evict_every=every)
-    plan = PromptPlan(prompt_tokens=prompt, policy=policy, growth=growth or None)
+    answer_limit = every and AnswerLimit(policy=TOVA(90 - every), max_tokens=90, evict_every=every)
+    plan = PromptPlan(prompt_tokens=prompt, policy=policy, answer_limit=answer_limit or None)
     request = Requests(plan).run(prompt + answer, [*chunks, 200])
     expected, held = [], 0
     for seen in range(1, prompt + answer + 1):
@@ -146,13 +149,13 @@ def test_however_a_request_is_cut_it_is_compressed_alike(prompt, answer, chunks,
             held = 90 - every
             expected.append((seen, held))
     assert request.ended == expected
-    assert request.most_held <= plan.most_held(prompt + answer) <= prompt + answer
+    assert request.max_held <= plan.max_held(prompt + answer) <= prompt + answer
     queries = [0]
     for order in request.orders:
         queries[-1] += order.query_tokens
-        if order.ends:
-            assert queries[-1] == order.choice.query_tokens
+        if order.is_due:
+            assert queries[-1] == order.selector.query_tokens
             queries.append(0)
     if expected:
-        assert plan.shared_tokens == expected[0][0]
+        assert plan.shareable_tokens == expected[0][0]
         assert plan.reusable_tokens < expected[0][0]

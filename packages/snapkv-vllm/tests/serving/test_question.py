@@ -17,7 +17,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from snapkv_app.models import load
-from snapkv_vllm.front.question import tokens_behind
+from snapkv_vllm.front.question import count_tokens_from
 
 TEXT = "A fox <end>jumps — 12 times\n\n  over ßöä 狐狸 😀.\r\n<end>"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -53,34 +53,34 @@ def tokenizers():
 
 
 @pytest.mark.parametrize("kind", ["demo", "byte-level", "spaces-as-signs"])
-def test_every_usual_vocabulary_says_which_tokens_are_behind_a_place(tokenizers, kind):
+def test_tokens_after_a_place_are_counted_for_all_common_vocabularies(tokenizers, kind):
     tokenizer = tokenizers[kind]
     found = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False)
     for place in range(len(TEXT)):
         behind = sum(end > place for _, end in found.offsets)
-        assert tokens_behind(tokenizer, TEXT, found.ids, place, 1000) == behind
+        assert count_tokens_from(tokenizer, TEXT, found.ids, place, 1000) == behind
 
 
-def test_a_tokenizer_that_changes_the_text_says_nothing(tokenizers):
+def test_tokenizer_that_changes_the_text_gives_no_count(tokenizers):
     tokenizer = tokenizers["lower-case"]
     ids = tokenizer.backend_tokenizer.encode(TEXT).ids
-    assert tokens_behind(tokenizer, TEXT, ids, 0, 1000) is None
+    assert count_tokens_from(tokenizer, TEXT, ids, 0, 1000) is None
 
 
 @settings(max_examples=50)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), place=st.integers(0, 99))
-def test_the_last_tokens_of_a_text_are_counted_from_a_place_on(text, place):
+def test_last_tokens_of_a_text_are_counted_from_a_place(text, place):
     tokenizer, place = byte_level(), place % len(text)
     found = tokenizer.backend_tokenizer.encode(text)
     ids, behind = found.ids, [end for _, end in found.offsets if end > place]
-    assert tokens_behind(tokenizer, text, ids, place, 1000) == len(behind)
-    assert tokens_behind(tokenizer, text, ids, place, len(behind)) == len(behind)
-    assert tokens_behind(tokenizer, text + "?", ids, place, 1000) is None
+    assert count_tokens_from(tokenizer, text, ids, place, 1000) == len(behind)
+    assert count_tokens_from(tokenizer, text, ids, place, len(behind)) == len(behind)
+    assert count_tokens_from(tokenizer, text + "?", ids, place, 1000) is None
     if len(behind) > 1:
-        assert tokens_behind(tokenizer, text, ids, place, len(behind) - 1) is None
+        assert count_tokens_from(tokenizer, text, ids, place, len(behind) - 1) is None
 
 
 @pytest.mark.parametrize("ids", [[], [1, 2], [10**6], [-1]])
-def test_what_are_not_the_texts_tokens_is_found_nowhere(tokenizers, ids):
-    assert tokens_behind(tokenizers["demo"], TEXT, ids, 0, 1000) is None
-    assert tokens_behind(SimpleNamespace(is_fast=False), TEXT, [1], 0, 1000) is None
+def test_tokens_of_another_text_give_no_count(tokenizers, ids):
+    assert count_tokens_from(tokenizers["demo"], TEXT, ids, 0, 1000) is None
+    assert count_tokens_from(SimpleNamespace(is_fast=False), TEXT, [1], 0, 1000) is None

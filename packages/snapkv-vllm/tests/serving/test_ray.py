@@ -8,7 +8,7 @@ from snapkv.errors import MissingDependencyError
 from snapkv_vllm import ray
 
 
-def test_what_vllm_reads_goes_along_and_secrets_stay(monkeypatch):
+def test_variables_of_vllm_are_passed_on_without_secrets(monkeypatch):
     for name in ("VLLM_LOGGING_LEVEL", "HF_HOME", "VLLM_API_KEY", "HF_TOKEN", "PATH"):
         monkeypatch.setenv(name, "given")
     sent = ray.runtime_env()["env_vars"]
@@ -17,10 +17,10 @@ def test_what_vllm_reads_goes_along_and_secrets_stay(monkeypatch):
     assert not {"VLLM_API_KEY", "HF_TOKEN", "PATH"} & set(sent)
 
 
-def test_what_the_user_says_of_the_environment_goes_first(monkeypatch):
+def test_users_environment_takes_precedence(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     given = {"env_vars": {"VLLM_LOGGING_LEVEL": "ERROR", "MINE": "1"}, "pip": ["einops"]}
-    options = ray._with_environment({"num_gpus": 1, "runtime_env": given})
+    options = ray._add_environment({"num_gpus": 1, "runtime_env": given})
     assert options["num_gpus"] == 1
     assert options["runtime_env"]["pip"] == ["einops"]
     sent = options["runtime_env"]["env_vars"]
@@ -30,7 +30,7 @@ def test_what_the_user_says_of_the_environment_goes_first(monkeypatch):
     assert given["env_vars"] == {"VLLM_LOGGING_LEVEL": "ERROR", "MINE": "1"}
 
 
-def test_without_ray_it_says_what_to_install(monkeypatch):
+def test_missing_ray_is_reported_with_the_command_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'ray\[serve\]'"):
         ray.application("a-model")

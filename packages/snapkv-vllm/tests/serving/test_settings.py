@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,62 +21,61 @@ PAPERS = functools.partial(ServingSettings, policy="snapkv")
 DEFAULTS = by_layer(default_policy(1024))
 
 
-def test_the_defaults_are_those_of_the_library():
-    assert ServingSettings().for_request(None) == DEFAULTS
-    assert ServingSettings().for_request({"other": 1}) == DEFAULTS
-    assert PAPERS().for_request(None) == SnapKV()
+def test_default_settings_equal_those_of_the_library():
+    assert ServingSettings().policy_for_request(None) == DEFAULTS
+    assert ServingSettings().policy_for_request({"other": 1}) == DEFAULTS
+    assert PAPERS().policy_for_request(None) == SnapKV()
     own = {"snapkv_kernel_size": 5, "snapkv_voters": 40}
     asked = default_policy(64, kernel_size=5, voters=40)
-    assert ServingSettings(budget=64).for_request(own) == by_layer(asked)
+    assert ServingSettings(budget=64).policy_for_request(own) == by_layer(asked)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 64, 65, 100, 101])
 @pytest.mark.parametrize("own", [{}, {"voters": 30}, {"pooling": "avg"}, {"decay": 0.8}], ids=str)
-def test_a_questions_tokens_vote_where_they_do_in_the_library(tokens, own):
+def test_tokens_of_a_question_vote_as_in_the_library(tokens, own):
     expected = asked_by(by_layer(default_policy(**own)), tokens)
     server = ServingSettings(parameters=own)
-    assert server.voters_of({"snapkv_budget": 300}, tokens) == expected.voters
+    assert server.count_voters({"snapkv_budget": 300}, tokens) == expected.voters
     shared = ServingSettings(policy="across-layers", parameters=own)
-    assert shared.voters_of({"snapkv_budget": 300}, tokens) == expected.voters
+    assert shared.count_voters({"snapkv_budget": 300}, tokens) == expected.voters
     given = {f"snapkv_{name}": value for name, value in own.items()}
-    assert ServingSettings(budget=0).voters_of(given, tokens) == expected.voters
-    assert ServingSettings(max_window_size=60).voters_of({}, 64) is None
+    assert ServingSettings(budget=0).count_voters(given, tokens) == expected.voters
+    assert ServingSettings(max_window_size=60).count_voters({}, 64) is None
     for policy in ("snapkv", "tova", "adakv"):
-        assert ServingSettings(policy=policy).voters_of({}, tokens) is None
+        assert ServingSettings(policy=policy).count_voters({}, tokens) is None
 
 
-def test_a_request_overrides_what_it_names():
+def test_request_overrides_only_the_settings_that_it_names():
     settings = PAPERS(budget=512, parameters={"kernel_size": 13, "window_size": 16})
     given = {"snapkv_budget": 300, "snapkv_pooling": "avg"}
     expected = SnapKV(300, kernel_size=13, window_size=16, pooling="avg")
-    assert settings.for_request(given) == expected
-    assert settings.for_request({}) == SnapKV(512, kernel_size=13, window_size=16)
+    assert settings.policy_for_request(given) == expected
+    assert settings.policy_for_request({}) == SnapKV(512, kernel_size=13, window_size=16)
 
 
-def test_a_request_may_choose_another_pooling_than_the_servers():
+def test_request_may_choose_another_pooling_than_the_server():
     wide = PAPERS(budget=512, parameters={"kernel_size": [0, 12]})
-    assert wide.for_request(None) == SnapKV(512, kernel_size=(0, 12))
+    assert wide.policy_for_request(None) == SnapKV(512, kernel_size=(0, 12))
     fading = {"snapkv_pooling": "fading"}
-    assert wide.for_request(fading) == SnapKV(512, pooling="fading")
-    assert wide.for_request({**fading, "snapkv_decay": 0.8}) == SnapKV(
-        512, pooling="fading", decay=0.8
-    )
+    assert wide.policy_for_request(fading) == SnapKV(512, pooling="fading")
+    expected = SnapKV(512, pooling="fading", decay=0.8)
+    assert wide.policy_for_request({**fading, "snapkv_decay": 0.8}) == expected
     faded = PAPERS(budget=512, parameters={"pooling": "fading", "decay": 0.8})
-    assert faded.for_request({"snapkv_decay": 0.7}) == SnapKV(512, pooling="fading", decay=0.7)
-    assert faded.for_request(fading) == SnapKV(512, pooling="fading", decay=0.8)
-    assert faded.for_request({"snapkv_pooling": "max"}) == SnapKV(512)
+    assert faded.policy_for_request({"snapkv_decay": 0.7}) == replace(expected, decay=0.7)
+    assert faded.policy_for_request(fading) == expected
+    assert faded.policy_for_request({"snapkv_pooling": "max"}) == SnapKV(512)
     both = {"snapkv_pooling": "max", "snapkv_kernel_size": [0, 12]}
-    assert faded.for_request(both) == SnapKV(512, kernel_size=(0, 12))
+    assert faded.policy_for_request(both) == SnapKV(512, kernel_size=(0, 12))
 
 
-def test_zero_turns_it_off_for_a_request_or_until_a_request_asks():
-    assert PAPERS(budget=512).for_request({"snapkv_budget": 0}) is None
+def test_budget_of_zero_disables_compression_for_a_server_or_request():
+    assert PAPERS(budget=512).policy_for_request({"snapkv_budget": 0}) is None
     off = PAPERS(budget=0)
-    assert off.for_request(None) is None
-    assert off.for_request({"snapkv_budget": 64}) == SnapKV(64)
+    assert off.policy_for_request(None) is None
+    assert off.policy_for_request({"snapkv_budget": 64}) == SnapKV(64)
 
 
-def test_the_log_is_told_all_that_decides_what_is_kept():
+def test_summary_names_every_setting_that_decides_what_is_kept():
     assert ServingSettings().summary == (
         "policy default, budget 1024, window_size 16, pooling fading, decay 0.935, sink_tokens 4, "
         "group_reduce max, window_reduce max, protect_first 0, max_window_size 128, "
@@ -93,19 +93,19 @@ def test_the_log_is_told_all_that_decides_what_is_kept():
     assert "decode_budget 4096" in ServingSettings(limits=limits).summary
 
 
-def test_other_methods_keep_positions_and_have_their_own_parameters():
+def test_other_methods_keep_positions_and_accept_their_own_parameters():
     streaming = ServingSettings(policy="streaming-llm", budget=64, parameters={"start": 8})
-    assert streaming.for_request(None) == StreamingLLM(64, start=8, positions="original")
-    assert streaming.for_request({"snapkv_budget": 32}) == StreamingLLM(
+    assert streaming.policy_for_request(None) == StreamingLLM(64, start=8, positions="original")
+    assert streaming.policy_for_request({"snapkv_budget": 32}) == StreamingLLM(
         32, start=8, positions="original"
     )
-    assert ServingSettings(policy="tova", budget=9).for_request(None) == TOVA(9)
+    assert ServingSettings(policy="tova", budget=9).policy_for_request(None) == TOVA(9)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"policy": "pyramidkv"}, "see across-layers"),
+        ({"policy": "pyramidkv"}, "for which across-layers"),
         ({"policy": "adakv", "parameters": {"safeguard": 0}}, "safeguard"),
         ({"policy": "adakv", "parameters": {"policy": "snapkv"}}, "expected a parameter of adakv"),
         ({"policy": "adakv", "budget": 16}, "window_size=32"),
@@ -123,12 +123,12 @@ def test_other_methods_keep_positions_and_have_their_own_parameters():
         ({"parameters": {"kernel_size": 4}}, "odd"),
         ({"parameters": {"group_reduce": "none"}}, "once per KV head"),
         ({"parameters": {"keep_ratio": 0.5}}, "expected a parameter of default"),
-        ({"policy": "streaming-llm", "parameters": {"positions": "cache"}}, "not turned"),
+        ({"policy": "streaming-llm", "parameters": {"positions": "cache"}}, "not rotated"),
         ({"policy": "streaming-llm", "parameters": {"recent": 5}}, "expected a parameter"),
         ({"policy": "streaming-llm", "budget": 3}, "expected start"),
     ],
 )
-def test_what_cannot_be_served_is_refused_when_the_server_starts(given, words):
+def test_settings_that_cannot_be_served_are_refused_at_the_start(given, words):
     with pytest.raises(SnapKVError, match=words):
         ServingSettings(**given)
 
@@ -167,39 +167,41 @@ def test_what_cannot_be_served_is_refused_when_the_server_starts(given, words):
         ({"snapkv_": 1}, InvalidArgumentError, "snapkv_"),
     ],
 )
-def test_wrong_settings_of_a_request_are_refused_with_their_name(budget, given, error, words):
+def test_wrong_settings_of_a_request_are_refused_by_name(budget, given, error, words):
     with pytest.raises(error, match=words):
-        PAPERS(budget=budget).for_request(given)
+        PAPERS(budget=budget).policy_for_request(given)
 
 
 @pytest.mark.parametrize("policy", ["tova", "streaming-llm"])
-def test_a_method_without_voters_refuses_them(policy):
-    with pytest.raises(InvalidArgumentError, match=r"^snapkv_voters: expected one of"):
-        ServingSettings(policy=policy).for_request({"snapkv_voters": 8})
+def test_voters_are_refused_for_a_method_without_them(policy):
+    with pytest.raises(InvalidArgumentError, match=r"^snapkv_voters: this setting does not exist"):
+        ServingSettings(policy=policy).policy_for_request({"snapkv_voters": 8})
 
 
-def test_settings_travel_as_json():
+def test_settings_survive_a_round_trip_through_json():
     settings = PAPERS(budget=300, parameters={"kernel_size": 5, "pooling": "avg"})
     config = json.loads(json.dumps({"mine": 1, **settings.to_config()}))
     assert ServingSettings.from_config(config) == settings
     assert ServingSettings.from_config({}) == ServingSettings()
     forward = PAPERS(parameters={"kernel_size": (0, 12)})
     config = json.loads(json.dumps(forward.to_config()))
-    assert ServingSettings.from_config(config).for_request(None) == SnapKV(kernel_size=(0, 12))
+    read = ServingSettings.from_config(config)
+    assert read.policy_for_request(None) == SnapKV(kernel_size=(0, 12))
 
 
-def test_first_tokens_are_protected_by_the_server_or_a_request():
+def test_first_tokens_are_protected_by_the_server_or_the_request():
     settings = PAPERS(budget=64, protect_first=20)
     assert ServingSettings.from_config(settings.to_config()) == settings
-    plan = settings.plan_for(None, 100)
+    plan = settings.plan_request(None, 100)
     assert (plan.policy, plan.protect_first) == (SnapKV(64), 20)
-    assert settings.for_request({"snapkv_protect_first": 0}) == SnapKV(64)
-    assert settings.plan_for({"snapkv_protect_first": 32}, 100).next(0, 0).kept_tokens == 64
+    assert settings.policy_for_request({"snapkv_protect_first": 0}) == SnapKV(64)
+    plan = settings.plan_request({"snapkv_protect_first": 32}, 100)
+    assert plan.next_compression(0, 0).kept_tokens == 64
     for value, words in ((33, "at most 32 tokens.* got 33"), (-1, "at least 0")):
         with pytest.raises(InvalidArgumentError, match=words):
-            settings.for_request({"snapkv_protect_first": value})
+            settings.policy_for_request({"snapkv_protect_first": value})
     with pytest.raises(InvalidTypeError, match="snapkv_protect_first: expected an integer"):
-        settings.for_request({"snapkv_protect_first": 2.5})
+        settings.policy_for_request({"snapkv_protect_first": 2.5})
     with pytest.raises(InvalidArgumentError, match=r"^protect_first: expected at most"):
         ServingSettings(policy="tova", budget=9, protect_first=9)
 
@@ -208,12 +210,12 @@ def test_first_tokens_are_protected_by_the_server_or_a_request():
     ("policy", "first"),
     [("default", 10), ("default", 32), ("tova", 10), ("streaming-llm", 10), ("adakv", 10)],
 )
-def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy, first):
+def test_protected_first_tokens_are_kept_within_the_budget(policy, first):
     """Sinks are among them: there is room for all that the window leaves."""
-    plan = ServingSettings(policy=policy, budget=48, protect_first=first).plan_for(None, 90)
-    end = plan.next(0, 0)
-    layer = random_layer(0, prompt_tokens=90, query_tokens=end.choice.query_tokens)
-    kept = end.choice.keep(layer)
+    plan = ServingSettings(policy=policy, budget=48, protect_first=first).plan_request(None, 90)
+    end = plan.next_compression(0, 0)
+    layer = random_layer(0, prompt_tokens=90, query_tokens=end.selector.query_tokens)
+    kept = end.selector.select(layer)
     by_spans = WithSpans(plan.policy, RequestSpans(protect=Spans(((0, first),))))
     assert torch.equal(kept, by_spans.select(layer).keep_indices)
     assert (kept >= 0).sum(-1).float().mean() == end.kept_tokens == 48
@@ -229,7 +231,7 @@ def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy, first):
     ],
     ids=str,
 )
-def test_what_a_server_holds_and_promises_travels_in_the_settings(own, entry):
+def test_limits_and_sessions_survive_a_round_trip_through_json(own, entry):
     settings = ServingSettings(budget=64, **own)
     config = json.loads(json.dumps(settings.to_config()))
     assert config["snapkv"] == {"policy": "default", "budget": 64, **entry}
@@ -250,12 +252,12 @@ def test_wrong_values_of_sessions_are_refused_by_name(entry, words):
 
 
 @pytest.mark.parametrize(("budget", "tokens"), [("12%", ", 983 for 8k"), ("64MiB", "")])
-def test_bytes_are_refused_with_what_says_the_tokens_to_type(budget, tokens):
-    said = f"snapkv plan --context N --budget {budget} keeps of N tokens{tokens}"
+def test_budget_in_bytes_is_refused_with_the_command_that_gives_tokens(budget, tokens):
+    said = f"snapkv plan --context N --budget {budget} keeps of N tokens{tokens}."
     with pytest.raises(InvalidArgumentError) as error:
         ServingSettings(budget=budget)
     assert str(error.value) == (
-        f"budget: expected a number of tokens on a server, got '{budget}'; pass what {said}"
+        f"budget: expected a number of tokens on a server, got '{budget}'. Pass what {said}"
     )
     with pytest.raises(InvalidArgumentError, match=r"^snapkv_budget: expected a number of tokens"):
-        ServingSettings().for_request({"snapkv_budget": budget})
+        ServingSettings().policy_for_request({"snapkv_budget": budget})

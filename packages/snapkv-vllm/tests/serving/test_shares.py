@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapkv_vllm.front.visits import EVERYBODY, tenant_of
-from snapkv_vllm.histories import going
+from snapkv_vllm.front.request_context import SHARED_TENANT, tenant_of
+from snapkv_vllm.histories import choose_evictions
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ def leaving(idle, tenant, size, most, in_use=()):
     taken = Counter({tenant: size})
     for one in (*idle, *in_use):
         taken[one.tenant] += one.size
-    found, lacking = going(idle, taken, most, lambda one: one.size)
+    found, lacking = choose_evictions(idle, taken, most, lambda one: one.size)
     return [one.name for one in found], lacking
 
 
-def test_a_tenant_is_the_hash_of_its_key():
+def test_tenant_is_the_hash_of_its_api_key():
     def of(said):
         first, last = (b"Authorization", said), (b"authorization", b"Bearer x")
         return tenant_of([(b"host", b"here"), first, last])
@@ -40,23 +40,23 @@ def test_a_tenant_is_the_hash_of_its_key():
     assert (
         len({of(b"Bearer Secret"), of(b"Bearer secret"), of(b"Bearer a b"), of(b"Bearer a")}) == 4
     )
-    assert EVERYBODY not in (of(b"Bearer "), tenant_of([]))
+    assert SHARED_TENANT not in (of(b"Bearer "), tenant_of([]))
 
 
-def test_nobody_makes_go_what_is_within_anothers_share():
+def test_eviction_never_takes_from_a_tenant_within_its_share():
     idle = [*held("b", law=50), *held("a", x=25, y=25)]
     assert leaving(idle, "a", 25, 100) == (["x"], 0)
     assert leaving(idle, "a", 50, 100) == (["x", "y"], 0)
     assert leaving(idle, "a", 51, 100) == (["x", "y"], 1)
 
 
-def test_who_has_most_gives_back_first():
+def test_tenant_that_takes_most_is_evicted_from_first():
     """Three share 60: a and b have more than 20, and a most."""
     idle = [*held("b", bx=14, by=14), *held("a", ax=15, ay=15)]
     assert leaving(idle, "c", 14, 60) == (["ax"], 0)
 
 
-def test_what_is_in_use_stays():
+def test_histories_in_use_are_never_evicted():
     idle, in_use = held("a", y=10), held("a", x=60)
     assert leaving(idle, "a", 40, 100, in_use) == (["y"], 0)
     assert leaving(idle, "a", 45, 100, in_use) == (["y"], 5)
@@ -67,7 +67,7 @@ HELD = st.builds(Held, st.sampled_from("ab"), st.sampled_from("xyz"), st.integer
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(HELD, max_size=8), st.lists(HELD, max_size=3), HELD)
-def test_one_after_the_other_goes_until_it_fits_or_nobody_may(idle, in_use, brought):
+def test_evictions_continue_until_the_new_item_fits_or_none_is_left(idle, in_use, brought):
     """By a list that is searched from its start for the tenant with most."""
     left, expected = list(idle), []
     parts = len({one.tenant for one in (brought, *idle, *in_use)})

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from snapkv import SnapKV, StreamingLLM
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.policies.spans import Spans
-from snapkv_vllm.admission.methods import METHODS, WithSpans, kept_tokens, require_spans_within
+from snapkv_vllm.admission.methods import METHODS, WithSpans, count_kept_tokens, require_spans_fit
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.admission.spans import NAME, RequestSpans, entries_of
+from snapkv_vllm.admission.spans import SPANS_FIELD, RequestSpans, parse_spans
 from tests.ops.states import random_layer
 from tests.serving.fuzzing import any_value
 from tests.serving.selections import kept_of
@@ -32,22 +32,22 @@ def chosen(policy, tokens):
 
 
 @given(st.lists(SPAN, max_size=4), st.lists(SPAN, max_size=4))
-def test_what_is_left_of_spans_is_a_difference_of_sets(some, gone):
+def test_remaining_edits_are_a_difference_of_sets(some, gone):
     first, second = Spans.of("x", some), Spans.of("x", gone)
     left = first.without(second)
     covers = [one.cover(torch.arange(60)) for one in (first, second, left)]
     assert (covers[0] & ~covers[1] == covers[2]).all()
 
 
-def test_a_worked_example():
+def test_spans_match_an_example_worked_out_by_hand():
     """Of ten tokens three go; of the budget of four, two are protected, and the last one votes."""
     own = {"window_size": 1, "kernel_size": 1}
     settings = ServingSettings(policy="snapkv", budget=4, parameters=own)
-    given = {NAME: said((2, 5, "drop"), (0, 2, "protect"))}
-    policy = settings.plan_for(given, 10).policy
+    given = {SPANS_FIELD: said((2, 5, "drop"), (0, 2, "protect"))}
+    policy = settings.plan_request(given, 10).policy
     assert policy.spans == RequestSpans(Spans(((2, 5),)), Spans(((0, 2),)))
     assert policy.policy == SnapKV(7, window_size=1, kernel_size=1)
-    assert kept_tokens(policy, 10) == 4
+    assert count_kept_tokens(policy, 10) == 4
     votes = torch.zeros(1, 1, 10, 2)
     votes[..., [3, 6, 8], 0] = torch.tensor([9.0, 2.0, 1.0])  # keys that the last query meets
     query = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
@@ -56,34 +56,34 @@ def test_a_worked_example():
     assert policy.select(layer).keep_indices.tolist() == [[[0, 1, 6, 9]]]
 
 
-def test_only_what_is_dropped_goes_where_the_rest_fits():
-    policy = SETTINGS.plan_for({NAME: said((10, 40, "drop"))}, 94).policy
+def test_only_dropped_spans_are_removed_if_the_rest_fits_the_budget():
+    policy = SETTINGS.plan_request({SPANS_FIELD: said((10, 40, "drop"))}, 94).policy
     assert policy.policy is None
     assert policy.query_tokens == 0
-    assert kept_tokens(policy, 94) == 64
+    assert count_kept_tokens(policy, 94) == 64
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (said((0, 60, "protect")), "what the budget of 64 has room for"),
+        (said((0, 60, "protect")), "do not fit into the budget of 64"),
         (said((5, 9, "compress")), "budget: expected a value"),
-        (said((5, 9, "drop"), budget=3), "none with drop"),
-        (said((0, 10, "drop"), (5, 20, "protect")), "spans that do not overlap"),
-        ([{"role": "tool", "do": "drop"}], "fields among start, end, do, budget, got role"),
-        (said(*((n, n + 2, "compress") for n in range(0, 40, 4)), budget=1), "at most 8 to"),
+        (said((5, 9, "drop"), budget=3), "drop takes no budget"),
+        (said((0, 10, "drop"), (5, 20, "protect")), "the spans .* overlap"),
+        ([{"role": "tool", "do": "drop"}], "the fields start, end, do, budget, got .role."),
+        (said(*((n, n + 2, "compress") for n in range(0, 40, 4)), budget=1), "at most 8 spans to"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(given, words):
+def test_wrong_spans_are_refused_in_one_line(given, words):
     with pytest.raises(SnapKVError, match=words) as error:
-        SETTINGS.plan_for({NAME: given}, 100)
+        SETTINGS.plan_request({SPANS_FIELD: given}, 100)
     assert "\n" not in str(error.value)
 
 
-def test_spans_have_their_prefix_once_where_the_servers_own_settings_clash_with_them():
-    given = {NAME: said((0, 10, "drop")), "snapkv_protect_first": 5}
-    with pytest.raises(SnapKVError, match=f"^{NAME}: expected spans that do not overlap"):
-        SETTINGS.plan_for(given, 100)
+def test_error_about_spans_has_the_prefix_only_once():
+    given = {SPANS_FIELD: said((0, 10, "drop")), "snapkv_protect_first": 5}
+    with pytest.raises(SnapKVError, match=f"^{SPANS_FIELD}: the spans .* overlap"):
+        SETTINGS.plan_request(given, 100)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_spans_have_their_prefix_once_where_the_servers_own_settings_clash_with_
     [(name, {}) for name in METHODS] + [("default", {"voters": 3}), ("snapkv", {"voters": 60})],
     ids=str,
 )
-def test_every_method_keeps_its_budget_of_what_is_left(policy, own):
+def test_every_method_applies_its_budget_to_tokens_outside_spans(policy, own):
     settings = ServingSettings(budget=40, policy=policy, parameters=own)
     given = said((50, 90, "drop"), (100, 104, "protect"))
-    policy = settings.plan_for({NAME: given}, 200).policy
+    policy = settings.plan_request({SPANS_FIELD: given}, 200).policy
     keep = chosen(policy, 200)
     assert isinstance(policy, WithSpans)
     assert int((keep >= 0).sum()) == 40 * keep.shape[0] * keep.shape[1]
@@ -104,32 +104,33 @@ def test_every_method_keeps_its_budget_of_what_is_left(policy, own):
 
 
 @pytest.mark.parametrize("voters", [3, 8, 60])
-def test_what_is_compressed_may_reach_to_the_window_whoever_votes(voters):
+def test_compressed_span_may_end_at_the_window_for_any_voters(voters):
     """Of an answer and a question that votes on it, and on itself."""
     own = {"snapkv_voters": voters, "snapkv_budget": 0}
-    policy = SETTINGS.plan_for({NAME: said((50, 192, "compress"), budget=9), **own}, 200).policy
-    require_spans_within(policy, 200)
+    own[SPANS_FIELD] = said((50, 192, "compress"), budget=9)
+    policy = SETTINGS.plan_request(own, 200).policy
+    require_spans_fit(policy, 200)
     (heads,) = chosen(policy, 200).tolist()
     assert [len([place for place in head if 50 <= place < 192]) for head in heads] == [9, 9]
-    with pytest.raises(InvalidArgumentError, match="since its last 8 stay"):
-        require_spans_within(policy, 199)
+    with pytest.raises(InvalidArgumentError, match="because the last 8 are kept"):
+        require_spans_fit(policy, 199)
 
 
-def test_sinks_cannot_be_compressed():
+def test_span_with_attention_sinks_cannot_be_compressed():
     settings = ServingSettings(policy="streaming-llm", budget=64)
     assert StreamingLLM(64).start == 4
-    with pytest.raises(InvalidArgumentError, match="a start of at least 4"):
-        settings.plan_for({NAME: said((2, 30, "compress"), budget=3)}, 100)
+    with pytest.raises(InvalidArgumentError, match="because the first 4 tokens stay"):
+        settings.plan_request({SPANS_FIELD: said((2, 30, "compress"), budget=3)}, 100)
 
 
-def test_any_json_is_read_or_refused():
+def test_any_json_is_parsed_as_spans_or_refused():
     draw, refused = random.Random(0), []
     for _ in range(2000):
         entry = said((draw.randrange(9), draw.randrange(9), "drop"))[0]
         entry[draw.choice([*entry, "role", "budget"])] = any_value(draw, in_json=True)
         given = draw.choice([[entry], [entry] * 3, any_value(draw, in_json=True)])
         try:
-            entries_of(given)
+            parse_spans(given)
         except SnapKVError as error:
             refused.append(str(error))
     assert 500 < len(refused) < 2000

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from snapkv_vllm.front.streams import FirstEvent
+from snapkv_vllm.front.streams import StreamGate
 
 START = {
     "type": "http.response.start", "status": 200,
@@ -23,7 +23,7 @@ def sent(*bodies):
         messages.append(message)
 
     async def run():
-        first = FirstEvent(send)
+        first = StreamGate(send)
         await first(dict(START))
         for number, body in enumerate(bodies, 1):
             more = number < len(bodies)
@@ -47,7 +47,7 @@ def sent(*bodies):
         ),
     ],
 )
-def test_an_error_is_answered_with_its_status(bodies, status):
+def test_stream_that_begins_with_an_error_has_the_status_of_the_error(bodies, status):
     told, body = sent(*bodies)
     assert told == status
     assert body.startswith(b"{")
@@ -64,5 +64,5 @@ def test_an_error_is_answered_with_its_status(bodies, status):
         (b"",),
     ],
 )
-def test_all_else_arrives_as_it_was_sent(bodies):
+def test_other_streams_are_sent_on_unchanged(bodies):
     assert sent(*bodies) == (200, b"".join(bodies))

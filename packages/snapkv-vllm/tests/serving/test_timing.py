@@ -8,7 +8,7 @@ import torch
 from snapkv_vllm.metrics import Stopwatch
 
 
-def test_on_a_cpu_a_time_is_told_at_once():
+def test_stopwatch_reports_times_at_once_on_a_cpu():
     told = []
     with Stopwatch(torch.device("cpu"), told.append).timing():
         time.sleep(0.02)
@@ -53,7 +53,7 @@ def device(monkeypatch):
     return made
 
 
-def test_on_an_accelerator_a_time_is_told_once_the_device_has_got_there(device):
+def test_stopwatch_reports_times_after_the_device_has_passed_the_events(device):
     told = []
     stopwatch = Stopwatch(torch.device("cuda"), told.append)
     for _ in range(2):

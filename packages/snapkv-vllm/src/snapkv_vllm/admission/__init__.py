@@ -1,1 +1,1 @@
-"""What a server and its requests may ask for, and when and to what a prompt is compressed."""
+"""Settings of a server and its requests: their checks, and the plan of when and how to compress."""

@@ -1,6 +1,7 @@
-"""What does not go together: a server's settings, vLLM's configuration, what one request asks for.
+"""The combinations of settings, engine options and request fields that are refused.
 
-One table, asked in one place. No vLLM is needed here.
+All of them stand in the one table `ROWS`, which `require_compatible` checks. This module does not
+import vLLM.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,54 +10,53 @@ from typing import Any, TypedDict, Unpack
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import RKV, TOVA, AcrossLayers, AdaKV
-from snapkv_vllm.admission.names import DECODE_BUDGET, PREFIX, SESSION, SPANS, shown, wrong
+from snapkv_vllm.admission.names import DECODE_BUDGET, PREFIX, SESSION, SPANS, printable, wrong
 from snapkv_vllm.layouts import FP8
 
 _PLAIN = ("auto", "float16", "bfloat16", "float32")
 MOVABLE = (*_PLAIN, *FP8)
-"""Formats of a KV cache whose tokens can be moved."""
+"""The formats of a KV cache whose tokens the plugin can move."""
 
 
 class Parts(TypedDict, total=False):
-    """Where arguments are looked for, as far as it is known."""
+    """The objects that are checked for conflicts, as far as they are known at the time."""
 
     settings: Any  # the server's `ServingSettings`
     engine: Any  # vLLM's configuration
-    given: Mapping[Any, Any]  # a request's `extra_args`
-    body: Mapping[str, Any]  # its JSON body
-    called: Mapping[str, str]  # what its client calls some of these settings
-    request: Any  # what the scheduler makes of it
+    extra_args: Mapping[Any, Any]  # of a request
+    body: Mapping[str, Any]  # the JSON body of a request
+    client_names: Mapping[str, str]  # the names under which the client has sent some settings
+    request: Any  # vLLM's request, as the scheduler sees it
 
 
-_Look = Callable[[Any], object]
-"""What there is of a fact in one part, to be shown; nothing where it is falsy."""
+_Find = Callable[[Any], object]
+"""Return what a part contains, as a noun phrase for the message, or something falsy."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something that an option cannot be combined with."""
+    """A condition under which some options are refused."""
 
-    part: str  # where to look for it, one of `Parts`
+    part: str  # the key of `Parts` where `find` looks
     words: str
-    found: _Look
-    option: str = ""  # of the command line or the body that set it
+    find: _Find
+    option: str = ""  # what set it on the command line or in the body, if it can be left out
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option that may be refused."""
+    """An option that is refused in some cases."""
 
-    part: str  # where to look for it, one of `Parts`
-    name: str  # "": what is found is its name
-    found: _Look
-    expected: str = "none"
+    part: str  # the key of `Parts` where `find` looks
+    name: str  # "" if `find` returns the name of the option instead of its value
+    find: _Find
 
 
 @dataclass(frozen=True)
 class Row:
-    """An option, what it cannot be combined with, why (if not obvious), and what to do.
+    """A row of the table: an option, the case in which it is refused, the reason and the remedy.
 
-    By default, one of the two must be left out.
+    By default the remedy is to leave one of the two out.
     """
 
     option: Option
@@ -66,60 +66,70 @@ class Row:
 
     @property
     def parts(self) -> set[str]:
+        """The names of the two parts in which the option and the case are looked up."""
         return {self.option.part, self.case.part}
 
     def refuse(self, parts: Mapping[str, Any]) -> None:
-        """Raise if both are given, see `require_compatible`."""
+        """Raise if both the option and the case are found in `parts`.
+
+        Raises:
+            UnsupportedModelError: the row is about the configuration of the engine.
+            RefusedError: the row is about other settings, or about a request.
+        """
         option, case = self.option, self.case
-        if not case.found(parts[case.part]) or not (got := option.found(parts[option.part])):
+        if not case.find(parts[case.part]) or not (found := option.find(parts[option.part])):
             return
-        because = f", since {self.why}" if self.why else ""
-        name, shows = (option.name, got) if option.name else (shown(str(got)), "one")
-        name = parts.get("called", {}).get(name, name)
-        leave = " or ".join(filter(None, (_typed(option.part, name), case.option)))
-        remedy = self.remedy or f"leave {leave} out"
-        error = wrong(name, f"{option.expected} {case.words}{because}", shows, remedy)
+        name, value = (option.name, found) if option.name else (printable(str(found)), "a setting")
+        name = parts.get("client_names", {}).get(name, name)
+        because = f", because {self.why}" if self.why else ""
+        removable = " or ".join(filter(None, (_typed(option.part, name), case.option)))
+        remedy = self.remedy or f"Leave {removable} out"
+        error = wrong(name, f"{value} is not supported {case.words}{because}", remedy)
         is_engine = "engine" in self.parts and "request" not in self.parts
         raise UnsupportedModelError(str(error)) if is_engine else error
 
 
 def _typed(part: str, name: str) -> str:
-    """An option as the user typed it; "" if the user cannot leave it out."""
+    """Return the option as the user wrote it, or "" if it cannot be left out."""
     if name in ("model", "prompt"):
         return ""
-    return name if part in ("given", "request") else f"--{name.replace('_', '-')}"
+    return name if part in ("extra_args", "request") else f"--{name.replace('_', '-')}"
 
 
 def require_compatible(**parts: Unpack[Parts]) -> None:
-    """Refuse what does not go together.
+    """Raise if the given parts contain an option that conflicts with another one.
+
+    Rows of the table that need a part which is not given are skipped.
 
     Raises:
-        UnsupportedModelError: an engine that cannot serve with these settings.
-        InvalidArgumentError: settings, or a request, that ask for two things at once.
+        UnsupportedModelError: the engine cannot serve with these settings.
+        RefusedError: the settings of the server, or those of a request, contradict each other.
     """
     for row in ROWS:
         if row.parts <= parts.keys():
             row.refuse(dict(parts))
 
 
-# Of vLLM's configuration.
+# Options of vLLM's configuration.
 
 
-def _drafts(config: Any) -> object:
-    return config.speculative_config and config.speculative_config.method
+def _drafting(config: Any) -> object:
+    method = config.speculative_config and config.speculative_config.method
+    return method and f"drafting with {method}"
 
 
 def _graphs_of_prompts(config: Any) -> object:
     from vllm.config.compilation import CUDAGraphMode
 
     mode = config.compilation_config.cudagraph_mode
-    return mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL and mode.name
+    is_full = mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
+    return is_full and f"the mode {mode.name}"
 
 
 def _too_parallel(config: Any) -> object:
     processes = config.parallel_config.tensor_parallel_size
     heads = config.model_config.get_total_num_kv_heads()
-    return processes > heads and f"{processes} processes for {heads}"
+    return processes > heads and f"a value of {processes} for {heads} KV heads"
 
 
 def _of_model(attribute: str, words: str, argument: str = "model") -> Option:
@@ -127,157 +137,147 @@ def _of_model(attribute: str, words: str, argument: str = "model") -> Option:
 
 
 def _several(argument: str, attribute: str = "") -> Option:
-    """Processes of a kind; not every vLLM has every kind."""
+    """Return the option that a number of processes is above 1; not every vLLM has every number."""
 
-    def found(config: Any) -> object:
+    def find(config: Any) -> object:
         count = getattr(config.parallel_config, attribute or argument, 1)
-        return count > 1 and count
+        return count > 1 and f"a value of {count}"
 
-    return Option("engine", argument, found)
+    return Option("engine", argument, find)
 
 
 def _other_format(names: tuple[str, ...]) -> Option:
-    def found(config: Any) -> object:
-        given = config.cache_config.cache_dtype
-        return given not in names and given
+    def find(config: Any) -> object:
+        name = config.cache_config.cache_dtype
+        return name not in names and f"the format {name}"
 
-    return Option("engine", "kv_cache_dtype", found, f"one of {', '.join(names)}")
-
-
-def _is(argument: str, value: str, look: _Look) -> Option:
-    return Option("engine", argument, lambda c: look(c) == value and value)
+    return Option("engine", "kv_cache_dtype", find)
 
 
-DRAFTS = Option("engine", "speculative_config", _drafts)
+DRAFTS = Option("engine", "speculative_config", _drafting)
 MODEL_DRAFTS = Option(
     "engine",
     "speculative_config",
-    lambda c: (method := _drafts(c)) != "ngram" and method,
-    'no method but "ngram"',
+    lambda c: (words := _drafting(c)) != "drafting with ngram" and words,
 )
 DECODE_CONTEXTS = _several("decode_context_parallel_size")
 CONTEXTS = _several("prefill_context_parallel_size")
 TENSOR, PIPELINE = _several("tensor_parallel_size"), _several("pipeline_parallel_size")
-TOO_PARALLEL = Option("engine", "tensor_parallel_size", _too_parallel, "a KV head for each process")
-MICRO_BATCHES = Option("engine", "enable_dbo", lambda c: c.parallel_config.use_ubatching and "it")
+TOO_PARALLEL = Option("engine", "tensor_parallel_size", _too_parallel)
+MICRO_BATCHES = Option("engine", "enable_dbo", lambda c: c.parallel_config.use_ubatching and "DBO")
 CONNECTOR = Option("engine", "kv_transfer_config", lambda c: c.kv_transfer_config and "a connector")
-LATENT = _of_model("use_mla", "one with latent attention (MLA)")
-DIMENSIONS = _of_model("uses_mrope", "one with positions in several dimensions (M-RoPE)")
-NO_ATTENTION = _of_model("is_attention_free", "one without attention")
+LATENT = _of_model("use_mla", "a model with latent attention (MLA)")
+DIMENSIONS = _of_model("uses_mrope", "a model with M-RoPE")
+NO_ATTENTION = _of_model("is_attention_free", "a model without attention")
 ENCODER = _of_model("is_encoder_decoder", "an encoder-decoder")
-POOLING = _is("model", "pooling", lambda c: c.model_config.runner_type)
-SLEEP = _of_model("enable_sleep_mode", "it", "enable_sleep_mode")
+POOLING = Option("engine", "model", lambda c: c.model_config.runner_type == "pooling" and "pooling")
+SLEEP = _of_model("enable_sleep_mode", "sleep mode", "enable_sleep_mode")
 NOT_MOVABLE, NOT_PLAIN = _other_format(MOVABLE), _other_format(_PLAIN)
-GRAPHS = Option("engine", "cudagraph_mode", _graphs_of_prompts, "none of whole prompt steps")
+GRAPHS = Option("engine", "cudagraph_mode", _graphs_of_prompts)
 
-WITH_LATENTS = Case("engine", "with latent attention (MLA)", LATENT.found)
-IN_PARALLEL = Case("engine", "in several processes", TENSOR.found)
-WITH_DIMENSIONS = Case("engine", "where positions have several dimensions", DIMENSIONS.found)
+WITH_LATENTS = Case("engine", "for a model with latent attention (MLA)", LATENT.find)
+IN_PARALLEL = Case("engine", "with tensor parallelism", TENSOR.find)
+WITH_DIMENSIONS = Case("engine", "for a model with M-RoPE", DIMENSIONS.find)
 
-# Of a server's settings.
+# Settings of the server.
 
 
-def _evicts_by(method: str) -> _Look:
+def _evicts_with(method: str) -> _Find:
     return lambda s: s.limits.decode_budget and s.limits.decode_policy == method
 
 
-def _method(*names: str) -> _Look:
-    return lambda s: s.policy in names and s.policy
+def _uses(*names: str) -> _Find:
+    return lambda s: s.policy in names and f"the method {s.policy}"
 
 
-HELD = Option("settings", DECODE_BUDGET, lambda s: s.limits.decode_budget)
-UNEVEN = Option(
-    "settings",
-    "policy",
-    _method(AdaKV.name, AcrossLayers.name),
-    "one whose heads keep the same number of tokens",
+DECODE_LIMIT = Option("settings", DECODE_BUDGET, lambda s: s.limits.decode_budget)
+PER_HEAD = Option("settings", "policy", _uses(AdaKV.name, AcrossLayers.name))
+
+ALWAYS = Case("settings", "when prompts are compressed", lambda s: True)
+WITH_LIMIT = Case("settings", "when answers have a budget", DECODE_LIMIT.find, "--decode-budget")
+RKV_EVICTS = Case("settings", "when r-kv evicts from answers", _evicts_with(RKV.name))
+TOVA_EVICTS = Case("settings", "when tova evicts from answers", _evicts_with(TOVA.name))
+WITH_TOVA = Case("settings", "with the method tova", _uses(TOVA.name), "--policy tova")
+WITH_RAGGED_HEADS = Case("settings", "when heads differ in length", PER_HEAD.find, "--policy")
+WITH_ACROSS = Case(
+    "settings", "with across-layers", _uses(AcrossLayers.name), "--policy across-layers"
 )
+WITH_SESSIONS = Case("settings", "on a server with sessions", lambda s: s.sessions, "--sessions")
+WITHOUT_SESSIONS = Case("settings", "on a server without sessions", lambda s: not s.sessions)
 
-ALWAYS = Case("settings", "where prompts are compressed", lambda s: True)
-WHERE_HELD = Case("settings", "where answers are held to a budget", HELD.found, "--decode-budget")
-HELD_BY_RKV = Case("settings", "where answers are held by r-kv", _evicts_by(RKV.name))
-HELD_BY_TOVA = Case("settings", "where answers are held by tova", _evicts_by(TOVA.name))
-BY_TOVA = Case("settings", "with tova", lambda s: s.policy == TOVA.name, "--policy tova")
-WHERE_UNEVEN = Case("settings", "where heads differ in length", UNEVEN.found, "--policy")
-BY_ACROSS = Case(
-    "settings", "with across-layers", _method(AcrossLayers.name), "--policy across-layers"
-)
-SESSIONS = Case("settings", "where sessions are held", lambda s: s.sessions, "--sessions")
-NO_SESSIONS = Case("settings", "on a server that holds no sessions", lambda s: not s.sessions)
-
-# Of requests.
+# Fields and settings of requests.
 
 
-def _first_own(given: Mapping[Any, Any]) -> object:
-    own = (name for name in given if isinstance(name, str) and name.startswith(PREFIX))
+def _first_own(extra_args: Mapping[Any, Any]) -> object:
+    own = (name for name in extra_args if isinstance(name, str) and name.startswith(PREFIX))
     return next(own, None)
 
 
 IN_SESSION = Option(
-    "given", PREFIX + SESSION, lambda g: g.get(PREFIX + SESSION) is not None and "one"
+    "extra_args", PREFIX + SESSION, lambda g: g.get(PREFIX + SESSION) is not None and "a session"
 )
-SPANS_NAMED = Option("given", PREFIX + SPANS, lambda g: PREFIX + SPANS in g and "some")
-ANYTHING = Option("given", "", _first_own)
-IMAGES = Option("request", "prompt", lambda r: r.mm_features and "images", "text alone")
-GROWING = Option(
-    "request", "prompt", lambda r: getattr(r, "resumable", False) and "a session's", "a whole one"
+NAMES_SPANS = Option("extra_args", PREFIX + SPANS, lambda g: PREFIX + SPANS in g and "a list")
+ANY_SETTING = Option("extra_args", "", _first_own)
+IMAGES = Option("request", "prompt", lambda r: r.mm_features and "a prompt with images")
+STREAMING_INPUT = Option(
+    "request", "prompt", lambda r: getattr(r, "resumable", False) and "streaming input"
 )
 
-WITH_SPANS = Case("given", f"with {PREFIX}{SPANS}", SPANS_NAMED.found)
+WITH_SPANS = Case("extra_args", f"with {PREFIX}{SPANS}", NAMES_SPANS.find)
 WITH_BEAMS = Case(
     "body", "with use_beam_search", lambda b: b.get("use_beam_search"), "use_beam_search"
 )
 
 # The table.
 
-STOCK = "serve the model with stock vLLM"
-_SNAPKV = "use --policy snapkv"
+STOCK = "Serve the model with stock vLLM"
+_SNAPKV = "Use --policy snapkv"
 _AVERAGES = "it averages over heads of other processes"
-_GOES_ON = "the prompt of a session goes on after its end"
+_CONTINUES = "the prompt is continued after its end"
 _UNTESTED = "the two were never tested together"
 
 _TABLE: dict[Case, tuple[tuple[Option, *tuple[str, ...]], ...]] = {
     ALWAYS: (
-        (MODEL_DRAFTS, "a model that drafts has a cache of its own, in which no window votes"),
-        (DECODE_CONTEXTS, "a prompt's blocks are spread over processes"),
-        (CONTEXTS, "a prompt's queries are spread over processes"),
-        (MICRO_BATCHES, "queries that vote are looked up in the whole batch"),
-        (CONNECTOR, "what a compressed request holds is no prefix that another server could load"),
-        (NO_ATTENTION, "its state has no positions to drop", STOCK),
+        (MODEL_DRAFTS, "a draft model has its own cache, in which no observation window votes"),
+        (DECODE_CONTEXTS, "the blocks of a prompt are spread over processes"),
+        (CONTEXTS, "the queries of a prompt are spread over processes"),
+        (MICRO_BATCHES, "the queries that vote are looked up in the whole batch"),
+        (CONNECTOR, "the blocks of a compressed request are no prefix for another server"),
+        (NO_ATTENTION, "its state has no positions to evict", STOCK),
         (ENCODER, "its prompt is not in the cache of the decoder", STOCK),
         (POOLING, "it generates nothing from its cache", STOCK),
-        (NOT_MOVABLE, "others have more than one scale for a layer"),
-        (GRAPHS, "queries are put aside between graphs", "set it to FULL_AND_PIECEWISE"),
-        (TOO_PARALLEL, "copies of a head would keep different tokens", "use fewer of them"),
+        (NOT_MOVABLE, f"only {', '.join(MOVABLE)} have one scale for a layer or none"),
+        (GRAPHS, "queries are recorded between graphs", "Set it to FULL_AND_PIECEWISE"),
+        (TOO_PARALLEL, "copies of a head would keep different tokens", "Use fewer processes"),
     ),
-    IN_PARALLEL: ((LATENT, "all heads vote on one latent", "use data parallelism"),),
+    IN_PARALLEL: ((LATENT, "all heads vote on one latent", "Use data parallelism"),),
     WITH_LATENTS: ((NOT_PLAIN, _UNTESTED),),
-    WHERE_HELD: (
+    WITH_LIMIT: (
         (DRAFTS, "a rejected draft would have counted"),
-        (SPANS_NAMED, "tokens of them may be gone by then"),
-        (GROWING, _GOES_ON, "send whole requests, or start the server without --decode-budget"),
+        (NAMES_SPANS, "their tokens may have been evicted by then"),
+        (STREAMING_INPUT, _CONTINUES, "Send whole requests, or leave --decode-budget out"),
     ),
-    HELD_BY_RKV: ((LATENT, "no latents can be compared as keys", "pass --decode-policy tova"),),
-    HELD_BY_TOVA: ((TENSOR, _AVERAGES, "pass --decode-policy r-kv"),),
-    BY_TOVA: ((TENSOR, _AVERAGES, _SNAPKV),),
-    WHERE_UNEVEN: (
-        (HELD, "its heads hold different numbers of tokens"),
-        (LATENT, "all heads of a layer keep one set, so there is nothing to share out", _SNAPKV),
+    RKV_EVICTS: ((LATENT, "latents cannot be compared as keys", "Pass --decode-policy tova"),),
+    TOVA_EVICTS: ((TENSOR, _AVERAGES, "Pass --decode-policy r-kv"),),
+    WITH_TOVA: ((TENSOR, _AVERAGES, _SNAPKV),),
+    WITH_RAGGED_HEADS: (
+        (DECODE_LIMIT, "an answer's budget is the same for all heads"),
+        (LATENT, "all heads of a layer share one set of tokens", _SNAPKV),
     ),
-    BY_ACROSS: tuple(
-        (several, "a process has a part of the heads that share a budget", "use --policy adakv")
+    WITH_ACROSS: tuple(
+        (several, "a process has only some of the heads that share a budget", "Use --policy adakv")
         for several in (TENSOR, PIPELINE)
     ),
-    SESSIONS: (
-        (HELD, "histories say at which token they begin"),
-        (UNEVEN, "a later prompt goes on from what all of them hold"),
-        (SLEEP, "an engine that sleeps forgets its cache"),
+    WITH_SESSIONS: (
+        (DECODE_LIMIT, "a history must know how many tokens of the prompt it covers"),
+        (PER_HEAD, "a later prompt continues from the same tokens in all heads"),
+        (SLEEP, "an engine that sleeps loses its cache"),
         *((untested, _UNTESTED) for untested in (DIMENSIONS, DRAFTS, LATENT, PIPELINE)),
     ),
-    NO_SESSIONS: ((IN_SESSION, "", "leave it out, or start the server with --sessions"),),
-    WITH_DIMENSIONS: ((IMAGES, "none was ever compressed so", f"send it with {PREFIX}budget 0"),),
-    WITH_SPANS: ((GROWING, _GOES_ON, "send it as a request of its own"),),
-    WITH_BEAMS: ((ANYTHING, "requests of a beam carry no settings inside vLLM"),),
+    WITHOUT_SESSIONS: ((IN_SESSION, "", "Leave it out, or start the server with --sessions"),),
+    WITH_DIMENSIONS: ((IMAGES, _UNTESTED, f"Send it with {PREFIX}budget 0"),),
+    WITH_SPANS: ((STREAMING_INPUT, _CONTINUES, "Send it as one request"),),
+    WITH_BEAMS: ((ANY_SETTING, "inside vLLM the requests of a beam have no settings"),),
 }
 ROWS = tuple(Row(row[0], case, *row[1:]) for case, rows in _TABLE.items() for row in rows)
-"""Every argument with what it does not go with."""
+"""Every refused combination, see `Row`."""

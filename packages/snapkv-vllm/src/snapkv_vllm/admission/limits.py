@@ -1,4 +1,4 @@
-"""How many tokens a request may store while it generates, and how many bytes sessions may."""
+"""Limits on what a request stores while it generates, and on the bytes of all sessions together."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -14,29 +14,35 @@ from snapkv.validation import (
     require_choice,
     require_int,
 )
-from snapkv_vllm.admission.methods import kept_tokens
+from snapkv_vllm.admission.methods import count_kept_tokens
 from snapkv_vllm.admission.names import wrong
-from snapkv_vllm.admission.plans import Growth, queries_of
+from snapkv_vllm.admission.plans import AnswerLimit, count_eviction_queries
 
-SERVED_WHILE_GENERATING = ("r-kv", "tova", "streaming-llm")
-"""Methods that need only the last queries and the stored tokens to evict."""
+DECODE_POLICIES = ("r-kv", "tova", "streaming-llm")
+"""The methods that need only the last queries and the stored tokens to evict from an answer."""
 
 
 class ConfigEntry:
-    """A dataclass whose fields go into `additional_config` where they differ from the defaults."""
+    """A dataclass that is written into `additional_config` without the fields that have their
+    default.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """What `to_config` was called on; an unknown name is refused."""
+        """Build the object from the output of `to_config`.
+
+        Raises:
+            RefusedError: `config` has an unknown name.
+        """
         known = [one.name for one in fields(cast(Any, cls))]
         for name in config:
             if name not in known:
-                remedy = f"leave it out{nearest(name, known)}"
-                raise wrong(cls.__name__.lower(), ", ".join(known), repr(name), remedy)
+                problem = f"expected {', '.join(known)}, got {name!r}"
+                raise wrong(cls.__name__.lower(), problem, f"Leave it out{nearest(name, known)}")
         return cls(**config)
 
     def to_config(self) -> dict[str, Any]:
-        """What differs from the defaults, ready for JSON."""
+        """Return the fields that differ from their defaults; they can be written as JSON."""
         defaults = {one.name: one.default for one in fields(cast(Any, self))}
         own = asdict(cast(Any, self))
         return {name: value for name, value in own.items() if value != defaults[name]}
@@ -44,63 +50,80 @@ class ConfigEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(ConfigEntry):
-    """The limits of a server for every request; a request may lower them, never raise them.
+    """The limits of a server for every request. A request may lower them but not raise them.
 
     Args:
-        decode_budget: tokens of a prompt and its answer that every head stores while generating; 0
-            for no limit.
-        decode_policy: one of `SERVED_WHILE_GENERATING`, which evicts.
-        evict_every: generated tokens between two evictions; as many are evicted at once.
+        decode_budget: how many tokens of prompt and answer every head stores while a request
+            generates; 0 for no limit.
+        decode_policy: the method that evicts tokens, one of `DECODE_POLICIES`.
+        evict_every: generated tokens between two evictions, each of which evicts this many tokens.
 
     Raises:
-        InvalidArgumentError: a method that cannot be served, or a value out of range.
-        InvalidTypeError: a value of the wrong type.
+        InvalidArgumentError: a method that cannot be served, or a value that is out of range.
+        InvalidTypeError: a value has the wrong type.
     """
 
     decode_budget: int = 0
-    decode_policy: str = SERVED_WHILE_GENERATING[0]
+    decode_policy: str = DECODE_POLICIES[0]
     evict_every: int = DEFAULT_EVERY
 
     def __post_init__(self) -> None:
         require_int("decode_budget", self.decode_budget, minimum=0)
         require_int("evict_every", self.evict_every, minimum=1)
-        require_choice("decode_policy", self.decode_policy, SERVED_WHILE_GENERATING)
+        require_choice("decode_policy", self.decode_policy, DECODE_POLICIES)
         every, own = self.evict_every, self.to_config()
         if not self.decode_budget and own:
-            remedy = "pass decode_budget, too, or leave it out"
-            raise wrong(next(iter(own)), "it with a decode_budget", "it alone", remedy)
+            problem = "this limit has no effect without a decode_budget"
+            raise wrong(next(iter(own)), problem, "Pass decode_budget as well, or leave it out")
         if 0 < self.decode_budget <= every:
             more = f"more than the {every} tokens between two evictions"
-            raise wrong("decode_budget", more, self.decode_budget, "raise it, or lower evict_every")
-        if every < (wanted := self.queries_of_answers):
-            least = f"at least {wanted}, as many queries as {self.decode_policy} looks at"
-            raise wrong("evict_every", least, every, "raise it, or choose another decode_policy")
+            problem = f"expected {more}, got {self.decode_budget}"
+            raise wrong("decode_budget", problem, "Raise it, or lower evict_every")
+        if every < (needed := self.pending_queries_per_answer):
+            least = f"at least {needed}, because {self.decode_policy} looks at that many queries"
+            problem = f"expected {least}, got {every}"
+            raise wrong("evict_every", problem, "Raise it, or choose another decode_policy")
 
-    def growth_of(self, asked: int | None, prompt_policy: Policy | None) -> Growth | None:
-        """What prompt and answer are held to while the answer grows; None where it may grow.
+    def limit_answer(self, tokens: int | None, prompt_policy: Policy | None) -> AnswerLimit | None:
+        """Return the limit on what a request stores while it generates, or None if there is no
+        limit.
 
-        That is by what the request asks for, no more than the server's. `prompt_policy` is None
-        where the prompt is to stay whole.
+        Args:
+            tokens: the `decode_budget` of the request; None takes that of the server.
+            prompt_policy: the method that compresses the prompt; None if the prompt is not
+                compressed.
+
+        Raises:
+            RefusedError: the server has no decode budget, the prompt is not compressed, or the
+                decode budget is smaller than the kept prompt and the tokens between two evictions.
+            InvalidArgumentError: `tokens` is out of range.
+            InvalidTypeError: `tokens` is no integer.
         """
-        tokens, every = self.decode_budget if asked is None else asked, self.evict_every
+        tokens, every = self.decode_budget if tokens is None else tokens, self.evict_every
         require_int("decode_budget", tokens, minimum=0)
         if not self.decode_budget:
             if not tokens:
                 return None
-            none = "none on this server, which lets answers grow"
-            remedy = "leave it out, or start the server with --decode-budget"
-            raise wrong("decode_budget", none, tokens, remedy)
+            problem = f"expected none on this server, which does not limit answers, got {tokens}"
+            remedy = "Leave it out, or start the server with --decode-budget"
+            raise wrong("decode_budget", problem, remedy)
         require_int("decode_budget", tokens, minimum=1, maximum=self.decode_budget)
         if prompt_policy is None:
-            least = "at least 1 where answers are held to a budget"
-            raise wrong("budget", least, 0, f"pass {tokens - every}, or less")
-        if tokens < (needed := kept_tokens(prompt_policy, MOST) + every):
-            beside = f"what is kept of a prompt and the {every} tokens between two evictions"
-            remedy = "raise it, or lower the budget or evict_every"
-            raise wrong("decode_budget", f"at least {needed}, {beside}", tokens, remedy)
-        return Growth(policy=self._evicting(tokens - every), most_tokens=tokens, evict_every=every)
+            problem = "expected at least 1 on a server with a decode budget, got 0"
+            raise wrong("budget", problem, f"Pass {tokens - every} or less")
+        if tokens < (needed := count_kept_tokens(prompt_policy, MOST) + every):
+            parts = f"the kept tokens of a prompt and the {every} tokens between two evictions"
+            problem = f"expected at least {needed} for {parts}, got {tokens}"
+            raise wrong("decode_budget", problem, "Raise it, or lower the budget or evict_every")
+        policy = self._eviction_policy(tokens - every)
+        return AnswerLimit(policy=policy, max_tokens=tokens, evict_every=every)
 
-    def _evicting(self, kept_tokens: int) -> EvictingPolicy:
+    def _eviction_policy(self, kept_tokens: int) -> EvictingPolicy:
+        """Build the method that evicts, so that `kept_tokens` tokens are left.
+
+        Raises:
+            RefusedError: `kept_tokens` is less than the method needs.
+        """
         kind: Callable[..., Policy] = POLICIES[self.decode_policy]
         options: dict[str, dict[str, Any]] = {
             RKV.name: {"evict_every": self.evict_every},
@@ -110,28 +133,29 @@ class Limits(ConfigEntry):
         try:
             return cast(EvictingPolicy, kind(budget=kept_tokens, **own))
         except InvalidArgumentError as error:
-            beside = f"next to the {self.evict_every} tokens between two evictions"
-            room, tokens = f"room for {self.decode_policy} {beside}", kept_tokens + self.evict_every
-            raise wrong("decode_budget", room, tokens, f"raise it ({error})") from None
+            total, reason = kept_tokens + self.evict_every, str(error).rstrip(".")
+            beside = f"next to the {self.evict_every} tokens between two evictions ({reason})"
+            problem = f"{total} is too small for {self.decode_policy} {beside}"
+            raise wrong("decode_budget", problem, "Raise it") from None
 
     @property
-    def queries_of_answers(self) -> int:
-        """How many queries of every answer may wait for an eviction."""
+    def pending_queries_per_answer(self) -> int:
+        """How many recorded queries of one answer may wait for the next eviction."""
         if not self.decode_budget:
             return 0
-        return queries_of(self._evicting(self.decode_budget - self.evict_every))
+        return count_eviction_queries(self._eviction_policy(self.decode_budget - self.evict_every))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions(ConfigEntry):
-    """How much of a server's cache the histories of sessions may take.
+    """The limit of a server on the memory that the histories of sessions take.
 
     Args:
-        most_bytes: of all together; 0 for a quarter of the engine's cache.
+        most_bytes: the bytes of all histories together; 0 for a quarter of the cache of the engine.
 
     Raises:
-        InvalidArgumentError: a value out of range.
-        InvalidTypeError: a value of the wrong type.
+        InvalidArgumentError: a value is out of range.
+        InvalidTypeError: a value has the wrong type.
     """
 
     most_bytes: int = 0
@@ -141,4 +165,5 @@ class Sessions(ConfigEntry):
 
     @property
     def summary(self) -> str:
+        """The limit in words, for the log."""
         return format_bytes(self.most_bytes) if self.most_bytes else "a quarter of the cache"

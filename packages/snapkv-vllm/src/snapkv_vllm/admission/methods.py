@@ -1,4 +1,4 @@
-"""The methods that a server knows: how they are made, and how much they keep."""
+"""The methods that a server offers, and the number of tokens that each of them keeps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, wrong
 from snapkv.policies import (
     POLICIES,
     TOVA,
@@ -42,105 +42,126 @@ METHODS: dict[str, Callable[..., Policy]] = {
     AdaKV.name: _adakv,
     AcrossLayers.name: default_policy,
 }
-"""Methods of which is known in advance how many tokens a layer keeps, all as many or on average."""
+"""The methods for which the number of kept tokens of a layer is known before the votes."""
 
 _UNSERVABLE = {"budget", "keep_ratio", "recent", "policy"}
 
 
-def parameters_of(method: str) -> list[str]:
-    """The names of a method's parameters beside the budget, with those of its scores."""
+def parameter_names(method: str) -> list[str]:
+    """Return the names of the parameters of a method without its budget.
+
+    They include those of the method inside it that computes the scores.
+    """
     around = {DEFAULT: (SnapKV,), AdaKV.name: (SnapKV, AdaKV), AcrossLayers.name: (SnapKV,)}
-    kinds = around.get(method) or (POLICIES[method],)
-    names = [one.name for kind in kinds for one in fields(kind) if one.init]
+    sources = around.get(method) or (POLICIES[method],)
+    names = [one.name for kind in sources for one in fields(kind) if one.init]
     return [name for name in names if name not in _UNSERVABLE]
 
 
 @dataclass(frozen=True)
 class WithSpans(Policy):
-    """What a method keeps of a prompt, of some spans of which the request says what stays.
+    """A method together with the spans that a request drops, protects or compresses.
 
-    The library does the same with ``protect`` over all spans that the request names, a budget with
-    room for what they lose, and `CompressedCache.drop` of that after the prompt.
+    The library has the same result with ``protect`` over all of these spans, a budget that also
+    counts the tokens that they drop, and a call of `CompressedCache.drop` after the prompt.
 
     Attributes:
-        policy: has room for all that the spans name; None keeps all that these do not drop.
-        spans: lie in the prompt, see `RequestSpans.require_within`.
-        of_spans: for every span that is compressed a method with room for all that is outside it,
-            and for what stays of it.
+        policy: the method, whose budget includes all tokens of the spans; None keeps all tokens
+            that the spans do not drop.
+        spans: the edits, which must lie in the prompt; see `RequestSpans.require_fit`.
+        span_policies: for every span that is compressed, a method whose budget is all tokens
+            outside the span and those that stay of it.
+
+    Raises:
+        InvalidArgumentError: the spans do not fit into the budget of `policy`.
     """
 
     name: ClassVar[str] = "with-spans"
 
     policy: Policy | None
     spans: RequestSpans
-    of_spans: tuple[Policy, ...] = ()
+    span_policies: tuple[Policy, ...] = ()
 
     def __post_init__(self) -> None:
         if self.policy is None:
             return
-        self.policy.require_protection(self.spans.named)
-        scores, named = scoring(self.policy), self.spans.named
-        room, first = kept_tokens(scores, MOST) - last_tokens(scores), first_tokens(scores)
-        if named.tokens + first - named.among_first(first) > room:
-            got = named.tokens
-            raise InvalidArgumentError(f"protect: expected at most {room:,} tokens, got {got:,}")
+        self.policy.require_protection(self.spans.all_spans)
+        scores, named = scoring_policy(self.policy), self.spans.all_spans
+        available = count_kept_tokens(scores, MOST) - count_window_tokens(scores)
+        first = count_sink_tokens(scores)
+        if named.tokens + first - named.among_first(first) > available:
+            problem = f"expected at most {available:,} tokens, got {named.tokens:,}"
+            raise wrong("protect", problem, "Protect fewer tokens")
 
     @property
     def _methods(self) -> list[Policy]:
-        return [one for one in (self.policy, *self.of_spans) if one is not None]
+        return [one for one in (self.policy, *self.span_policies) if one is not None]
 
     @property
     def query_tokens(self) -> int:
+        """The largest number of queries that one of the methods needs."""
         return max((one.query_tokens for one in self._methods), default=0)
 
     @property
-    def last_tokens(self) -> int:
-        """See the function of this name."""
-        return max(map(last_tokens, self._methods), default=0)
+    def window_tokens(self) -> int:
+        """The longest window of the methods; see `count_window_tokens`."""
+        return max(map(count_window_tokens, self._methods), default=0)
 
     @property
-    def per_head_budget(self) -> bool:  # type: ignore[override] # of the method around which it is
-        """Whether the method's heads keep different numbers of tokens."""
+    def per_head_budget(self) -> bool:  # type: ignore[override] # depends on the instance
+        """Whether the heads of a layer keep different numbers of tokens."""
         return self.policy is not None and self.policy.per_head_budget
 
-    def kept_tokens(self, prompt_tokens: int) -> int:
-        """Tokens that every layer keeps of a prompt, per KV head; the mean where heads differ."""
-        chosen = prompt_tokens if self.policy is None else kept_tokens(self.policy, prompt_tokens)
-        return chosen - self.spans.lost_tokens
+    def count_kept_tokens(self, prompt_tokens: int) -> int:
+        """Return how many tokens of a prompt a KV head keeps on average."""
+        chosen = count_kept_tokens(self.policy, prompt_tokens) if self.policy else prompt_tokens
+        return chosen - self.spans.dropped_tokens
 
     def select(self, layer: PromptLayer) -> Selection:
-        """Of a prompt of which nothing was dropped before."""
-        return self.select_at(layer, _slots(layer))
+        """Select the tokens of a prompt from which nothing was dropped before."""
+        return self.select_with_positions(layer, _slot_positions(layer))
 
-    def select_at(self, layer: PromptLayer, positions: Tensor) -> Selection:
-        """Where (rows, 1 or H, S) positions say which tokens the slots of a head hold."""
-        named, lost = self.named_in(layer, positions)
-        kept = torch.ones_like(lost) if self.policy is None else _kept(self.policy, named)
+    def select_with_positions(self, layer: PromptLayer, positions: Tensor) -> Selection:
+        """Select among the stored tokens of a prompt of which other tokens were dropped before.
+
+        Args:
+            layer: the stored tokens.
+            positions: (rows, 1 or H, S) int64, the position of the token in each slot.
+        """
+        named, lost = self.protect_spans(layer, positions)
+        kept = torch.ones_like(lost) if self.policy is None else _kept_mask(self.policy, named)
         return Selection.of_mask(kept & ~lost, per_head_budget=self.per_head_budget)
 
-    def named_in(
+    def protect_spans(
         self, layer: PromptLayer, positions: Tensor | None = None
     ) -> tuple[PromptLayer, Tensor]:
-        """A layer in which all that the spans name is protected, and (rows, 1 or H, S) what goes.
+        """Protect the tokens of all spans, and find out which of them are dropped.
 
-        Positions are those of `select_at`, by default those of a prompt that is whole.
+        Args:
+            layer: the stored tokens.
+            positions: (rows, 1 or H, S) int64, the position of the token in each slot; by default
+                slots are positions.
+
+        Returns:
+            The layer in which all tokens of the spans are protected, and (rows, 1 or H, S) bool,
+            True for each token that is dropped.
         """
-        positions = _slots(layer) if positions is None else positions
+        positions = _slot_positions(layer) if positions is None else positions
         lost = self.spans.drop.cover(positions)
-        for (span, _), policy in zip(self.spans.compress, self.of_spans, strict=True):
+        for (span, _), policy in zip(self.spans.compress, self.span_policies, strict=True):
             outside = ~Spans((span,)).cover(positions)
-            lost = lost | ~_kept(policy, replace(layer, protected=outside))
-        return replace(layer, protected=self.spans.named.cover(positions)), lost
+            lost = lost | ~_kept_mask(policy, replace(layer, protected=outside))
+        return replace(layer, protected=self.spans.all_spans.cover(positions)), lost
 
 
-def _slots(layer: PromptLayer) -> Tensor:
-    """The slots of a layer, which every head has: (rows, 1, S) int64."""
+def _slot_positions(layer: PromptLayer) -> Tensor:
+    """Return the slot numbers of a layer as (rows, 1, S) int64."""
     slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
     return slots.expand(layer.keys.shape[0], 1, -1)
 
 
-def _kept(policy: Policy, layer: PromptLayer) -> Tensor:
-    """What a method keeps of a layer, as a mask: (rows, H or 1, S) bool."""
+def _kept_mask(policy: Policy, layer: PromptLayer) -> Tensor:
+    """Return (rows, H or 1, S) bool, True for each token that the method keeps."""
     selection, slots = policy.select(layer), layer.keys.shape[2]
     if selection is None:
         shape = layer.keys.shape[0], 1, slots
@@ -150,42 +171,52 @@ def _kept(policy: Policy, layer: PromptLayer) -> Tensor:
     return mask.scatter(2, keep.where(keep >= 0, slots), True)[..., :slots]
 
 
-def first_tokens(policy: Policy) -> int:
-    """How many first tokens a method keeps whatever their votes: attention sinks."""
+def count_sink_tokens(policy: Policy) -> int:
+    """Return how many first tokens the method always keeps: its attention sinks."""
     tokens: int = getattr(policy, "sink_tokens", getattr(policy, "start", 0))
     return tokens
 
 
-def last_tokens(policy: Policy) -> int:
-    """How many last tokens a method keeps whatever their votes: its window."""
-    scores = scoring(policy)
+def count_window_tokens(policy: Policy) -> int:
+    """Return how many last tokens the method always keeps: its observation window."""
+    scores = scoring_policy(policy)
     tokens: int = getattr(scores, "window_size", scores.query_tokens)
     return tokens
 
 
-def scoring(policy: Policy) -> Policy:
-    """The method that scores, inside those around it."""
+def scoring_policy(policy: Policy) -> Policy:
+    """Return the method that computes the scores, without the methods around it."""
     return policy.policy if isinstance(policy, AdaKV | AcrossLayers) else policy
 
 
-def kept_tokens(policy: Policy, prompt_tokens: int) -> int:
-    """Tokens that every layer keeps of a prompt, per KV head; the mean where heads differ."""
+def count_kept_tokens(policy: Policy, prompt_tokens: int) -> int:
+    """Return how many tokens of a prompt a KV head keeps on average."""
     if isinstance(policy, WithSpans):
-        return policy.kept_tokens(prompt_tokens)
-    budget: int = getattr(scoring(policy), "budget", prompt_tokens)
+        return policy.count_kept_tokens(prompt_tokens)
+    budget: int = getattr(scoring_policy(policy), "budget", prompt_tokens)
     return min(budget, prompt_tokens)
 
 
-def require_spans_within(policy: Policy | None, prompt_tokens: int) -> None:
-    """Raise InvalidArgumentError where a request names spans that its prompt does not have."""
+def require_spans_fit(policy: Policy | None, prompt_tokens: int) -> None:
+    """Raise unless the spans of a request lie in its prompt.
+
+    A method without spans is always accepted.
+
+    Raises:
+        RefusedError: a span ends after the prompt, or contains tokens that cannot be dropped.
+    """
     if isinstance(policy, WithSpans):
-        policy.spans.require_within(prompt_tokens, policy.last_tokens)
+        policy.spans.require_fit(prompt_tokens, policy.window_tokens)
 
 
-def require_first_protected(policy: Policy, tokens: int) -> None:
-    """Raise InvalidArgumentError unless a method keeps the first tokens, and has room for them."""
+def require_can_protect_first(policy: Policy, tokens: int) -> None:
+    """Raise unless the method can protect the first `tokens` tokens of a prompt.
+
+    Raises:
+        InvalidArgumentError: the method cannot protect tokens, or has too small a budget for them.
+    """
     try:
         if tokens:
             policy.require_protection(Spans(((0, tokens),)))
-    except InvalidArgumentError as error:  # it says `protect`, as the library calls it
+    except InvalidArgumentError as error:  # the library calls this argument `protect`
         raise InvalidArgumentError(f"{PROTECT_FIRST}{str(error).removeprefix('protect')}") from None

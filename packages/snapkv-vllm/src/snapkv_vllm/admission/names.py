@@ -1,6 +1,6 @@
-"""The words of requests and responses, how clients spell them, and what is said of a refused value.
+"""Names of request fields, checks of client input, and the error that refuses a request.
 
-Neither torch nor vLLM is needed here.
+This module imports neither torch nor vLLM.
 """
 
 import re
@@ -12,191 +12,246 @@ from typing import Any
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError, SnapKVError
 
 PREFIX = "snapkv_"
-"""What the names of a request's own settings begin with, in `extra_args` and `vllm_xargs`."""
+"""The prefix of all snapkv settings in `extra_args` and `vllm_xargs`."""
 
 XARGS = "vllm_xargs"
-"""Where a body holds what reaches `SamplingParams.extra_args`."""
+"""The field of a JSON body whose content vLLM passes on as `SamplingParams.extra_args`."""
 
 PROTECT_FIRST = "protect_first"
 
 DECODE_BUDGET = "decode_budget"
 
-HINT, HINTED = "agent_hint", "session_id"
-"""The field of a body that says whose session a request belongs to, and the one inside.
+AGENT_HINT, SESSION_ID = "agent_hint", "session_id"
+"""The field of a body that names the session of a request, and the name of its only field.
 
-The latter is also a field of vLLM's own beside it."""
+vLLM also knows `session_id` as a field of the body itself.
+"""
 
 SPANS = "spans"
-"""Names what a request says of spans of its prompt."""
+"""The setting that lists spans of the prompt to drop, protect or compress."""
 
 SESSION = "session"
-"""Names whose history a request goes on from, on servers that hold some."""
+"""The setting that names the session whose history a request continues."""
 
-ASKED = PREFIX + "asked"
-"""The method of vLLM's engine that asks which sessions its scheduler holds."""
+SESSIONS_METHOD = PREFIX + "asked"
+"""The method that the plugin adds to vLLM's `EngineCore` so that the web server can call
+`SessionStore`.
+"""
 
 MESSAGES = "/v1/messages"
-"""Anthropic's endpoint, of whose requests vLLM makes chats."""
+"""Anthropic's endpoint, whose requests vLLM converts to chats."""
 
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions", MESSAGES)
-"""Where requests may have spans and a session."""
+SPAN_ENDPOINTS = ("/v1/completions", "/v1/chat/completions", MESSAGES)
+"""The endpoints whose requests may contain spans."""
 
-OF_METHODS = ("window_size", "voters", "kernel_size", "pooling", "decay", "safeguard")
-"""What a request may set for itself where the server's method has it."""
+METHOD_SETTINGS = ("window_size", "voters", "kernel_size", "pooling", "decay", "safeguard")
+"""The parameters of methods that a request may set, if the server's method has them."""
 
-OF_A_REQUEST = ("budget", *OF_METHODS, PROTECT_FIRST, DECODE_BUDGET)
-"""What a request may set for itself."""
+REQUEST_SETTINGS = ("budget", *METHOD_SETTINGS, PROTECT_FIRST, DECODE_BUDGET)
+"""Every setting of compression that a request may contain."""
 
-SESSIONS_AT = (*ENDPOINTS, "/v1/responses")
-"""Where a request may name the session that it goes on from."""
+SESSION_ENDPOINTS = (*SPAN_ENDPOINTS, "/v1/responses")
+"""The endpoints whose requests may name a session."""
 
-SILENT = (f"{MESSAGES}/count_tokens", "/tokenize")
-"""Where bodies are those of chats, though nothing is generated: they may name a session as well."""
+COUNTING_ENDPOINTS = (f"{MESSAGES}/count_tokens", "/tokenize")
+"""The endpoints that only count tokens. They accept the bodies of chats, so a session is ignored
+there.
+"""
 
-DEAF = (
+ENDPOINTS_WITHOUT_XARGS = (
     "/generative_scoring",
     "/v1/systemone",
     "/v1/decisions",
     "/cohere/v2/chat",
     "/inference/v1/generate",
 )
-"""Where vLLM generates, and reads no `XARGS`."""
+"""The endpoints that generate text but ignore `vllm_xargs`."""
 
-LONGEST = 60
-"""Characters of what a client sent that are said again, or looked at, in one piece."""
+MAX_SHOWN = 60
+"""The number of characters of a client's text that an error message repeats."""
 
-UNKNOWN, TAKEN, NO_ROOM = 404, 409, 507
+NOT_FOUND, CONFLICT, INSUFFICIENT_STORAGE = 404, 409, 507
 
 
 class RefusedError(InvalidArgumentError):
-    """What a client has sent is refused, with the `status` of an HTTP response."""
+    """The error for a request that is refused; `status` is the HTTP status of the response."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
 
 
-def wrong(name: str, expected: str, got: object, remedy: str, status: int = 400) -> RefusedError:
-    """What is said of a value that is refused."""
-    return RefusedError(f"{name}: expected {expected}, got {got}; {remedy}", status)
+def wrong(argument: str, problem: str, remedy: str, status: int = 400) -> RefusedError:
+    """Build the error that says what is wrong with a request's field or setting, and what to do
+    instead.
+
+    Args:
+        argument: the name of the field or setting, with which the message begins.
+        problem: what is wrong, with the value that was given; no capital, no full stop.
+        remedy: what to do instead, as an imperative with a capital; no full stop.
+        status: the HTTP status of the response.
+
+    Returns:
+        The error, for the caller to raise. Its message is "argument: problem. Remedy."
+    """
+    end = "" if remedy.endswith("?") else "."
+    return RefusedError(f"{argument}: {problem}. {remedy}{end}", status)
 
 
 def status_of(error: SnapKVError) -> int:
-    """The status of the HTTP response to an error of this package."""
+    """Return the HTTP status with which the server answers an error of this package."""
     if isinstance(error, RefusedError):
         return error.status
-    return NO_ROOM if isinstance(error, OutOfMemoryError) else 400
+    return INSUFFICIENT_STORAGE if isinstance(error, OutOfMemoryError) else 400
 
 
-_REASONS = {HINT, HINTED, XARGS, "body", "prompt", SESSION}
-_REASONS |= {PREFIX + name for name in (*OF_A_REQUEST, SPANS, SESSION)}
+_REASONS = {AGENT_HINT, SESSION_ID, XARGS, "body", "prompt", SESSION}
+_REASONS |= {PREFIX + name for name in (*REQUEST_SETTINGS, SPANS, SESSION)}
 
 
 def reason_of(error: Exception) -> str:
-    """Return the field or setting that an error is about, which its message begins with.
+    """Return the name of the field or setting that an error is about, as a label for metrics.
 
-    "other" stands for words that a client has made up, so that there are few reasons.
+    The name is the part of the message before the first colon. Names that a client has made up are
+    all counted as "other", so that the number of labels is limited.
     """
     name = str(error).partition(":")[0]
     return name if name in _REASONS else "other"
 
 
-def shown(name: str) -> str:
-    """A name of any length and any characters, on one line of an error message."""
+def printable(name: str) -> str:
+    """Escape `name` so that it fits on one line of an error message. A long name is shortened."""
     plain = name.encode("unicode_escape").decode()
-    return plain if len(plain) <= LONGEST else f"{plain[:LONGEST]}..."
+    return plain if len(plain) <= MAX_SHOWN else f"{plain[:MAX_SHOWN]}..."
+
+
+def describe(value: object) -> str:
+    """Describe a client's value for an error message: a text in quotes, any other value by its
+    type.
+    """
+    if isinstance(value, str):
+        return f"'{printable(value)}'"
+    return f"a value of type {type(value).__name__}"
 
 
 def require_readable(name: str, value: Any) -> None:
-    """Refuse a value that is none, or longer than any setting, before anybody prints it."""
+    """Raise unless `value` is short enough to be printed in an error message.
+
+    Raises:
+        InvalidTypeError: the value is None.
+        RefusedError: the value is longer than any setting may be, or nested too deeply to be
+            printed.
+    """
     if value is None:
-        raise InvalidTypeError(f"{name}: expected a value, got none; leave {name} out")
+        raise InvalidTypeError(f"{name}: expected a value, got null. Leave {name} out.")
     try:
-        fits = not isinstance(value, str | list | tuple | dict) or len(value) <= LONGEST
-        fits = fits and len(repr(value)) <= 2 * LONGEST
-    except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists
+        fits = not isinstance(value, str | list | tuple | dict) or len(value) <= MAX_SHOWN
+        fits = fits and len(repr(value)) <= 2 * MAX_SHOWN
+    except (ValueError, RecursionError):  # thousands of digits, or too deeply nested
         fits = False
     if not fits:
-        got = f"something of type {type(value).__name__} that is longer than any of them"
-        raise wrong(name, "a number, a word or a pair", got, "pass a shorter one")
+        got = f"a {type(value).__name__} that is longer than the value of any setting"
+        raise wrong(name, f"expected a number, a word or a pair, got {got}", "Pass a shorter value")
 
 
-# How clients spell names.
+# Names that clients write.
 
-_OF_AGENTS = (SPANS, SESSION)
+_AGENT_SETTINGS = (SPANS, SESSION)
 
-_LONGEST_SESSION = 256
+_MAX_SESSION_CHARACTERS = 256
 
-_SESSION = re.compile(rf".{{1,{_LONGEST_SESSION}}}", re.DOTALL)
+_SESSION = re.compile(rf".{{1,{_MAX_SESSION_CHARACTERS}}}", re.DOTALL)
 
-OWNED_SESSION = re.compile(rf"(([0-9a-f]{{32}})?/)?{_SESSION.pattern}", re.DOTALL)
-"""A session's name inside the engine, with its tenant before it, see `front.visits.owned`."""
+TENANT_SESSION_PATTERN = re.compile(rf"(([0-9a-f]{{32}})?/)?{_SESSION.pattern}", re.DOTALL)
+"""The pattern of a session's name inside the engine: the tenant, a slash, and the name that the
+client sent. See `front.request_context.add_tenant`.
+"""
 
-_MOST_FIELDS, _ALIKE = 100, 0.8
-"""How many fields are compared with words of ours, and from which likeness on they are meant."""
+_MAX_COMPARED_FIELDS, _MIN_SIMILARITY = 100, 0.8
+"""The number of fields that are compared with known names, and the similarity from which a field
+counts as misspelled.
+"""
 
-_MOST_NAMES = 1000
-"""Fields of a body, and settings inside: far more than any server knows. What a client sends is
-looked at on the loop that answers all requests, and again in the scheduler."""
+_MAX_NAMES = 1000
+"""The largest number of names in an object of a request. The check runs on the event loop that
+answers all requests, so its time must be limited.
+"""
 
 
 def require_few_names(argument: str, given: Mapping[Any, Any]) -> None:
-    """Raise InvalidArgumentError unless an object has at most 1,000 names."""
-    if len(given) > _MOST_NAMES:
-        most = f"at most {_MOST_NAMES:,} names in the object"
-        raise wrong(argument, most, f"{len(given):,}", "leave out what no server reads")
+    """Raise if an object of a request has more than 1,000 names.
+
+    Raises:
+        RefusedError: the object has too many names.
+    """
+    if len(given) > _MAX_NAMES:
+        problem = f"expected at most {_MAX_NAMES:,} names in the object, got {len(given):,}"
+        raise wrong(argument, problem, "Leave out the names that the server does not know")
 
 
 def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
-    """A request's settings by their names without the prefix; other names belong to others.
+    """Return the snapkv settings of a request, by their names without the prefix.
 
-    A name that lacks the prefix, or spells it otherwise, is refused, and so are too many names.
+    Args:
+        given: the `extra_args` of the request. Settings of other software are ignored.
+
+    Raises:
+        RefusedError: there are too many names, or a setting is written without its prefix or with a
+            misspelled one.
     """
     require_few_names(XARGS, given)
     own = {}
     for name, value in given.items():
-        right = meant(name)
+        right = correct_name(name)
         if right not in (None, name):
-            expected = f"the name of a setting, such as {right}"
-            raise wrong(shown(name), expected, shown(name), f"write {right}")
+            raise wrong(printable(name), "this setting does not exist", f"Write {right}")
         if right is not None:
             own[name.removeprefix(PREFIX)] = value
     return own
 
 
-def meant(name: object) -> str | None:
-    """The right name of the setting that whoever wrote a name meant; None for names of others."""
+def correct_name(name: object) -> str | None:
+    """Return the correct name of the setting that a client probably meant by `name`.
+
+    A name that begins with the prefix is returned unchanged, even if there is no such setting. None
+    means that the name is not related to any setting of this package.
+    """
     if not isinstance(name, str) or name.startswith(PREFIX):
         return name if isinstance(name, str) else None
     begun = name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
     bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ") if begun else name
-    if bare in OF_A_REQUEST or (begun and bare in _OF_AGENTS):
+    if bare in REQUEST_SETTINGS or (begun and bare in _AGENT_SETTINGS):
         return PREFIX + bare
     return f"{PREFIX}budget" if begun else None
 
 
-def misspelt(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
-    """Fields of a body that are nearly words of this server's, and the right words."""
-    hint = body.get(HINT)
-    places = ((body, (HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (HINTED,)))
+def find_misspelled_fields(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each field of a body that is almost the name of a known field, and the correct name."""
+    hint = body.get(AGENT_HINT)
+    places = ((body, (AGENT_HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (SESSION_ID,)))
     for fields, words in places:
-        for name in islice(fields, _MOST_FIELDS):
-            if isinstance(name, str) and name not in words and len(name) <= LONGEST:
-                for right in get_close_matches(name.lower(), words, 1, _ALIKE):
+        for name in islice(fields, _MAX_COMPARED_FIELDS):
+            if isinstance(name, str) and name not in words and len(name) <= MAX_SHOWN:
+                for right in get_close_matches(name.lower(), words, 1, _MIN_SIMILARITY):
                     yield name, right
 
 
 def require_session_name(argument: str, value: object, pattern: re.Pattern[str] = _SESSION) -> None:
-    """Raise RefusedError unless `value` can name a session.
+    """Raise unless `value` can name a session.
 
-    The name becomes the end of a URL's path, by which the session is deleted. Clients and proxies
-    change control characters and segments of dots there, even if these are percent-encoded.
+    The name becomes the last part of a URL path, where it is used to delete the session. Clients
+    and proxies change control characters and segments of dots in a path, even if they are
+    percent-encoded.
+
+    Raises:
+        RefusedError: the value is no text of 1 to 256 printable characters, or has a segment "." or
+            "..".
     """
-    expected = f"a text of 1 to {_LONGEST_SESSION} characters"
-    remedy = "pass one, such as a random one"
+    problem = f"expected a text of 1 to {_MAX_SESSION_CHARACTERS} characters"
+    remedy = "Pass another name, for example a random one"
     if not isinstance(value, str) or not pattern.fullmatch(value):
         got = "a longer text" if isinstance(value, str) and value else "another value"
-        raise wrong(argument, expected, got, remedy)
+        raise wrong(argument, f"{problem}, got {got}", remedy)
     if not value.isprintable() or {".", ".."} & set(value.split("/")):
-        expected += ", all of them printable, without . or .. between slashes"
-        raise wrong(argument, expected, f"'{shown(value)}'", remedy)
+        problem += ", all of them printable, without . or .. between slashes"
+        raise wrong(argument, f"{problem}, got '{printable(value)}'", remedy)

@@ -1,8 +1,8 @@
-"""When a request is compressed, by what, and what workers are told of it; no vLLM is needed here.
+"""When and how a request is compressed, and the orders that the scheduler sends to the workers.
 
-A request that is preempted starts again, and others change how its prompt is cut into steps. What
-it keeps must not depend on either, so a plan looks at nothing but how many tokens were computed and
-how many of them are held, and steps end where the plan says.
+A preempted request starts again, and other requests change how its prompt is cut into steps. What a
+request keeps must not depend on either. So a plan uses only the numbers of computed and of stored
+tokens, and each step ends where the plan says. This module does not import vLLM.
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,22 +13,22 @@ from torch import Tensor
 
 from snapkv.policies import DecodeStep, EvictingPolicy, Policy, PromptLayer
 from snapkv.policies.states import LayerStates
-from snapkv_vllm.admission.methods import WithSpans, kept_tokens
+from snapkv_vllm.admission.methods import WithSpans, count_kept_tokens
 
 
-def queries_of(policy: EvictingPolicy) -> int:
-    """How many of the last queries a method wants to see when it evicts."""
+def count_eviction_queries(policy: EvictingPolicy) -> int:
+    """Return how many last queries the method needs when it evicts."""
     return policy.history_tokens or policy.query_tokens
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Chooses by what the workers have put aside and by the keys that a request holds."""
+class Selector:
+    """Selects the tokens that a request keeps, from its stored keys and the recorded queries."""
 
-    stage: ClassVar[str]  # when it does, in a word for the metrics
+    stage: ClassVar[str]  # the label of this selector in metrics
 
     policy: Policy
-    protect_first: int = field(default=0, kw_only=True)  # first tokens that stay
+    protect_first: int = field(default=0, kw_only=True)  # first tokens that are kept
 
     @property
     def per_head_budget(self) -> bool:
@@ -37,60 +37,71 @@ class Choice:
 
     @property
     def query_tokens(self) -> int:
-        """How many of the last queries it wants to see."""
+        """How many last queries of the request are needed."""
         return self.policy.query_tokens
 
-    def keep(self, layer: PromptLayer) -> Tensor | None:
-        """Which of the held tokens stay.
+    def select(self, layer: PromptLayer) -> Tensor | None:
+        """Select the tokens to keep.
+
+        Args:
+            layer: the stored keys and the recorded queries of some layers, as rows of a batch.
 
         Returns:
-            (layers, H or 1, K) int64, ascending, after a leading run of -1 where heads keep
-            different numbers; None where the method keeps everything.
+            (layers, H or 1, K) int64 slots in ascending order. If heads keep different numbers of
+            tokens, shorter rows begin with -1. None if all tokens are kept.
         """
-        selection = self.policy.select(replace(layer, protected=self.protected(layer)))
+        selection = self.policy.select(replace(layer, protected=self.protected_mask(layer)))
         return None if selection is None else selection.keep_indices
 
-    def protected(self, layer: LayerStates) -> Tensor | None:
-        """Slots of the first tokens that stay, which are a layer's first: (layers, 1, S) bool."""
+    def protected_mask(self, layer: LayerStates) -> Tensor | None:
+        """Return (layers, 1, S) bool, True for the first `protect_first` slots, or None if
+        it is 0.
+        """
         if not self.protect_first:
             return None
         slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         return (slots < self.protect_first).expand(layer.keys.shape[0], 1, -1)
 
 
-class EndOfPrompt(Choice):
-    """What the method keeps of a prompt that has been read."""
+class PromptSelector(Selector):
+    """Selects tokens at the end of a prompt."""
 
     stage = "prompt"
 
 
-class EndOfTurn(EndOfPrompt):
-    """What stays at the end of a prompt whose beginning may have been compressed before."""
+class TurnSelector(PromptSelector):
+    """Selects tokens at the end of a prompt whose beginning may have been compressed before."""
 
-    def keep_at(self, layer: PromptLayer, positions: Tensor | None) -> Tensor | None:
-        """As `keep`, where slots hold the tokens at (layers, 1 or H, S) positions."""
+    def select_with_positions(self, layer: PromptLayer, positions: Tensor | None) -> Tensor | None:
+        """Select the tokens to keep; see `select`.
+
+        Args:
+            layer: the stored keys and the recorded queries of some layers, as rows of a batch.
+            positions: (layers, 1 or H, S), the position of the token in each slot; None if slots
+                are positions.
+        """
         policy = self.policy
         if positions is None or not isinstance(policy, WithSpans):
-            return self.keep(layer)
-        return policy.select_at(layer, positions).keep_indices
+            return self.select(layer)
+        return policy.select_with_positions(layer, positions).keep_indices
 
 
 @dataclass(frozen=True)
-class WhileGenerating(Choice):
-    """What stays while an answer grows."""
+class AnswerSelector(Selector):
+    """Selects tokens while a request generates."""
 
     stage = "generating"
     per_head_budget = False
 
-    policy: EvictingPolicy  # is shown no columns, as the methods that are served need none
-    # how many of the last ones it sees, fewer than it wants where the answer has just begun
+    policy: EvictingPolicy  # it gets no columns, because the served methods need none
+    # How many last queries the method gets. They are fewer than it needs if the answer is short.
     queries: int
 
     @property
     def query_tokens(self) -> int:
         return self.queries
 
-    def keep(self, layer: PromptLayer) -> Tensor | None:
+    def select(self, layer: PromptLayer) -> Tensor | None:
         step = DecodeStep(
             queries=layer.queries,
             keys=layer.keys,
@@ -98,58 +109,65 @@ class WhileGenerating(Choice):
             layer_idx=layer.layer_idx,
             depth=layer.depth,
             num_layers=layer.num_layers,
-            protected=self.protected(layer),
+            protected=self.protected_mask(layer),
             columns=torch.empty(*layer.keys.shape[:3], dtype=torch.int64, device="meta"),
             seen_tokens=layer.keys.shape[2],
         )
         return self.policy.evict(step).keep_indices
 
 
-# What the scheduler tells the workers.
+# Orders of the scheduler to the workers.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Where the blocks of a request lie before and after it is compressed."""
+    """The blocks of a request before and after it is compressed, in one KV cache group."""
 
     group: int  # index of vLLM's KV cache group
-    sources: tuple[int, ...]  # the blocks that hold its tokens
-    targets: tuple[int, ...]  # the blocks that hold the kept tokens; some of the sources, or others
+    sources: tuple[int, ...]  # the blocks of its tokens
+    targets: tuple[int, ...]  # the blocks of the kept tokens, which may be some of the sources
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What the workers do with one request in the step that carries the order."""
+    """What a worker does with one request in the step that carries this order."""
 
-    choice: Choice
-    query_tokens: int  # of the step's last ones, whose queries are put aside for the choice
-    seen_tokens: int  # that count as computed when the step is done
-    held_tokens: int  # of which keys and values are cached then
-    ends: bool  # whether the choice is made after this step; what was put aside is then forgotten
-    kept_tokens: int  # how many stay
-    moves: tuple[Move, ...] = ()  # what happens to the blocks of each compressed KV cache group
+    selector: Selector
+    query_tokens: int  # the number of last tokens of the step whose queries are recorded
+    seen_tokens: int  # computed tokens after the step
+    held_tokens: int  # how many of them are stored before the compression
+    is_due: bool  # whether the request is compressed after this step
+    kept_tokens: int  # how many tokens are kept, on average over heads
+    moves: tuple[Move, ...] = ()  # one for each compressed KV cache group
 
     @property
     def per_head_budget(self) -> bool:
         """Whether the heads of a layer keep different numbers of tokens."""
-        return self.choice.per_head_budget
+        return self.selector.per_head_budget
 
-    def room_tokens(self, block_tokens: int) -> int:
-        return room_tokens(self.choice, self.kept_tokens, self.held_tokens, block_tokens)
+    def reserved_tokens(self, block_tokens: int) -> int:
+        """Return how many tokens the blocks of the kept tokens must have space for."""
+        return reserved_tokens(self.selector, self.kept_tokens, self.held_tokens, block_tokens)
 
     @property
     def dropped_tokens(self) -> int:
-        """Of all tokens seen, how many are held no more when the request has been compressed."""
+        """How many of the computed tokens are no longer stored after the compression."""
         return self.seen_tokens - self.kept_tokens
 
 
-def room_tokens(choice: Choice, kept: int, held: int, block_tokens: int) -> int:
-    """Tokens to count for those that a choice keeps of what is held, in blocks of so many.
+def reserved_tokens(selector: Selector, kept: int, held: int, block_tokens: int) -> int:
+    """Return how many tokens the blocks of the kept tokens must have space for.
 
-    The last page of a head may hold a single token, so where heads keep different numbers,
-    `block_tokens` - 1 more are counted than the mean; but no head keeps more than was held.
+    If heads keep different numbers of tokens, the last page of a head may hold a single token. Then
+    `block_tokens - 1` tokens are added to the mean, but never more than `held`.
+
+    Args:
+        selector: selects the tokens.
+        kept: how many tokens a head keeps on average.
+        held: how many tokens are stored before the compression.
+        block_tokens: the size of a block.
     """
-    if choice.per_head_budget:
+    if selector.per_head_budget:
         return min(kept + block_tokens - 1, held)
     return kept
 
@@ -158,148 +176,182 @@ def room_tokens(choice: Choice, kept: int, held: int, block_tokens: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Growth:
-    """Holds an answer to a number of tokens while it grows."""
+class AnswerLimit:
+    """The limit on the tokens that a request stores while it generates."""
 
-    policy: EvictingPolicy  # evicts
-    most_tokens: int  # of prompt and answer that are held when a token has been generated
-    evict_every: int  # generated tokens between two evictions; so many are dropped at once
+    policy: EvictingPolicy
+    max_tokens: int  # stored tokens of prompt and answer after each generated token
+    evict_every: int  # generated tokens between two evictions, and tokens that each evicts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
     """One compression of a request."""
 
-    at: int  # how many tokens are computed when it happens
+    trigger_tokens: int  # the number of computed tokens at which it happens
     kept_tokens: int
-    choice: Choice
+    selector: Selector
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPlan:
-    """When a request is compressed, and to how much, as the scheduler asks and the blocks do."""
+    """When a request is compressed, how, and to how many tokens.
 
-    ends_by: ClassVar[type[EndOfPrompt]] = EndOfPrompt
+    The scheduler and the block manager use it.
+    """
+
+    selector_type: ClassVar[type[PromptSelector]] = PromptSelector
 
     prompt_tokens: int
-    policy: Policy | None = None  # compresses the prompt; None leaves it whole
-    protect_first: int = 0  # tokens that stay of prompt and answer, next to those of spans
-    growth: Growth | None = None
+    policy: Policy | None = None  # compresses the prompt; None keeps all of it
+    protect_first: int = 0  # first tokens that are kept, besides those of spans
+    answer_limit: AnswerLimit | None = None
 
-    def next(self, seen_tokens: int, held_tokens: int) -> Compression | None:
-        """The first compression of a request that has seen so many tokens, and holds so many."""
+    def next_compression(self, seen_tokens: int, held_tokens: int) -> Compression | None:
+        """Return the first compression after `seen_tokens` computed tokens, of which `held_tokens`
+        are stored; None if there is none.
+        """
         compression = None
         if seen_tokens < self.prompt_tokens:
-            compression = self._at_the_end(held_tokens + self.prompt_tokens - seen_tokens)
-        return compression or self._while_generating(seen_tokens, held_tokens)
+            compression = self._prompt_compression(held_tokens + self.prompt_tokens - seen_tokens)
+        return compression or self._answer_compression(seen_tokens, held_tokens)
 
-    def _at_the_end(self, held_then: int) -> Compression | None:
-        if self.policy is None or (kept := kept_tokens(self.policy, held_then)) == held_then:
+    def _prompt_compression(self, held_then: int) -> Compression | None:
+        if self.policy is None or (kept := count_kept_tokens(self.policy, held_then)) == held_then:
             return None
-        choice = self.ends_by(self.policy, protect_first=self.protect_first)
-        return Compression(at=self.prompt_tokens, kept_tokens=kept, choice=choice)
+        selector = self.selector_type(self.policy, protect_first=self.protect_first)
+        return Compression(trigger_tokens=self.prompt_tokens, kept_tokens=kept, selector=selector)
 
-    def _while_generating(self, seen: int, held: int) -> Compression | None:
-        if (growth := self.growth) is None:
+    def _answer_compression(self, seen: int, held: int) -> Compression | None:
+        if (limit := self.answer_limit) is None:
             return None
-        at = max(self.prompt_tokens, seen - held + growth.most_tokens - 1) + 1
-        queries = min(queries_of(growth.policy), at - self.prompt_tokens)
-        choice = WhileGenerating(growth.policy, queries, protect_first=self.protect_first)
-        kept = growth.most_tokens - growth.evict_every
-        return Compression(at=at, kept_tokens=kept, choice=choice)
+        due = max(self.prompt_tokens, seen - held + limit.max_tokens - 1) + 1
+        queries = min(count_eviction_queries(limit.policy), due - self.prompt_tokens)
+        selector = AnswerSelector(limit.policy, queries, protect_first=self.protect_first)
+        kept = limit.max_tokens - limit.evict_every
+        return Compression(trigger_tokens=due, kept_tokens=kept, selector=selector)
 
-    def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """How many tokens a step computes, so that none runs past the next compression."""
-        compression = self.next(seen_tokens, held_tokens)
+    def limit_step(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
+        """Return how many of the offered tokens a step computes, so that it ends at the next
+        compression at the latest.
+        """
+        compression = self.next_compression(seen_tokens, held_tokens)
         if compression is None:
             return offered_tokens
-        return min(offered_tokens, compression.at - seen_tokens)
+        return min(offered_tokens, compression.trigger_tokens - seen_tokens)
 
-    def order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
-        """What the workers do in a step; None if there is nothing else to do."""
-        compression = self.next(seen_tokens, held_tokens)
+    def make_order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
+        """Return what the workers do with the request in a step, or None if they only run the
+        model.
+
+        Args:
+            seen_tokens: tokens that are computed before the step.
+            held_tokens: how many of them are stored.
+            step_tokens: tokens that the step computes.
+        """
+        compression = self.next_compression(seen_tokens, held_tokens)
         if compression is None:
             return None
-        computed = seen_tokens + step_tokens
-        first = max(seen_tokens, compression.at - compression.choice.query_tokens)
-        queries, ends = max(0, computed - first), computed == compression.at
-        if not (queries or ends):
+        computed, trigger = seen_tokens + step_tokens, compression.trigger_tokens
+        first = max(seen_tokens, trigger - compression.selector.query_tokens)
+        queries, is_due = max(0, computed - first), computed == trigger
+        if not (queries or is_due):
             return None
         return Order(
-            choice=compression.choice,
+            selector=compression.selector,
             query_tokens=queries,
             seen_tokens=computed,
             held_tokens=held_tokens + step_tokens,
-            ends=ends,
+            is_due=is_due,
             kept_tokens=compression.kept_tokens,
         )
 
-    def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
-        """Tokens to count, in blocks of so many, for what the first compression of a step keeps.
+    def tokens_to_reserve(
+        self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int
+    ) -> int:
+        """Return how many tokens need reserved blocks, because a step ends with a compression; 0 if
+        it does not.
 
-        0 where nothing is compressed. The other arguments are those of `order`.
+        Args:
+            seen_tokens: tokens that are computed before the step.
+            held_tokens: how many of them are stored.
+            step_tokens: tokens that the step computes.
+            block_tokens: the size of a block.
         """
-        compression = self.next(seen_tokens, held_tokens)
+        compression = self.next_compression(seen_tokens, held_tokens)
         if compression is None:
             return 0
-        rest = compression.at - seen_tokens
+        rest = compression.trigger_tokens - seen_tokens
         if step_tokens < rest:
             return 0
         kept, held = compression.kept_tokens, held_tokens + rest
-        return room_tokens(compression.choice, kept, held, block_tokens)
+        return reserved_tokens(compression.selector, kept, held, block_tokens)
 
     @property
-    def shared_tokens(self) -> int | None:
-        """First tokens whose keys and values are those of every request's; None: all.
+    def shareable_tokens(self) -> int | None:
+        """How many first tokens have keys and values that other requests may reuse; None for all.
 
-        After them a request may have dropped what others would see.
+        Later tokens may have been computed without tokens that this request has dropped.
         """
-        first = self.next(0, 0)
-        return None if first is None else first.at
+        first = self.next_compression(0, 0)
+        return None if first is None else first.trigger_tokens
 
     @property
     def reusable_tokens(self) -> int | None:
-        """How much of a cached prefix the request may reuse, so that its voters are computed.
+        """How many first tokens the request may take from the prefix cache; None for all.
 
-        None: all.
+        The tokens that vote must be computed, because their queries are not in the cache.
         """
-        first = self.next(0, 0)
-        return None if first is None else max(0, first.at - max(1, first.choice.query_tokens))
+        if (first := self.next_compression(0, 0)) is None:
+            return None
+        return max(0, first.trigger_tokens - max(1, first.selector.query_tokens))
 
-    def most_held(self, tokens: int) -> int:
-        """The most that the request holds at any time until it has seen that many tokens."""
+    def max_held(self, tokens: int) -> int:
+        """Return the most tokens that the request stores at any time, until it has computed
+        `tokens` tokens.
+        """
         read = min(tokens, self.prompt_tokens)
         if tokens <= self.prompt_tokens:
             return read
-        kept = self.prompt_tokens if self.policy is None else kept_tokens(self.policy, read)
+        kept = self.prompt_tokens if self.policy is None else count_kept_tokens(self.policy, read)
         grown = kept + tokens - self.prompt_tokens
-        if self.growth is not None:
-            grown = min(grown, max(self.growth.most_tokens, kept + 1))
+        if self.answer_limit is not None:
+            grown = min(grown, max(self.answer_limit.max_tokens, kept + 1))
         return max(read, grown)
 
-    def spare_tokens(self, block_tokens: int) -> int:
-        """What heads of different length leave empty in their last blocks, at most."""
-        apart = self.policy is not None and self.policy.per_head_budget
-        return block_tokens - 1 if apart else 0
+    def unused_block_tokens(self, block_tokens: int) -> int:
+        """Return the most slots of its blocks that the request cannot use, because its heads keep
+        different numbers of tokens.
+        """
+        is_ragged = self.policy is not None and self.policy.per_head_budget
+        return block_tokens - 1 if is_ragged else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnPlan(PromptPlan):
-    """The plan of a session's request, whose prompt may begin with a history that is held."""
+    """The plan of a session's request, which may begin with a stored history."""
 
-    ends_by = EndOfTurn
+    selector_type = TurnSelector
 
-    prefix_tokens: int = 0  # that the blocks stand for with which it begins
-    dropped_tokens: int = 0  # of those
+    prefix_tokens: int = 0  # tokens of the history with which the request begins
+    dropped_tokens: int = 0  # how many of them are no longer stored
 
     @property
-    def shared_tokens(self) -> int | None:
-        return 0 if self.dropped_tokens else super().shared_tokens
+    def shareable_tokens(self) -> int | None:
+        """How many first tokens have keys and values that other requests may reuse; None
+        for all.
+        """
+        return 0 if self.dropped_tokens else super().shareable_tokens
 
     @property
     def reusable_tokens(self) -> int | None:
-        """See `PromptPlan`; what a request with a history reuses is that alone."""
+        """How many first tokens the request may take from the prefix cache; 0 if it begins with a
+        history.
+        """
         return 0 if self.prefix_tokens else super().reusable_tokens
 
-    def most_held(self, tokens: int) -> int:
-        return tokens - self.dropped_tokens if self.prefix_tokens else super().most_held(tokens)
+    def max_held(self, tokens: int) -> int:
+        """Return the most tokens that the request stores at any time, until it has computed
+        `tokens` tokens.
+        """
+        return tokens - self.dropped_tokens if self.prefix_tokens else super().max_held(tokens)

@@ -1,4 +1,6 @@
-"""What a server keeps of a prompt, by default and for one request; no vLLM is needed here."""
+"""How a server compresses prompts by default, and how one request does. This module does not import
+vLLM.
+"""
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field, replace
@@ -24,72 +26,74 @@ from snapkv_vllm.admission.limits import Limits, Sessions
 from snapkv_vllm.admission.methods import (
     METHODS,
     WithSpans,
-    first_tokens,
-    last_tokens,
-    parameters_of,
-    require_first_protected,
-    scoring,
+    count_sink_tokens,
+    count_window_tokens,
+    parameter_names,
+    require_can_protect_first,
+    scoring_policy,
 )
 from snapkv_vllm.admission.names import (
     DECODE_BUDGET,
-    OF_A_REQUEST,
-    OF_METHODS,
-    OWNED_SESSION,
+    METHOD_SETTINGS,
     PREFIX,
     PROTECT_FIRST,
+    REQUEST_SETTINGS,
     SESSION,
     SPANS,
+    TENANT_SESSION_PATTERN,
     own_settings,
+    printable,
     require_readable,
     require_session_name,
-    shown,
     wrong,
 )
 from snapkv_vllm.admission.plans import PromptPlan
-from snapkv_vllm.admission.spans import RequestSpans, entries_of
+from snapkv_vllm.admission.spans import RequestSpans, parse_spans
 
-KEY = "snapkv"
-"""The server's settings in vLLM's `additional_config`."""
+CONFIG_KEY = "snapkv"
+"""The key of the server's settings in vLLM's `additional_config`."""
 
 _CAPS = {"max_window_size": MAX_WINDOW_SIZE, "max_kernel_size": MAX_KERNEL_SIZE}
 
-# StreamingLLM's other numbering would need keys to be turned inside vLLM's cache.
+# Other positions of StreamingLLM would need keys to be rotated inside vLLM's cache.
 _DEFAULTS: dict[str, dict[str, Any]] = {StreamingLLM.name: {"positions": "original"}}
 
 _NOT_SERVED = {
-    "pyramidkv": ", whose layers keep numbers that no votes decide; see across-layers",
+    "pyramidkv": ", whose layers keep different numbers of tokens, for which across-layers serves",
     "h2o": ", which needs the queries of the whole prompt",
-    "full": ", which is a budget of 0",
+    "full": ", for which a budget of 0 serves",
 }
 
 _NO_SPANS = RequestSpans()
 
 _UNSERVABLE = {
-    ("group_reduce", "none"): "mean, max or sum, since keys are stored once per KV head",
-    ("positions", "cache"): "original, since keys are not turned inside vLLM's cache",
+    ("group_reduce", "none"): "expected mean, max or sum, because keys are stored once per KV head",
+    ("positions", "cache"): "expected original, because keys are not rotated inside vLLM's cache",
 }
-"""Values that the library knows and a server's cache cannot hold, and what it can."""
+"""Parameter values that the library accepts and a server cannot serve, with the problem to report.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
-    """The method that compresses prompts, and its parameters.
+    """The method that compresses prompts on a server, its parameters, and the limits for requests.
 
     Args:
         policy: one of `snapkv_vllm.admission.methods.METHODS`.
-        budget: tokens kept per KV head and layer; 0 compresses only requests with a budget.
+        budget: tokens kept per KV head and layer; 0 compresses only requests that set a budget.
         parameters: further parameters of the method, by name.
-        protect_first: how many of a prompt's first tokens stay whatever their votes, such as those
-            of a system message; they count towards the budget.
-        max_window_size: the longest window, and the most voters, that the server or a request may
-            ask for.
-        max_kernel_size: the widest kernel; a pair (before, after) is before + 1 + after wide.
-        limits: how many tokens a request may hold while its answer grows.
-        sessions: whose histories are held; None where none are.
+        protect_first: how many first tokens of a prompt are kept whatever their votes, for example
+            those of a system message. They count towards the budget.
+        max_window_size: the longest observation window, and the most voters, that the server or a
+            request may set.
+        max_kernel_size: the widest kernel that the server or a request may set; a pair (before,
+            after) is before + 1 + after tokens wide.
+        limits: how many tokens a request may store while it generates.
+        sessions: how much of the cache the histories of sessions may take; None disables sessions.
 
     Raises:
-        InvalidArgumentError: a method that cannot be served, or a value out of range.
-        InvalidTypeError: a value of the wrong type.
+        InvalidArgumentError: a method that cannot be served, or a value that is out of range.
+        InvalidTypeError: a value has the wrong type.
     """
 
     policy: str = DEFAULT
@@ -105,17 +109,22 @@ class ServingSettings:
         policy = self.policy
         if not isinstance(policy, str) or policy not in METHODS:
             why = isinstance(policy, str) and (_NOT_SERVED.get(policy) or nearest(policy, METHODS))
-            expected = f"one of {', '.join(METHODS)}"
-            raise wrong("policy", expected, f"{policy!r}{why or ''}", "pass one of them")
+            problem = f"expected one of {', '.join(METHODS)}, got {policy!r}{why or ''}"
+            raise wrong("policy", problem.removesuffix("?"), "Pass one of them")
         for cap in _CAPS:
             require_at_least(cap, getattr(self, cap), 1)
         require_compatible(settings=self)
-        self._planned({}, prompt_tokens=1)
+        self._plan({}, prompt_tokens=1)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The settings out of vLLM's `additional_config`; unknown names are refused."""
-        given = dict(config.get(KEY) or {})
+        """Build the settings from vLLM's `additional_config`.
+
+        Raises:
+            InvalidArgumentError: an unknown name, or a value that is out of range.
+            InvalidTypeError: a value has the wrong type.
+        """
+        given = dict(config.get(CONFIG_KEY) or {})
         names = ("policy", "budget", PROTECT_FIRST, *_CAPS)
         own = {key: given.pop(key) for key in names if key in given}
         limits = Limits.from_config(given.pop("limits", {}))
@@ -124,73 +133,81 @@ class ServingSettings:
         return cls(**own, parameters=given, limits=limits, sessions=sessions)
 
     def to_config(self) -> dict[str, Any]:
-        """The entry in vLLM's `additional_config`, ready for JSON."""
+        """Return an entry for vLLM's `additional_config` from which `from_config` builds these
+        settings. It can be written as JSON.
+        """
         own: dict[str, Any] = {"policy": self.policy, "budget": self.budget}
         own |= {PROTECT_FIRST: self.protect_first} if self.protect_first else {}
         own |= {cap: getattr(self, cap) for cap in _CAPS if getattr(self, cap) != _CAPS[cap]}
         own |= {"limits": limits} if (limits := self.limits.to_config()) else {}
         own |= {} if self.sessions is None else {"sessions": self.sessions.to_config()}
-        return {KEY: own | dict(self.parameters)}
+        return {CONFIG_KEY: own | dict(self.parameters)}
 
     @property
     def summary(self) -> str:
-        """All that decides what is kept, on one line, by the names of the settings."""
-        made = self._made(self.budget or None, self.parameters)
+        """All settings that decide which tokens are kept, on one line for the log."""
+        made = self._make_policy(self.budget or None, self.parameters)
         own = {
             name: getattr(one, name)
-            for one in (scoring(made), made)
-            for name in parameters_of(self.policy)
+            for one in (scoring_policy(made), made)
+            for name in parameter_names(self.policy)
             if getattr(one, name, None) is not None
         }
-        said = {"policy": self.policy, "budget": self.budget, **own}
-        said |= {name: getattr(self, name) for name in (PROTECT_FIRST, *_CAPS)}
+        shown = {"policy": self.policy, "budget": self.budget, **own}
+        shown |= {name: getattr(self, name) for name in (PROTECT_FIRST, *_CAPS)}
         sessions = "no" if self.sessions is None else self.sessions.summary
-        said |= {**asdict(self.limits), "sessions": sessions}
-        return ", ".join(f"{name} {value}" for name, value in said.items())
+        shown |= {**asdict(self.limits), "sessions": sessions}
+        return ", ".join(f"{name} {value}" for name, value in shown.items())
 
-    def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
-        """The method for one request's prompt; None leaves it whole. Raises as `plan_for` does."""
-        return self.plan_for(extra_args, prompt_tokens=1).policy
+    def policy_for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
+        """Return the method that compresses the prompt of a request, or None if the prompt is not
+        compressed. Raises the errors of `plan_request`.
+        """
+        return self.plan_request(extra_args, prompt_tokens=1).policy
 
-    def plan_for(self, extra_args: Mapping[str, Any] | None, prompt_tokens: int) -> PromptPlan:
-        """When one request is compressed, and how.
+    def plan_request(self, extra_args: Mapping[str, Any] | None, prompt_tokens: int) -> PromptPlan:
+        """Plan when and how a request is compressed.
 
         Args:
-            extra_args: `SamplingParams.extra_args`, in HTTP bodies `vllm_xargs`; names that
-                `admission.names` does not know belong to others.
-            prompt_tokens: length of its prompt.
+            extra_args: `SamplingParams.extra_args` of the request, which HTTP bodies call
+                `vllm_xargs`. Settings of other software are ignored.
+            prompt_tokens: the length of the prompt.
 
         Raises:
-            InvalidArgumentError: an unknown name, one without its prefix, or a value out of range.
-            InvalidTypeError: a value of the wrong type.
+            InvalidArgumentError: an unknown setting, a name without its prefix, or a value that is
+                out of range.
+            InvalidTypeError: a value has the wrong type.
         """
         given = own_settings(extra_args or {})
-        self._require_known(given)
-        require_compatible(settings=self, given=extra_args or {})
+        self._require_known_names(given)
+        require_compatible(settings=self, extra_args=extra_args or {})
         if (session := given.pop(SESSION, None)) is not None:
-            require_session_name(PREFIX + SESSION, session, OWNED_SESSION)
-        spans = _spans_of(given)
+            require_session_name(PREFIX + SESSION, session, TENANT_SESSION_PATTERN)
+        spans = _pop_spans(given)
         try:
-            return self._planned(given, prompt_tokens, spans)
+            return self._plan(given, prompt_tokens, spans)
         except (InvalidArgumentError, InvalidTypeError) as error:
-            said = str(error).removeprefix(PREFIX)  # of spans it has the whole name
-            raise type(error)(f"{PREFIX}{said}") from error
+            message = str(error).removeprefix(PREFIX)  # errors about spans have the prefix
+            raise type(error)(f"{PREFIX}{message}") from error
 
-    def spans_of(self, extra_args: Mapping[str, Any]) -> RequestSpans:
-        """What a request says of spans of its prompt."""
-        return _spans_of(own_settings(extra_args))
+    def spans_of_request(self, extra_args: Mapping[str, Any]) -> RequestSpans:
+        """Return the spans that a request drops, protects or compresses."""
+        return _pop_spans(own_settings(extra_args))
 
-    def whole_of(self, extra_args: Mapping[str, Any], prompt_tokens: int) -> Spans:
-        """What a request wants to stay of its prompt whatever the votes, all without a budget."""
+    def protected_spans_of(self, extra_args: Mapping[str, Any], prompt_tokens: int) -> Spans:
+        """Return the spans that a request keeps whatever the votes.
+
+        With a budget of 0 these are all tokens that are in no other span.
+        """
         given = own_settings(extra_args)
-        spans = _spans_of(given)
+        spans = _pop_spans(given)
         if given.get("budget", self.budget):
             first = min(given.get(PROTECT_FIRST, self.protect_first), prompt_tokens)
-            return spans.protecting(first).protect
+            return spans.with_protected_start(first).protect
         others = [*spans.drop.parts, *(span for span, _ in spans.compress)]
         return Spans(((0, prompt_tokens),)).without(Spans.of(SPANS, others))
 
-    def plan_of_turn(
+    def plan_turn(
         self,
         extra_args: Mapping[str, Any],
         held_tokens: int,
@@ -198,59 +215,73 @@ class ServingSettings:
         *,
         votes: bool = True,
     ) -> PromptPlan:
-        """As `plan_for`, of a session's request at whose end so many tokens are held.
+        """Plan a request of a session that begins with a history.
 
-        Without votes only what `spans` drop goes.
+        Args:
+            extra_args: the settings of the request.
+            held_tokens: how many tokens the request stores when its prompt has been read.
+            spans: the edits of spans that the history does not contain yet.
+            votes: False if only the edits of `spans` are carried out, without a compression of the
+                other tokens.
         """
         given = own_settings(extra_args)
         for name in (SPANS, SESSION):
             given.pop(name, None)
         if not votes:
             given["budget"] = 0
-        return self._planned(given, held_tokens, spans)
+        return self._plan(given, held_tokens, spans)
 
-    def costliest(self, prompt_tokens: int) -> list[Policy]:
-        """Of what requests may ask for, the methods one of which takes the most memory.
+    def most_expensive_policies(self, prompt_tokens: int) -> list[Policy]:
+        """Return candidate methods, one of which needs the most memory that any request may cause.
 
-        The most voters, in the window or before it, where votes are counted in another way, and
-        every pooling. Of the longest prompt all but one token is kept, where the window leaves so
-        much room.
+        A method without `voters` gives one candidate. For other methods `voters` is
+        `max_window_size`, with every pooling and with both the longest window and a window of 1,
+        because voters before the window take another code path. The budget is `prompt_tokens - 1`,
+        or what the window needs if that is more.
         """
-        asks: list[dict[str, Any]] = [{}]
-        if "voters" in parameters_of(self.policy):
+        variants: list[dict[str, Any]] = [{}]
+        if "voters" in parameter_names(self.policy):
             most = self.max_window_size
-            asks = [
+            variants = [
                 {"voters": most, "window_size": window, "pooling": pooling}
                 for window in (most, 1)
                 for pooling in POOLINGS
             ]
-        every = map(self._parameters, asks)
-        return [self._made(max(prompt_tokens - 1, _ample(own)), own) for own in every]
+        every = map(self._merge_parameters, variants)
+        return [self._make_policy(max(prompt_tokens - 1, _ample_budget(own)), own) for own in every]
 
-    def voters_of(self, extra_args: Mapping[str, Any], question_tokens: int) -> int | None:
-        """How many tokens of a prompt vote that has so many from its question's first one on.
+    def count_voters(self, extra_args: Mapping[str, Any], question_tokens: int) -> int | None:
+        """Return how many last tokens of a chat's prompt vote.
 
-        None leaves it to the method. `asked_by` decides, as in the library.
+        Args:
+            extra_args: the settings of the request.
+            question_tokens: how many last tokens of the prompt begin with the question.
+
+        Returns:
+            The number of voters, which the library computes with `asked_by` in the same way; None
+            if the method decides or the question is longer than `max_window_size`.
         """
         if question_tokens > self.max_window_size:
             return None
         given = own_settings(extra_args)
-        own = {name: given[name] for name in parameters_of(self.policy) if name in given}
-        made = self._made(None, self._parameters(own))
-        return getattr(scoring(asked_by(made, question_tokens)), "voters", None)
+        own = {name: given[name] for name in parameter_names(self.policy) if name in given}
+        made = self._make_policy(None, self._merge_parameters(own))
+        return getattr(scoring_policy(asked_by(made, question_tokens)), "voters", None)
 
     @property
     def per_head_budget(self) -> bool:
         """Whether heads keep different numbers of tokens."""
-        return self._made(None, self.parameters).per_head_budget
+        return self._make_policy(None, self.parameters).per_head_budget
 
-    def _planned(
+    def _plan(
         self,
         given: Mapping[str, Any],
         prompt_tokens: int,
         spans: RequestSpans = _NO_SPANS,
     ) -> PromptPlan:
-        """What a request's settings, by their names without the prefix, make of the server's."""
+        """Combine the settings of a request, whose names have no prefix, with those of the
+        server.
+        """
         own = dict(given)
         budget = own.pop("budget", self.budget)
         _require_tokens(budget)
@@ -258,31 +289,35 @@ class ServingSettings:
         first = own.pop(PROTECT_FIRST, self.protect_first)
         require_int(PROTECT_FIRST, first, minimum=0)
         decode_budget = own.pop(DECODE_BUDGET, None)
-        parameters = self._parameters(own)
-        made = self._made(budget or None, parameters)
+        parameters = self._merge_parameters(own)
+        made = self._make_policy(budget or None, parameters)
         policy = made if budget else None
-        growth = self.limits.growth_of(decode_budget, policy)
-        for one in (policy, None if growth is None else growth.policy):
+        answer_limit = self.limits.limit_answer(decode_budget, policy)
+        for one in (policy, None if answer_limit is None else answer_limit.policy):
             if one is not None:
-                require_first_protected(one, first)
+                require_can_protect_first(one, first)
         if spans:
-            protecting = spans.protecting(min(first, prompt_tokens))
-            policy = self._with_spans(made, protecting, budget, parameters, prompt_tokens)
+            spans = spans.with_protected_start(min(first, prompt_tokens))
+            policy = self._add_spans(made, spans, budget, parameters, prompt_tokens)
         return PromptPlan(
             prompt_tokens=prompt_tokens,
             policy=policy,
             protect_first=0 if spans else first,
-            growth=growth,
+            answer_limit=answer_limit,
         )
 
-    def _parameters(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """The server's, without what the request's pooling has no use for, and the request's."""
+    def _merge_parameters(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the server's parameters with those of the request in their place.
+
+        If the request sets another pooling, the server's parameter of the former pooling is left
+        out.
+        """
         parameters = dict(self.parameters)
         if "pooling" in own:
             parameters.pop("kernel_size" if own["pooling"] == "fading" else "decay", None)
         return parameters | dict(own)
 
-    def _with_spans(
+    def _add_spans(
         self,
         plain: Policy,
         spans: RequestSpans,
@@ -290,88 +325,123 @@ class ServingSettings:
         parameters: Mapping[str, Any],
         prompt_tokens: int,
     ) -> WithSpans:
-        """`plain` with room for the spans, of what they leave the budget; 0 keeps all of that.
+        """Wrap `plain` so that it edits the spans and applies the budget to all other tokens.
 
-        `prompt_tokens` may be too few where a request is only checked.
+        Args:
+            plain: the method for a prompt without spans.
+            spans: the edits.
+            budget: the budget of the request; 0 keeps all tokens outside the spans.
+            parameters: the parameters of the method.
+            prompt_tokens: the length of the prompt; it may be too small if a request is only
+                checked.
+
+        Raises:
+            RefusedError: a span to compress contains attention sinks, or the protected and
+                compressed spans do not fit into the budget.
         """
-        window, first = last_tokens(plain), first_tokens(scoring(plain))
-        of_spans = []
+        window, first = count_window_tokens(plain), count_sink_tokens(scoring_policy(plain))
+        span_policies = []
         for (start, end), kept in spans.compress:
             if start < first:
-                least = f"a start of at least {first} to compress, since the first {first} stay"
-                raise wrong(SPANS, least, f"{start} to {end}", "begin after them")
+                problem = f"cannot compress {start} to {end}, because the first {first} tokens stay"
+                raise wrong(SPANS, problem, f"Let the span start at {first} or later")
             outside = max(prompt_tokens, end + window) - (end - start)
-            of_spans.append(scoring(self._made(outside + kept, parameters)))
-        inner = self._made(budget + spans.lost_tokens, parameters) if budget else None
+            span_policies.append(scoring_policy(self._make_policy(outside + kept, parameters)))
+        inner = self._make_policy(budget + spans.dropped_tokens, parameters) if budget else None
         try:
-            made = WithSpans(inner, spans, tuple(of_spans))
+            made = WithSpans(inner, spans, tuple(span_policies))
         except InvalidArgumentError as error:
             kept = sum(kept for _, kept in spans.compress) + spans.protect.tokens
-            raise wrong(
-                SPANS,
-                f"at most what the budget of {budget:,} has room for, to protect or compress to",
-                f"{kept:,} tokens",
-                f"raise the budget, or protect fewer ({error})",
-            ) from None
-        fits = budget >= prompt_tokens - spans.lost_tokens
+            reason = str(error).rstrip(".")
+            problem = (
+                f"{kept:,} tokens of spans do not fit into the budget of {budget:,} ({reason})"
+            )
+            raise wrong(SPANS, problem, "Raise the budget, or protect fewer tokens") from None
+        fits = budget >= prompt_tokens - spans.dropped_tokens
         return replace(made, policy=None) if fits else made
 
-    def _require_known(self, given: Mapping[str, Any]) -> None:
-        others = set(OF_METHODS).difference(parameters_of(self.policy))
-        names = [PREFIX + one for one in OF_A_REQUEST if one not in others]
+    def _require_known_names(self, given: Mapping[str, Any]) -> None:
+        """Raise unless every setting exists and its value is short enough to be printed.
+
+        Raises:
+            RefusedError: a setting does not exist for the method of this server, or its value is
+                too long.
+            InvalidTypeError: a value is None.
+        """
+        others = set(METHOD_SETTINGS).difference(parameter_names(self.policy))
+        names = [PREFIX + one for one in REQUEST_SETTINGS if one not in others]
         for name, value in given.items():
-            said = PREFIX + shown(name)
+            full = PREFIX + printable(name)
             if name in (SESSION, SPANS):
                 continue
             if PREFIX + name not in names:
-                expected = f"one of {', '.join(names)}"
-                raise wrong(said, expected, "another one", f"leave it out{nearest(said, names)}")
-            require_readable(said, value)
+                problem = f"this setting does not exist, expected one of {', '.join(names)}"
+                raise wrong(full, problem, f"Leave it out{nearest(full, names)}")
+            require_readable(full, value)
 
-    def _made(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
-        """The policy; without a budget, only to check the other parameters."""
-        known = parameters_of(self.policy)
+    def _make_policy(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
+        """Build the method. If `budget` is None, only the parameters are checked.
+
+        Raises:
+            RefusedError: an unknown parameter, a value that a server cannot serve, or a window or
+                kernel above the limits of the server.
+            InvalidArgumentError: another value is out of range.
+            InvalidTypeError: a value has the wrong type.
+        """
+        known = parameter_names(self.policy)
         for name, value in parameters.items():
             if name not in known:
-                expected = f"a parameter of {self.policy}, which has {', '.join(known)}"
-                remedy = f"leave it out{nearest(name, known)}"
-                raise wrong(name, expected, f"{name}={value!r}", remedy)
+                parameters_known = f"a parameter of {self.policy}, which has {', '.join(known)}"
+                problem = f"expected {parameters_known}, got {name}={value!r}"
+                raise wrong(name, problem, f"Leave it out{nearest(name, known)}")
         given = {**_DEFAULTS.get(self.policy, {}), **parameters}
         for (name, value), expected in _UNSERVABLE.items():
             if given.get(name) == value:
-                raise wrong(name, expected, repr(value), "leave it out")
-        kind = METHODS[self.policy]
-        made = kind(**given, budget=_ample(given))
-        # A longer window or a wider kernel would cost the other requests too much.
-        kernel = getattr(scoring(made), "kernel_size", None) or 0
+                raise wrong(name, f"{expected}, got {value!r}", "Leave it out")
+        method = METHODS[self.policy]
+        made = method(**given, budget=_ample_budget(given))
+        # A longer window or a wider kernel would slow down the other requests of a step.
+        kernel = getattr(scoring_policy(made), "kernel_size", None) or 0
         width = kernel if isinstance(kernel, int) else sum(kernel) + 1
-        _require_at_most("window_size", last_tokens(made), "max_window_size", self.max_window_size)
-        _require_at_most("voters", made.query_tokens, "max_window_size", self.max_window_size)
+        most = self.max_window_size
+        _require_at_most("window_size", count_window_tokens(made), "max_window_size", most)
+        _require_at_most("voters", made.query_tokens, "max_window_size", most)
         _require_at_most("kernel_size", width, "max_kernel_size", self.max_kernel_size)
-        return made if budget is None else kind(**given, budget=budget)
+        return made if budget is None else method(**given, budget=budget)
 
 
 def _require_tokens(budget: object) -> None:
-    """Refuse bytes: answers that grow are promised in tokens."""
+    """Raise if `budget` is a number of bytes, because a server promises numbers of tokens.
+
+    Raises:
+        RefusedError: the budget is given in bytes or as a share of the cache.
+    """
     given = byte_budget(budget) if isinstance(budget, str) else None
     if given is None:
         return
     tokens = f", {int(8192 * given['share'])} for 8k" if "share" in given else ""
-    remedy = f"pass what snapkv plan --context N --budget {budget} keeps of N tokens{tokens}"
-    raise wrong("budget", "a number of tokens on a server", repr(budget), remedy)
+    plan = f"snapkv plan --context N --budget {budget}"
+    problem = f"expected a number of tokens on a server, got {budget!r}"
+    raise wrong("budget", problem, f"Pass what {plan} keeps of N tokens{tokens}")
 
 
 def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
+    """Raise if a size is above the limit of the server.
+
+    Raises:
+        RefusedError: `size` is above `cap`.
+    """
     if size > cap:
         option = f"--{cap_name.replace('_', '-')} {size}"
-        remedy = f"pass a smaller one, or start the server with {option}"
-        raise wrong(name, f"at most {cap:,} on this server", f"{size:,}", remedy)
+        problem = f"expected at most {cap:,} on this server, got {size:,}"
+        raise wrong(name, problem, f"Pass a smaller value, or start the server with {option}")
 
 
-def _ample(given: Mapping[str, Any]) -> int:
-    """A budget that any window and its sinks fit into, for checking the rest."""
+def _ample_budget(given: Mapping[str, Any]) -> int:
+    """Return a budget that is large enough for any window and sinks, to check other parameters."""
     return DEFAULT_BUDGET + sum(abs(size) for size in given.values() if isinstance(size, int))
 
 
-def _spans_of(given: MutableMapping[str, Any]) -> RequestSpans:
-    return RequestSpans.of(entries_of(given.pop(SPANS))) if SPANS in given else _NO_SPANS
+def _pop_spans(given: MutableMapping[str, Any]) -> RequestSpans:
+    """Remove the spans from `given`, and return their edits."""
+    return RequestSpans.from_edits(parse_spans(given.pop(SPANS))) if SPANS in given else _NO_SPANS

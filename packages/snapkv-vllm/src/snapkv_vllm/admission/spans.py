@@ -1,6 +1,6 @@
-"""What a request says of spans of its prompt: which go, which stay, which keep a few tokens.
+"""The spans of a prompt that a request drops, protects or compresses.
 
-Neither torch nor vLLM is needed here.
+This module imports neither torch nor vLLM.
 """
 
 import json
@@ -10,19 +10,18 @@ from typing import Any, Self
 
 from snapkv.policies.spans import Span, Spans
 from snapkv.validation import require_int
-from snapkv_vllm.admission.names import PREFIX, SPANS, require_readable, shown, wrong
+from snapkv_vllm.admission.names import PREFIX, SPANS, describe, require_readable, wrong
 
-NAME = PREFIX + SPANS
+SPANS_FIELD = PREFIX + SPANS
 
 DROP, PROTECT, COMPRESS = "drop", "protect", "compress"
 
 _FIELDS = ("start", "end", "do", "budget")
 
-_MOST, _MOST_COMPRESSED = 1024, 8
-"""Entries of a request, and how many of them choose for themselves, each at the price of one."""
+_MAX_ENTRIES, _MAX_COMPRESSED = 1024, 8
 
-_LONGEST = 200 * _MOST
-"""Characters of the entries as JSON."""
+_MAX_CHARACTERS = 200 * _MAX_ENTRIES
+"""The largest number of characters of the list as JSON."""
 
 
 _NONE = Spans(())
@@ -30,82 +29,89 @@ _NONE = Spans(())
 
 @dataclass(frozen=True, kw_only=True)
 class SpanEdit:
-    """What becomes of one span of tokens."""
+    """A span of tokens, and what a request does with it."""
 
     do: str
     span: Span
-    budget: int = 0  # tokens that stay of each span that is compressed
+    budget: int = 0  # the number of tokens that a compressed span keeps
 
 
-def entries_of(given: object) -> tuple[SpanEdit, ...]:
-    """The entries of a request: a list of objects, or such a list as JSON.
+def parse_spans(given: object) -> tuple[SpanEdit, ...]:
+    """Check the spans of a request, and return them.
+
+    Args:
+        given: a list of objects, or JSON text of such a list.
 
     Raises:
-        InvalidArgumentError: what is no such list, a wrong value, or too many of them.
-        InvalidTypeError: a value of the wrong type.
+        RefusedError: there is no list, it is too long, or one of its values is wrong.
+        InvalidTypeError: a number has the wrong type.
+        InvalidArgumentError: a number is out of range.
     """
-    if isinstance(given, str) and len(given) <= _LONGEST:
+    if isinstance(given, str) and len(given) <= _MAX_CHARACTERS:
         try:
             given = json.loads(given)
         except (ValueError, RecursionError):
-            raise wrong(NAME, "a list of spans", "what is no JSON", "pass one") from None
+            raise wrong(SPANS_FIELD, "this text is not JSON", "Pass a list of spans") from None
     if not isinstance(given, list | tuple):
         example = '[{"start": 10, "end": 500, "do": "drop"}]'
-        raise wrong(
-            NAME,
-            f"a list such as {example}",
-            f"something of type {type(given).__name__}",
-            "pass one",
-        )
-    if len(given) > _MOST:
-        raise wrong(NAME, f"at most {_MOST:,} spans", f"{len(given):,}", "join neighbours")
-    entries = tuple(_entry(one) for one in given)
-    chosen = sum(entry.do == COMPRESS for entry in entries)
-    if chosen > _MOST_COMPRESSED:
-        raise wrong(NAME, f"at most {_MOST_COMPRESSED} to compress", chosen, "join neighbours")
+        problem = f"expected a list of objects, got {describe(given)}"
+        raise wrong(SPANS_FIELD, problem, f"Pass for example {example}")
+    if len(given) > _MAX_ENTRIES:
+        problem = f"expected at most {_MAX_ENTRIES:,} spans, got {len(given):,}"
+        raise wrong(SPANS_FIELD, problem, "Join neighbouring spans")
+    entries = tuple(map(_parse_entry, given))
+    count = sum(entry.do == COMPRESS for entry in entries)
+    if count > _MAX_COMPRESSED:
+        problem = f"expected at most {_MAX_COMPRESSED} spans to compress, got {count}"
+        raise wrong(SPANS_FIELD, problem, "Join neighbouring spans")
     return entries
 
 
-def _entry(given: object) -> SpanEdit:
+def _parse_entry(given: object) -> SpanEdit:
+    """Check one object of the list.
+
+    Raises:
+        RefusedError: a field is unknown or wrong, or the start is not below the end.
+        InvalidTypeError: a number has the wrong type.
+        InvalidArgumentError: a number is out of range.
+    """
     if not isinstance(given, Mapping):
-        raise wrong(
-            NAME, "objects in the list", f"something of type {type(given).__name__}", "pass objects"
-        )
+        problem = f"expected objects in the list, got {describe(given)}"
+        raise wrong(SPANS_FIELD, problem, "Pass objects")
     for name in given:
         if name not in _FIELDS:
-            got = (
-                shown(name) if isinstance(name, str) else f"something of type {type(name).__name__}"
-            )
-            raise wrong(NAME, f"fields among {', '.join(_FIELDS)}", got, "leave it out")
+            problem = f"expected the fields {', '.join(_FIELDS)}, got {describe(name)}"
+            raise wrong(SPANS_FIELD, problem, "Leave it out")
     do = given.get("do")
     if not isinstance(do, str) or do not in (DROP, PROTECT, COMPRESS):
-        got = f"'{shown(do)}'" if isinstance(do, str) else f"something of type {type(do).__name__}"
-        raise wrong(f"{NAME}: do", f"{DROP}, {PROTECT} or {COMPRESS}", got, "pass one of them")
+        problem = f"expected {DROP}, {PROTECT} or {COMPRESS}, got {describe(do)}"
+        raise wrong(f"{SPANS_FIELD}: do", problem, "Pass one of them")
     budget = 0
     if do == COMPRESS:
-        budget = _number(given, "budget", minimum=1)
+        budget = _parse_number(given, "budget", minimum=1)
     elif "budget" in given:
-        raise wrong(f"{NAME}: budget", f"none with {do}", "one", "leave it out")
-    start, end = _number(given, "start"), _number(given, "end")
+        raise wrong(f"{SPANS_FIELD}: budget", f"{do} takes no budget", "Leave it out")
+    start, end = _parse_number(given, "start"), _parse_number(given, "end")
     if start >= end:
-        raise wrong(NAME, "a start below its end", f"{start} and {end}", "end is after the last")
+        problem = f"expected a start below the end, got {start} and {end}"
+        raise wrong(SPANS_FIELD, problem, "Let the end be the position after the last token")
     return SpanEdit(do=do, budget=budget, span=(start, end))
 
 
-def _number(given: Mapping[str, Any], name: str, minimum: int = 0) -> int:
-    require_readable(f"{NAME}: {name}", given.get(name))
-    require_int(f"{NAME}: {name}", value := given[name], minimum=minimum)
+def _parse_number(given: Mapping[str, Any], name: str, minimum: int = 0) -> int:
+    require_readable(f"{SPANS_FIELD}: {name}", given.get(name))
+    require_int(f"{SPANS_FIELD}: {name}", value := given[name], minimum=minimum)
     return int(value)
 
 
 @dataclass(frozen=True)
 class RequestSpans:
-    """What becomes of spans of a prompt, which do not overlap where that differs.
+    """The spans that a request edits. Spans with different edits do not overlap.
 
     Attributes:
-        drop: of which no keys and values stay.
-        protect: that stay whole.
-        compress: with how many of its tokens stay.
+        drop: spans whose keys and values are removed after the prompt.
+        protect: spans that are kept whatever the votes.
+        compress: spans of which only the given number of tokens are kept.
     """
 
     drop: Spans = _NONE
@@ -113,70 +119,89 @@ class RequestSpans:
     compress: tuple[tuple[Span, int], ...] = ()
 
     @classmethod
-    def of(cls, entries: Sequence[SpanEdit]) -> Self:
-        """The spans of a request's entries."""
+    def from_edits(cls, entries: Sequence[SpanEdit]) -> Self:
+        """Group the edits of a request by what they do.
+
+        Raises:
+            RefusedError: spans with different edits overlap.
+        """
         parts: dict[str, list[tuple[Span, int]]] = {DROP: [], PROTECT: [], COMPRESS: []}
         for entry in entries:
             size = entry.span[1] - entry.span[0]
-            whole = entry.do == COMPRESS and entry.budget >= size
-            parts[PROTECT if whole else entry.do].append((entry.span, entry.budget))
-        drop, protect = (Spans.of(NAME, [span for span, _ in parts[do]]) for do in (DROP, PROTECT))
+            is_protected = entry.do == COMPRESS and entry.budget >= size
+            parts[PROTECT if is_protected else entry.do].append((entry.span, entry.budget))
+        spans = {do: [span for span, _ in found] for do, found in parts.items()}
+        drop, protect = (Spans.of(SPANS_FIELD, spans[do]) for do in (DROP, PROTECT))
         found = cls(drop, protect, tuple(sorted(parts[COMPRESS])))
-        found._require_apart()
+        found._require_disjoint()
         return found
 
-    def _require_apart(self) -> None:
+    def _require_disjoint(self) -> None:
+        """Raise unless spans with different edits are disjoint.
+
+        Raises:
+            RefusedError: two spans overlap.
+        """
         parts = [(span, DROP) for span in self.drop.parts]
         parts += [(span, PROTECT) for span in self.protect.parts]
         parts += [(span, COMPRESS) for span, _ in self.compress]
-        before, what = (0, 0), ""
+        before, before_do = (0, 0), ""
         for span, do in sorted(parts):
-            if what and span[0] < before[1]:
-                got = f"{before[0]} to {before[1]} ({what}) and {span[0]} to {span[1]} ({do})"
-                raise wrong(NAME, "spans that do not overlap", got, "cut one of them")
-            before, what = span, do
+            if before_do and span[0] < before[1]:
+                both = f"{before[0]} to {before[1]} ({before_do}) and {span[0]} to {span[1]} ({do})"
+                raise wrong(SPANS_FIELD, f"the spans {both} overlap", "Shorten one of them")
+            before, before_do = span, do
 
     def __bool__(self) -> bool:
         return bool(self.drop.parts or self.protect.parts or self.compress)
 
     @property
-    def lost_tokens(self) -> int:
-        """Tokens that every head drops for them."""
+    def dropped_tokens(self) -> int:
+        """How many tokens every head drops because of the spans."""
         lost = sum(end - start - budget for (start, end), budget in self.compress)
         return self.drop.tokens + lost
 
     @property
-    def named(self) -> Spans:
-        """All that is not left to the method."""
+    def all_spans(self) -> Spans:
+        """All spans of the request as one set of tokens."""
         compressed = [span for span, _ in self.compress]
-        return Spans.of(NAME, [*self.drop.parts, *self.protect.parts, *compressed])
+        return Spans.of(SPANS_FIELD, [*self.drop.parts, *self.protect.parts, *compressed])
 
-    def protecting(self, first_tokens: int) -> Self:
-        """The same with the first tokens protected, too."""
+    def with_protected_start(self, first_tokens: int) -> Self:
+        """Return a copy in which the first `first_tokens` tokens are protected as well.
+
+        Raises:
+            RefusedError: one of these tokens is dropped or compressed.
+        """
         if not first_tokens:
             return self
-        protect = Spans.of(NAME, [*self.protect.parts, (0, first_tokens)])
+        protect = Spans.of(SPANS_FIELD, [*self.protect.parts, (0, first_tokens)])
         found = replace(self, protect=protect)
-        found._require_apart()
+        found._require_disjoint()
         return found
 
-    def require_within(self, prompt_tokens: int, window_tokens: int) -> None:
-        """Refuse spans beyond a prompt, of its last token, or of the window and to be chosen from.
+    def require_fit(self, prompt_tokens: int, window_tokens: int) -> None:
+        """Raise unless the spans lie in the prompt.
 
-        `window_tokens` is how many of the last ones stay whatever the votes.
+        Args:
+            prompt_tokens: the length of the prompt, whose last token cannot be dropped.
+            window_tokens: how many last tokens the method always keeps, which cannot be compressed.
+
+        Raises:
+            RefusedError: a span ends too late.
         """
         ends = {
-            DROP: (prompt_tokens - 1, self.drop.parts, "its last token stays"),
-            PROTECT: (prompt_tokens, self.protect.parts, "it ends there"),
+            DROP: (prompt_tokens - 1, self.drop.parts, "the last token is kept"),
+            PROTECT: (prompt_tokens, self.protect.parts, "the prompt ends there"),
             COMPRESS: (
                 prompt_tokens - window_tokens,
                 [span for span, _ in self.compress],
-                f"its last {window_tokens} stay",
+                f"the last {window_tokens} are kept",
             ),
         }
         for do, (most, spans, why) in ends.items():
             for start, end in spans:
                 if end > most:
-                    within = f"an end of at most {most:,} to {do} in a prompt of {prompt_tokens:,}"
-                    got = f"{start:,} to {end:,}"
-                    raise wrong(NAME, f"{within} tokens, since {why}", got, "pass another span")
+                    limit = f"an end of at most {most:,} to {do} in a prompt of {prompt_tokens:,}"
+                    problem = f"expected {limit} tokens, because {why}, got {start:,} to {end:,}"
+                    raise wrong(SPANS_FIELD, problem, "Pass another span")

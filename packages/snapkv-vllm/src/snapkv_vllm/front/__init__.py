@@ -1,1 +1,1 @@
-"""What stands in vLLM's web server: bodies are judged, prompts rendered, sessions listed."""
+"""The parts that run in vLLM's web server: they check bodies, find questions, and list sessions."""

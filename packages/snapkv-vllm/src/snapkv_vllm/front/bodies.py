@@ -1,7 +1,7 @@
-"""What the JSON body of a request says about compression: read, moved to its place, and judged.
+"""Checks of the JSON body of a request, and where its settings are moved to.
 
-Bodies hold spans and a session next to their other fields, as clients of OpenAI and Anthropic send
-them (``extra_body``); inside vLLM they travel among the request's own settings, spans as JSON.
+Clients send spans and a session beside their other fields, as ``extra_body`` of OpenAI's and
+Anthropic's clients does. Inside vLLM both become settings of `vllm_xargs`, spans as JSON text.
 """
 
 import json
@@ -13,80 +13,96 @@ from typing import Any
 
 from snapkv_vllm.admission.compatibility import require_compatible
 from snapkv_vllm.admission.names import (
-    DEAF,
-    ENDPOINTS,
-    HINT,
-    HINTED,
+    AGENT_HINT,
+    COUNTING_ENDPOINTS,
+    ENDPOINTS_WITHOUT_XARGS,
     PREFIX,
     SESSION,
-    SESSIONS_AT,
-    SILENT,
+    SESSION_ENDPOINTS,
+    SESSION_ID,
+    SPAN_ENDPOINTS,
     XARGS,
-    meant,
-    misspelt,
+    correct_name,
+    describe,
+    find_misspelled_fields,
     own_settings,
+    printable,
     require_few_names,
     require_session_name,
-    shown,
     wrong,
 )
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.admission.spans import NAME
-from snapkv_vllm.front.visits import current, noting_refusals
+from snapkv_vllm.admission.spans import SPANS_FIELD
+from snapkv_vllm.front.request_context import current_context, record_refusals
 
-_DEEPEST = 100
-"""Lists in lists and objects in objects of a body: far below what Python and the server can read,
-which depends on the calls under way and on `sys.setrecursionlimit`."""
+_MAX_DEPTH = 100
+"""The largest depth of lists and objects in a body. It is far below the depth that Python can read,
+which depends on `sys.setrecursionlimit` and on the calls that are active.
+"""
 
-_HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""Stands in every UTF-8 body that has half a surrogate pair, and in those that have whole ones."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""Matches every UTF-8 body that may have half of a surrogate pair. It also matches complete pairs.
+"""
 
 _SESSION = PREFIX + SESSION
 
-_BESIDE = ("extra_body", "extra_args")
-"""Fields of clients in Python, of which vLLM's server reads none."""
+_CLIENT_FIELDS = ("extra_body", "extra_args")
+"""Fields of clients in Python that vLLM's server ignores."""
 
 
-def admit(text: bytes, settings: ServingSettings, path: str) -> bytes:
-    """Return the body of a request as vLLM is to read it, with spans and a session moved inside.
+def check_body(text: bytes, settings: ServingSettings, path: str) -> bytes:
+    """Check the settings in the body of a request, and return the body that vLLM is to read.
 
-    Notes in the current visit that the settings in the body were looked at.
+    Spans and a session are moved into `vllm_xargs`. In the current `RequestContext` it is recorded
+    that the body was checked.
+
+    Args:
+        text: the body as it was sent; if it is not JSON it is returned unchanged, because vLLM
+            refuses it.
+        settings: the settings of the server.
+        path: the path of the endpoint.
 
     Raises:
-        SnapKVError: a setting is wrong, misspelt, or in a place where it would be ignored, or the
-            body is one that neither this package nor the engine's client can handle.
+        SnapKVError: a setting is wrong, misspelled, or at a place where it would be ignored; or the
+            body cannot be sent on to the engine.
     """
-    with noting_refusals():
-        body = _body_of(text)
-        admitted, called = _moved_inside(body, path, has_sessions=settings.sessions is not None)
+    with record_refusals():
+        body = _parse_body(text)
+        admitted, called = _move_into_xargs(body, path, has_sessions=settings.sessions is not None)
         require_settings(admitted, settings, path, called)
-    current().is_checked = body is not None
+    current_context().is_checked = body is not None
     return text if admitted is body else json.dumps(admitted).encode()
 
 
-def _body_of(text: bytes) -> object:
-    """Return the body from JSON; None for what is no JSON, which the server says itself."""
+def _parse_body(text: bytes) -> object:
+    """Parse the JSON of a body. Return None if it is not JSON.
+
+    Raises:
+        RefusedError: the body is nested too deeply, or has half of a surrogate pair, which vLLM
+            cannot send to its engine.
+    """
     try:
         body = json.loads(text)
-        is_deep = text.count(b"[") + text.count(b"{") > _DEEPEST and _is_deeper(body, _DEEPEST)
+        is_deep = text.count(b"[") + text.count(b"{") > _MAX_DEPTH and _is_deeper(body, _MAX_DEPTH)
     except ValueError:
         return None
     except RecursionError:
         is_deep = True
     if is_deep:
-        raise wrong("body", f"at most {_DEEPEST} lists in lists", "more", "nest them less deeply")
-    if b"\0" in text or _HALF_A_PAIR.search(text):  # with zeros it is UTF-16 or UTF-32
+        problem = f"more than {_MAX_DEPTH} lists or objects are nested in each other"
+        raise wrong("body", problem, "Nest them less deeply")
+    if b"\0" in text or _SURROGATE.search(text):  # a zero byte means UTF-16 or UTF-32
         try:
             json.dumps(body, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # the engine's client could not send it
-            got = "half a surrogate pair"
-            raise wrong("body", "texts of Unicode", got, "leave it out") from None
+        except UnicodeEncodeError:  # vLLM could not send it to its engine
+            problem = "a text has half of a surrogate pair, which is not valid Unicode"
+            raise wrong("body", problem, "Leave it out") from None
     return body
 
 
 def _is_deeper(body: Any, most: int) -> bool:
-    """Whether more than `most` lists and objects lie in each other."""
-    nests = (dict, list)  # exactly these are made from JSON
+    """Whether more than `most` lists and objects are nested in each other."""
+    nests = (dict, list)  # `json.loads` returns exactly these types
     level = [body] if type(body) in nests else []
     for _ in range(most):
         level = [
@@ -98,102 +114,133 @@ def _is_deeper(body: Any, most: int) -> bool:
     return bool(level)
 
 
-def _moved_inside(
+def _move_into_xargs(
     body: object, path: str, *, has_sessions: bool
 ) -> tuple[object, Mapping[str, str]]:
-    """Return a body with its spans and session where vLLM hands them on; itself without any.
+    """Move the spans and the session of a body into `vllm_xargs`.
 
-    Beside it, what the client calls the settings that were moved.
+    Returns:
+        A new body, or `body` itself if it has neither; and the names under which the client sent
+        the settings that were moved, by their names inside.
+
+    Raises:
+        RefusedError: `vllm_xargs` is no object or has the same setting, or the session is named in
+            two ways.
     """
     if not isinstance(body, dict):
         return body, {}
     called, found = dict[str, str](), dict[str, Any]()
-    if NAME in body:
-        found[NAME] = json.dumps(body[NAME])
-    if has_sessions and path not in SILENT and (named := _session_named(body)) is not None:
+    if SPANS_FIELD in body:
+        found[SPANS_FIELD] = json.dumps(body[SPANS_FIELD])
+    reads_session = has_sessions and path not in COUNTING_ENDPOINTS
+    if reads_session and (named := _find_session(body)) is not None:
         called[_SESSION], found[_SESSION] = named
     if not found:
         return body, {}
     inside = {} if (given := body.get(XARGS)) is None else given
     if not isinstance(inside, dict):
-        raise wrong(XARGS, "an object", f"something of type {type(inside).__name__}", "pass one")
+        raise wrong(XARGS, f"expected an object, got {describe(inside)}", "Pass an object")
     for name in found.keys() & inside.keys():
-        raise wrong(name, "it once", f"it inside {XARGS}, too", "leave one of them out")
-    others = {name: value for name, value in body.items() if name != NAME}
+        problem = f"the setting is given twice, once inside {XARGS}"
+        raise wrong(name, problem, "Leave one of them out")
+    others = {name: value for name, value in body.items() if name != SPANS_FIELD}
     return {**others, XARGS: {**inside, **found}}, called
 
 
-def _session_named(body: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the field of a body that names a session, as errors call it, and the name.
+def _find_session(body: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Find the session in a body: in `agent_hint`, or in `session_id`, which is a field of vLLM
+    itself.
 
-    The field is `agent_hint: session_id`, or `session_id`, which vLLM has itself for an identity
-    that the requests of one agent share. None if no session is named.
+    Returns:
+        The name of the field, for error messages, and the name of the session; None if there is
+        none.
+
+    Raises:
+        RefusedError: the two fields name different sessions, or `agent_hint` has another form.
     """
-    inside, beside = _hinted(body.get(HINT)), body.get(HINTED)
+    inside, beside = _session_in_hint(body.get(AGENT_HINT)), body.get(SESSION_ID)
     if beside is None:
-        return None if inside is None else (f"{HINT}: {HINTED}", inside)
+        return None if inside is None else (f"{AGENT_HINT}: {SESSION_ID}", inside)
     if inside is not None and inside != beside:
-        raise wrong(HINTED, f"the same name as in {HINT}", "another", "leave one of them out")
-    return HINTED, beside
+        problem = f"it names another session than {AGENT_HINT}"
+        raise wrong(SESSION_ID, problem, "Leave one of them out")
+    return SESSION_ID, beside
 
 
-def _hinted(hint: object) -> Any:
-    """Return the session that a hint names; None for none."""
-    form = f'{{"{HINTED}": "a-random-name"}}'
+def _session_in_hint(hint: object) -> Any:
+    """Return the session that `agent_hint` names, or None.
+
+    Raises:
+        RefusedError: the hint is no object, or has a field other than `session_id`.
+    """
+    form = f'{{"{SESSION_ID}": "a-random-name"}}'
     if not isinstance(hint, dict | None):
-        got = f"something of type {type(hint).__name__}"
-        raise wrong(HINT, f"an object such as {form}", got, "pass one")
+        raise wrong(AGENT_HINT, f"expected an object, got {describe(hint)}", f"Write {form}")
     for name in hint or {}:
-        if name != HINTED:
-            raise wrong(HINT, f"the field {HINTED} alone", f"'{shown(name)}'", f"write {form}")
-    return hint and hint.get(HINTED)
+        if name != SESSION_ID:
+            problem = f"expected no field but {SESSION_ID}, got {describe(name)}"
+            raise wrong(AGENT_HINT, problem, f"Write {form}")
+    return hint and hint.get(SESSION_ID)
 
 
 def require_settings(
     body: object,
     settings: ServingSettings,
     path: str = "",
-    called: Mapping[str, str] = MappingProxyType({}),
+    client_names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Refuse a request's JSON body with a wrong setting, or one that would be ignored.
+    """Raise if a JSON body has a wrong setting, or one that would be ignored.
 
-    `called` is what the client calls settings that are inside under other names.
+    Args:
+        body: the body; anything but an object is left to vLLM.
+        settings: the settings of the server.
+        path: the path of the endpoint.
+        client_names: the names under which the client sent settings that were moved.
+
+    Raises:
+        SnapKVError: a setting is wrong, misspelled, or at a place where it would be ignored.
     """
     if not isinstance(body, dict):
         return
-    sampling = _mapping(body.get("sampling_params"))  # of /inference/v1/generate
+    sampling = _mapping(body.get("sampling_params"))  # a field of /inference/v1/generate
     outside = {"body": body, "sampling_params": sampling}
-    for name in _BESIDE:  # what clients wrap around the right place
+    for name in _CLIENT_FIELDS:  # some clients put the settings in here
         beside = _mapping(body.get(name))
         outside |= {name: beside, f"{name}: {XARGS}": _mapping(beside.get(XARGS))}
     for place, fields in outside.items():
         require_few_names(place, fields)
-    for name, word in misspelt(body):
-        raise wrong(shown(name), word, f"'{shown(name)}', which is unknown", f"write {word}")
+    for name, word in find_misspelled_fields(body):
+        raise wrong(printable(name), "this field does not exist", f"Write {word}")
     for name in chain.from_iterable(outside.values()):
-        if (right := meant(name)) is not None:
-            remedy = f'write "{XARGS}": {{"{shown(right)}": ...}}'
-            raise wrong(shown(name), f"inside {XARGS}", "it outside, where it is ignored", remedy)
+        if (right := correct_name(name)) is not None:
+            remedy = f'Write "{XARGS}": {{"{printable(right)}": ...}}'
+            problem = f"the setting is ignored outside {XARGS}"
+            raise wrong(printable(name), problem, remedy)
     inside, of_sampling = _mapping(body.get(XARGS)), _mapping(sampling.get("extra_args"))
     for given in (inside, of_sampling):
-        _require_of_a_prompt(given, path, called)
-    if path in DEAF and (own := own_settings(inside)):
-        none, name = f"none inside {XARGS} at {path}, where it is ignored", PREFIX + next(iter(own))
-        raise wrong(name, none, "it", "leave it out")
+        _require_endpoint(given, path, client_names)
+    if path in ENDPOINTS_WITHOUT_XARGS and (own := own_settings(inside)):
+        problem = f"{path} ignores settings inside {XARGS}"
+        raise wrong(PREFIX + next(iter(own)), problem, "Leave it out")
     for given in (inside, of_sampling):
-        require_compatible(given=given, body=body, called=called)
-        settings.for_request(given)
+        require_compatible(extra_args=given, body=body, client_names=client_names)
+        settings.policy_for_request(given)
 
 
-def _require_of_a_prompt(given: Mapping[str, Any], path: str, called: Mapping[str, str]) -> None:
-    """Raise RefusedError for spans or a session that are not read there, or a wrong name of one."""
-    for name, places in ((NAME, ENDPOINTS), (_SESSION, SESSIONS_AT)):
+def _require_endpoint(given: Mapping[str, Any], path: str, client_names: Mapping[str, str]) -> None:
+    """Raise if `given` has spans or a session that this endpoint ignores, or a session with a wrong
+    name.
+
+    Raises:
+        RefusedError: the endpoint ignores the setting, or the session's name is wrong.
+    """
+    for name, places in ((SPANS_FIELD, SPAN_ENDPOINTS), (_SESSION, SESSION_ENDPOINTS)):
         if name in given and path not in places:
-            got, remedy = f"it in a request to {shown(path)}", "send the request there"
-            said, where = called.get(name, name), " or ".join(places)
-            raise wrong(said, f"it at {where}", got, f"{remedy}, or leave it out")
+            problem = f"{printable(path)} ignores this setting"
+            remedy = f"Send the request to {' or '.join(places)}, or leave the setting out"
+            raise wrong(client_names.get(name, name), problem, remedy)
     if given.get(_SESSION) is not None:
-        require_session_name(called.get(_SESSION, _SESSION), given[_SESSION])
+        require_session_name(client_names.get(_SESSION, _SESSION), given[_SESSION])
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
-"""Which tokens of a chat's prompt are the question's; no vLLM is needed here.
+"""Which tokens of a chat's prompt belong to the question. This module does not import vLLM.
 
-A vocabulary says which bytes a token stands for. Where those of the last tokens are the text's,
-each lies where it must, and nothing is tokenized again.
+The vocabulary tells which bytes each token stands for. If the bytes of the last tokens are the end
+of the prompt's text, the place of each token in the text is known, and nothing has to be tokenized
+again.
 """
 
 import functools
@@ -16,44 +17,61 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
 
 
-def question_tokens(
+def count_question_tokens(
     messages: Sequence[Mapping[str, Any]], text: str, ids: Sequence[int], tokenizer: Any
 ) -> int | None:
-    """How many tokens a chat's prompt has from its question's first one on.
+    """Return how many last tokens of a chat's prompt begin with the question.
 
-    That is the last text of the last message of a user. None where nobody knows, or where they are
-    more than `MOST_VOTERS`.
+    The question is the last text in the last message of a user.
+
+    Args:
+        messages: the messages of the chat.
+        text: the prompt as text.
+        ids: the prompt as token ids.
+        tokenizer: the tokenizer of the model.
+
+    Returns:
+        The number of tokens; None if the question is not found, or has more than `MOST_VOTERS`
+        tokens.
     """
     contents = (one.get("content") for one in reversed(messages) if one.get("role") == "user")
     content = next(contents, None)
     parts = content if isinstance(content, list) else [{"text": content}]
-    said = [part.get("text") for part in reversed(parts) if isinstance(part, Mapping)]
-    question = next((one.strip() for one in said if isinstance(one, str) and one.strip()), None)
+    texts = [part.get("text") for part in reversed(parts) if isinstance(part, Mapping)]
+    question = next((one.strip() for one in texts if isinstance(one, str) and one.strip()), None)
     place = -1 if question is None else text.rfind(question)
-    return None if place < 0 else tokens_behind(tokenizer, text, ids, place, MOST_VOTERS)
+    return None if place < 0 else count_tokens_from(tokenizer, text, ids, place, MOST_VOTERS)
 
 
-def tokens_behind(
+def count_tokens_from(
     tokenizer: Any, text: str, ids: Sequence[int], place: int, most: int
 ) -> int | None:
-    """How many of a text's last tokens, of these, have what stands behind a place in it.
+    """Return how many last tokens cover `text` from the character `place` on.
 
-    None where that cannot be told, or they are more than `most`.
+    Args:
+        tokenizer: the tokenizer of the model.
+        text: the text that `ids` encode.
+        ids: the token ids.
+        place: the first character to cover.
+        most: the largest result.
+
+    Returns:
+        The number of tokens; None if it is above `most`, or the bytes of the tokens are not known.
     """
     if not (ids and getattr(tokenizer, "is_fast", False)):
         return None
-    pieces = _spelt(_vocabulary(tokenizer), ids[-most:])
+    pieces = _token_bytes(_vocabulary(tokenizer), ids[-most:])
     if pieces is None or len(text) - place > sum(map(len, pieces)):
         return None
-    behind = text[place:].encode()
-    if not b"".join(pieces).endswith(behind):
+    tail = text[place:].encode()
+    if not b"".join(pieces).endswith(tail):
         return None
     reach = accumulate(map(len, reversed(pieces)))
-    return next(number for number, size in enumerate(reach, 1) if size >= len(behind))
+    return next(number for number, size in enumerate(reach, 1) if size >= len(tail))
 
 
-def _spelt(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes] | None:
-    """What each token stands for; None where one of them is not known."""
+def _token_bytes(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes] | None:
+    """Return the bytes of each token, or None if those of some token are not known."""
     if not 0 <= min(ids) <= max(ids) < len(vocabulary):
         return None
     pieces = [vocabulary[one] for one in ids]
@@ -62,11 +80,11 @@ def _spelt(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes] | Non
 
 @functools.cache
 def _vocabulary(tokenizer: Any) -> Sequence[bytes]:
-    """What every token stands for, if it is spelt in one of the two usual ways."""
+    """Return the bytes of every token of the vocabulary; empty for tokens that are not known."""
     from tokenizers.decoders import ByteLevel
 
     backend = tokenizer.backend_tokenizer
-    spelt = _spelt_bytes if isinstance(backend.decoder, ByteLevel) else _spelt_words
+    spelt = _byte_level_bytes if isinstance(backend.decoder, ByteLevel) else _sentencepiece_bytes
     numbers = backend.get_vocab(with_added_tokens=True)
     found = [b""] * (max(numbers.values(), default=-1) + 1)
     for token, number in numbers.items():
@@ -76,21 +94,21 @@ def _vocabulary(tokenizer: Any) -> Sequence[bytes]:
     return found
 
 
-def _spelt_words(token: str) -> bytes:
-    """A byte in brackets, or a text with a sign for the space."""
+def _sentencepiece_bytes(token: str) -> bytes:
+    """Decode a token of a SentencePiece vocabulary, in which <0x41> is a byte."""
     byte = _BYTE.fullmatch(token)
     return bytes.fromhex(byte[1]) if byte else token.replace(_SPACE, " ").encode()
 
 
-def _spelt_bytes(token: str) -> bytes:
-    """A letter for every byte, as GPT-2 has them; nothing for what has others."""
+def _byte_level_bytes(token: str) -> bytes:
+    """Decode a token of a byte-level vocabulary such as that of GPT-2, where letters are bytes."""
     return bytes(_LETTERS[one] for one in token) if _LETTERS.keys() >= set(token) else b""
 
 
-def _letters() -> dict[str, int]:
+def _byte_letters() -> dict[str, int]:
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(0x100) if byte not in shown]
     return {chr(one): one for one in shown} | {chr(0x100 + n): one for n, one in enumerate(hidden)}
 
 
-_LETTERS = _letters()
+_LETTERS = _byte_letters()

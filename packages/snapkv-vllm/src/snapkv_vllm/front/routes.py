@@ -1,4 +1,4 @@
-"""The sessions whose histories a server holds: listed and deleted over HTTP."""
+"""The HTTP routes that list and delete the sessions of a server."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -8,16 +8,26 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.admission.names import ASKED, TAKEN, UNKNOWN, shown, status_of, wrong
-from snapkv_vllm.front.visits import noting_refusals, owned
+from snapkv_vllm.admission.names import (
+    CONFLICT,
+    NOT_FOUND,
+    SESSIONS_METHOD,
+    describe,
+    status_of,
+    wrong,
+)
+from snapkv_vllm.front.request_context import add_tenant, record_refusals
 
 PATH = "/v1/snapkv/sessions"
 
 
 class Route(APIRoute):
-    """Answers with errors of this package as vLLM does with its own."""
+    """A route that answers an error of this package with the status of the error."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        """Wrap the handler so that a `SnapKVError` becomes an HTTPException with the status of the
+        error.
+        """
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
@@ -30,34 +40,41 @@ class Route(APIRoute):
 
 
 def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
-    """Raise RefusedError unless the engines, by their answers, have deleted a session."""
+    """Raise unless the engines have deleted the session.
+
+    Raises:
+        RefusedError: requests of the session are running (status 409), or there is no such session
+            (404).
+    """
     if any(one["requests"] for one in answers):
-        remedy = "delete it when its requests have ended"
-        raise wrong("session", "one without requests under way", "some", remedy, status=TAKEN)
+        remedy = "Delete it when its requests have ended"
+        raise wrong("session", "requests of the session are running", remedy, CONFLICT)
     if not any(one["histories"] for one in answers):
-        asked_for, remedy = f"'{shown(name)}'", f"see GET {PATH}"
-        held = "one of this key's sessions that are held"
-        raise wrong("session", held, asked_for, remedy, status=UNKNOWN)
+        problem = f"this API key has no session {describe(name)}"
+        raise wrong("session", problem, f"List the sessions with GET {PATH}", NOT_FOUND)
 
 
 def router(client: Any) -> APIRouter:
-    """Routes that ask every engine of vLLM's client about the sessions of one tenant."""
+    """Return the routes that ask the engines of vLLM's client about sessions of the current
+    tenant.
+    """
     core = client.engine_core
 
-    async def asked(method: str, whose: str) -> list[Any]:
-        call, given = core._call_utility_async, (ASKED, method, [whose])
-        return await asyncio.gather(*(call(*given, engine=one) for one in core.core_engines))
+    async def call_engines(method: str, argument: str) -> list[Any]:
+        send, given = core._call_utility_async, (SESSIONS_METHOD, method, [argument])
+        return await asyncio.gather(*(send(*given, engine=one) for one in core.core_engines))
 
-    async def every() -> list[dict[str, Any]]:
-        return [one for answer in await asked("listed", owned("")) for one in answer]
+    async def list_sessions() -> list[dict[str, Any]]:
+        answers = await call_engines("list_sessions", add_tenant(""))
+        return [one for answer in answers for one in answer]
 
     async def delete(name: str) -> Response:
-        answers = await asked("deleted", owned(name))
-        with noting_refusals():
+        answers = await call_engines("delete_session", add_tenant(name))
+        with record_refusals():
             _require_deleted(name, answers)
         return Response(status_code=204)
 
     routes = APIRouter(prefix=PATH, route_class=Route)
-    routes.add_api_route("", every, methods=["GET"])
+    routes.add_api_route("", list_sessions, methods=["GET"])
     routes.add_api_route("/{name:path}", delete, methods=["DELETE"], status_code=204)
     return routes

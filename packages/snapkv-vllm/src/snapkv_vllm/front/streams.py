@@ -1,4 +1,4 @@
-"""Streams that begin with an error, which are answered with its status instead."""
+"""Streams whose first event is an error are answered with the status of the error instead."""
 
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -6,30 +6,31 @@ from typing import Any
 
 Message = MutableMapping[str, Any]
 _STATUS = {"invalid_request_error": 400, "not_found_error": 404, "rate_limit_error": 429}
-"""Of Anthropic's errors, which have no code."""
+"""The status of each type of Anthropic's errors, which have no code."""
 
 Send = Callable[[Message], Awaitable[None]]
 
 
-class FirstEvent:
-    """Holds the start of a stream back until its first event, which says whether it is refused.
+class StreamGate:
+    """Withholds the start of a stream until its first event, which tells whether the request is
+    refused.
 
-    vLLM asks its engine when the response has begun, with status 200.
+    vLLM asks its engine only after the response has begun with status 200.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: Message | None = None
-        self._begun: list[Message] = []  # what came before the first event was whole
+        self._withheld: list[Message] = []  # messages before the end of the first event
         self._is_refused = False
 
     async def __call__(self, message: Message) -> None:
-        """Send one of the application's messages on."""
+        """Send on a message of the application, or withhold it."""
         if message["type"] == "http.response.start" and _is_stream(message):
             self._start = message
         elif self._start is not None:
-            self._begun.append(message)
-            event = _first_event(b"".join(each.get("body", b"") for each in self._begun))
+            self._withheld.append(message)
+            event = _first_event(b"".join(each.get("body", b"") for each in self._withheld))
             if event is None and message.get("more_body", False):
                 return
             start, self._start = self._start, None
@@ -37,14 +38,14 @@ class FirstEvent:
             if self._is_refused:
                 await self._refuse(event)
                 return
-            for each in (start, *self._begun):
+            for each in (start, *self._withheld):
                 await self._send(each)
         elif not self._is_refused:
             await self._send(message)
 
     async def _refuse(self, error: Message) -> None:
-        told, body = error["error"], json.dumps(error).encode()
-        code = told.get("code", _STATUS.get(told.get("type"), 500))
+        fields, body = error["error"], json.dumps(error).encode()
+        code = fields.get("code", _STATUS.get(fields.get("type"), 500))
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
         size = (b"content-length", str(len(body)).encode())
         headers = [(b"content-type", b"application/json"), size]
@@ -53,19 +54,19 @@ class FirstEvent:
 
 
 def _is_stream(message: Message) -> bool:
-    kind: bytes = dict(message["headers"]).get(b"content-type", b"")
-    return message["status"] == 200 and kind.startswith(b"text/event-stream")
+    content_type: bytes = dict(message["headers"]).get(b"content-type", b"")
+    return message["status"] == 200 and content_type.startswith(b"text/event-stream")
 
 
 def _first_event(body: bytes) -> Any:
-    """The first event with data; None where it is still coming, or is no object."""
+    """Return the first event with data: None if it is not complete yet, {} if it is not JSON."""
     for event in body.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
         data = [line[len(b"data:") :] for line in event.split(b"\n") if line.startswith(b"data:")]
         if data:
             try:
                 return json.loads(b"\n".join(data))
             except ValueError:
-                return {}  # such as [DONE]
+                return {}  # for example [DONE]
     return None
 
 

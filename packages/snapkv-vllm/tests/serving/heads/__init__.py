@@ -1,12 +1,12 @@
 from snapkv import AdaKV, SnapKV
-from snapkv_vllm.admission.plans import EndOfPrompt, room_tokens
+from snapkv_vllm.admission.plans import PromptSelector, reserved_tokens
 
-PARTED = EndOfPrompt(AdaKV(SnapKV(64)))
+PARTED = PromptSelector(AdaKV(SnapKV(64)))
 
 
 def held_tokens(kept_tokens, prompt_tokens, block_tokens):
     """Tokens that are counted for heads that keep so many on average."""
-    return room_tokens(PARTED, kept_tokens, prompt_tokens, block_tokens)
+    return reserved_tokens(PARTED, kept_tokens, prompt_tokens, block_tokens)
 
 
 def shared_out(draw, budget, heads, prompt):
@@ -19,6 +19,6 @@ def shared_out(draw, budget, heads, prompt):
 
 def spread(laid, states, slots):
     """What all heads kept, as blocks hold it: (..., H, slots, D)."""
-    found = laid.empty(states, slots)
-    laid.put(states, found, slots)
+    found = laid.make_output(states, slots)
+    laid.scatter(states, found, slots)
     return found[..., :-1, :].reshape(*laid.kept.shape, slots, states.shape[-1])

@@ -27,10 +27,11 @@ def handed_out(kept, page_tokens, grown):
 
 
 def places(kept, page_tokens, pages):
-    return HeadPlaces(torch.tensor(kept), page_tokens).of_pages(torch.arange(pages)[None]).tolist()
+    laid = HeadPlaces(torch.tensor(kept), page_tokens)
+    return laid.page_places(torch.arange(pages)[None]).tolist()
 
 
-def test_by_hand():
+def test_places_of_pages_match_an_example_worked_out_by_hand():
     """Pages of four; five, one and three tokens take two pages, one and one."""
     assert places([5, 1, 3], 4, 2) == [
         [0, 1],
@@ -43,12 +44,12 @@ def test_by_hand():
     assert [of_head[-1] for of_head in places([5, 1, 3], 4, 4)] == [8, 12, 10]
 
 
-def test_equal_heads_take_turns():
+def test_heads_with_equal_counts_get_new_pages_in_turn():
     assert places([8, 8], 4, 4) == [[0, 1, 4, 6], [2, 3, 5, 7]]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_as_if_heads_asked_one_by_one(seed):
+def test_places_match_heads_that_take_pages_one_by_one(seed):
     draw = random.Random(seed)
     heads, page_tokens = draw.randint(1, 6), draw.choice([1, 2, 4, 7])
     kept = [draw.randint(0, 30) for _ in range(heads)]
@@ -60,7 +61,7 @@ def test_as_if_heads_asked_one_by_one(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_counted_tokens_have_blocks_enough_and_no_more_than_one_too_many(seed):
+def test_reserved_blocks_suffice_and_exceed_the_need_by_at_most_one(seed):
     draw = random.Random(seed)
     heads, page_tokens = draw.randint(1, 6), draw.choice([1, 4, 16])
     prompt = draw.randint(2, 90)
@@ -73,14 +74,14 @@ def test_the_counted_tokens_have_blocks_enough_and_no_more_than_one_too_many(see
         assert -(-counted // page_tokens) <= -(-(budget + grown) // page_tokens) + 1
 
 
-def test_the_worst_case_is_reached():
+def test_number_of_reserved_blocks_is_reached_in_the_worst_case():
     """Two heads of one and seven tokens: three pages of four, though eight tokens fit into two."""
     assert len(handed_out([1, 7], 4, 0)) == 3
     assert held_tokens(4, 90, 4) == 7
     assert held_tokens(4, 5, 4) == 5
 
 
-def test_spread_by_hand():
+def test_scattered_states_match_an_example_worked_out_by_hand():
     kept = torch.tensor([3, 1])
     states = torch.tensor([[[1.0], [2.0], [3.0]], [[9.0], [9.0], [4.0]]])
     # pages of two: the first head has places 0 and 1, the second place 2, block 1's first
@@ -91,7 +92,7 @@ def test_spread_by_hand():
 
 
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])
-def test_what_is_spread_is_found_again_in_every_layer(page_tokens):
+def test_scattered_states_are_found_again_in_every_layer(page_tokens):
     torch.manual_seed(0)
     kept = torch.tensor([[5, 40, 1, 18], [16, 16, 16, 16], [1, 1, 1, 61]])
     longest = int(kept.max())
@@ -109,7 +110,7 @@ def test_what_is_spread_is_found_again_in_every_layer(page_tokens):
 
 
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])
-def test_heads_may_be_put_a_few_at_a_time(page_tokens):
+def test_scattering_a_few_heads_at_a_time_gives_the_same_result(page_tokens):
     """As those of all layers are, which share pages; no place is used twice."""
     torch.manual_seed(0)
     kept = torch.tensor([5, 40, 1, 18, 0, 16, 3, 61])
@@ -119,7 +120,7 @@ def test_heads_may_be_put_a_few_at_a_time(page_tokens):
     found = torch.zeros(8 * slots + 1, 2)
     for first in (4, 0, 6, 2):
         longest = int(kept[first : first + 2].max())
-        laid.put(states[first : first + 2, 61 - longest :], found, slots, first)
+        laid.scatter(states[first : first + 2, 61 - longest :], found, slots, first)
     whole = found[:-1].view(8, slots, 2)
     assert torch.equal(whole, spread(laid, states, slots))
     assert int((whole != 0).any(dim=-1).sum()) == int(kept.sum())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapkv.errors import UnsupportedModelError
-from snapkv_vllm.heads import HeadPages, HeadPlaces, UnevenRows, sequences
+from snapkv_vllm.heads import CompressedRows, HeadPages, HeadPlaces, make_sequences
 from snapkv_vllm.refusals import require_shared_pages
 from tests.serving.heads import held_tokens, shared_out, spread
 
@@ -35,37 +35,37 @@ def caches(order, heads=HEADS):
 
 @pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_a_page_is_what_a_head_has_in_a_block(order, heads):
+def test_page_contains_the_tokens_of_one_head_in_a_block(order, heads):
     for cache in caches(order, heads):
-        pages = HeadPages.of(cache)
+        pages = HeadPages.from_caches(cache)
         for block in range(BLOCKS):
             for head in range(heads):
-                number = pages.numbers(torch.tensor(block), torch.tensor(head))
+                number = pages.page_numbers(torch.tensor(block), torch.tensor(head))
                 assert torch.equal(pages.cache[number, 0], cache[block, head])
 
 
 @pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_pages_of_all_layers_are_numbered_together(order, heads):
+def test_pages_of_all_layers_have_different_numbers(order, heads):
     """A block is a page for every head of every layer, layer by layer."""
     layers = caches(order, heads)
-    pages = HeadPages.of(*layers)
+    pages = HeadPages.from_caches(*layers)
     require_shared_pages(layers, LAYERS)
     for block, layer, head in itertools.product(range(BLOCKS), range(LAYERS), range(heads)):
         place = torch.tensor(17 * heads * LAYERS + layer * heads + head)
-        number = pages.numbers(torch.tensor(block), place)
+        number = pages.page_numbers(torch.tensor(block), place)
         assert torch.equal(pages.cache[number, 0], layers[layer][block, head])
 
 
-def test_layers_that_cannot_hold_each_others_tokens_are_refused():
+def test_layers_that_cannot_share_pages_are_refused():
     one, other = (caches(ORDERS["heads first"]) for _ in range(2))
     for wrong in ([one[0], other[1]], one[:1], [one[1], one[0]], [one[0], one[1][:, :2]]):
-        with pytest.raises(UnsupportedModelError, match=r"one tensor, .*; use --policy adakv"):
+        with pytest.raises(UnsupportedModelError, match=r"one tensor\. Use --policy adakv"):
             require_shared_pages(wrong, LAYERS)
 
 
-def test_a_cache_in_one_piece_has_no_page_that_is_none():
-    pages = HeadPages.of(torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE))
+def test_contiguous_cache_has_no_unused_page_number():
+    pages = HeadPages.from_caches(torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE))
     assert pages.cache.shape == (BLOCKS * HEADS, 1, TOKENS, 2 * SIZE)
     assert pages.cache.is_contiguous()
 
@@ -73,7 +73,7 @@ def test_a_cache_in_one_piece_has_no_page_that_is_none():
 @pytest.mark.parametrize("across_layers", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_every_head_finds_its_own_tokens(order, seed, across_layers):
+def test_every_head_reads_its_own_tokens(order, seed, across_layers):
     """Requests among others in a batch, with several tokens a step; written and read by page.
 
     The heads of a layer share its pages of a request, or those of all layers the pages of all.
@@ -129,9 +129,9 @@ def test_every_head_finds_its_own_tokens(order, seed, across_layers):
         for request in range(requests):
             grown[request] += counts[request]
             give_blocks(request, grown[request])
-        pages = HeadPages.of(*shared[0])
-        batch, most = UnevenRows(starts=starts, counts=counts), int(kept.max()) + max(grown)
-        found = sequences(batch, places, torch.tensor(grown), blocks, pages, most)
+        pages = HeadPages.from_caches(*shared[0])
+        batch, most = CompressedRows(starts=starts, counts=counts), int(kept.max()) + max(grown)
+        found = make_sequences(batch, places, torch.tensor(grown), blocks, pages, most)
         tokens = others + sum(counts)
         for layer, together in enumerate(shared):
             new = number + 1 + torch.arange(tokens * HEADS)
@@ -140,15 +140,15 @@ def test_every_head_finds_its_own_tokens(order, seed, across_layers):
                 for token in range(starts[request], starts[request] + counts[request]):
                     for head in range(HEADS):
                         held[layer][request][head].append(int(new[token * HEADS + head]))
-            view = HeadPages.of(*together).cache
+            view = HeadPages.from_caches(*together).cache
             slots = found.slots[layer]
             view[slots // TOKENS, 0, slots % TOKENS] = new[found.states].float()[:, None]
         for layer, together in enumerate(shared):
-            view = HeadPages.of(*together).cache
+            view = HeadPages.from_caches(*together).cache
             for sequence, length in enumerate(found.lengths[layer].tolist()):
                 table = found.tables[layer, sequence].long()
                 read = view[table, 0].flatten(0, 1)[:length, 0]
                 assert read.tolist() == held[layer][sequence // HEADS][sequence % HEADS]
         assert found.starts.diff().tolist() == [c for c in counts for _ in range(HEADS)]
-        assert found.most_new == max(counts)
+        assert found.max_new_tokens == max(counts)
         assert found.in_order == (found.states.tolist() == list(range(len(found.states))))

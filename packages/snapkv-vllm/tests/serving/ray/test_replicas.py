@@ -67,13 +67,13 @@ def running():
     return deployment.replica_states.get("RUNNING", 0)
 
 
-def test_replicas_answer_as_the_library_does(client, expected):
+def test_replicas_give_the_same_answers_as_the_library(client, expected):
     for _ in range(3):
         assert {length: ask(client, length) for length in LENGTHS} == expected
     assert len(processes(REPLICA)) == len(processes(ENGINE)) == 2
 
 
-def test_a_sessions_requests_reach_the_replica_that_holds_its_history(client):
+def test_requests_of_a_session_reach_the_replica_with_its_history(client):
     """By the header that Ray's router uses; what is reused is all of the prompt before."""
     prompts = {f"run{number}": ids_of(100, seed=10 + number) for number in range(6)}
     before = dict.fromkeys(prompts, 0)
@@ -92,7 +92,7 @@ def test_a_sessions_requests_reach_the_replica_that_holds_its_history(client):
             ids += [*answer.choices[0].token_ids, *ids_of(50, seed=20 + turn)]
 
 
-def test_a_wrong_setting_is_a_400(client):
+def test_wrong_setting_is_answered_with_status_400(client):
     import openai
 
     with pytest.raises(openai.BadRequestError, match="snapkv_budget: expected an integer"):
@@ -104,17 +104,17 @@ def test_a_wrong_setting_is_a_400(client):
     [
         ({"max_modellen": 512}, "max_modellen: expected an option of vllm serve"),
         ({"budget": -1}, "budget"),
-        ({"worker_cls": "other.Worker"}, "worker_cls: expected none"),
+        ({"worker_cls": "other.Worker"}, "worker_cls: snapkv sets"),
     ],
     ids=str,
 )
-def test_a_wrong_option_is_refused_before_anything_starts(option, words):
+def test_wrong_option_is_refused_before_replicas_start(option, words):
     with pytest.raises(InvalidArgumentError, match=words):
         application("a-model", **option)
 
 
 @pytest.mark.parametrize("name", [REPLICA, ENGINE], ids=["replica", "engine"])
-def test_requests_go_on_when_one_is_killed(client, expected, name):
+def test_requests_are_served_after_a_replica_was_killed(client, expected, name):
     import openai
 
     wait_for(lambda: running() == 2)

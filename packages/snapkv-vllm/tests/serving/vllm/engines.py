@@ -105,7 +105,7 @@ class Engine:
     @property
     def waits(self) -> int:
         """How often requests have waited for want of room for what is kept."""
-        return int(self.scheduler._metrics.of("waits")._value.get())
+        return int(self.scheduler._metrics.get("waits")._value.get())
 
     @property
     def block_tokens(self) -> int:
@@ -155,8 +155,8 @@ class Engine:
         held = [
             self.scheduler._plans,
             self.scheduler._metrics._counted,
-            self.scheduler._waiting_for_room,
-            *(one for manager in managers for one in (manager.dropped_tokens, manager.rooms)),
+            self.scheduler._waiting_for_reservation,
+            *(held for one in managers for held in (one.dropped_tokens, one.reservations)),
             runner._heads._kept,
             runner._dropped,
             runner._compressed,
@@ -173,8 +173,8 @@ class Engine:
     def watching(self) -> Iterator[Watched]:
         """Note what every prompt keeps, and how many blocks it holds right afterwards."""
         seen, compressor = Watched(), self.runner._compressor
-        keep, compress = compressor._keep_indices, self.scheduler._blocks.compress
-        across = compressor._kept_across
+        keep, compress = compressor._select_tokens, self.scheduler._blocks.compress
+        across = compressor._select_across
 
         def keep_and_note(run, request, order, keys):
             indices = keep(run, request, order, keys)
@@ -192,11 +192,11 @@ class Engine:
             seen.blocks_held.append([len(move.targets) for move in moves])
             return moves
 
-        compressor._keep_indices = keep_and_note
-        compressor._kept_across = keep_across_and_note
+        compressor._select_tokens = keep_and_note
+        compressor._select_across = keep_across_and_note
         self.scheduler._blocks.compress = compress_and_note
         try:
             yield seen
         finally:
-            del compressor._keep_indices, compressor._kept_across
+            del compressor._select_tokens, compressor._select_across
             del self.scheduler._blocks.compress

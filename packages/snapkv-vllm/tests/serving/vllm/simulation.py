@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from snapkv_vllm.admission.plans import Move, Order
-from snapkv_vllm.layouts import slots
+from snapkv_vllm.layouts import slot_numbers
 
 
 def chosen(positions: Sequence[int], kept: int) -> list[int]:
@@ -65,7 +65,7 @@ class SimulatedWorker:
             self._write(name, range(begin[name], ends[name]))
         for name in ends:
             self._check(name, begin[name])
-        self._carry_out(orders)
+        self._run_orders(orders)
         sampled = [self._sample(name, end) for name, end in ends.items()]
         rows = {name: row for row, name in enumerate(ends)}
         return ModelRunnerOutput(list(ends), rows, sampled_token_ids=sampled)
@@ -103,7 +103,7 @@ class SimulatedWorker:
 
     def _slots(self, blocks: Sequence[int], tokens: int) -> list[int]:
         """The slots of the first tokens in these blocks."""
-        return slots(torch.tensor(blocks), tokens, self.block_tokens).tolist()
+        return slot_numbers(torch.tensor(blocks), tokens, self.block_tokens).tolist()
 
     def _state(self, name: str, token: int) -> int:
         """A number that stands for the tokens up to a position, and for no others."""
@@ -130,15 +130,15 @@ class SimulatedWorker:
                 found = gone or self.memory[place] == self._state(name, token)
                 assert found, (name, group, token)
 
-    def _carry_out(self, orders: dict[str, Order]) -> None:
+    def _run_orders(self, orders: dict[str, Order]) -> None:
         for name, order in orders.items():
             self.queries[name] = self.queries.get(name, 0) + order.query_tokens
-            if order.ends:
+            if order.is_due:
                 self._choose(name, order)
 
     def _choose(self, name: str, order: Order) -> None:
         """Move what stays, from where no request that comes later in the step has written."""
-        assert self.queries[name] == order.choice.query_tokens
+        assert self.queries[name] == order.selector.query_tokens
         self.queries[name] = 0
         assert [move.group for move in order.moves] == self._compressed_groups
         for move in order.moves:
@@ -154,7 +154,7 @@ class SimulatedWorker:
             self.held[name][move.group] = list(kept)
             self.histories[move.targets[0]] = kept
         self.moved[name] = order.moves
-        self.compressed[order.choice.stage] += 1
+        self.compressed[order.selector.stage] += 1
 
     @property
     def _compressed_groups(self) -> list[int]:

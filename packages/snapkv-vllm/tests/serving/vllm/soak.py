@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from snapkv_vllm import Limits, Sessions
-from snapkv_vllm.admission.spans import NAME
+from snapkv_vllm.admission.spans import SPANS_FIELD
 from tests.serving.vllm import conftest  # noqa: F401  sets the environment before vLLM is there
 from tests.serving.vllm.engines import Engine, greedy, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
@@ -65,7 +65,7 @@ class Asked:
             own["snapkv_voters"] = draw.choice([4, 8, 24])
         opening, ending = draw.choice(OPENINGS), draw.randrange(1, 120)
         if server in ("snapkv", "adakv") and draw.random() < 0.3:
-            own[NAME] = random_spans(draw, opening + ending)
+            own[SPANS_FIELD] = random_spans(draw, opening + ending)
         return cls(
             opening=opening,
             ending=ending,
@@ -125,7 +125,7 @@ class Conversation:
         pairs = zip(self.turns, [*self.answers, []], strict=False)
         ids = [one for (texts, _, _), answer in pairs for one in (*texts, *answer)]
         _, said, tokens = self.turns[len(self.answers)]
-        own = {SESSION: name, "snapkv_budget": self.budget, NAME: said}
+        own = {SESSION: name, "snapkv_budget": self.budget, SPANS_FIELD: said}
         (request,) = engine.start([ids], greedy(tokens, extra_args=own))
         return request
 
@@ -230,7 +230,7 @@ def strangers_soak(small: SmallModel, own: dict[str, Any], seed: int, requests: 
         with small_engine(small, **options) as engine:
             draw = random.Random(seed)
             found.append(steps_of(engine, draw, requests, with_sessions=with_sessions))
-            assert engine.scheduler._metrics.of("standstills")._value.get() == 0
+            assert engine.scheduler._metrics.get("standstills")._value.get() == 0
             engine.llm.reset_prefix_cache()
             engine.require_empty()
     (took, steps), (alone, steps_alone) = found

@@ -77,14 +77,14 @@ def simulation(config, *, caching, ahead, windows=(None,), full_blocks=BLOCKS):
 def ended_at(seen, held, kept):
     """A choice that is due."""
     from snapkv import SnapKV
-    from snapkv_vllm.admission.plans import EndOfPrompt, Order
+    from snapkv_vllm.admission.plans import Order, PromptSelector
 
     return Order(
-        choice=EndOfPrompt(SnapKV(kept, window_size=2)),
+        selector=PromptSelector(SnapKV(kept, window_size=2)),
         query_tokens=2,
         seen_tokens=seen,
         held_tokens=held,
-        ends=True,
+        is_due=True,
         kept_tokens=kept,
     )
 
@@ -105,7 +105,7 @@ RUNS = [  # windows of the groups, prefix caching, steps ahead: every pair of th
     "limits", [False, True], ids=["without-limits", "with-limits"], indirect=True
 )
 @pytest.mark.parametrize(("windows", "caching", "ahead"), RUNS, ids=str)
-def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
+def test_every_request_reads_its_own_tokens_and_all_blocks_are_freed(
     config, limits, windows, caching, ahead
 ):
     """Random prompts with shared beginnings, budgets, lengths, arrivals and aborts."""
@@ -149,12 +149,12 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
 def require_promise(scheduler):
     """No request holds more blocks than its plan says."""
     for name, request in scheduler.requests.items():
-        most = scheduler._plans[name].most_held(request.num_tokens + 1)
+        most = scheduler._plans[name].max_held(request.num_tokens + 1)
         for manager in scheduler._blocks._managers.values():
             assert len(manager.req_to_blocks.get(name, ())) <= -(-most // PAGE)
 
 
-def blocks_of(config, *, caching, windows=(None,)):
+def make_blocks(config, *, caching, windows=(None,)):
     """The compressed blocks of a scheduler, and the manager of their first group."""
     blocks = simulation(config, caching=caching, ahead=0, windows=windows).scheduler._blocks
     return blocks, next(iter(blocks._managers.values()))
@@ -165,7 +165,7 @@ def holding(config, mine, free, kept):
     from snapkv import SnapKV
     from snapkv_vllm.admission.plans import PromptPlan
 
-    blocks, manager = blocks_of(config, caching=True)
+    blocks, manager = make_blocks(config, caching=True)
     pool = manager.block_pool
     manager.plans["a"] = PromptPlan(prompt_tokens=mine * PAGE, policy=SnapKV(kept, window_size=2))
     manager.req_to_blocks["a"] = pool.get_new_blocks(mine)
@@ -179,11 +179,11 @@ def lacking(manager):
     return manager.get_num_blocks_to_allocate("a", seen + PAGE, [], seen, seen, seen + PAGE)
 
 
-def test_what_is_kept_goes_to_free_blocks_and_else_to_its_own(config):
+def test_kept_tokens_move_to_free_blocks_or_else_to_own_blocks(config):
     blocks, manager = holding(config, mine=6, free=1, kept=8)
     mine = list(manager.req_to_blocks["a"])
     assert lacking(manager) == 0
-    blocks.take_room("a", 20, 4, others_blocks=0)
+    blocks.reserve("a", 20, 4, others_blocks=0)
     (move,) = blocks.compress("a", ended_at(24, 24, 8))
     assert move.sources == tuple(block.block_id for block in mine)
     assert move.targets[1:] == (mine[-1].block_id,)
@@ -193,21 +193,21 @@ def test_what_is_kept_goes_to_free_blocks_and_else_to_its_own(config):
     assert [block.block_id for block in manager.req_to_blocks["a"]] == list(move.targets)
 
 
-def test_shared_blocks_are_no_room_for_what_is_kept(config):
+def test_kept_tokens_are_never_moved_to_shared_blocks(config):
     blocks, manager = holding(config, mine=6, free=2, kept=12)
     mine = list(manager.req_to_blocks["a"])
     manager.block_pool.touch(mine)
     assert lacking(manager) == 3
-    assert blocks.lack_room
+    assert blocks.lack_blocks
     manager.block_pool.free_blocks(mine[:1])
     assert lacking(manager) == 2
-    blocks.take_room("a", 20, 4, others_blocks=0)
+    blocks.reserve("a", 20, 4, others_blocks=0)
     (move,) = blocks.compress("a", ended_at(24, 24, 12))
     assert move.targets[2:] == (mine[0].block_id,)
     assert [block.ref_cnt for block in mine] == [1] * 6
 
 
-def test_blocks_that_others_may_read_are_never_written_for_want_of_a_room(config):
+def test_shared_blocks_are_not_written_without_a_reservation(config):
     blocks, manager = holding(config, mine=6, free=1, kept=8)
     mine = list(manager.req_to_blocks["a"])
     with pytest.raises(AssertionError, match="others may read"):
@@ -219,11 +219,11 @@ def test_blocks_that_others_may_read_are_never_written_for_want_of_a_room(config
 
 
 def waits(scheduler):
-    return scheduler._metrics.of("waits")._value.get()
+    return scheduler._metrics.get("waits")._value.get()
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
-def test_a_request_waits_for_room_and_is_then_compressed(config, ahead):
+def test_request_waits_for_reserved_blocks_and_is_then_compressed(config, ahead):
     """The other one holds the blocks of nearly the whole prompt, and nearly the whole pool."""
     running = simulation(config, caching=True, ahead=ahead)
     scheduler, before = running.scheduler, waits(running.scheduler)
@@ -256,35 +256,33 @@ def beside(config, monkeypatch, *, step, first, second, after):
 
 
 @pytest.mark.parametrize("second", [20, 23])
-def test_a_request_that_generates_has_its_next_block_beside_one_that_keeps(
-    config, monkeypatch, second
-):
+def test_generating_request_gets_its_next_block_beside_a_compression(config, monkeypatch, second):
     """Three blocks are free in the step in which the first keeps eight; 23 tokens need one more."""
     found = beside(config, monkeypatch, step=8, first=64, second=second, after=1)
     assert found == (0, 0)
 
 
-def test_one_that_is_preempted_beside_a_room_waits_for_it(config, monkeypatch):
+def test_request_preempted_beside_a_reservation_waits_for_it(config, monkeypatch):
     """Three blocks for its next 12 tokens, of four that are free; two are set aside."""
     assert beside(config, monkeypatch, step=12, first=72, second=24, after=2) == (1, 1)
 
 
-def test_a_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
+def test_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
     from snapkv.errors import InvalidArgumentError
 
     running = simulation(config, caching=True, ahead=0)
     scheduler = running.scheduler
-    refused = scheduler._metrics.of("refusals", status="500", reason="prompt")._value.get()
+    refused = scheduler._metrics.get("refusals", status="500", reason="prompt")._value.get()
     running.send("long", [1] * (BLOCKS * PAGE), 1, {})
     assert scheduler.encoder_cache_mismatch_reqs == {"long"}
     labels = {"status": "500", "reason": "prompt"}
-    assert scheduler._metrics.of("refusals", **labels)._value.get() == refused + 1
-    with pytest.raises(InvalidArgumentError, match=r"the cache's 25 blocks.*which need 26;"):
+    assert scheduler._metrics.get("refusals", **labels)._value.get() == refused + 1
+    with pytest.raises(InvalidArgumentError, match=r"need 26 blocks, and the cache has 25\. Sh"):
         scheduler._require_blocks(scheduler.requests["long"])
 
 
-def test_in_place_the_first_blocks_stay(config):
-    blocks, manager = blocks_of(config, caching=False)
+def test_first_blocks_are_kept_if_tokens_are_compressed_in_place(config):
+    blocks, manager = make_blocks(config, caching=False)
     mine = manager.block_pool.get_new_blocks(6)
     manager.req_to_blocks["a"] = list(mine)
     (move,) = blocks.compress("a", ended_at(23, 23, 9))
@@ -295,8 +293,8 @@ def test_in_place_the_first_blocks_stay(config):
     assert len(manager.allocate_new_blocks("a", 27, 27)) == 1
 
 
-def test_every_group_with_full_attention_is_compressed_and_no_other(config):
-    blocks, first = blocks_of(config, caching=False, windows=(None, 8, None))
+def test_only_groups_with_full_attention_are_compressed(config):
+    blocks, first = make_blocks(config, caching=False, windows=(None, 8, None))
     assert list(blocks._managers) == [0, 2]
     for number, manager in blocks._managers.items():
         manager.req_to_blocks["a"] = first.block_pool.get_new_blocks(4 + number)

@@ -46,18 +46,18 @@ def require_the_librarys(engine, small, prompts, tokens):
     return of_layers
 
 
-def test_prompts_keep_and_answer_what_the_library_does(engine, small):
+def test_kept_tokens_and_answers_equal_those_of_the_library(engine, small):
     """Answers are long enough for every head to need new pages, some of them twice."""
     prompts = [ids_of(length, seed=length) for length in LENGTHS]
     assert len(require_the_librarys(engine, small, prompts, TOKENS)) > 20
 
 
-def test_blocks_are_freed_but_for_one_that_heads_of_different_length_may_need(engine):
+def test_all_blocks_but_one_reserve_block_are_freed(engine):
     # the prompt in pieces of 150 tokens, then 64 + 31 tokens and up to 39 more
     assert engine.blocks_in_turn(ids_of(430, seed=1), greedy(40)) == [5, 10, 3, 4, 5, 0]
 
 
-def test_protected_beginnings_stay_in_every_head(engine, small):
+def test_protected_first_tokens_are_kept_in_every_head(engine, small):
     prompt = ids_of(250)
     with engine.watching() as kept:
         engine.answers([prompt], greedy(4, extra_args={"snapkv_protect_first": 5}))
@@ -67,7 +67,7 @@ def test_protected_beginnings_stay_in_every_head(engine, small):
 
 
 @pytest.mark.parametrize("family", [pytest.param("gemma2", marks=SLOW_ON_SECOND)])
-def test_layers_with_sliding_windows_stay_beside_it(tmp_path, family):
+def test_layers_with_sliding_windows_are_not_compressed(tmp_path, family):
     small = FamilyModel(tmp_path, family)
     prompts = [ids_of(length, seed=length) for length in (40, 70, 150, 200, 350)]
     options = {"max_num_batched_tokens": CHUNK, "enable_prefix_caching": True}

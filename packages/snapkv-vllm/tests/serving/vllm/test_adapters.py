@@ -63,7 +63,7 @@ def engine(small):
         yield running
 
 
-def test_kept_sets_and_answers_are_those_of_the_merged_model(engine, small, adapters):
+def test_kept_tokens_and_answers_equal_those_of_the_merged_model(engine, small, adapters):
     """Every request has an adapter: without one among others, vLLM's CPU kernels give it one."""
     asked = [(adapters[length % 2], ids_of(length, seed=length)) for length in (40, 90, 151, 200)]
     inputs = [{"prompt_token_ids": ids} for _, ids in asked]
@@ -82,7 +82,7 @@ def test_kept_sets_and_answers_are_those_of_the_merged_model(engine, small, adap
     engine.require_empty()
 
 
-def test_one_prompt_with_each_adapter_and_with_none(engine, small, adapters):
+def test_one_prompt_is_answered_with_each_adapter_and_without(engine, small, adapters):
     """Blocks of a prompt that an adapter wrote are no prefix for another."""
     ids = ids_of(120, seed=1)
     answers = []

@@ -10,8 +10,8 @@ from snapkv import default_policy
 from snapkv.policies.default import asked_by, by_layer
 from snapkv_app.prompts import Prompt
 from snapkv_vllm import Sessions
-from snapkv_vllm.admission.names import misspelt, require_session_name
-from snapkv_vllm.admission.spans import NAME
+from snapkv_vllm.admission.names import find_misspelled_fields, require_session_name
+from snapkv_vllm.admission.spans import SPANS_FIELD
 from tests.serving.vllm.sites import Site
 
 CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
@@ -51,28 +51,28 @@ DROP = {"start": 1, "end": 4, "do": "drop"}
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC])
-def test_spans_reach_the_engine_beside_other_settings(client, site, path):
+def test_spans_reach_the_engine_with_other_settings(client, site, path):
     body = {"model": "demo", "prompt": "One two three four five six seven", "max_tokens": 5}
     body |= {} if path == TEXT else {"messages": [{"role": "user", "content": QUESTION}]}
     body |= {"snapkv_spans": [DROP], "vllm_xargs": {"snapkv_budget": 300, "other": 1}}
     assert client.post(path, json=body).status_code == 200
     own, _ = site.seen[-1]
-    assert json.loads(own.pop(NAME)) == [DROP]
+    assert json.loads(own.pop(SPANS_FIELD)) == [DROP]
     assert path == TEXT or own.pop("snapkv_voters")
     assert own == {"snapkv_budget": 300, "other": 1}
 
 
 @pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
-def test_edits_of_a_context_are_left_to_vllm_which_has_none(client, site, path):
+def test_context_management_is_left_to_vllm_which_ignores_it(client, site, path):
     body = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 5}
     context = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
     ids = [client.post(path, json=body | more).json()["ids"] for more in ({}, context)]
     assert ids[0] == ids[1]
-    assert NAME not in site.seen[-1][0]
+    assert SPANS_FIELD not in site.seen[-1][0]
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}], ids=str)
-def test_without_a_key_nothing_is_read(config, monkeypatch, headers):
+def test_request_without_api_key_is_not_read(config, monkeypatch, headers):
     found, site = [], Answering(config, monkeypatch, keys=("mine",))
     said = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "POST", "path": TEXT, "raw_path": TEXT.encode()}
@@ -108,7 +108,7 @@ ASKED = [
 
 @pytest.mark.parametrize(("content", "behind"), ASKED, ids=str)
 @pytest.mark.parametrize("path", [CHAT, ANTHROPIC, RESPONSES])
-def test_the_questions_tokens_vote_as_in_the_library(client, site, path, content, behind):
+def test_tokens_of_the_question_vote_as_in_the_library(client, site, path, content, behind):
     """From its first one to the prompt's end; a long text's none, and its last 16 tokens vote."""
     messages = [*BEFORE, {"role": "user", "content": content}, *behind]
     body = {"model": "demo", "messages": messages, "vllm_xargs": {"snapkv_budget": 70}}
@@ -136,7 +136,7 @@ def test_the_questions_tokens_vote_as_in_the_library(client, site, path, content
     ],
     ids=str,
 )
-def test_nobody_else_votes_where_a_request_says_who_or_asks_nothing(client, site, path, body):
+def test_voters_of_a_request_are_kept_and_no_question_means_the_default(client, site, path, body):
     chat = {"messages": [{"role": "user", "content": QUESTION}], "prompt": QUESTION}
     assert client.post(path, json={"model": "demo"} | chat | body).status_code == 200
     assert site.seen[-1][0] == body.get("vllm_xargs")
@@ -154,21 +154,21 @@ def test_nobody_else_votes_where_a_request_says_who_or_asks_nothing(client, site
     ids=str,
 )
 @pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
-def test_a_misspelt_word_is_refused_with_the_right_one(client, site, path, body, word):
+def test_misspelled_field_is_refused_with_the_correct_name(client, site, path, body, word):
     answer = client.post(path, json={"model": "demo", "messages": MESSAGES} | body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].endswith(f"which is unknown; write {word}")
+    assert answer.json()["error"]["message"].endswith(f"this field does not exist. Write {word}.")
     assert not site.seen
 
 
-def test_no_field_that_vllm_reads_is_nearly_a_word_of_ours():
+def test_no_field_of_vllm_is_taken_for_a_misspelled_field():
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
     for kind in (AnthropicMessagesRequest, ChatCompletionRequest, CompletionRequest):
         for field in kind.model_fields:
-            assert not list(misspelt({field: {"agent_id": 1, "latency": 2}})), field
+            assert not list(find_misspelled_fields({field: {"agent_id": 1, "latency": 2}})), field
 
 
 def as_anthropic(messages):
@@ -209,7 +209,7 @@ def named(session):
     yield "session_id", {"session_id": session}
 
 
-def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monkeypatch):
+def test_session_belongs_to_its_api_key_and_cannot_be_named_by_others(config, monkeypatch):
     site = Answering(config, monkeypatch, sessions=Sessions())
     hint = {"agent_hint": {"session_id": "run"}}
     bodies = [
@@ -248,11 +248,11 @@ def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monk
                 assert said.startswith(f"{field}: expected a text of 1 to 256 characters")
         body = {"model": "demo", "messages": MESSAGES, "agent_hint": "run"}
         answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
-        assert answer.json()["error"]["message"].startswith("agent_hint: expected an object such")
+        assert answer.json()["error"]["message"].startswith("agent_hint: expected an object, got")
         twice = {"vllm_xargs": {"snapkv_session": "run"}, "agent_hint": {"session_id": "run"}}
         body = {"model": "demo", "messages": MESSAGES} | twice
         answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
-        assert answer.json()["error"]["message"].startswith("snapkv_session: expected it once")
+        assert "snapkv_session: the setting is given twice" in answer.text
         body = {"model": "demo", "messages": MESSAGES, "agent_hint": {"session_id": longest}}
         answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
         assert answer.status_code == 200
@@ -276,14 +276,14 @@ def salts(config, monkeypatch, path, **own):
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC])
-def test_no_key_finds_what_anothers_requests_have_cached(config, monkeypatch, path):
+def test_api_key_reuses_no_cached_tokens_of_another_key(config, monkeypatch, path):
     mine, again, theirs, own, theirs_own, own_again = salts(config, monkeypatch, path)
     assert (mine, own) == (again, own_again)
     assert len({mine, theirs, own, theirs_own}) == 4
     assert None not in (mine, theirs)
 
 
-def test_where_nobody_has_a_key_salts_are_the_clients(config, monkeypatch):
+def test_cache_salts_are_unchanged_on_a_server_without_api_keys(config, monkeypatch):
     expected = ["own" if salted else None for _, salted in SALTED]
     assert salts(config, monkeypatch, TEXT, keys=()) == expected
 
@@ -292,7 +292,7 @@ SESSION_PATH = "/v1/snapkv/sessions"
 
 
 @pytest.mark.parametrize("key", ["mine", "theirs"])
-def test_sessions_are_listed_and_deleted_by_their_key(config, monkeypatch, key):
+def test_sessions_are_listed_and_deleted_by_their_api_key(config, monkeypatch, key):
     site = Answering(config, monkeypatch, sessions=Sessions())
     headers = {"Authorization": f"Bearer {key}"}
     with site.asking() as client:
@@ -308,12 +308,12 @@ def test_sessions_are_listed_and_deleted_by_their_key(config, monkeypatch, key):
         site.client.told = [{"session": "a/b", "bytes": 9}]
         status, said, told = asked("GET")
         assert (status, json.loads(said)) == (200, 2 * site.client.told)
-        assert told == ("snapkv_asked", "listed", [owner.removesuffix("a/b")], 1)
+        assert told == ("snapkv_asked", "list_sessions", [owner.removesuffix("a/b")], 1)
         for histories, requests, expected in ((2, 0, 204), (0, 0, 404), (2, 1, 409)):
             site.client.told = {"histories": histories, "requests": requests}
             status, said, told = asked("DELETE", "/a%2Fb")
             assert status == expected, said
-            assert told == ("snapkv_asked", "deleted", [owner], 1)
+            assert told == ("snapkv_asked", "delete_session", [owner], 1)
             assert (expected == 204) == (said == "")
         assert client.get(SESSION_PATH).status_code == 401
 
@@ -323,7 +323,7 @@ NAMES += [*"\n\r\t\0\x1b\x7f\u2028\xa0\u200b", "a\nb", "run\n", ".", "..", "a/..
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_a_session_that_is_begun_can_be_deleted_by_its_name(config, monkeypatch, name):
+def test_started_session_can_be_deleted_by_name(config, monkeypatch, name):
     """The others are refused before any begins."""
     site = Answering(config, monkeypatch, keys=(), sessions=Sessions())
     site.client.told = {"histories": 1, "requests": 0}
@@ -339,34 +339,32 @@ def test_a_session_that_is_begun_can_be_deleted_by_its_name(config, monkeypatch,
         assert site.client.asked[-1][2] == [begun]
 
 
-def test_names_that_clients_use_are_not_refused():
+def test_common_session_names_are_accepted():
     for name in NAMES[:11]:
         require_session_name("session_id", name)
 
 
 @pytest.mark.parametrize("stray", ["id", "sessionid", "parent", "session-id"])
-def test_a_field_of_a_hint_that_does_not_exist_is_refused_with_the_one_that_does(
-    config, monkeypatch, stray
-):
+def test_unknown_field_of_agent_hint_is_refused_with_the_correct_one(config, monkeypatch, stray):
     site = Answering(config, monkeypatch, keys=(), sessions=Sessions())
     hint = {"session_id": "run", stray: "a"}
     with site.asking() as client:
         answer = client.post(TEXT, json={"model": "demo", "prompt": "One", "agent_hint": hint})
     said = answer.json()["error"]["message"]
     assert answer.status_code == 400
-    assert said.startswith(f"agent_hint: expected the field session_id alone, got '{stray}'")
+    assert said.startswith(f"agent_hint: expected no field but session_id, got '{stray}'")
 
 
-def test_two_fields_that_name_different_sessions_are_refused(config, monkeypatch):
+def test_two_fields_with_different_sessions_are_refused(config, monkeypatch):
     site = Answering(config, monkeypatch, keys=(), sessions=Sessions())
     body = {"model": "demo", "prompt": "One", "agent_hint": {"session_id": "a"}, "session_id": "b"}
     with site.asking() as client:
         answer = client.post(TEXT, json=body)
     assert answer.status_code == 400
-    assert "session_id: expected the same name" in answer.json()["error"]["message"]
+    assert "session_id: it names another session" in answer.json()["error"]["message"]
 
 
-def test_a_server_without_sessions_ignores_the_hint_and_refuses_the_setting(client):
+def test_server_without_sessions_ignores_the_hint_and_refuses_the_setting(client):
     body = {"model": "demo", "messages": MESSAGES}
     for _, hint in named("run\n"):
         assert client.post(CHAT, json=body | hint).status_code == 200
@@ -375,7 +373,7 @@ def test_a_server_without_sessions_ignores_the_hint_and_refuses_the_setting(clie
     assert "--sessions" in answer.json()["error"]["message"]
 
 
-def test_requests_without_either_are_as_before(client, site):
+def test_requests_without_spans_or_session_are_unchanged(client, site):
     answer = client.post(CHAT, json={"model": "demo", "messages": MESSAGES})
     assert answer.status_code == 200
     assert site.seen[-1][0] is None
@@ -386,14 +384,14 @@ def test_requests_without_either_are_as_before(client, site):
     [
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 9, "do": "drop"}]}, "an end of at most 3"),
         (CHAT, {"snapkv_spans": [{"start": 0, "end": 999, "do": "drop"}]}, "an end of at most"),
-        (CHAT, {"snapkv_spans": [{"role": "tool", "do": "drop"}]}, "fields among start, end, do"),
-        (TEXT, {"snapkv_spans": "["}, "a list such as"),
-        (TEXT, {"snapkv_spans": [{"start": 3, "end": 3, "do": "drop"}]}, "a start below its end"),
+        (CHAT, {"snapkv_spans": [{"role": "tool", "do": "drop"}]}, "the fields start, end, do"),
+        (TEXT, {"snapkv_spans": "["}, "is not JSON"),
+        (TEXT, {"snapkv_spans": [{"start": 3, "end": 3, "do": "drop"}]}, "a start below the end"),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "erase"}]}, "drop, protect or"),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 2**70, "do": "drop"}]}, "end"),
         (TEXT, {"snapkv_spans": [1]}, "objects in the list"),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "drop"}] * 1025}, "at most 1,024"),
-        (TEXT, {"vllm_xargs": {"snapkv_edits": "{}"}}, "snapkv_edits: expected one of"),
+        (TEXT, {"vllm_xargs": {"snapkv_edits": "{}"}}, "snapkv_edits: this setting does not exist"),
         (
             CHAT,
             {
@@ -402,17 +400,17 @@ def test_requests_without_either_are_as_before(client, site):
                     {"start": 8, "end": 12, "do": "protect"},
                 ]
             },
-            "spans that do not overlap",
+            "(protect) overlap",
         ),
-        ("/v1/x", {"vllm_xargs": {NAME: "[]"}}, "it at /v1/completions or"),
-        ("/v1/x", {"snapkv_spans": []}, "snapkv_spans: expected it at /v1/completions or"),
-        (RESPONSES, {"snapkv_spans": []}, "snapkv_spans: expected it at /v1/completions or"),
-        (f"{ANTHROPIC}/count_tokens", {"snapkv_spans": []}, "snapkv_spans: expected it at"),
+        ("/v1/x", {"vllm_xargs": {SPANS_FIELD: "[]"}}, "Send the request to /v1/completions or"),
+        ("/v1/x", {"snapkv_spans": []}, "Send the request to /v1/completions or"),
+        (RESPONSES, {"snapkv_spans": []}, "Send the request to /v1/completions or"),
+        (f"{ANTHROPIC}/count_tokens", {"snapkv_spans": []}, "ignores this setting"),
         (TEXT, {"snapkv_spans": [], "vllm_xargs": "x"}, "vllm_xargs: expected an object"),
-        (TEXT, {"snapkv_spans": [], "vllm_xargs": {NAME: "[]"}}, "snapkv_spans: expected it once"),
+        (TEXT, {"snapkv_spans": [], "vllm_xargs": {SPANS_FIELD: "[]"}}, "setting is given twice"),
     ],
 )
-def test_what_is_wrong_gets_a_400_of_one_line(client, site, path, body, words):
+def test_wrong_spans_and_sessions_get_a_400_in_one_line(client, site, path, body, words):
     own = {"model": "demo", "prompt": "One two three four"}
     own = own if path == TEXT else {"model": "demo", "messages": MESSAGES}
     answer = client.post(path, json=own | body)

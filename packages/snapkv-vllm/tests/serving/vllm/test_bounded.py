@@ -16,7 +16,7 @@ SIZES = {"max_model_len": 4096, "max_num_batched_tokens": 512, "kv_cache_memory_
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "deepseek_v3"])
-def test_models_of_other_kinds_are_bounded_as_by_the_library(tmp_path, family):
+def test_other_models_keep_answers_within_the_budget_as_the_library_does(tmp_path, family):
     small, policy = FamilyModel(tmp_path, family), SnapKV(64)
     limits = Limits(decode_budget=80, decode_policy="tova", evict_every=1)
     prompts = [ids_of(tokens, seed=tokens) for tokens in (70, 150, 200, 350)]
@@ -35,7 +35,7 @@ DECODING = {
 
 
 @pytest.mark.parametrize("name", DECODING)
-def test_an_answer_is_evicted_from_as_by_the_library(small, name):
+def test_evictions_from_answers_equal_those_of_the_library(small, name):
     """The library's methods evict to their budget, the plugin from its own."""
     every, policy = DECODING[name]
     limits = Limits(decode_budget=80 + every, decode_policy=name, evict_every=every)
@@ -46,13 +46,13 @@ def test_an_answer_is_evicted_from_as_by_the_library(small, name):
     assert answers == [small.answer(ids, library, 60) for ids in prompts]
 
 
-def blocks_of(engine):
+def blocks_by_request(engine):
     managers = engine.scheduler._blocks._managers.values()
     (manager,) = managers
     return {name: blocks for name, blocks in manager.req_to_blocks.items() if blocks}
 
 
-def test_an_eviction_that_finds_no_room_waits(small):
+def test_eviction_without_free_blocks_waits(small):
     """Five samples share a whole prompt and nearly the whole pool."""
     limits = Limits(decode_budget=300, decode_policy="r-kv", evict_every=16)
     sizes = SIZES | {"enable_prefix_caching": True, "max_num_seqs": 8, "max_model_len": 512}
@@ -66,7 +66,7 @@ def test_an_eviction_that_finds_no_room_waits(small):
         engine.require_empty()
 
 
-def test_what_was_read_behind_a_compression_is_nobodys_prefix(tmp_path):
+def test_blocks_computed_after_a_compression_are_not_reused(tmp_path):
     """In layers with a window, too, whose blocks hold what comes out of compressed layers."""
     small, ids = FamilyModel(tmp_path, "gemma3_text"), ids_of(416)
     sizes = {"block_size": 16, "enable_prefix_caching": True, "max_num_batched_tokens": 150}
@@ -84,13 +84,13 @@ def test_what_was_read_behind_a_compression_is_nobodys_prefix(tmp_path):
 
 def require_promise(engine):
     for name, request in engine.scheduler.requests.items():
-        most = engine.scheduler._plans[name].most_held(request.num_tokens + 1)
-        blocks = blocks_of(engine).get(name, ())
+        most = engine.scheduler._plans[name].max_held(request.num_tokens + 1)
+        blocks = blocks_by_request(engine).get(name, ())
         assert len(blocks) <= -(-most // engine.block_tokens)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_mixed_requests_that_are_aborted_leave_nothing(small, seed):
+def test_aborted_requests_leave_no_state(small, seed):
     """Limits of their own, in a pool that is too small for all."""
     draw = random.Random(seed)
     limits = Limits(decode_budget=200, evict_every=16)

@@ -30,7 +30,7 @@ def stock(small):
 LENGTHS = (30, 63, 64, 65, 80, 150, 151, 181, 299, 302, 450)
 
 
-def test_kept_sets_and_answers_are_those_of_the_library(engine, small):
+def test_kept_tokens_and_answers_equal_those_of_the_library(engine, small):
     """Lengths around the budget, and windows that lie across chunks of 150."""
     prompts = [ids_of(n, seed=n) for n in LENGTHS]
     with engine.watching() as kept:
@@ -46,7 +46,7 @@ def test_kept_sets_and_answers_are_those_of_the_library(engine, small):
     assert engine.free_blocks == engine.all_blocks
 
 
-def test_a_request_has_its_own_budget_window_voters_kernel_and_pooling(engine, small):
+def test_request_may_set_budget_window_voters_kernel_and_pooling(engine, small):
     prompt = ids_of(400)
     settings = [
         {"snapkv_budget": 40, "snapkv_voters": 60},
@@ -64,7 +64,7 @@ def test_a_request_has_its_own_budget_window_voters_kernel_and_pooling(engine, s
     assert len({tuple(answer) for answer in answers}) == 3
 
 
-def test_a_seed_gives_the_same_answer_however_a_prompt_is_cut_into_chunks(engine):
+def test_seeded_answer_does_not_depend_on_chunks_of_the_prompt(engine):
     """Alone it is read in one step, beside another in two; a longer one always in three."""
     seeded = [greedy(16, temperature=1.0, seed=number) for number in (1, 2, 3)]
     prompts = [ids_of(100, seed=1), ids_of(120, seed=2), ids_of(400, seed=3)]
@@ -74,13 +74,13 @@ def test_a_seed_gives_the_same_answer_however_a_prompt_is_cut_into_chunks(engine
     assert engine.answers(prompts, others) != alone
 
 
-def test_a_budget_of_the_prompt_changes_nothing(engine, stock):
+def test_budget_as_long_as_the_prompt_changes_nothing(engine, stock):
     prompts = [ids_of(length, seed=length) for length in (20, 100, 200, 350, 450)]
     off = [greedy(24, extra_args={"snapkv_budget": own}) for own in (0, 100, 4096, 350, 0)]
     assert engine.answers(prompts, off) == stock.answers(prompts, greedy(24))
 
 
-def test_samples_of_one_prompt_and_log_probabilities(engine, stock):
+def test_several_samples_and_log_probabilities_equal_those_of_the_library(engine, stock):
     prompt = ids_of(260)
     sampling = greedy(12, n=3, temperature=1.0, logprobs=2, prompt_logprobs=1)
     ours = engine.outputs([prompt], sampling)[0]
@@ -97,7 +97,7 @@ def test_samples_of_one_prompt_and_log_probabilities(engine, stock):
             assert mine[token].logprob == pytest.approx(stocks[token].logprob, abs=1e-3)
 
 
-def test_another_method_keeps_what_the_library_keeps(small):
+def test_other_method_keeps_the_same_tokens_as_the_library(small):
     prompt = ids_of(300)
     with small_engine(small, budget=50, policy="tova", max_num_batched_tokens=CHUNK) as engine:
         with engine.watching() as kept:

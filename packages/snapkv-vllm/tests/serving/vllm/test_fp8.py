@@ -16,7 +16,7 @@ from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv_vllm.admission.limits import Limits, Sessions
 from snapkv_vllm.admission.names import PREFIX, SESSION
-from snapkv_vllm.admission.spans import NAME
+from snapkv_vllm.admission.spans import SPANS_FIELD
 from snapkv_vllm.layers import attention_layers
 from snapkv_vllm.layouts import CpuLayout, NumberFormat
 from tests.policies.reading import columns_kept
@@ -36,11 +36,11 @@ SCALES = {"fp8_e4m3": (0.37, 2.9), "fp8_e5m2": (2.9, 0.37)}
 """Of keys, times the number of the layer, and of values."""
 
 
-def stored(states, coded, scale):
+def stored(states, byte_dtype, scale):
     """The bytes of numbers, as vLLM's kernel for CPUs rounds: towards zero, and never to -0."""
-    most = torch.finfo(coded).max
+    most = torch.finfo(byte_dtype).max
     scaled = (states * (1 / scale)).clamp(-most, most)
-    nearest = scaled.to(coded)
+    nearest = scaled.to(byte_dtype)
     is_over = nearest.float().abs() > scaled.abs()
     stepped = nearest.view(torch.uint8) - is_over.byte()
     return stepped.where(stepped != MINUS_ZERO, 0)
@@ -55,13 +55,13 @@ class Seen:
     values: list[torch.Tensor] = field(default_factory=list)
     queries: list[torch.Tensor] = field(default_factory=list)
 
-    def bytes_of(self, coded):
+    def bytes_of(self, byte_dtype):
         """(Hkv, T, D) of keys, and of values."""
         halves = zip((self.keys, self.values), self.scales, strict=True)
-        return [stored(torch.cat(half), coded, scale).transpose(0, 1) for half, scale in halves]
+        return [stored(torch.cat(one), byte_dtype, by).transpose(0, 1) for one, by in halves]
 
-    def keys_of(self, coded):
-        return self.bytes_of(coded)[0].view(coded).float() * self.scales[0]
+    def decode_keys(self, byte_dtype):
+        return self.bytes_of(byte_dtype)[0].view(byte_dtype).float() * self.scales[0]
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def record(impl, seen):
     ],
     ids=lambda one: getattr(one, "name", one),
 )
-def test_kept_sets_are_those_of_the_library_on_the_keys_as_attention_sees_them(
+def test_kept_tokens_equal_those_of_the_library_on_decoded_fp8_keys(
     recorded, small, policy, name, tokens
 ):
     """Of prompts in one chunk, and with windows that lie across two."""
@@ -128,7 +128,7 @@ def test_kept_sets_are_those_of_the_library_on_the_keys_as_attention_sees_them(
             num_layers=len(layers),
         )
         for depth, seen in enumerate(layers)
-        for keys in [seen.keys_of(CODED[name])[None]]
+        for keys in [seen.decode_keys(CODED[name])[None]]
     ]
     for expected, keep in zip(columns_kept(policy, attended), kept.of(prompt), strict=True):
         assert of_prompt(keep, prompt) == of_prompt(expected, prompt)
@@ -152,13 +152,13 @@ def recorded(small):
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_what_a_request_holds_are_the_bytes_that_were_stored(small, name):
+def test_kept_tokens_have_the_bytes_that_were_stored(small, name):
     """Also behind evictions from the answer, which see the keys as attention does."""
     limits = Limits(decode_budget=96, decode_policy="r-kv", evict_every=16)
     with recording_engine(small, name, limits=limits) as (engine, layers):
         held = [torch.arange(0).expand(small.kv_heads, 0)] * len(layers)
         compressor, seen_tokens = engine.runner._compressor, 0
-        keep_indices = compressor._keep_indices
+        keep_indices = compressor._select_tokens
 
         def keep_and_compare(run, request, order, keys):
             nonlocal seen_tokens
@@ -166,14 +166,14 @@ def test_what_a_request_holds_are_the_bytes_that_were_stored(small, name):
             fresh = torch.arange(seen_tokens, order.seen_tokens).expand(small.kv_heads, -1)
             for at, (one, states) in enumerate(zip(keep, keys, strict=True), start=run.depth):
                 held[at] = torch.cat([held[at], fresh], dim=-1)
-                every = layers[at].keys_of(CODED[name])
+                every = layers[at].decode_keys(CODED[name])
                 assert torch.equal(states, every.gather(1, rows_of(held[at], states)))
                 held[at] = held[at].gather(1, one.expand(small.kv_heads, -1))
             if run.depth + len(keep) == len(layers):
                 seen_tokens = order.seen_tokens
             return keep
 
-        compressor._keep_indices = keep_and_compare
+        compressor._select_tokens = keep_and_compare
         engine.start([ids_of(300)], greedy(90))
         compressions = 0
         while compressions < 4:
@@ -185,7 +185,7 @@ def test_what_a_request_holds_are_the_bytes_that_were_stored(small, name):
         (blocks,) = manager.req_to_blocks.values()
         numbers = [block.block_id for block in blocks]
         for run in compressor._runs:
-            at = run.blocks_of(numbers, engine.block_tokens)
+            at = run.to_cache_blocks(numbers, engine.block_tokens)
             found = run.layout.read_keys(at, held[0].shape[1])
             every = torch.arange(held[0].shape[1]).expand(len(found), 1, -1)
             halves = zip(found, run.layout.read_values(at, every), strict=True)
@@ -196,7 +196,7 @@ def test_what_a_request_holds_are_the_bytes_that_were_stored(small, name):
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_a_history_holds_the_bytes_that_were_stored(small, name):
+def test_history_has_the_bytes_that_were_stored(small, name):
     """Also what a second turn goes on from, and a span that it drops."""
     sessions = Sessions(most_bytes=small.blocks_bytes(4, 32))
     options = {"sessions": sessions, "parameters": {"window_size": 8}}
@@ -204,14 +204,14 @@ def test_a_history_holds_the_bytes_that_were_stored(small, name):
         ids, last = [], dict[int, int]()  # by position where it was computed last
         computed, not_read = (
             0,
-            engine.scheduler.sessions._metrics.of("session_tokens_not_read")._value,
+            engine.scheduler.sessions._metrics.get("session_tokens_not_read")._value,
         )
         for turn in range(3):
             ids += ids_of(160 if not turn else 70, seed=turn)
             said = {"start": 150, "end": 158, "do": "protect"}
             gone = {"start": 152, "end": 158, "do": "drop"}
             entries = [said] if not turn else [said | {"end": 152}, gone]
-            own = {PREFIX + SESSION: "one", NAME: entries}
+            own = {PREFIX + SESSION: "one", SPANS_FIELD: entries}
             before = not_read.get()
             ids += engine.answers([ids], greedy(12, extra_args=own))[0]
             (history,) = engine.scheduler.sessions._held
@@ -225,13 +225,13 @@ def test_a_history_holds_the_bytes_that_were_stored(small, name):
             assert computed == sum(len(one) for one in layers[0].keys)
 
 
-def require_bytes(engine, layers, history, last, stays, coded):
+def require_bytes(engine, layers, history, last, stays, byte_dtype):
     """Every layer holds of its positions the bytes that were computed last."""
     compressor, seen = engine.runner._compressor, len(history.tokens)
     noted = compressor.positions._noted[history.first_block]
     numbers = [block.block_id for block in history.blocks[0]]
     for run in compressor._runs:
-        at = run.blocks_of(numbers, engine.block_tokens)
+        at = run.to_cache_blocks(numbers, engine.block_tokens)
         for layer, kept in enumerate((noted[one] for one in run.layers), start=run.depth):
             behind = torch.arange(history.compressed.tokens, seen)
             positions = torch.cat([kept.long(), behind.expand(len(kept), -1)], dim=1)
@@ -239,10 +239,10 @@ def require_bytes(engine, layers, history, last, stays, coded):
             of_span = [one for one in positions.unique().tolist() if 150 <= one < 158]
             assert of_span == list(stays)
             order = positions.apply_(last.__getitem__)
-            one = run.layout.part(slice(layer - run.depth, layer - run.depth + 1))
+            one = run.layout.select_layers(slice(layer - run.depth, layer - run.depth + 1))
             every = torch.arange(history.held_tokens).expand(1, 1, -1)
             found = one.read_keys(at, history.held_tokens), one.read_values(at, every)
-            for mine, theirs in zip(found, layers[layer].bytes_of(coded), strict=True):
+            for mine, theirs in zip(found, layers[layer].bytes_of(byte_dtype), strict=True):
                 states = mine[0].where(mine[0] != MINUS_ZERO, 0)  # of single tokens
                 assert torch.equal(states, theirs.gather(1, rows_of(order, states)))
 
@@ -256,10 +256,10 @@ def rows_of(positions, states):
     ("block_tokens", "head_size", "dtype"),
     [(32, 64, torch.float32), (128, 32, torch.bfloat16), (32, 128, torch.float16)],
 )
-def test_every_byte_moves_as_it_is(block_tokens, head_size, dtype, name):
+def test_every_byte_is_moved_unchanged(block_tokens, head_size, dtype, name):
     form = NumberFormat(dtype, CODED[name], name)
     every = torch.arange(256, dtype=torch.uint8)
-    every = every[every.view(form.coded).float().isfinite() & (every != MINUS_ZERO)]
+    every = every[every.view(form.byte_dtype).float().isfinite() & (every != MINUS_ZERO)]
     tokens = 2 * block_tokens + 5
     keys, values = every[torch.randint(len(every), (2, 1, 3, tokens, head_size))]
     cache = torch.zeros(6, 3, block_tokens, 2 * head_size, dtype=torch.uint8)
@@ -271,6 +271,6 @@ def test_every_byte_moves_as_it_is(block_tokens, head_size, dtype, name):
     assert not cache[[0, 2, 3]].any()
 
 
-def test_other_formats_are_refused_by_name(small):
-    with pytest.raises(UnsupportedModelError, match=r"fp8_e5m2.*, got int8_per_token_head; "):
+def test_other_cache_formats_are_refused_by_name(small):
+    with pytest.raises(UnsupportedModelError, match=r"int8_per_token_head is not supp.* fp8_e5m2"):
         small_engine(small, budget=BUDGET, kv_cache_dtype="int8_per_token_head")

@@ -107,7 +107,7 @@ def expected(small):
 
 
 @pytest.mark.parametrize("seed", range(ROUNDS))
-def test_every_answer_is_the_librarys(engine, expected, seed):
+def test_answers_of_random_batches_equal_those_of_the_library(engine, expected, seed):
     """Random lengths, budgets, windows, arrivals and aborts, in a pool that is too small."""
     draw = random.Random(seed)
     asked, answers = {}, {}

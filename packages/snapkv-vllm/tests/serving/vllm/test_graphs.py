@@ -66,14 +66,14 @@ def run(engine, second_runner, prompts, extra_args, tokens=5):
     return answers, steps
 
 
-def test_a_step_without_orders_that_only_generates_may_replay(engine, second_runner):
+def test_decode_step_without_orders_may_replay_a_graph(engine, second_runner):
     _, steps = run(engine, second_runner, [ids_of(40, seed=90)], {})
     assert steps[0] == [[40], False, [False]]
     assert [uniform for _, _, (uniform,) in steps[1:]] == [True] * 4
 
 
 @pytest.mark.parametrize("extra_args", [{}, WINDOW_OF_ONE], ids=["window", "window-of-one"])
-def test_a_last_piece_of_one_token(engine, small, second_runner, extra_args):
+def test_last_chunk_of_one_token_is_compressed_correctly(engine, small, second_runner, extra_args):
     """A prompt of 151 tokens with 150 batched, which vLLM takes for a step that generates."""
     prompt = ids_of(CHUNK + 1, seed=91 + len(extra_args))
     (answer,), steps = run(engine, second_runner, [prompt], extra_args)
@@ -83,7 +83,7 @@ def test_a_last_piece_of_one_token(engine, small, second_runner, extra_args):
     assert answer == small.answer(prompt, SnapKV(BUDGET, window_size=window), 5)
 
 
-def test_a_cached_prefix_that_leaves_one_token(engine, small, second_runner):
+def test_cached_prefix_that_leaves_one_token_is_compressed_correctly(engine, small, second_runner):
     prompt = ids_of(97, seed=98)  # three blocks of 32 and one
     expected = small.answer(prompt, SnapKV(BUDGET, window_size=1), 5)
     for first in (97, 1):
@@ -92,7 +92,9 @@ def test_a_cached_prefix_that_leaves_one_token(engine, small, second_runner):
         assert answer == expected
 
 
-def test_a_last_piece_of_one_token_beside_requests_that_generate(engine, small, second_runner):
+def test_last_chunk_of_one_token_beside_decode_steps_is_compressed_correctly(
+    engine, small, second_runner
+):
     prompts = [ids_of(50, seed=93), ids_of(70, seed=94), ids_of(179, seed=95)]
     answers, steps = run(engine, second_runner, prompts, WINDOW_OF_ONE, tokens=12)
     ends = [(tokens, orders) for tokens, orders, _ in steps if orders]
@@ -101,28 +103,28 @@ def test_a_last_piece_of_one_token_beside_requests_that_generate(engine, small, 
     assert answers == [small.answer(prompt, policy, 12) for prompt in prompts]
 
 
-def test_attention_reads_the_same_buffer_in_every_step(engine):
+def test_attention_reads_lengths_from_the_same_buffer_in_every_step(engine):
     """Of each compressed layer's metadata; the runner's own lengths stay true beside it."""
     seen, runner = [], engine.runner
-    held = runner._held
-    as_held = held.as_held
+    held = runner._lengths
+    convert = held.convert
 
     def note(metadata):
-        told = as_held(metadata)
+        told = convert(metadata)
         seen.append((metadata.seq_lens.tolist(), told.seq_lens.tolist()))
         assert told.seq_lens.data_ptr() == held._seq_lens.data_ptr()
         assert metadata.seq_lens.data_ptr() != held._seq_lens.data_ptr()
         return told
 
-    held.as_held = note
+    held.convert = note
     try:
         engine.answers([ids_of(100, seed=96)], greedy(3))
     finally:
-        del held.as_held
+        del held.convert
     assert [(true[0], told[0]) for true, told in seen] == [(100, 100), (101, 65), (102, 66)]
 
 
-def test_capture_of_tritons_attention_reads_our_lengths():
+def test_graph_capture_of_triton_attention_reads_stored_lengths():
     """Its own code, on CPU tensors: capture sets lengths to one, in our buffer and no other."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
@@ -132,7 +134,7 @@ def test_capture_of_tritons_attention_reads_our_lengths():
     builder = object.__new__(TritonAttentionMetadataBuilder)
     builder.__dict__ |= dict.fromkeys(SCRATCH, 0) | {"rswa_window": None}
     held = KeptLengths(4, torch.device("cpu"))
-    held.tell(builder)
+    held.patch_builder(builder)
     lengths = torch.tensor([200, 100], dtype=torch.int32)
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     batch = CommonAttentionMetadata(
@@ -150,7 +152,7 @@ def test_capture_of_tritons_attention_reads_our_lengths():
     captured = builder.build_for_cudagraph_capture(batch)
     assert captured.seq_lens.tolist() == [1, 1]
     assert lengths.tolist() == [200, 100]
-    held.enter(["a", "b"], {"a": 150})
+    held.begin_step(["a", "b"], {"a": 150})
     stepped = builder.build(0, batch)
     assert captured.seq_lens.tolist() == stepped.seq_lens.tolist() == [50, 100]
     assert (stepped.max_seq_len, captured.max_seq_len) == (100, 512)
@@ -166,16 +168,16 @@ SCRATCH = (
 )
 
 
-def test_votes_of_another_number_of_queries_than_the_windows_are_refused():
+def test_wrong_number_of_recorded_queries_is_refused():
     from snapkv_vllm.compressor import QueryRecorder
 
     recorder, heard = QueryRecorder(), []
-    recorder.listen("first", SimpleNamespace(listen=lambda one: heard.append(one)))
-    recorder.wanted = {"a": slice(2, 5)}
+    recorder.attach("first", SimpleNamespace(add_query_listener=lambda one: heard.append(one)))
+    recorder.rows_of_requests = {"a": slice(2, 5)}
     heard[0](torch.randn(5, 4, 8))
-    assert recorder.take("a", "first", 3).shape == (1, 4, 3, 8)
+    assert recorder.take_queries("a", "first", 3).shape == (1, 4, 3, 8)
     for window in (2, 4):
         with pytest.raises(RuntimeError, match=f"a: 3 queries captured in first, {window} exp"):
-            recorder.take("a", "first", window)
+            recorder.take_queries("a", "first", window)
     with pytest.raises(RuntimeError, match="0 queries captured in second"):
-        recorder.take("a", "second", 3)
+        recorder.take_queries("a", "second", 3)

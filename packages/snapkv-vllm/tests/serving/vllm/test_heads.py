@@ -38,7 +38,7 @@ def of_prompt(kept, prompt):
     return [[p for p in head if 0 <= p < len(prompt)] for head in kept[0].tolist()]
 
 
-def test_thirty_prompts_keep_and_answer_what_the_library_does(engine, small):
+def test_kept_tokens_and_answers_of_thirty_prompts_equal_those_of_the_library(engine, small):
     prompts = [ids_of(length, seed=length) for length in LENGTHS]
     assert len(prompts) == 30
     with engine.watching() as kept:
@@ -59,7 +59,7 @@ def test_thirty_prompts_keep_and_answer_what_the_library_does(engine, small):
     engine.require_empty()
 
 
-def test_blocks_are_freed_but_for_one_that_heads_of_different_length_may_need(engine):
+def test_all_blocks_but_one_reserve_block_are_freed(engine):
     with engine.watching() as kept:
         engine.answers([ids_of(430)], greedy(4))
     assert kept.blocks_held == [[-(-(BUDGET + PAGE - 1) // PAGE)]] == [[3]]
@@ -67,7 +67,7 @@ def test_blocks_are_freed_but_for_one_that_heads_of_different_length_may_need(en
     assert engine.blocks_in_turn(ids_of(430, seed=1), greedy(40)) == [5, 10, 3, 4, 5, 0]
 
 
-def test_equal_heads_answer_as_the_plain_path_does(engine, plain):
+def test_heads_with_equal_counts_answer_as_without_splitting(engine, plain):
     """Token by token and probability by probability, since the kernels add in the same order."""
     prompts = [ids_of(length, seed=length) for length in (200, 310, 90, 64)]
     equal = greedy(40, logprobs=3, extra_args={"snapkv_safeguard": 1})
@@ -83,7 +83,7 @@ def logprobs(output):
     ]
 
 
-def test_no_graph_of_a_whole_step_is_replayed_where_heads_are_sequences(engine, second_runner):
+def test_full_graphs_are_not_replayed_if_heads_are_split(engine, second_runner):
     """It would have captured the batch's own sequences."""
     with steps_of(engine, second_runner) as steps:
         engine.answers([ids_of(100), ids_of(50)], [greedy(4), greedy(8)])
@@ -92,7 +92,7 @@ def test_no_graph_of_a_whole_step_is_replayed_where_heads_are_sequences(engine, 
     assert decoding[-1] == ([1], [True])
 
 
-def test_protected_beginnings_stay_in_every_head(engine, small):
+def test_protected_first_tokens_are_kept_in_every_head(engine, small):
     prompt = ids_of(250)
     with engine.watching() as kept:
         engine.answers([prompt], greedy(4, extra_args={"snapkv_protect_first": 5}))

@@ -94,8 +94,8 @@ class Attending:
         if across_layers:
             self.pools = 1  # of heads that share pages
         for name, layer in self.layers.items():
-            self.heads.attach(name, layer)
-        self.heads.tell(self.builder)
+            self.heads.patch_layer(name, layer)
+        self.heads.patch_builder(self.builder)
         return self
 
     def step(self, rows):
@@ -123,7 +123,7 @@ class Attending:
             slot_mapping=torch.tensor(slots),
         )
         if self.heads is not None:
-            self.heads.enter([row.name for row in rows], ends.tolist())
+            self.heads.begin_step([row.name for row in rows], ends.tolist())
         metadata = self.builder.build(0, common)
         answers = []
         for number, layer in enumerate(self.layers.values()):
@@ -137,7 +137,7 @@ class Attending:
             layer.impl.forward(*call, output=output)
             answers.append(output.split(counts))
         if self.heads is not None:
-            self.heads.leave()
+            self.heads.end_step()
         return answers
 
 
@@ -177,7 +177,7 @@ def put_apart(engine, row, states, kept):
     laid = laid.reshape(*kept.shape, *laid.shape[2:])
     for number, name in enumerate(NAMES):
         write(engine, name, row.table, laid[number], blocks * PAGE)
-        engine.heads.note(row.name, name, kept[number], PROMPT)
+        engine.heads.record_kept(row.name, name, kept[number], PROMPT)
 
 
 def write(engine, name, table, states, tokens):
@@ -202,7 +202,7 @@ def steps_of(engine):
     ],
     ids=str,
 )
-def test_equal_heads_are_bit_for_bit_those_of_a_plain_batch(parts, ours, counts):
+def test_attention_of_heads_with_equal_counts_is_bit_equal_to_a_plain_batch(parts, ours, counts):
     """Whoever else is in the batch, with one new token or several, over ends of pages."""
     torch.manual_seed(0)
     threads = torch.get_num_threads()
@@ -239,7 +239,7 @@ def test_equal_heads_are_bit_for_bit_those_of_a_plain_batch(parts, ours, counts)
     [([[3, 130, 56], [63, 64, 62]], False), ([[3, 130, 20], [63, 100, 62]], True)],
     ids=["of a layer", "of all layers"],
 )
-def test_heads_of_different_length_see_their_own_tokens(parts, kept, across_layers):
+def test_heads_with_different_counts_attend_to_their_own_tokens(parts, kept, across_layers):
     """Of which those of a layer share its pages, or those of all layers."""
     torch.manual_seed(0)
     engine, kept = parts().with_heads(across_layers=across_layers), torch.tensor(kept)
@@ -270,9 +270,9 @@ def softmax_over(queries, states):
     return scores.softmax(dim=-1) @ values
 
 
-def test_nothing_is_remembered_of_a_request_that_has_ended(parts):
+def test_ended_request_leaves_no_state_in_attention(parts):
     engine = parts().with_heads()
-    engine.heads.note("a", "layer.0", torch.tensor([1, 2, 3]), PROMPT)
+    engine.heads.record_kept("a", "layer.0", torch.tensor([1, 2, 3]), PROMPT)
     assert list(engine.heads._kept) == ["a"]
     engine.heads.forget("a")
     assert list(engine.heads._kept) == []

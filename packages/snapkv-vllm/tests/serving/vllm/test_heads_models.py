@@ -11,7 +11,7 @@ BUDGET = 64
 
 
 @pytest.mark.parametrize("family", ["gemma2", pytest.param("gemma3_text", marks=pytest.mark.slow)])
-def test_kept_sets_and_answers_are_those_of_the_library(tmp_path, family):
+def test_kept_tokens_and_answers_equal_those_of_the_library(tmp_path, family):
     small = FamilyModel(tmp_path, family)
     prompts = [ids_of(length, seed=length) for length in (40, 70, 150, 200, 350)]
     policy = AdaKV(SnapKV(BUDGET))

@@ -20,7 +20,7 @@ KEYS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
     counts=st.lists(st.tuples(KEYS, st.floats(allow_nan=False), st.floats(0, 1e10)), max_size=20),
     again=st.lists(st.tuples(KEYS, st.floats(allow_nan=False)), max_size=5),
 )
-def test_the_files_are_those_that_prometheus_client_reads(tmp_path_factory, counts, again):
+def test_written_files_can_be_read_by_prometheus_client(tmp_path_factory, counts, again):
     """Whatever the keys; a later process with the same number goes on from them."""
     from prometheus_client.mmap_dict import MmapedDict
 
@@ -109,7 +109,7 @@ COUNTING = """
 
 
 @pytest.mark.parametrize("free_bytes", [0, 8192, 40960])
-def test_a_full_disk_ends_no_process_and_counts_appear_once_there_is_room(tmp_path, free_bytes):
+def test_full_disk_ends_no_process_and_counts_appear_later(tmp_path, free_bytes):
     """From the start, while a file is made, and while it grows."""
     ran = on_a_small_disk(tmp_path / "full", COUNTING, str(free_bytes), "written", size="1m")
     assert ran.returncode == 0, ran.stderr
@@ -126,7 +126,7 @@ def test_a_full_disk_ends_no_process_and_counts_appear_once_there_is_room(tmp_pa
     assert str(tmp_path / "full") in said[0]
 
 
-def test_prometheus_client_itself_is_ended_by_a_full_disk(tmp_path):
+def test_prometheus_client_alone_is_ended_by_a_full_disk(tmp_path):
     """If this fails, `metric_files` has become unnecessary."""
     ran = on_a_small_disk(tmp_path / "full", COUNTING, "4096", "mapped", size="1m")
     assert ran.returncode == -signal.SIGBUS
@@ -153,12 +153,12 @@ STARTING = """
 
 
 @pytest.mark.parametrize("kind", ["own", "user's"])
-def test_a_server_does_not_start_where_metrics_have_no_room(tmp_path, kind):
+def test_server_does_not_start_without_space_for_metrics(tmp_path, kind):
     folder = tmp_path / "full"
     ran = on_a_small_disk(folder, STARTING, kind, size="64k")
     assert ran.returncode == 0, ran.stderr
     said, left = ran.stdout.splitlines()
-    assert said.startswith("PROMETHEUS_MULTIPROC_DIR: expected a folder with 1.0 MiB of room")
+    assert said.startswith("PROMETHEUS_MULTIPROC_DIR: cannot write 1.0 MiB of metrics")
     assert f"'{folder}" in said
     assert "No space left on device" in said
     assert left == f"[] {kind != 'own'}"

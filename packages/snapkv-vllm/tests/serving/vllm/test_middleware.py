@@ -41,7 +41,7 @@ def client():
     app.add_middleware(SettingsCheck)
 
     @app.post("/parsed")
-    async def parsed(body: dict) -> StreamingResponse:
+    async def parse_options(body: dict) -> StreamingResponse:
         return StreamingResponse(iter([json.dumps(body)]))
 
     @app.post("/raw")
@@ -70,14 +70,14 @@ def client():
 
 
 @pytest.mark.parametrize("path", ["/parsed", "/raw"])
-def test_wrong_settings_end_in_a_400_and_right_bodies_arrive_unchanged(client, path):
+def test_wrong_settings_get_a_400_and_correct_bodies_are_unchanged(client, path):
     assert client.post(path, json=RIGHT).json() == RIGHT
     refused = client.post(path, json=WRONG)
     assert refused.status_code == 400
     assert refused.json()["detail"].startswith("snapkv_budget: expected more than window_size=16")
 
 
-def test_a_stream_that_begins_with_an_error_is_answered_with_its_status(client):
+def test_stream_refused_by_the_engine_has_the_status_of_the_error(client):
     """As vLLM sends it where its engine refuses a request; see also `test_streams`."""
     error = {"error": {"message": "budget: expected none", "code": 507}}
     answer = client.post("/stream", json=error)
@@ -85,12 +85,12 @@ def test_a_stream_that_begins_with_an_error_is_answered_with_its_status(client):
     assert answer.headers["content-type"] == "application/json"
 
 
-def test_the_servers_own_caps_hold(client):
+def test_limits_of_the_server_apply_to_requests(client):
     body = {"vllm_xargs": {"snapkv_window_size": 41}}
     assert "at most 40 on this server" in client.post("/raw", json=body).text
 
 
-def test_a_form_has_no_more_settings_than_exist(client):
+def test_form_with_too_many_names_is_refused(client):
     fields = {"vllm_xargs": json.dumps(FOREIGN), "stream": "true"}
     refused = client.post("/form", data=fields, files={"file": b"a sound"})
     said = "vllm_xargs: expected at most 1,000 names in the object, got 30,000"
@@ -99,14 +99,14 @@ def test_a_form_has_no_more_settings_than_exist(client):
 
 
 @pytest.mark.parametrize("name", ["snapkv_budget", "snapkv_forget", "snapkv-session", "budget"])
-def test_a_form_names_no_setting(client, name):
+def test_setting_in_a_form_is_refused(client, name):
     def sent(xargs):
         fields = {"vllm_xargs": json.dumps(xargs), "stream": "true"}
         return client.post("/form", data=fields, files={"file": b"a sound"})
 
     assert sent({"session_id": "theirs"}).json() == {"session_id": "theirs"}
     refused = sent({name: "run"})
-    said = f"{name}: expected none in a form, got it; leave it out"
+    said = f"{name}: settings are supported in JSON only, not in a form. Leave it out."
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, said)
 
 
@@ -134,7 +134,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("sent", "reason"), REFUSED, ids=[str(n) for n in range(len(REFUSED))])
-def test_every_refusal_is_counted_once_by_its_status_and_what_was_wrong(client, sent, reason):
+def test_every_refusal_is_counted_once_by_status_and_reason(client, sent, reason):
     client.post("/raw", json=RIGHT)  # counts nothing
     before = refusals()
     assert client.post("/raw", **sent).status_code == 400
@@ -142,7 +142,7 @@ def test_every_refusal_is_counted_once_by_its_status_and_what_was_wrong(client, 
     assert counted == {("400", reason): before.get(("400", reason), 0) + 1}
 
 
-def test_a_refused_form_is_counted_and_an_error_of_the_servers_is_not(client):
+def test_refused_form_is_counted_and_a_server_error_is_not(client):
     before = refusals()
     fields = {"vllm_xargs": json.dumps({"snapkv_budget": 64})}
     assert client.post("/form", data=fields, files={"file": b"a sound"}).status_code == 400
@@ -152,7 +152,7 @@ def test_a_refused_form_is_counted_and_an_error_of_the_servers_is_not(client):
 
 
 @pytest.mark.parametrize(("kind", "pieces"), [(b"Multipart/Form-Data; boundary=x", 3), (b"", 1)])
-def test_a_form_is_not_held_in_memory(client, kind, pieces):
+def test_form_is_not_kept_in_memory(client, kind, pieces):
     parts = [{"body": one, "more_body": one != b"}"} for one in (b"{", b" ", b"}")]
     coming = iter([{"type": "http.request", **part} for part in parts])
     sent = []
@@ -168,11 +168,11 @@ def test_a_form_is_not_held_in_memory(client, kind, pieces):
     assert json.loads(sent[-1]["body"]) == pieces
 
 
-def test_a_body_that_nobody_reads_is_not_looked_at(client):
+def test_body_that_the_server_does_not_read_is_not_checked(client):
     assert client.post("/closed", json=WRONG).status_code == 200
 
 
-def test_a_body_may_come_in_pieces(client):
+def test_body_may_arrive_in_pieces(client):
     for body, status in ((RIGHT, 200), (WRONG, 400)):
         text = json.dumps(body).encode()
         pieces = (text[at : at + 7] for at in range(0, len(text), 7))
@@ -180,13 +180,13 @@ def test_a_body_may_come_in_pieces(client):
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"9" * 5000, b"NaN"])
-def test_what_is_no_json_is_left_to_the_server(client, text):
+def test_invalid_json_is_left_to_the_server(client, text):
     assert client.post("/raw", content=text).content == text
 
 
 @pytest.mark.parametrize("limit", [1000, 20_000])
 @pytest.mark.parametrize("opening", ["[", '{"a": '])
-def test_how_deep_a_body_may_be_does_not_depend_on_pythons_recursion_limit(client, limit, opening):
+def test_depth_limit_does_not_depend_on_the_recursion_limit(client, limit, opening):
     """100 in each other with the body's own object; a wrong setting is found in what may pass."""
     usual = sys.getrecursionlimit()
     sys.setrecursionlimit(limit)
@@ -196,33 +196,33 @@ def test_how_deep_a_body_may_be_does_not_depend_on_pythons_recursion_limit(clien
             deep = opening * depth + ("" if closing == "]" else "1") + closing * depth
             body = f'{{"vllm_xargs": {{"snapkv_register": "x"}}, "deep": {deep}}}'
             answer = client.post("/parsed", content=body, headers=JSON)
-            names = "snapkv_register" if depth < 100 else "body: expected at most 100 lists"
+            names = "snapkv_register" if depth < 100 else "body: more than 100 lists"
             assert answer.status_code == 400
             assert answer.json()["detail"].startswith(names), depth
     finally:
         sys.setrecursionlimit(usual)
 
 
-def test_brackets_in_a_text_are_not_deep(client):
+def test_brackets_in_a_text_do_not_count_as_depth(client):
     assert client.post("/raw", json={"prompt": "[" * 5000}).status_code == 200
 
 
 @pytest.mark.parametrize(
     "text", [b'{"stop": "\\ud800"}', b'{"\\udc00": 1}', b'{"a": "\xed\xa0\x80"}'], ids=str
 )
-def test_half_a_surrogate_pair_is_refused(client, text):
+def test_half_of_a_surrogate_pair_is_refused(client, text):
     """The engine's client cannot send it: vLLM would answer 500."""
     answer = client.post("/raw", content=text)
     assert (answer.status_code, answer.json()["detail"][:28]) == (
         400,
-        "body: expected texts of Unic",
+        "body: a text has half of a surr",
     )
     assert client.post("/raw", content=b'{"a": "\\ud83d\\ude42"}').status_code == 200
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be", "utf-32-le"])
 @pytest.mark.parametrize("where", ["value", "name", "deep"])
-def test_half_a_pair_is_found_in_every_encoding_and_place(client, encoding, where):
+def test_half_of_a_surrogate_pair_is_found_in_every_encoding_and_place(client, encoding, where):
     """Written as it is and as an escape; whole pairs and what only looks like one may pass."""
     for text, status in (("\ud800", 400), ("x\udfff", 400), ("\U0001f642", 200)):
         for is_escaped in (True, False):
@@ -269,21 +269,21 @@ FOREIGN = {f"theirs_{number}": number for number in range(SIZE)}
     ],
     ids=["xargs", "fields", "sampling", "beside", "others", "inside", "ids", "lists", "pairs"],
 )
-def test_how_much_is_done_about_a_body_does_not_grow_with_what_is_not_ours(body, is_refused):
+def test_work_for_a_body_does_not_grow_with_unrelated_fields(body, is_refused):
     """What is done by Python for each of many settings holds up all other requests."""
-    from snapkv_vllm.front.bodies import admit
+    from snapkv_vllm.front.bodies import check_body
 
     settings, refused, text = ServingSettings(budget=512), False, json.dumps(body).encode()
     with Calls() as calls:
         try:
-            admit(text, settings, "/v1/completions")
+            check_body(text, settings, "/v1/completions")
         except SnapKVError:
             refused = True
     assert refused == is_refused
     assert calls.number < 3000 < SIZE
 
 
-def test_vllm_adds_it_by_its_name_and_keeps_its_arguments_where_it_finds_them():
+def test_vllm_loads_the_middleware_by_name_and_keeps_its_arguments():
     from fastapi import FastAPI
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware

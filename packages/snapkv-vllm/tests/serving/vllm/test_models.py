@@ -89,7 +89,7 @@ def nothing_else_written(engine):
         del compressor.compress
 
 
-def test_kept_sets_and_answers_are_those_of_the_library(served):
+def test_kept_tokens_and_answers_equal_those_of_the_library(served):
     """Twice, so that the second time there are prefixes in the cache to begin with."""
     engine, small = served.engine, served.small
     prompts = [ids_of(length, seed=length) for length in LENGTHS]
@@ -110,7 +110,7 @@ def test_kept_sets_and_answers_are_those_of_the_library(served):
 
 
 @pytest.mark.parametrize("served", ["deepseek_v3"], indirect=True)
-def test_preempted_requests_answer_as_the_library_does(served):
+def test_answers_of_preempted_requests_equal_those_of_the_library(served):
     engine, before = served.engine, served.engine.preempted
     prompts = [ids_of(length, seed=length) for length in (300, 120, 260, 180, 90, 340)]
     answers = engine.answers(prompts, greedy(110))
@@ -120,7 +120,7 @@ def test_preempted_requests_answer_as_the_library_does(served):
     engine.require_empty()
 
 
-def test_answers_are_the_models_own_where_nothing_is_dropped(served):
+def test_answers_equal_those_of_the_full_model_if_nothing_is_dropped(served):
     prompts = [ids_of(length, seed=length) for length in LENGTHS]
     budgets = (0, 64, 100, 150, 512, 0, 0)
     off = [greedy(24, extra_args={"snapkv_budget": own}) for own in budgets]

@@ -36,7 +36,7 @@ def small(tmp_path_factory):
     return model
 
 
-def test_prompts_of_text_are_compressed_as_by_the_library(small):
+def test_text_prompts_of_mrope_models_are_compressed_as_by_the_library(small):
     prompts = [ids_of(length, seed=length) for length in (40, 65, 150, 181, 302)]
     options = {"max_num_batched_tokens": 150, "enable_prefix_caching": True}
     with small_engine(small, budget=BUDGET, **options) as engine:

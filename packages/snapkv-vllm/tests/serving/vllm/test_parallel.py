@@ -75,7 +75,7 @@ def require_one_cache_for_a_session(server, model):
 
 
 @pytest.mark.slow
-def test_each_of_two_processes_shares_its_own_budget_out_among_its_heads(tmp_path):
+def test_each_process_distributes_its_own_budget_among_its_heads(tmp_path):
     model = with_tokenizer(tmp_path)
     own = ["--policy", "adakv", "--budget", str(BUDGET), "--tensor-parallel-size", "2"]
     with Server(tmp_path, *own, model=model.folder, longest=LONGEST) as server:
@@ -86,7 +86,7 @@ def test_each_of_two_processes_shares_its_own_budget_out_among_its_heads(tmp_pat
 
 
 @pytest.mark.parametrize("options", [TENSOR, DATA] if SECOND_RUNNER else [TENSOR, DATA, PIPELINE])
-def test_two_processes_answer_as_the_library_does(options, tmp_path):
+def test_answers_of_two_processes_equal_those_of_the_library(options, tmp_path):
     model = with_tokenizer(tmp_path)
     own = ["--policy", "snapkv", "--budget", str(BUDGET), "--max-num-batched-tokens", "256"]
     own += ["--sessions"] if "--tensor-parallel-size" in options else []

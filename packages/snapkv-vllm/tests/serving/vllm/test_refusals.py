@@ -11,7 +11,7 @@ from snapkv.errors import InvalidArgumentError, MissingDependencyError, Unsuppor
 from snapkv_vllm import Limits, ServingSettings, Sessions, engine_args, versions
 from snapkv_vllm.admission import compatibility as rules
 from snapkv_vllm.admission.compatibility import require_compatible
-from snapkv_vllm.refusals import compressible_layers, require_heads_apart
+from snapkv_vllm.refusals import compressible_layers, require_splittable_heads
 
 
 def configured(folder, **options):
@@ -71,24 +71,24 @@ SCENES = {
     rules.GRAPHS: {"compilation_config": {"cudagraph_mode": "FULL"}},
     # Of the server's settings.
     rules.ALWAYS: {},
-    rules.NO_SESSIONS: {},
-    rules.HELD: {"limits": Limits(decode_budget=256)},
-    rules.WHERE_HELD: {"limits": Limits(decode_budget=256)},
-    rules.HELD_BY_RKV: {"limits": Limits(decode_budget=256)},
-    rules.HELD_BY_TOVA: {"limits": Limits(decode_budget=256, decode_policy="tova")},
-    rules.BY_TOVA: {"policy": "tova"},
-    rules.WHERE_UNEVEN: {"policy": "adakv"},
-    rules.BY_ACROSS: {"policy": "across-layers"},
-    rules.UNEVEN: {"policy": "adakv"},
-    rules.SESSIONS: {"sessions": Sessions()},
+    rules.WITHOUT_SESSIONS: {},
+    rules.DECODE_LIMIT: {"limits": Limits(decode_budget=256)},
+    rules.WITH_LIMIT: {"limits": Limits(decode_budget=256)},
+    rules.RKV_EVICTS: {"limits": Limits(decode_budget=256)},
+    rules.TOVA_EVICTS: {"limits": Limits(decode_budget=256, decode_policy="tova")},
+    rules.WITH_TOVA: {"policy": "tova"},
+    rules.WITH_RAGGED_HEADS: {"policy": "adakv"},
+    rules.WITH_ACROSS: {"policy": "across-layers"},
+    rules.PER_HEAD: {"policy": "adakv"},
+    rules.WITH_SESSIONS: {"sessions": Sessions()},
     # Of requests.
     rules.IN_SESSION: {"snapkv_session": "a"},
-    rules.SPANS_NAMED: {"snapkv_spans": []},
+    rules.NAMES_SPANS: {"snapkv_spans": []},
     rules.WITH_SPANS: {"snapkv_spans": []},
-    rules.ANYTHING: {"snapkv_budget": 64},
+    rules.ANY_SETTING: {"snapkv_budget": 64},
     rules.WITH_BEAMS: {"use_beam_search": True},
     rules.IMAGES: {"mm_features": [1]},
-    rules.GROWING: {"resumable": True},
+    rules.STREAMING_INPUT: {"resumable": True},
 }
 ASKS = {"mm_features": [], "resumable": False}
 
@@ -113,7 +113,7 @@ def parts_of(config, row, *facts):
 @pytest.mark.parametrize(
     "row", rules.ROWS, ids=lambda row: f"{row.option.name or 'any'} {row.case.words}"
 )
-def test_what_does_not_go_together_is_refused_by_name_with_what_to_do(config, row):
+def test_every_conflict_is_refused_by_name_with_a_remedy(config, row):
     option, case = row.option, row.case
     assert row.parts <= rules.Parts.__annotations__.keys()
     require_compatible(**parts_of(config, row, case))
@@ -126,27 +126,27 @@ def test_what_does_not_go_together_is_refused_by_name_with_what_to_do(config, ro
     with pytest.raises(error) as refused:
         require_compatible(**parts)
     name = option.name or next(iter(SCENES[option]))
-    expected = re.escape(f"{option.expected} {case.words}")
-    line = rf"{name}: expected {expected}(, since {re.escape(row.why)})?, got [^;]+; \w[^;]+"
+    words = re.escape(case.words)
+    line = rf"{name}: .+ is not supported {words}(, because {re.escape(row.why)})?\. [A-Z][^.]+\."
     assert re.fullmatch(line, str(refused.value))
     assert parts == before, "nothing has changed"
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "NONE"])
-def test_graphs_that_leave_prompts_out_are_fine(config, mode):
+def test_graphs_without_prompts_are_accepted(config, mode):
     graphs = changed(config, compilation_config={"cudagraph_mode": mode})
     require_compatible(settings=ServingSettings(budget=64), engine=graphs)
 
 
-def test_heads_with_sinks_cannot_be_sequences_of_their_own():
+def test_heads_with_sinks_are_refused_for_different_counts():
     layer = SimpleNamespace(impl=SimpleNamespace(sinks=None))
-    require_heads_apart("model.layer", layer)
+    require_splittable_heads("model.layer", layer)
     layer.impl.sinks = [0.0]
-    with pytest.raises(UnsupportedModelError, match=r"model\.layer has a sink"):
-        require_heads_apart("model.layer", layer)
+    with pytest.raises(UnsupportedModelError, match=r"model\.layer has sinks"):
+        require_splittable_heads("model.layer", layer)
 
 
-def test_images_are_compressed_only_where_positions_are_numbers(config):
+def test_images_are_refused_with_mrope_only(config):
     from snapkv_vllm.scheduler import _CompressingScheduler
 
     turned = changed(config, model_config={"uses_mrope": True})
@@ -157,11 +157,11 @@ def test_images_are_compressed_only_where_positions_are_numbers(config):
         request.sampling_params = params
         parts = {"_settings": ServingSettings(policy="tova", budget=64), "vllm_config": engine}
         scheduler = SimpleNamespace(**parts, sessions=None)
-        return _CompressingScheduler._plan_of(scheduler, request)
+        return _CompressingScheduler._make_plan(scheduler, request)
 
-    assert plan_of(config).shared_tokens == 100
-    assert plan_of(turned, snapkv_budget=0).shared_tokens is None
-    with pytest.raises(InvalidArgumentError, match=r"^prompt: expected text alone .*budget 0"):
+    assert plan_of(config).shareable_tokens == 100
+    assert plan_of(turned, snapkv_budget=0).shareable_tokens is None
+    with pytest.raises(InvalidArgumentError, match=r"^prompt: a prompt with images .*budget 0"):
         plan_of(turned)
 
 
@@ -182,7 +182,7 @@ def layer_and_spec(
     return {"model.layer": layer}, {"model.layer": (kind or FullAttentionSpec)(**sizes, **spec)}
 
 
-def test_layers_of_another_kind_are_refused():
+def test_unsupported_layers_are_refused_by_name():
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, RSWASpec, SlidingWindowSpec
 
     latent = {"kind": MLAAttentionSpec, "backend": "CPU_MLA"}
@@ -209,36 +209,34 @@ def test_layers_of_another_kind_are_refused():
         compressible_layers(layers, specs)
 
 
-def test_a_group_of_blocks_is_compressed_whole_or_not_at_all():
+def test_group_with_mixed_layers_is_refused():
     """Without its manager for hybrid models vLLM puts layers with windows among the others."""
-    from snapkv_vllm.blocks import compressed, is_compressed
+    from snapkv_vllm.blocks import compress_spec, is_compressed
 
     plain, windowed = (
         layer_and_spec(**own)[1]["model.layer"] for own in ({}, {"sliding_window": 64})
     )
-    ours = compressed(plain)
+    ours = compress_spec(plain)
     assert is_compressed(ours)
     assert not is_compressed(plain)
     assert is_compressed(SimpleNamespace(kv_cache_specs={"a": ours, "b": ours}))
     assert not is_compressed(SimpleNamespace(kv_cache_specs={"a": plain, "b": plain}))
-    merged = type(ours).merge([ours, compressed(windowed)])
+    merged = type(ours).merge([ours, compress_spec(windowed)])
     apart = SimpleNamespace(kv_cache_specs={"a": ours, "b": plain})
     for mixed in (merged, windowed, apart):
         with pytest.raises(UnsupportedModelError, match="--disable-hybrid-kv-cache-manager"):
             is_compressed(mixed)
 
 
-def test_a_scheduler_without_its_worker_is_refused():
-    from snapkv_vllm.blocks import compressed_managers
+def test_scheduler_without_its_worker_is_refused():
+    from snapkv_vllm.blocks import find_compressed_managers
 
     with pytest.raises(UnsupportedModelError, match="together"):
-        compressed_managers([object()])
+        find_compressed_managers([object()])
 
 
 @pytest.mark.parametrize("left_out", [(), ("logits_processors",)], ids=["all", "the-first-two"])
-def test_arguments_that_were_printed_for_another_vllm_start_no_engine(
-    folder, monkeypatch, left_out
-):
+def test_engine_does_not_start_with_an_unsupported_vllm(folder, monkeypatch, left_out):
     from vllm import LLM
 
     given = engine_args(budget=64, dtype="float32", max_model_len=512, enforce_eager=True)
@@ -246,13 +244,13 @@ def test_arguments_that_were_printed_for_another_vllm_start_no_engine(
     monkeypatch.setattr(versions, "installed", lambda: "0.30.1")
     for module in ("requests", "scheduler", "worker"):
         monkeypatch.delitem(sys.modules, f"snapkv_vllm.{module}", raising=False)
-    with pytest.raises(MissingDependencyError, match=r"got 0\.30\.1; run pip install"):
+    with pytest.raises(MissingDependencyError, match=r"got 0\.30\.1. Run pip install"):
         LLM(folder, **given)
 
 
 @pytest.mark.parametrize("taken", ["worker_cls", "scheduler_cls"])
-def test_another_plugins_worker_or_scheduler_is_not_overwritten(taken):
-    with pytest.raises(InvalidArgumentError, match=f"{taken}: expected none"):
+def test_worker_or_scheduler_of_another_plugin_is_refused(taken):
+    with pytest.raises(InvalidArgumentError, match=f"{taken}: snapkv sets this option itself"):
         engine_args(**{taken: "theirs.Worker"})
 
 
@@ -265,7 +263,7 @@ def test_other_options_are_passed_on():
     assert given["logits_processors"][0] == "a:B"
 
 
-def test_a_hybrid_model_in_one_group_of_blocks_does_not_start(tmp_path):
+def test_hybrid_model_in_one_group_of_blocks_is_refused(tmp_path):
     from tests.serving.vllm.engines import small_engine
     from tests.serving.vllm.families import FamilyModel
 

@@ -7,11 +7,15 @@ import pytest
 
 from snapkv.errors import SnapKVError
 from snapkv_vllm import Sessions
-from snapkv_vllm.admission.names import DEAF, SESSIONS_AT, SILENT
+from snapkv_vllm.admission.names import (
+    COUNTING_ENDPOINTS,
+    ENDPOINTS_WITHOUT_XARGS,
+    SESSION_ENDPOINTS,
+)
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.front.bodies import admit, require_settings
+from snapkv_vllm.front.bodies import check_body, require_settings
 
-HEARING = {*SESSIONS_AT, "/v1/chat/completions/batch", "/invocations"}
+HEARING = {*SESSION_ENDPOINTS, "/v1/chat/completions/batch", "/invocations"}
 """Where settings inside `vllm_xargs` reach the engine."""
 
 FORMS = {"/v1/audio/transcriptions", "/v1/audio/translations"}
@@ -24,7 +28,7 @@ RENDERED = {
 """Where a request's tokens and settings are answered, to be sent on to another endpoint."""
 
 OTHERS = {
-    *SILENT,
+    *COUNTING_ENDPOINTS,
     "/detokenize",
     "/v1/completions/derender",
     "/v1/chat/completions/derender",
@@ -63,41 +67,41 @@ def paths():
         patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
         app = build_app(args, every, None)
     found = {one.path for one in app.routes if "POST" in (getattr(one, "methods", None) or ())}
-    assert found >= set(SESSIONS_AT)
+    assert found >= set(SESSION_ENDPOINTS)
     return found
 
 
-def test_every_endpoint_is_known(paths):
+def test_every_endpoint_of_vllm_is_listed(paths):
     """Another one may generate: it must carry settings, or be among those that refuse them."""
-    assert paths <= HEARING | FORMS | RENDERED | set(DEAF) | OTHERS
+    assert paths <= HEARING | FORMS | RENDERED | set(ENDPOINTS_WITHOUT_XARGS) | OTHERS
 
 
 @pytest.mark.parametrize("hint", [{"agent_hint": {"session_id": "a"}}, {"session_id": "a"}])
-def test_a_session_is_gone_on_from_or_refused_wherever_something_is_generated(paths, hint):
+def test_session_is_used_or_refused_at_every_generating_endpoint(paths, hint):
     settings, body = ServingSettings(sessions=Sessions()), json.dumps(hint).encode()
     for path in paths - OTHERS - FORMS:
-        if path in SESSIONS_AT:
-            admitted = json.loads(admit(body, settings, path))
+        if path in SESSION_ENDPOINTS:
+            admitted = json.loads(check_body(body, settings, path))
             assert admitted == {**hint, "vllm_xargs": {"snapkv_session": "a"}}
         else:
-            with pytest.raises(SnapKVError, match="session_id: expected it at /v1/completions"):
-                admit(body, settings, path)
+            with pytest.raises(SnapKVError, match=r"session_id: .* ignores this setting. Send"):
+                check_body(body, settings, path)
 
 
-def test_settings_are_checked_or_refused_wherever_something_is_generated(paths):
+def test_settings_are_checked_or_refused_at_every_generating_endpoint(paths):
     settings = ServingSettings(budget=512, sessions=Sessions())
     for path in paths - OTHERS - FORMS:
-        with pytest.raises(SnapKVError, match="snapkv_budget: expected"):
+        with pytest.raises(SnapKVError, match="snapkv_budget: "):
             require_settings({"vllm_xargs": {"snapkv_budget": 3}}, settings, path)
         right = {"vllm_xargs": {"snapkv_budget": 64}}
-        if path in DEAF:
-            with pytest.raises(SnapKVError, match="where it is ignored"):
+        if path in ENDPOINTS_WITHOUT_XARGS:
+            with pytest.raises(SnapKVError, match="ignore"):
                 require_settings(right, settings, path)
         else:
             require_settings(right, settings, path)
 
 
-def test_a_body_that_is_only_counted_may_name_a_session():
+def test_session_is_ignored_at_endpoints_that_count_tokens():
     body = b'{"agent_hint": {"session_id": "a", "other": 1}}'
-    for path in SILENT:
-        assert admit(body, ServingSettings(sessions=Sessions()), path) is body
+    for path in COUNTING_ENDPOINTS:
+        assert check_body(body, ServingSettings(sessions=Sessions()), path) is body

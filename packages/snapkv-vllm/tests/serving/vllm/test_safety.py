@@ -28,12 +28,12 @@ def engine(small):
         yield made
 
 
-def test_the_engine_loads_no_logits_processor(engine):
+def test_engine_loads_no_logits_processor(engine):
     assert engine.runner.model_config.logits_processors is None
     assert not engine.runner.input_batch.logitsprocs_need_output_token_ids
 
 
-def test_vllm_measures_its_memory_with_the_largest_votes(engine, monkeypatch):
+def test_vllm_measures_its_memory_with_the_largest_compression(engine, monkeypatch):
     from snapkv_vllm import memory_profile
 
     seen = []
@@ -49,7 +49,7 @@ def test_vllm_measures_its_memory_with_the_largest_votes(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_python_callers_get_an_error_and_the_engine_goes_on(engine, many_ids, words):
+def test_python_callers_get_an_error_and_the_engine_continues(engine, many_ids, words):
     from vllm.exceptions import VLLMValidationError
 
     prompts, right = [many_ids[:100], many_ids[:90]], greedy(4)
@@ -61,7 +61,7 @@ def test_python_callers_get_an_error_and_the_engine_goes_on(engine, many_ids, wo
     assert engine.leftovers() == []
 
 
-def test_behind_a_front_end_that_does_not_ask_the_scheduler_refuses(engine, many_ids, monkeypatch):
+def test_scheduler_refuses_what_a_front_end_did_not_check(engine, many_ids, monkeypatch):
     processor = engine.llm.llm_engine.input_processor
     monkeypatch.setattr(processor, "validate_logits_processors_params", lambda params: None)
     prompts = [many_ids[:100], many_ids[:90]]
@@ -72,11 +72,11 @@ def test_behind_a_front_end_that_does_not_ask_the_scheduler_refuses(engine, many
     engine.require_empty()
 
 
-def test_preempted_requests_count_once(engine, many_ids):
+def test_preempted_requests_are_counted_once(engine, many_ids):
     metrics = engine.scheduler._metrics
 
     def counted():
-        outcomes = (metrics.of("requests", outcome=one) for one in ("compressed", "whole"))
+        outcomes = (metrics.get("requests", outcome=one) for one in ("compressed", "whole"))
         return sum(one._value.get() for one in outcomes)
 
     before, preempted = counted(), engine.preempted
@@ -87,7 +87,7 @@ def test_preempted_requests_count_once(engine, many_ids):
     assert engine.leftovers() == []
 
 
-def test_a_prompt_counts_when_it_first_ends_and_what_it_frees_every_time():
+def test_prompt_is_counted_once_and_its_freed_blocks_every_time():
     from snapkv_vllm.metrics import PromptMetrics
 
     config = SimpleNamespace(
@@ -96,15 +96,15 @@ def test_a_prompt_counts_when_it_first_ends_and_what_it_frees_every_time():
     )
     metrics = PromptMetrics(config)
     request = SimpleNamespace(request_id="a", num_prompt_tokens=100, num_preemptions=2)
-    order = SimpleNamespace(choice=SimpleNamespace(stage="prompt"))
+    order = SimpleNamespace(selector=SimpleNamespace(stage="prompt"))
     for freed in (3, 2):
-        metrics.compressed(order, freed)
-        metrics.prompt_ended(request, kept_tokens=40)
-    metrics.request_ended("a")
-    metrics.prompt_ended(request, kept_tokens=100)  # another one of that name
+        metrics.record_compression(order, freed)
+        metrics.record_prompt_end(request, kept_tokens=40)
+    metrics.forget_request("a")
+    metrics.record_prompt_end(request, kept_tokens=100)  # another one of that name
 
     def value(name, **more):
-        return metrics.of(name, **more)._value.get()
+        return metrics.get(name, **more)._value.get()
 
     tokens = value("prompt_tokens_seen"), value("prompt_tokens_kept")
     assert (value("blocks_freed"), *tokens) == (5, 200, 140)

@@ -21,7 +21,7 @@ def alone(small):
     return [small.answer(ids, SnapKV(BUDGET), TOKENS) for ids in PROMPTS]
 
 
-def test_preempted_requests_give_the_answers_of_undisturbed_ones(small, alone):
+def test_preempted_requests_answer_as_undisturbed_ones(small, alone):
     """Six requests that grow to four blocks each, in the 12 that 384 tokens need."""
     with small_engine(
         small,
@@ -37,7 +37,7 @@ def test_preempted_requests_give_the_answers_of_undisturbed_ones(small, alone):
         engine.require_empty()
 
 
-def test_shared_prefixes_are_reused_and_stay_intact(small):
+def test_shared_prefixes_are_reused_and_stay_unchanged(small):
     prefix, questions = ids_of(320), [ids_of(60, seed=seed) for seed in (1, 2, 3, 1)]
     prompts = [prefix + question for question in questions]
     expected = [small.answer(ids, SnapKV(BUDGET), 20) for ids in prompts]
@@ -54,7 +54,7 @@ def test_shared_prefixes_are_reused_and_stay_intact(small):
         assert engine.free_blocks == engine.all_blocks
 
 
-def test_eight_questions_on_one_text_read_it_once_and_are_answered_as_each_alone(small):
+def test_eight_questions_compute_their_text_once_and_answer_as_each_alone(small):
     """A hit ends before what votes, also where that reaches back into the text."""
     policy, text = by_layer(default_policy(BUDGET)), ids_of(11 * PAGE)
     prompts = [text + ids_of(length, seed=length) for length in (1, 5, 9, 16, 33, 41, 80, 130)]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from snapkv_vllm.layouts import LAYOUTS
-from snapkv_vllm.plugin import PROCESSES
-from snapkv_vllm.server import OWN
+from snapkv_vllm.plugin import PROCESS_NAME_PREFIXES
+from snapkv_vllm.server import PLUGIN_OPTIONS
 
 
 def part(name):
@@ -70,7 +70,7 @@ def replaced(module):
 
 
 @pytest.mark.parametrize("module", OURS)
-def test_what_replaces_a_method_of_vllms_takes_what_that_takes(module):
+def test_overriding_methods_accept_the_arguments_of_vllms_methods(module):
     pairs = list(replaced(importlib.import_module(f"snapkv_vllm.{module}")))
     assert pairs
     for name, own, found in pairs:
@@ -81,32 +81,32 @@ def test_what_replaces_a_method_of_vllms_takes_what_that_takes(module):
 
 
 @pytest.mark.parametrize(("name", "begins"), PATCHED.items())
-def test_what_is_patched_takes_what_ours_takes(name, begins):
+def test_patched_methods_of_vllm_have_the_expected_arguments(name, begins):
     wanted = begins.split()
     assert named(part(name))[0][: len(wanted)] == wanted
 
 
-def test_what_a_step_has_computed_counts_once():
+def test_computed_tokens_of_a_step_are_counted_once():
     counting = inspect.getsource(part("v1.core.sched.scheduler.Scheduler").update_from_output)
     assert "num_computed_tokens +=" not in counting
 
 
-def test_options_that_the_plugin_sets_exist():
+def test_options_of_the_plugin_exist_in_vllm():
     fields = {one.name for one in dataclasses.fields(part("engine.arg_utils.EngineArgs"))}
-    assert set(OWN) <= fields
+    assert set(PLUGIN_OPTIONS) <= fields
 
 
-def test_processes_have_the_names_by_which_they_are_known():
+def test_processes_of_vllm_have_the_expected_names():
     owners = (
         "v1.engine.utils.CoreEngineProcManager",
         "v1.executor.multiproc_executor.WorkerProc",
         "v1.utils.APIServerProcessManager",
     )
-    for name, owner in zip(PROCESSES, owners, strict=True):
+    for name, owner in zip(PROCESS_NAME_PREFIXES, owners, strict=True):
         assert name in inspect.getsource(part(owner))
 
 
-def test_a_step_of_ours_has_all_that_vllms_has_and_travels_between_processes():
+def test_compressing_step_has_all_fields_of_vllms_step_and_can_be_pickled():
     import pickle
 
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -115,7 +115,7 @@ def test_a_step_of_ours_has_all_that_vllms_has_and_travels_between_processes():
 
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens["a"] = 3
-    step = CompressingStep.of(output, snapkv_orders={"a": 1})
+    step = CompressingStep.extend(output, snapkv_orders={"a": 1})
     assert step.num_scheduled_tokens is output.num_scheduled_tokens
     travelled = pickle.loads(pickle.dumps(step))
     assert travelled == step
@@ -123,13 +123,13 @@ def test_a_step_of_ours_has_all_that_vllms_has_and_travels_between_processes():
     assert not any(one.name.startswith("snapkv") for one in dataclasses.fields(SchedulerOutput))
 
 
-def test_a_step_says_which_requests_were_preempted():
+def test_step_of_vllm_lists_preempted_requests():
     scheduler = part("v1.core.sched.scheduler.Scheduler")
     assert "reset_preempted_req_ids.add(" in inspect.getsource(scheduler._preempt_request)
     assert "preempted_req_ids=self.reset_preempted_req_ids" in inspect.getsource(scheduler.schedule)
 
 
-def test_a_spec_of_ones_own_has_a_manager_of_ones_own():
+def test_registered_spec_gets_its_own_manager():
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
@@ -144,7 +144,7 @@ def test_a_spec_of_ones_own_has_a_manager_of_ones_own():
     assert KVCacheSpecRegistry.get_manager_class(plain) is not CompressedManager
 
 
-def test_lengths_stand_in_four_fields_of_the_metadata():
+def test_metadata_has_lengths_in_the_expected_fields():
     """A field with another length would have to be told too."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -165,11 +165,11 @@ def test_lengths_stand_in_four_fields_of_the_metadata():
 @pytest.mark.parametrize(
     "name", ["cpu_attn.CPU", "flash_attn.Flash", "triton_attn.Triton"], ids=lambda one: one[:5]
 )
-def test_backends_have_a_layout_under_their_name(name):
+def test_supported_backends_have_a_layout(name):
     assert part(f"v1.attention.backends.{name}AttentionBackend").get_name() in LAYOUTS
 
 
-def test_layers_store_by_the_slots_that_builders_see():
+def test_layers_store_by_the_slots_of_their_builder():
     from vllm.v1.worker.gpu import attn_utils
 
     slots = torch.arange(6).view(2, 3)
@@ -180,7 +180,7 @@ def test_layers_store_by_the_slots_that_builders_see():
 
 
 @pytest.mark.parametrize("backend", ["flash_attn", "triton_attn"])
-def test_gpu_backends_split_a_cache_as_the_plain_layout_does(backend):
+def test_plain_layout_splits_a_cache_as_gpu_backends_do(backend):
     """The expression is theirs; its result is compared with ours."""
     module = importlib.import_module(f"vllm.v1.attention.backends.{backend}")
     source = inspect.getsource(module)
@@ -208,7 +208,7 @@ def test_gpu_backends_split_a_cache_as_the_plain_layout_does(backend):
         ("vec16", 16, 80, torch.float16),
     ],
 )
-def test_the_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size, dtype):
+def test_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size, dtype):
     from snapkv_vllm.layouts import CpuLayout
 
     cache = torch.zeros(6, 3, block_tokens, 2 * head_size, dtype=dtype)
@@ -228,19 +228,20 @@ def test_the_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_size", [64, 96, 128])
-def test_the_cpu_layout_knows_packings_by_their_strides(head_size, dtype):
-    from snapkv_vllm.layouts import NumberFormat, _packings
+def test_cpu_layout_describes_packings_by_strides(head_size, dtype):
+    from snapkv_vllm.layouts import NumberFormat, _measure_packings
 
-    assert all(packing.tokens for packing in _packings("vec", 128, head_size, NumberFormat(dtype)))
+    packings = _measure_packings("vec", 128, head_size, NumberFormat(dtype))
+    assert all(packing.tokens for packing in packings)
 
 
-def test_a_packing_without_strides_is_read_place_by_place(monkeypatch):
+def test_packing_without_strides_is_read_by_indices(monkeypatch):
     from snapkv_vllm import layouts as cpu
 
     places = torch.randperm(16 * 64, generator=torch.Generator().manual_seed(0))
-    packing = cpu._Packing.of(places, 16, 64)
+    packing = cpu._Packing.build(places, 16, 64)
     assert packing.tokens is None
-    monkeypatch.setattr(cpu, "_packings", lambda *of: (packing, packing))
+    monkeypatch.setattr(cpu, "_measure_packings", lambda *of: (packing, packing))
     keys = torch.randn(2, 3, 16, 64)
     cache = torch.zeros(2, 3, 16, 2 * 64)
     for half in cache.view(2, 3, 32, 64).chunk(2, dim=2):
@@ -253,7 +254,7 @@ def test_a_packing_without_strides_is_read_place_by_place(monkeypatch):
     )
 
 
-def test_custom_logits_processors_are_found_by_name_and_asked_about_requests():
+def test_vllm_finds_the_settings_check_by_name_and_calls_it():
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
@@ -262,9 +263,9 @@ def test_custom_logits_processors_are_found_by_name_and_asked_about_requests():
     )
 
     from snapkv_vllm import ServingSettings
-    from snapkv_vllm.requests import name_of_check
+    from snapkv_vllm.requests import check_name
 
-    name = name_of_check(ServingSettings(budget=512, parameters={"window_size": 48}))
+    name = check_name(ServingSettings(budget=512, parameters={"window_size": 48}))
     validate_logits_processors_parameters([name], SamplingParams())
     wrong = SamplingParams(extra_args={"snapkv_budget": 40})
     with pytest.raises(VLLMValidationError, match="window_size=48"):
@@ -275,16 +276,16 @@ def test_custom_logits_processors_are_found_by_name_and_asked_about_requests():
         ask(wrong)
 
 
-def test_workers_keep_the_logits_processors_of_others():
+def test_workers_keep_other_logits_processors():
     from snapkv_vllm import ServingSettings
-    from snapkv_vllm.requests import name_of_check, without_checks
+    from snapkv_vllm.requests import check_name, remove_checks
 
-    ours = name_of_check(ServingSettings())
-    assert without_checks(["theirs:One", ours, dict]) == ["theirs:One", dict]
-    assert without_checks([ours]) is without_checks(None) is None
+    ours = check_name(ServingSettings())
+    assert remove_checks(["theirs:One", ours, dict]) == ["theirs:One", dict]
+    assert remove_checks([ours]) is remove_checks(None) is None
 
 
-def test_the_plugin_is_found_and_does_nothing_by_itself():
+def test_plugin_is_found_and_changes_nothing_by_itself():
     from importlib.metadata import entry_points
 
     (entry,) = [one for one in entry_points(group="vllm.general_plugins") if one.name == "snapkv"]
@@ -318,7 +319,7 @@ def everything():
     [(OF_FIRST, "v1.worker.gpu.sample"), (OF_SECOND, "v1.sample")],
     ids=["without-the-first-runner", "without-the-second-runner"],
 )
-def test_nothing_of_a_runner_that_is_not_there_is_asked_for(monkeypatch, absent, there):
+def test_plugin_works_if_one_of_vllms_runners_is_missing(monkeypatch, absent, there):
     """Every module of ours is imported again, and a request's settings are checked."""
     kind = part(f"{there}.logits_processor.LogitsProcessor")
     everything()  # vLLM's own worker imports both of its runners
@@ -329,7 +330,7 @@ def test_nothing_of_a_runner_that_is_not_there_is_asked_for(monkeypatch, absent,
         elif name.partition(".")[0] == "snapkv_vllm":
             monkeypatch.delitem(sys.modules, name)
     ours = everything()
-    name = ours.requests.name_of_check(ours.ServingSettings(budget=64))
+    name = ours.requests.check_name(ours.ServingSettings(budget=64))
     check = pkgutil.resolve_name(name)
     assert issubclass(check, kind)
     with pytest.raises(ValueError, match="snapkv_budget"):
@@ -350,18 +351,18 @@ SEAMS = {
     # Attributes of vLLM's objects that are set, by file.
     "runners.py: runner.__class__",
     "runners.py: state.block_ids",
-    "scheduler.py: setattr(EngineCore, ASKED)",
+    "scheduler.py: setattr(EngineCore, SESSIONS_METHOD)",
     "scheduler.py: blocks.allocate_slots",
     "blocks.py: coordinator.cache_blocks",
     "kept_lengths.py: builder.build",
     "heads.py: builder.build",
     "heads.py: impl.forward",
     "heads.py: impl.do_kv_cache_update",
-    "heads.py: alone.num_heads",
-    "heads.py: alone.num_kv_heads",
+    "heads.py: single.num_heads",
+    "heads.py: single.num_kv_heads",
     "layers.py: impl.forward",
     "layers.py: self.wrapped.forward_impl",
-    "front/visits.py: client.generate",
+    "front/request_context.py: client.generate",
     "metric_files.py: values.MmapedDict",
     "front/rendering.py: setattr(renderer, name)",
     "front/rendering.py: setattr(request, XARGS)",
@@ -376,8 +377,8 @@ SEAMS = {
 """Whatever of vLLM the plugin changes, or uses though its name is private; docs/serving.md says
 what needs it, and what vLLM offers in its place."""
 
-OUR_OBJECTS = ("visit", "current()", "history", "turn", "made", "mine", "manager", "held", "found")
-OUR_OBJECTS += ("self._recorder",)
+OUR_OBJECTS = ("context", "current_context()", "history", "turn", "made", "counts", "manager")
+OUR_OBJECTS += ("held", "found", "self._recorder")
 """What names of the source stand for objects of our own."""
 
 PARSED = {"args", "own"}
@@ -413,7 +414,7 @@ def overridden():
                 yield f"{own.__qualname__.partition('.')[0]}.{name}"
 
 
-def test_nothing_of_vllm_is_changed_or_privately_used_that_is_not_listed():
+def test_every_private_part_of_vllm_in_use_is_listed():
     """Another one belongs into the list and into the table of docs/serving.md, with its reason."""
     files = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
     by_file = {f"{name}: {one}" for name, path in files.items() for one in touched(path)}
@@ -422,15 +423,15 @@ def test_nothing_of_vllm_is_changed_or_privately_used_that_is_not_listed():
     assert methods == {one.partition(".")[2] for one in overridden()}
 
 
-def test_the_page_about_serving_says_why_of_each():
+def test_serving_page_explains_every_private_part_in_use():
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
-    table = page.partition("## What it uses of vLLM")[2]
+    table = page.partition("## Which parts of vLLM does it use?")[2]
     for seam in SEAMS:
         name = seam.partition(": ")[2] or seam
         assert f"`{name}`" in table, name
 
 
-def test_a_seam_that_nobody_has_listed_is_found(tmp_path):
+def test_unlisted_use_of_a_private_part_is_found(tmp_path):
     lines = (
         "scheduler.running = []",
         "setattr(request, 'extra', 1)",
@@ -445,18 +446,18 @@ def test_a_seam_that_nobody_has_listed_is_found(tmp_path):
         assert len(list(touched(path))) == 1, line
 
 
-def test_which_runner_it_is_says_the_runner(monkeypatch):
+def test_kind_of_runner_is_found_by_its_methods(monkeypatch):
     """Whose configuration need not know of another kind."""
     from snapkv_vllm import runners
 
     laid = []
     for kind in (runners.CompressingFirstRunner, runners.CompressingSecondRunner):
-        monkeypatch.setattr(kind, "over", classmethod(lambda cls, runner: laid.append(cls)))
-        runners.compress_in(part(LAID_OVER[kind.__name__]))
+        monkeypatch.setattr(kind, "extend", classmethod(lambda cls, runner: laid.append(cls)))
+        runners.extend_runner(part(LAID_OVER[kind.__name__]))
         assert laid.pop() is kind
 
 
-def test_only_the_runner_that_a_worker_has_made_is_changed():
+def test_only_the_given_runner_is_extended():
     from snapkv_vllm.runners import CompressingRunner
 
     class Runner:
@@ -468,7 +469,7 @@ def test_only_the_runner_that_a_worker_has_made_is_changed():
         module = "snapkv_vllm.runners"
         patch.setattr(f"{module}.require_compatible", lambda **parts: None)
         patch.setattr(f"{module}.compression_stopwatch", lambda config, device: None)
-        assert CompressingRunner.over(one) is one
+        assert CompressingRunner.extend(one) is one
     assert isinstance(one, CompressingRunner)
     assert isinstance(one, Runner)
     assert type(other) is Runner

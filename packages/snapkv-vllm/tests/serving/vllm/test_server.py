@@ -21,7 +21,7 @@ from snapkv import default_policy
 from snapkv.errors import SnapKVError
 from snapkv.policies.default import asked_by, by_layer
 from snapkv_app.prompts import Prompt
-from snapkv_vllm.admission.names import ENDPOINTS, SESSIONS_AT
+from snapkv_vllm.admission.names import SESSION_ENDPOINTS, SPAN_ENDPOINTS
 from snapkv_vllm.admission.settings import ServingSettings
 from tests.serving.fuzzing import random_settings
 from tests.serving.vllm.servers import Server
@@ -80,7 +80,7 @@ def wait_until(condition, seconds=120):
         time.sleep(0.5)
 
 
-def test_completions_chat_and_streams_are_served(client, many_ids):
+def test_completions_chats_and_streams_are_served(client, many_ids):
     assert [model.id for model in client.models.list()] == ["demo"]
     whole = answer(client, prompt(many_ids))
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (700, 12)
@@ -99,13 +99,13 @@ def test_completions_chat_and_streams_are_served(client, many_ids):
     assert [len(choice.token_ids) for choice in several.choices] == [12, 12, 12]
 
 
-def test_answers_are_those_of_the_library(client, served, many_ids):
+def test_answers_equal_those_of_the_library(client, served, many_ids):
     ids, policy = prompt(many_ids, 1200), by_layer(default_policy(BUDGET))
     assert answer(client, ids).choices[0].token_ids == served.answer(ids, policy, 12)
 
 
 @pytest.mark.parametrize("question", ["Why?", "Who pays, and when? " * 4, "Who? " * 80], ids=len)
-def test_the_question_of_a_chat_votes_as_in_the_library(client, served, question):
+def test_question_of_a_chat_votes_as_in_the_library(client, served, question):
     from transformers import AutoTokenizer
 
     messages = [{"role": "user", "content": "The tenant pays the rent on the third day. " * 30}]
@@ -120,7 +120,7 @@ def test_the_question_of_a_chat_votes_as_in_the_library(client, served, question
     assert chat.choices[0].token_ids == served.answer(chat.prompt_token_ids, policy, 12)
 
 
-def test_metrics_tell_what_compression_does(server, client, many_ids):
+def test_metrics_count_compressions(server, client, many_ids):
     def counts():
         return [
             server.metric("snapkv:prompt_tokens_seen_total", model_name="demo", engine="0"),
@@ -142,7 +142,7 @@ def test_metrics_tell_what_compression_does(server, client, many_ids):
     assert 0 < server.metric("snapkv:compression_seconds_sum") < 60
 
 
-def test_no_process_maps_the_files_of_metrics(server):
+def test_no_process_maps_files_of_metrics(server):
     """A mapped file ends its process when the disk is full."""
     server.get("/metrics")
     parent = psutil.Process(server.process.pid)
@@ -166,11 +166,11 @@ BODIES = {
 }
 MISTAKES = {
     "expected more than window_size=16": {"vllm_xargs": {"snapkv_budget": 3}},
-    "expected inside vllm_xargs": {"snapkv_budget": 64},
-    "write snapkv_budget": {"vllm_xargs": {"budget": 64}},
-    "snapkv_document: expected one of": {"vllm_xargs": {"snapkv_document": "nowhere"}},
+    "the setting is ignored outside vllm_xargs": {"snapkv_budget": 64},
+    "Write snapkv_budget": {"vllm_xargs": {"budget": 64}},
+    "snapkv_document: this setting does not exist": {"vllm_xargs": {"snapkv_document": "nowhere"}},
 }
-BEYOND = {"/v1/completions": "one prompt"}  # of two, spans of which belong to neither
+BEYOND = {"/v1/completions": "a single prompt"}  # of two, spans of which belong to neither
 
 
 def forget(server, session):
@@ -185,12 +185,12 @@ def forget(server, session):
 
 def is_chat(path):
     """Whether a body of `BODIES` leaves a history there: others have not a block of tokens."""
-    return path in SESSIONS_AT and path != "/v1/completions"
+    return path in SESSION_ENDPOINTS and path != "/v1/completions"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", BODIES)
-def test_every_endpoint_refuses_before_it_answers(server, path, stream):
+def test_every_endpoint_refuses_before_its_response_begins(server, path, stream):
     refused = server.metric("snapkv:refusals_total", status="400")
     for words, mistake in MISTAKES.items():
         status, said = server.post(path, BODIES[path] | {"stream": stream} | mistake)
@@ -199,13 +199,14 @@ def test_every_endpoint_refuses_before_it_answers(server, path, stream):
     assert counted == len(MISTAKES)
     for hint in ({"agent_hint": {"session_id": "short"}}, {"session_id": "short"}):
         status, said = server.post(path, BODIES[path] | {"stream": stream} | hint)
-        is_refused = "session_id: expected it at /v1/completions" in said
-        assert (status, is_refused) == ((200, False) if path in SESSIONS_AT else (400, True)), said
+        is_refused = "ignores this setting. Send the request to /v1/completions" in said
+        right = (200, False) if path in SESSION_ENDPOINTS else (400, True)
+        assert (status, is_refused) == right, said
     assert forget(server, "short") == (204 if is_chat(path) else 404)
     beyond = {"snapkv_spans": [{"start": 0, "end": 999, "do": "drop"}]}
     status, said = server.post(path, BODIES[path] | {"stream": stream} | beyond)
-    words = "it at /v1/completions" if path not in ENDPOINTS else BEYOND.get(path, "an end of at")
-    assert (status, f"snapkv_spans: expected {words}" in said) == (400, True), said
+    words = BEYOND.get(path, "an end") if path in SPAN_ENDPOINTS else "ignores this setting"
+    assert (status, "snapkv_spans: " in said and words in said) == (400, True), said
     if not (path.endswith("batch") and stream):
         right = {"stream": stream, "vllm_xargs": {"snapkv_budget": 64}}
         status, said = server.post(path, BODIES[path] | right)
@@ -230,7 +231,7 @@ MALFORMED = (
 )
 
 
-def test_malformed_requests_are_refused_and_hurt_nobody(server, client, many_ids):
+def test_malformed_requests_are_refused_without_harm_to_others(server, client, many_ids):
     for body in MALFORMED:
         request = urllib.request.Request(
             f"{server.url}/v1/completions", body, {"Content-Type": "application/json"}
@@ -241,7 +242,7 @@ def test_malformed_requests_are_refused_and_hurt_nobody(server, client, many_ids
     assert answer(client, prompt(many_ids, tokens=200)).usage.completion_tokens == 12
 
 
-def test_many_clients_at_once_get_what_each_gets_alone(client, many_ids):
+def test_concurrent_clients_get_the_same_answers_as_alone(client, many_ids):
     prompts = [prompt(many_ids, 400 * n, 300 + 60 * n) for n in range(6)]
     settings = [own(), own(budget=0), own(budget=200), own(kernel_size=5), own(), own()]
 
@@ -274,7 +275,7 @@ def test_disconnected_clients_free_their_blocks(server, client, many_ids):
     assert answer(client, prompt(many_ids, tokens=200)).usage.completion_tokens == 12
 
 
-def test_the_client_of_the_examples_is_answered_from_compressed_prompts(server):
+def test_example_client_is_answered_from_compressed_prompts(server):
     before = server.metric("snapkv:requests_total", outcome="compressed")
     command = [sys.executable, str(ROOT / "examples" / "chat_client.py"), f"{server.url}/v1"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -297,7 +298,7 @@ def timed(server, prompt, settings, *, stream=False):
 
 def expected_status(settings):
     try:
-        SETTINGS.for_request(json.loads(json.dumps(settings)))
+        SETTINGS.policy_for_request(json.loads(json.dumps(settings)))
     except SnapKVError:
         return 400
     return 200
@@ -314,7 +315,7 @@ def drawn(draw, cases):
 
 
 @pytest.mark.parametrize("cases", [60, pytest.param(1000, marks=pytest.mark.slow)])
-def test_any_settings_are_answered_in_ordinary_time_or_refused(server, many_ids, cases):
+def test_random_settings_are_answered_in_normal_time_or_refused(server, many_ids, cases):
     draw = random.Random(cases)
 
     def some():
@@ -342,7 +343,7 @@ def test_any_settings_are_answered_in_ordinary_time_or_refused(server, many_ids,
 # One text and many questions.
 
 
-def test_questions_about_one_text_read_it_once_and_are_answered_as_each_alone(client):
+def test_questions_compute_their_text_once_and_answer_as_each_alone(client):
     """A salt of its own lets a request find nothing in the cache: it is as if it came alone."""
     text = "On the third day of the month the tenant pays the rent. " * 60  # begins like no other's
     questions = [
@@ -374,7 +375,7 @@ def dashboard():
     return json.loads((ROOT / "deploy/grafana.json").read_text(encoding="utf-8"))
 
 
-def test_every_metric_of_the_dashboard_is_there(server, client, many_ids):
+def test_every_metric_of_the_dashboard_exists(server, client, many_ids):
     answer(client, prompt(many_ids, 123))
     there = {
         line.split("{")[0].split(" ")[0]
@@ -390,7 +391,7 @@ def test_every_metric_of_the_dashboard_is_there(server, client, many_ids):
             assert asked <= there, target["expr"]
 
 
-def test_an_agents_loop_goes_on_from_its_history(server, client):
+def test_agent_loop_continues_from_its_history(server, client):
     """The last one: its history stays in the cache."""
     more = {"agent_hint": {"session_id": "run"}}
     messages = [{"role": "user", "content": "Look for the word. " * 20}]

@@ -10,7 +10,7 @@ from snapkv.policies.default import asked_by, by_layer
 from snapkv.validation import DEFAULT, SMALL_WINDOW
 from snapkv_vllm import Sessions
 from snapkv_vllm.admission.names import PREFIX, SESSION
-from snapkv_vllm.admission.spans import NAME
+from snapkv_vllm.admission.spans import SPANS_FIELD
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import generated, ids_of
@@ -38,7 +38,7 @@ def own(name, **more):
 
 def reused(engine):
     """How many tokens of histories have not been read again."""
-    return int(engine.scheduler.sessions._metrics.of("session_tokens_not_read")._value.get())
+    return int(engine.scheduler.sessions._metrics.get("session_tokens_not_read")._value.get())
 
 
 def forget(engine):
@@ -49,7 +49,7 @@ def forget(engine):
     assert not engine.runner._compressor.positions._noted
 
 
-def test_every_turn_answers_as_one_cache_of_the_library(engine, small):
+def test_every_turn_answers_as_a_compressing_cache_of_the_library(engine, small):
     """Turns short and long, answers too; of each the question votes, where it is known."""
     draw = random.Random(1)
     policy = by_layer(default_policy(BUDGET))
@@ -123,7 +123,7 @@ def agents_turns(seed, turns=TURNS):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_results_that_stood_whole_are_dropped_later_without_reading_again(engine, small, seed):
+def test_protected_results_are_dropped_later_without_recomputation(engine, small, seed):
     """All but the last two results go, each at the end of the turn that no longer asks for it."""
     ids, results, plain, turns = [], [], Plain(small.model), 0
     before, requests = reused(engine), went_on(engine)
@@ -133,7 +133,7 @@ def test_results_that_stood_whole_are_dropped_later_without_reading_again(engine
         gone = results[:-2]
         said = [{"start": a, "end": b, "do": "drop"} for a, b in gone]
         said += [{"start": a, "end": b, "do": "protect"} for a, b in results[-2:]]
-        args = own("two", snapkv_budget=0, **{NAME: said})
+        args = own("two", snapkv_budget=0, **{SPANS_FIELD: said})
         (found,) = engine.answers([ids], greedy(tokens, extra_args=args))
         assert found == plain.answer(ids, gone, tokens), turns
         ids += found
@@ -144,10 +144,10 @@ def test_results_that_stood_whole_are_dropped_later_without_reading_again(engine
 
 
 def went_on(engine):
-    return int(engine.scheduler.sessions._metrics.of("session_requests")._value.get())
+    return int(engine.scheduler.sessions._metrics.get("session_requests")._value.get())
 
 
-def test_votes_choose_among_the_rest_while_results_stay_whole_and_go_whole(engine):
+def test_results_are_protected_and_dropped_as_whole_spans(engine):
     ids, results = [], []
     requests = went_on(engine)
     for turn, (texts, (start, end), _) in enumerate(agents_turns(5)):
@@ -155,7 +155,7 @@ def test_votes_choose_among_the_rest_while_results_stay_whole_and_go_whole(engin
         ids += texts
         said = [{"start": a, "end": b, "do": "drop"} for a, b in results[:-1]]
         said += [{"start": a, "end": b, "do": "protect"} for a, b in results[-1:]]
-        args = own("three", snapkv_budget=128, **{NAME: said})
+        args = own("three", snapkv_budget=128, **{SPANS_FIELD: said})
         (found,) = engine.answers([ids], greedy(12, extra_args=args))
         assert_spans(engine, results, ids, turn)
         ids += found
@@ -177,7 +177,7 @@ def assert_spans(engine, results, ids, turn):
             assert set(range(len(ids) - SMALL_WINDOW, len(ids))) <= set(head)
 
 
-def test_what_a_request_wants_whole_is_read_again_where_votes_have_chosen(engine):
+def test_tokens_that_must_be_kept_are_recomputed_if_they_were_dropped(engine):
     """All of its prompt, or its first tokens; then the history that was left so serves others."""
     first = ids_of(300, seed=11)
     longer = [*first, *ids_of(60, seed=12)]
@@ -194,11 +194,11 @@ def test_what_a_request_wants_whole_is_read_again_where_votes_have_chosen(engine
         forget(engine)
 
 
-def test_another_history_other_spans_and_other_sessions_are_read_as_usual(engine):
+def test_requests_that_do_not_match_a_history_are_computed_as_usual(engine):
     first, requests = ids_of(300, seed=1), went_on(engine)
     engine.answers([first], greedy(4, extra_args=own("four")))
     changed = [*first[:50], first[50] + 1, *first[51:], *ids_of(20, seed=2)]
-    named = {NAME: [{"start": 10, "end": 60, "do": "drop"}]}
+    named = {SPANS_FIELD: [{"start": 10, "end": 60, "do": "drop"}]}
     longer = [*first, *ids_of(20, seed=3)]
     for ids, args in (
         (changed, own("four")),

@@ -7,7 +7,7 @@ import pytest
 
 from snapkv_vllm import Sessions
 from snapkv_vllm.admission.names import PREFIX, SESSION
-from snapkv_vllm.admission.spans import NAME
+from snapkv_vllm.admission.spans import SPANS_FIELD
 from tests.serving.vllm.test_accounting import (
     PAGE,
     TOKEN_BYTES,
@@ -29,7 +29,7 @@ def held_blocks(held):
 
 
 def went_on(held):
-    return held._metrics.of("session_requests")._value.get()
+    return held._metrics.get("session_requests")._value.get()
 
 
 @dataclass
@@ -52,16 +52,14 @@ class Session:
             self.ids[draw.randrange(len(self.ids))] = 91
         said = [{"start": a, "end": b, "do": "drop"} for a, b in self.results[:-1]]
         said += [{"start": a, "end": b, "do": "protect"} for a, b in self.results[-1:]]
-        spans = {NAME: said} if self.budget % 2 == 0 else {}
+        spans = {SPANS_FIELD: said} if self.budget % 2 == 0 else {}
         return {PREFIX + SESSION: self.name, "snapkv_budget": self.budget, **spans}
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
-    config, caching, ahead, seed
-):
+def test_every_request_reads_its_history_and_all_blocks_are_freed(config, caching, ahead, seed):
     """Turns come while others are answered, are aborted and preempted; histories have no room."""
     draw = random.Random(seed)
     running = simulation(config, caching=caching, ahead=ahead)
@@ -86,7 +84,7 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
         if draw.random() < 0.1:
             running.abort(draw)
         assert held_blocks(held) <= MOST_BLOCKS
-        assert not set(held.forgotten()) & {history.first_block for history in held._held}
+        assert not set(held.pop_forgotten()) & {history.first_block for history in held._held}
     running.finish()
     assert went_on(held) - before > 10
     assert running.preempted > 0
@@ -95,7 +93,7 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
     assert pool.get_num_free_blocks() == free
     assert not any((held._held, held._turns, scheduler._plans))
     for manager in scheduler._blocks._managers.values():
-        assert not any((manager.dropped_tokens, manager._reuses, +manager._reusable))
+        assert not any((manager.dropped_tokens, manager._begun_with_history, +manager._pins))
 
 
 # Who waits, and whose histories go.
@@ -138,7 +136,7 @@ def finished_at(running, asks, each_step):
 
 
 @pytest.mark.parametrize(("caching", "ahead"), [(False, 1), (True, 0)], ids=str)
-def test_nobody_waits_longer_for_new_sessions_than_without_any(large, without, caching, ahead):
+def test_new_sessions_delay_no_request(large, without, caching, ahead):
     """As many of one token and of a few blocks as would fill the pool, and long ones behind."""
     draw = random.Random(1)
     asks = {f"r{n}": asked(draw, n, whose=draw.choice("ab")) for n in range(3 * POOL)}
@@ -150,7 +148,7 @@ def test_nobody_waits_longer_for_new_sessions_than_without_any(large, without, c
     held = running.scheduler.sessions
     assert len(ends) == len(asks)
     assert 0 < held_blocks(held) <= POOL // 4
-    assert running.scheduler._metrics.of("standstills")._value.get() == 0
+    assert running.scheduler._metrics.get("standstills")._value.get() == 0
 
 
 def turn(running, name, session, ids=(1, 2, 3, 4, 5), budget=0):
@@ -161,14 +159,14 @@ def turn(running, name, session, ids=(1, 2, 3, 4, 5), budget=0):
         running.step()
 
 
-def test_one_key_does_not_evict_anothers_histories_within_its_share(large, monkeypatch):
+def test_api_key_does_not_evict_histories_within_the_share_of_another(large, monkeypatch):
     """Neither by blocks nor by their number."""
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     held = running.scheduler.sessions
     for number in range(3):
         turn(running, f"mine{number}", f"mine/{number}")
     for most in (POOL // 4, 20):
-        monkeypatch.setattr("snapkv_vllm.sessions._MOST_HISTORIES", most)
+        monkeypatch.setattr("snapkv_vllm.sessions._MAX_HISTORIES", most)
         for number in range(2 * most):
             turn(running, f"r{most}{number}", f"flood/{most}{number}")
         owners = [one.owner[0] for one in held._held]
@@ -177,7 +175,7 @@ def test_one_key_does_not_evict_anothers_histories_within_its_share(large, monke
         assert owners[-1] == f"flood/{most}{2 * most - 1}"
 
 
-def test_a_turn_that_is_tried_again_replaces_what_it_left(large):
+def test_repeated_turn_replaces_its_own_history(large):
     """Also where it was compressed at its end, so that it cannot go on from that."""
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     held, text = running.scheduler.sessions, range(1, 31)
@@ -196,30 +194,30 @@ def test_sessions_are_listed_and_deleted(large):
     turn(running, "r0", "a/one", text, budget=12)
     turn(running, "r1", "a/two", text)
     turn(running, "r2", "b/one", text)
-    one, two = held.listed("a/")
+    one, two = held.list_sessions("a/")
     assert (one["session"], one["tokens"], one["kept_tokens"]) == ("one", 30, 12)
     assert (two["session"], two["tokens"], two["kept_tokens"]) == ("two", 28, 28)
     assert one["bytes"] == 3 * PAGE * TOKEN_BYTES
-    assert held.deleted("a/three") == {"histories": 0, "requests": 0}
+    assert held.delete_session("a/three") == {"histories": 0, "requests": 0}
     own = {PREFIX + SESSION: "a/one", "snapkv_budget": 12}
     running.send("r3", range(1, 40), 1, own)
-    assert held.deleted("a/one") == {"histories": 1, "requests": 1}
+    assert held.delete_session("a/one") == {"histories": 1, "requests": 1}
     running.finish()
     for name in ("a/one", "a/two", "b/one"):
-        assert held.deleted(name) == {"histories": 1, "requests": 0}
+        assert held.delete_session(name) == {"histories": 1, "requests": 0}
     assert pool.get_num_free_blocks() == free
     assert not held._held
 
 
-def test_who_waits_because_histories_pin_blocks_is_counted_and_logged(large, caplog):
+def test_request_that_waits_for_pinned_blocks_is_counted_and_logged(large, caplog):
     """A request that goes on from half of a history pins the rest of it."""
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     scheduler = running.scheduler
     held, pool, series = scheduler.sessions, scheduler.kv_cache_manager.block_pool, {}
     turn(running, "r0", "a/one", range(1, 41))
     for name in ("idle", "pinned"):
-        series[name] = held._metrics.of("session_blocks", state=name)._value
-    waits = held._metrics.of("session_waits")._value
+        series[name] = held._metrics.get("session_blocks", state=name)._value
+    waits = held._metrics.get("session_waits")._value
     assert (series["idle"].get(), series["pinned"].get()) == (10, 0)
     branch = [*range(1, 21), *range(60, 80)]
     running.send("r1", branch, 4, {PREFIX + SESSION: "a/one", "snapkv_budget": 0})
@@ -231,33 +229,33 @@ def test_who_waits_because_histories_pin_blocks_is_counted_and_logged(large, cap
         for _ in range(2):
             running.step()
     assert waits.get() == before + 1
-    said = "Request r2 waits for blocks; histories of sessions in use pin 5"
+    said = "Request r2 waits for blocks while histories of other requests pin 5 blocks"
     assert caplog.messages.count(said) == 1
     pool.free_blocks(taken)
     running.finish()
     assert series["pinned"].get() == 0
 
 
-def test_a_history_too_short_to_begin_with_is_not_held(large):
+def test_history_that_is_too_short_is_not_stored(large):
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     turn(running, "r", "a/one", [1])
     assert not running.scheduler.sessions._held
 
 
-def test_a_queue_that_cannot_move_is_logged_and_counted_once(large, monkeypatch):
+def test_standstill_is_logged_and_counted_once(large, monkeypatch):
     from snapkv_vllm import scheduler as module
 
     running, said = simulation(large, caching=False, ahead=0, full_blocks=POOL), []
     monkeypatch.setattr(module.logger, "error", lambda text, *parts: said.append(text % parts))
     pool, count = running.scheduler.kv_cache_manager.block_pool, running.scheduler._metrics
-    before = count.of("standstills")._value.get()
+    before = count.get("standstills")._value.get()
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
     running.send("r", [1] * 9, 1, {})
     for _ in range(3):
         running.step()
-    assert count.of("standstills")._value.get() == before + 1
+    assert count.get("standstills")._value.get() == before + 1
     assert said == [
-        "No request can go on: r waits for blocks, 1 of 120 are free, and none is running"
+        "No request can continue: r waits for blocks, 1 of 120 are free, none is running"
     ]
     pool.free_blocks(taken)
     running.finish()

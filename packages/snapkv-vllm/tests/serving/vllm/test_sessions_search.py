@@ -8,7 +8,7 @@ from snapkv.policies.spans import Spans
 from snapkv_vllm import Sessions
 from snapkv_vllm.admission.names import PREFIX, SESSION
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.admission.spans import NAME
+from snapkv_vllm.admission.spans import SPANS_FIELD
 from snapkv_vllm.histories import DigestedTokens
 from tests.serving.vllm.test_accounting import engine_config, simulation
 from tests.serving.vllm.test_sessions_accounting import turn
@@ -30,13 +30,13 @@ def running(config, monkeypatch):
 @pytest.fixture
 def plans(monkeypatch):
     """The plans that are made of turns, each by how many tokens are held at its end."""
-    made, plan_of_turn = [], ServingSettings.plan_of_turn
+    made, plan_turn = [], ServingSettings.plan_turn
 
     def counted(self, given, held_tokens, spans, **options):
         made.append(held_tokens)
-        return plan_of_turn(self, given, held_tokens, spans, **options)
+        return plan_turn(self, given, held_tokens, spans, **options)
 
-    monkeypatch.setattr(ServingSettings, "plan_of_turn", counted)
+    monkeypatch.setattr(ServingSettings, "plan_turn", counted)
     return made
 
 
@@ -60,12 +60,13 @@ def found_plainly(held, turn):
     tokens, longest = len(turn.prompt), 0
     for history in held._held:
         at = history.compressed
-        left = at.left(turn.spans, turn.whole) if history.owner == turn.owner else None
+        is_own = history.owner == turn.owner
+        left = at.remaining_edits(turn.spans, turn.protected) if is_own else None
         if left is None:
             continue
-        plan = held._settings.plan_of_turn(turn.given, tokens - at.dropped_tokens, left)
-        ends = plan.next(0, 0)
-        voters = 0 if ends is None else max(1, ends.choice.query_tokens)
+        plan = held._settings.plan_turn(turn.extra_args, tokens - at.dropped_tokens, left)
+        ends = plan.next_compression(0, 0)
+        voters = 0 if ends is None else max(1, ends.selector.query_tokens)
         if tokens - voters < at.tokens:
             voters = 1
         most = tokens - max(1, voters)
@@ -81,19 +82,19 @@ def drawn(draw, texts):
 
 
 def history_of(draw, texts, owner):
-    from snapkv_vllm.histories import Compressed, History
+    from snapkv_vllm.histories import CompressedPrefix, History
 
     ids = drawn(draw, texts)
     seen = draw.choice([0, draw.randrange(1, len(ids) + 1)])
     drop = Spans(((2, 4),)) if draw.random() < 0.2 and seen > 4 else Spans(())
-    compressed = Compressed(tokens=seen, kept_tokens=draw.randrange(seen + 1), drop=drop)
+    compressed = CompressedPrefix(tokens=seen, kept_tokens=draw.randrange(seen + 1), drop=drop)
     requests = {"another"} if draw.random() < 0.3 else set()
-    tokens = DigestedTokens.of(ids)
+    tokens = DigestedTokens.from_ids(ids)
     return History(owner=owner, prompt=b"", tokens=tokens, compressed=compressed, requests=requests)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_history_is_as_good_as_that_of_a_plain_search(running, seed):
+def test_chosen_history_is_as_good_as_in_a_plain_search(running, seed):
     """Histories with common beginnings, compressed or not, in use or not, of two sessions."""
     draw, held = random.Random(seed), running.scheduler.sessions
     texts = [[draw.randrange(1, 4) for _ in range(40)] for _ in range(2)]
@@ -103,11 +104,11 @@ def test_the_history_is_as_good_as_that_of_a_plain_search(running, seed):
         held._held = [history_of(draw, texts, draw.choice(owners)) for _ in range(12)]
         ids = drawn(draw, texts)
         spans = [{"start": 2, "end": 4, "do": "drop"}] if len(ids) > 5 and number % 3 == 0 else []
-        own = {PREFIX + SESSION: "a/1", "snapkv_budget": draw.choice([0, 12]), NAME: spans}
+        own = {PREFIX + SESSION: "a/1", "snapkv_budget": draw.choice([0, 12]), SPANS_FIELD: spans}
         running.send("r", ids, 1, own)
         turn = held._turns["r"]
         expected = found_plainly(held, turn)
-        held._go_on(turn)
+        held._choose_history(turn)
         assert turn.plan.prefix_tokens == expected
         if turn.history is not None:
             went_on += 1
@@ -121,34 +122,35 @@ def test_the_history_is_as_good_as_that_of_a_plain_search(running, seed):
 
 
 @pytest.mark.parametrize("does_begin", [True, False], ids=["branches", "others"])
-def test_few_of_many_histories_are_planned_with(running, plans, does_begin):
+def test_few_of_many_histories_are_planned(running, plans, does_begin):
     """Whether they begin like the prompt and end otherwise, or are other texts."""
-    from snapkv_vllm.histories import Compressed, History
+    from snapkv_vllm.histories import CompressedPrefix, History
 
     held, text = running.scheduler.sessions, list(range(1, 61))
     held._held = [
         History(
             owner=("a/1", "", ""),
             prompt=b"",
-            tokens=DigestedTokens.of([*(text if does_begin else text[::-1]), number]),
-            compressed=Compressed(),
+            tokens=DigestedTokens.from_ids([*(text if does_begin else text[::-1]), number]),
+            compressed=CompressedPrefix(),
         )
         for number in range(512)
     ]
     running.send("r", [*text, 90, 91, 92], 1, {PREFIX + SESSION: "a/1", "snapkv_budget": 0})
     plans.clear()
-    held._go_on(held._turns["r"])
+    held._choose_history(held._turns["r"])
     assert held._turns["r"].plan.prefix_tokens == (60 if does_begin else 0)
     assert len(plans) <= 1
 
 
-def test_a_request_that_waits_looks_again_only_when_its_session_has_changed(running, monkeypatch):
+def test_waiting_request_searches_again_only_after_its_session_changed(running, monkeypatch):
     held, pool = running.scheduler.sessions, running.scheduler.kv_cache_manager.block_pool
-    looks, go_on = [], held._go_on
-    monkeypatch.setattr(held, "_go_on", lambda turn: (looks.append(turn.owner[0]), go_on(turn)))
+    looks, choose = [], held._choose_history
+    search = "_choose_history"
+    monkeypatch.setattr(held, search, lambda turn: (looks.append(turn.owner[0]), choose(turn)))
     turn(running, "before", "a/one", range(1, 31))
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 2)
-    monkeypatch.setattr(held, "give_back", lambda: False)
+    monkeypatch.setattr(held, "evict_least_recent", lambda: False)
     own = {PREFIX + SESSION: "a/one", "snapkv_budget": 0}
     running.send("r", range(40, 80), 1, own)
     looks.clear()
@@ -156,10 +158,11 @@ def test_a_request_that_waits_looks_again_only_when_its_session_has_changed(runn
         running.step()
     assert looks == ["a/one"]
     turns = held._turns["r"]
-    held._note_change(("a/two", "", ""))
+    held._reset_searches(("a/two", "", ""))
     running.step()
     assert looks == ["a/one"]
-    assert held.deleted("a/one") == {"histories": 1, "requests": 1}  # refused: one is under way
+    # It is refused, because one request is running.
+    assert held.delete_session("a/one") == {"histories": 1, "requests": 1}
     held._forget(held._held[0])
     running.step()
     assert looks == ["a/one", "a/one"]
@@ -168,11 +171,9 @@ def test_a_request_that_waits_looks_again_only_when_its_session_has_changed(runn
     running.finish()
 
 
-def test_a_name_has_a_bounded_number_of_histories_and_its_least_recently_used_one_goes(
-    running, monkeypatch
-):
+def test_session_evicts_its_least_recently_used_history_at_the_limit(running, monkeypatch):
     """Others keep theirs; where all of a name are in use, the new one is not held."""
-    monkeypatch.setattr("snapkv_vllm.sessions._MOST_OF_A_NAME", 3)
+    monkeypatch.setattr("snapkv_vllm.sessions._MAX_HISTORIES_PER_SESSION", 3)
     held = running.scheduler.sessions
     turn(running, "other", "a/two")
     for number in range(5):

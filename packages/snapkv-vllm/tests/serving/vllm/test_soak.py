@@ -25,7 +25,7 @@ def test_answers_do_not_depend_on_load(tmp_path, server):
 
 
 @pytest.mark.slow
-def test_minutes_of_random_work_leave_no_memory_behind(tmp_path):
+def test_random_work_leaks_no_memory(tmp_path):
     model = soak.model(tmp_path)
     before = None
     for seed in range(6):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, FullCache, SnapKV
-from snapkv_vllm.admission.spans import NAME
+from snapkv_vllm.admission.spans import SPANS_FIELD
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 
@@ -43,7 +43,7 @@ class Asked:
     def sampling(self):
         entries = [{"start": a, "end": b, "do": "drop"} for a, b in self.drop]
         entries += [{"start": a, "end": b, "do": "protect"} for a, b in self.protect]
-        own = {"snapkv_budget": self.budget, "snapkv_window_size": WINDOW, NAME: entries}
+        own = {"snapkv_budget": self.budget, "snapkv_window_size": WINDOW, SPANS_FIELD: entries}
         return greedy(12, extra_args=own)
 
 
@@ -115,7 +115,7 @@ def engine(small, request):
         yield running
 
 
-def test_answers_are_those_of_the_library_with_what_is_dropped_masked(engine, small):
+def test_answers_equal_those_of_the_library_with_dropped_spans_masked(engine, small):
     draw = random.Random(int(engine.scheduler.cache_config.enable_prefix_caching))
     asked = [Asked.random(draw) for _ in range(ROUNDS)]
     names = {engine.start([one.ids], one.sampling)[0]: one for one in asked}
@@ -128,10 +128,10 @@ def test_answers_are_those_of_the_library_with_what_is_dropped_masked(engine, sm
     engine.require_empty()
 
 
-def test_what_is_kept_is_counted_and_frees_blocks(engine):
+def test_kept_tokens_of_spans_are_counted_and_blocks_are_freed(engine):
     ids = ids_of(300)
     entries = [{"start": 10, "end": 260, "do": "drop"}]
-    own = {"snapkv_budget": 0, NAME: entries}
+    own = {"snapkv_budget": 0, SPANS_FIELD: entries}
     with engine.watching() as watched:
         engine.answers([ids], greedy(4, extra_args=own))
     assert watched.blocks_held == [[2]]
@@ -139,11 +139,11 @@ def test_what_is_kept_is_counted_and_frees_blocks(engine):
         assert kept[0, 0].tolist() == [*range(10), *range(260, 300)]
 
 
-def test_a_span_keeps_the_best_of_its_own(engine, small):
+def test_compressed_span_keeps_its_own_best_tokens(engine, small):
     """What stays of it is what `SnapKV` keeps with all else protected; under no budget for all."""
     ids, span, stays = ids_of(200), (20, 150), 30
     entries = [{"start": 20, "end": 150, "do": "compress", "budget": stays}]
-    own = {"snapkv_budget": 0, "snapkv_window_size": WINDOW, NAME: entries}
+    own = {"snapkv_budget": 0, "snapkv_window_size": WINDOW, SPANS_FIELD: entries}
     with engine.watching() as watched:
         engine.answers([ids], greedy(4, extra_args=own))
     outside = [(0, span[0]), (span[1], 200 - WINDOW)]
@@ -155,7 +155,7 @@ def test_a_span_keeps_the_best_of_its_own(engine, small):
         assert found.tolist() == cache.kept_positions(layer).tolist()
 
 
-def test_two_compressed_spans_and_others_under_one_budget(engine):
+def test_compressed_dropped_and_protected_spans_share_a_request(engine):
     ids = ids_of(300)
     entries = [
         {"start": 20, "end": 100, "do": "compress", "budget": 9},
@@ -163,7 +163,7 @@ def test_two_compressed_spans_and_others_under_one_budget(engine):
         {"start": 130, "end": 200, "do": "compress", "budget": 5},
         {"start": 250, "end": 296, "do": "drop"},
     ]
-    own = {"snapkv_budget": 64, "snapkv_window_size": WINDOW, NAME: entries}
+    own = {"snapkv_budget": 64, "snapkv_window_size": WINDOW, SPANS_FIELD: entries}
     with engine.watching() as watched:
         engine.answers([ids], greedy(4, extra_args=own))
     for found in watched.of(ids):
@@ -179,7 +179,7 @@ SPANS = ((20, 100), (100, 120), (130, 200), (250, 296))
 @pytest.mark.parametrize(
     "span", [(0, 300), (290, 301), (400, 500)], ids=["the last token", "its end", "beyond"]
 )
-def test_spans_beyond_a_prompt_end_the_request_and_drop_nothing(engine, span):
+def test_spans_beyond_the_prompt_end_the_request_and_drop_nothing(engine, span):
     asked = Asked(300, 0, 64, (span,), ())
     alone = engine.answers([asked.ids], replace(asked, drop=()).sampling)
     (output,) = engine.outputs([asked.ids], asked.sampling)

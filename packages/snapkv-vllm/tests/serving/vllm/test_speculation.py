@@ -66,7 +66,7 @@ def count_drafts(engine):
     return counted
 
 
-def test_answers_are_those_without_drafts(engine, small):
+def test_answers_equal_those_without_drafts(engine, small):
     """Texts that repeat themselves, the last one whole, in a pool that is too small for all."""
     budgets = [BUDGET] * 4 + [0]
     policies = [engine.policy(budget) if budget else SnapKV(512) for budget in budgets]
@@ -83,7 +83,9 @@ def test_answers_are_those_without_drafts(engine, small):
     engine.require_empty()
 
 
-def test_a_last_piece_as_long_as_a_step_with_drafts(engine, small, second_runner):
+def test_last_chunk_as_long_as_a_step_with_drafts_is_compressed_correctly(
+    engine, small, second_runner
+):
     """A prompt whose last four tokens vLLM takes for one token and its three drafts."""
     prompt = ids_of(2 * CHUNK + 4, seed=1)
     with steps_of(engine, second_runner) as steps:
