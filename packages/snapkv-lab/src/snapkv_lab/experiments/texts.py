@@ -11,7 +11,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache, FullCache
-from snapkv.policies import EvictingPolicy
+from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.base import ALL_QUERIES
+from snapkv_app.models import LoadedModel
 from snapkv_app.observing import RecordedPrompt, RecordingPolicy
 from snapkv_lab.evaluate.corpora import Question, load_corpus
 from snapkv_lab.evaluate.haystack import (
@@ -35,7 +36,7 @@ from snapkv_lab.evaluate.haystack import (
 )
 from snapkv_lab.evaluate.tasks.lines import Lines
 from snapkv_lab.evaluate.tasks.rag import phrase_questions, phrase_sample
-from snapkv_lab.experiments.prompts import quoted_document, stretch
+from snapkv_lab.experiments.prompts import quoted_document, read_prompt_twice, stretch
 from snapkv_lab.rows import Row
 
 SEED = 7
@@ -258,12 +259,24 @@ class ReadText:
         return RecordedPrompt(model=self._model, layers=layers, last_logits=logits)
 
 
-class AskedPrompt(NamedTuple):
-    """A prompt that is compressed, its tokens, (1, T) int64, and the cases whose answers follow."""
+@dataclass(frozen=True)
+class AskedPrompt:
+    """A prompt to compress, its tokens, (1, T) int64, and the cases whose answers follow it."""
 
     prompt: RecordedPrompt
     ids: Tensor
     cases: Sequence[TextQuestion]
+    _read_twice: dict[object, RecordedPrompt] = field(default_factory=dict)
+
+    def read_for(self, policy: Policy, loaded: LoadedModel) -> RecordedPrompt:
+        """Return the prompt as the policy wants it read; a second reading is made only once."""
+        if not policy.needs_reconstruction_pass:
+            return self.prompt
+        if policy.needs not in self._read_twice:
+            self._read_twice[policy.needs] = read_prompt_twice(
+                loaded.model, loaded.tokenizer, self.ids[0].tolist(), policy
+            )
+        return self._read_twice[policy.needs]
 
 
 def asked_of(read: ReadText, text: QuestionedText, setting: str) -> Iterator[AskedPrompt]:
@@ -389,7 +402,3 @@ def right_of(answers: Iterable[Row]) -> Count:
 def loss_above(answers: Iterable[Row]) -> float:
     pairs = ((row["nll"], row["of"]["full"]["nll"]) for row in answers)
     return fmean(own - full for own, full in pairs if full is not None)
-
-
-def right_and_loss(answers: Sequence[Row]) -> str:
-    return f"{right_of(answers)}, {loss_above(answers):+.2f}"

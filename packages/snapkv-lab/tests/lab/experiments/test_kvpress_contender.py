@@ -11,8 +11,8 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.kvpress_names import instead_of
 from snapkv_app.models import LoadedModel
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
-from snapkv_lab.experiments.peers import Answers, Ours, Theirs
 from snapkv_lab.experiments.texts import AskedPrompt, ReadText, TextQuestion
+from snapkv_lab.experiments.ways import Answers, Ours, Theirs
 from tests.families import random_ids, tiny_model
 from tests.test_pages import migrations
 

@@ -63,19 +63,20 @@ def names_inside(policy):
 
 
 def test_every_method_whose_size_a_budget_sets_takes_part():
-    contenders = [made(64) for own in methods.METHODS_OF.values() for made in own.values()]
+    contenders = [way.policy(64) for own in methods.SETTINGS.values() for way in own.ways]
     without_size = {"full", "fastgen"}
     elsewhere = {"prompt-then-decode"}  # the prompt's method
     assert set().union(*map(names_inside, contenders)) == set(POLICIES) - without_size - elsewhere
     found = answers_of(methods.METHODS.known())
-    for setting, own in methods.METHODS_OF.items():
-        assert {row["method"] for row in found if row["of"]["setting"] == setting} == set(own)
+    for setting, own in methods.SETTINGS.items():
+        measured = {row["method"] for row in found if row["of"]["setting"] == setting}
+        assert measured == {way.name for way in own.ways}
 
 
 def test_methods_of_a_column_hold_about_the_same_bytes():
     """StreamingLLM has a second copy of the keys of its sinks."""
     for row in answers_of(methods.METHODS.known()):
-        share = methods.SHARES_OF[row["of"]["setting"]][row["share"]]
+        share = methods.SETTINGS[row["of"]["setting"]].shares[row["share"]]
         assert row["held"] == pytest.approx(
             share, rel=0.03 if row["method"] == "StreamingLLM" else 0.01
         )

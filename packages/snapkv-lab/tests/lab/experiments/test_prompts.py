@@ -7,7 +7,7 @@ import torch
 
 from snapkv import H2O, CompressedCache, FastGen, FullCache, SnapKV
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.methods import METHODS_OF
+from snapkv_lab.experiments.methods import SETTINGS
 from snapkv_lab.experiments.prompts import make_documents, quoted_document, read_prompt
 from snapkv_lab.experiments.texts import TextQuestion, scored
 
@@ -15,7 +15,7 @@ POLICIES = [
     FullCache(),
     SnapKV(128, window_size=32, kernel_size=1),
     SnapKV(96, window_size=16, kernel_size=5, pooling="avg", group_reduce="none"),
-    *(made(96) for made in METHODS_OF["visible"].values()),
+    *(way.policy(96) for way in SETTINGS["visible"].ways),
     FastGen(0.1),
 ]
 TOKENS = 256

@@ -13,10 +13,10 @@ from snapkv_lab.experiments.texts import (
     TextMaker,
     answers_of,
     asked_of,
-    right_and_loss,
     right_of,
     scored,
 )
+from snapkv_lab.experiments.ways import right_cell
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_counts_are_of_what_the_full_cache_has_right():
     answers = answers_of(_made_rows())
     first, second = ([each for each in answers if each["method"] == name] for name in "ab")
     assert (right_of(first), right_of(second)) == (Count(1, 2), Count(2, 2))
-    assert right_and_loss(first) == "0.50 of 2 (0.09 to 0.91), +0.25"
+    assert right_cell({"answers": first}) == "0.50 of 2 (0.09 to 0.91), +0.25"
 
 
 def test_an_interval_is_wilsons():
