@@ -175,7 +175,7 @@ class CompressedLM(LM):
                 part = places[start : start + self._batch_size]
                 yield from self._generated([prompts[place] for place in part], settings[part[0]])
 
-        return self._responses(keys, "generating", alike, give)
+        return self._responses(keys, alike, give)
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """How likely every continuation is after its compressed context, and if it is greedy's."""
@@ -197,7 +197,7 @@ class CompressedLM(LM):
 
         keys = [self._key(request, list(request.args)) for request in requests]
         contexts = [context[0].tolist() for context, _ in pairs]
-        return list(map(tuple, self._responses(keys, "scoring", contexts, give)))
+        return list(map(tuple, self._responses(keys, contexts, give)))
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         raise InvalidArgumentError(
@@ -244,7 +244,6 @@ class CompressedLM(LM):
     def _responses(
         self,
         keys: Sequence[Key],
-        what: str,
         alike: Sequence[Any],
         give: Callable[[Sequence[int]], Iterable[Any]],
     ) -> list[Any]:
@@ -252,18 +251,16 @@ class CompressedLM(LM):
 
         Requests in turn whose `alike` are equal are given together.
         """
-        tell = self._on_progress or (lambda *_: None)
         places = {key: place for place, key in enumerate(keys) if key not in self._store}
-        done = len(keys) - len(places)
-        for _, group in itertools.groupby(sorted(places.values()), alike.__getitem__):
-            together = list(group)
-            tell(f"{what}, {self._method.label}", done, len(keys))
-            for place, response in zip(together, give(together), strict=True):
-                named = dict(zip(("sample", "method", "question"), keys[place], strict=True))
-                own = {"policy": self._method.describe(), "response": response}
-                self._store.add(named | own)
-                done += 1
-                tell(f"{what}, {self._method.label}", done, len(keys))
+
+        def records() -> Iterator[Row]:
+            for _, group in itertools.groupby(sorted(places.values()), alike.__getitem__):
+                together = list(group)
+                for place, response in zip(together, give(together), strict=True):
+                    named = dict(zip(("sample", "method", "question"), keys[place], strict=True))
+                    yield named | {"policy": self._method.describe(), "response": response}
+
+        self._store.complete(keys, records(), self._on_progress)
         return [self._store[key]["response"] for key in keys]
 
     def _generated(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[str]:

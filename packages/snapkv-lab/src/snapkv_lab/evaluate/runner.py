@@ -15,7 +15,7 @@ from snapkv.validation import require_at_least
 from snapkv_app.models import LoadedModel
 from snapkv_lab.evaluate.asking import Answerer, AskedSample, Executor, Method
 from snapkv_lab.evaluate.sample import Sample, Setting, Template, around_turn, data_hash
-from snapkv_lab.evaluate.store import Key, Progress, Store, Summarised, key
+from snapkv_lab.evaluate.store import Key, Progress, Store, Summarised
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.measure.environment import versions
@@ -93,14 +93,8 @@ class Run:
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
             require_same_policies(self.methods, store.records)
             work = [missing for asked in whole if (missing := asked.without(store)).methods]
-            done = sum(one in store for one in wanted)
-            tell = on_progress or (lambda *_: None)
-            tell("", done, len(wanted))
-            for record in (executor or Answerer(loaded=self.loaded)).answers(work):
-                if key(record) not in store:  # a conversation is held again from its beginning
-                    store.add(record)
-                    done += 1
-                    tell(f"{record['sample']}, {record['method']}", done, len(wanted))
+            answering = executor or Answerer(loaded=self.loaded)
+            store.complete(wanted, answering.answers(work), on_progress)
             rows = summarise(store.records, wanted, self.task)
             return Results.of(store, rows, task=self.task)
 

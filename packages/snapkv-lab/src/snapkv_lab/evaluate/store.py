@@ -72,6 +72,29 @@ class Store:
             self._rows.add(record)
         self._records[key(record)] = record
 
+    def complete(
+        self, wanted: Sequence[Key], records: Iterable[Row], on_progress: Progress | None
+    ) -> None:
+        """Add each record as soon as it is made, and tell how many of the wanted ones are there.
+
+        Args:
+            wanted: the keys of the whole run.
+            records: makes the missing records. A record that is already stored is skipped: a
+                conversation is held again from its beginning.
+            on_progress: is told the sample and the method of each new record.
+
+        Raises:
+            OutputError: a record cannot be written; those before it are stored.
+        """
+        tell = on_progress or (lambda *_: None)
+        done = sum(one in self for one in wanted)
+        tell("", done, len(wanted))
+        for record in records:
+            if key(record) not in self:
+                self.add(record)
+                done += 1
+                tell(f"{record['sample']}, {record['method']}", done, len(wanted))
+
     def summarise(self, rows: Iterable[Row]) -> OutputError | None:
         """Write the summary; why not, where that fails, so that the rows can be shown first."""
         try:

@@ -176,14 +176,16 @@ class ReadingStudy(Study):
         block = self.settings(loaded) | {"samples": len(samples), "data": data_hash(samples)}
         if notices:
             block |= {"document_tokens_read": study.document_tokens, "notices": list(notices)}
-        tell = on_progress or (lambda *_: None)
+        about = [
+            {"sample": part.name, "method": self.name, "question": part.variant} for part in parts
+        ]
         with Store(folder, block) as store:
-            for place, part in enumerate(parts):
-                tell(f"{part.name}, {part.variant}", place, len(parts))
-                about = {"sample": part.name, "method": self.name, "question": part.variant}
-                if key(about) not in store:
-                    store.add(about | study._record(loaded, part))
-            tell("done", len(parts), len(parts))
+            records = (
+                own | study._record(loaded, part)
+                for own, part in zip(about, parts, strict=True)
+                if key(own) not in store
+            )
+            store.complete([key(own) for own in about], records, on_progress)
             found = (row for record in store.records for row in record["rows"])
             rows = mean_rows(found, self.by, self.numbers)
             return Findings.of(store, rows, warnings=warnings, notices=notices)
