@@ -37,14 +37,14 @@ def require_drawable(path: str | None = None) -> None:
         raise missing_package("plot: drawing figures", "matplotlib") from error
 
 
-def figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """An empty figure, in inches; no window is opened for it."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
+def new_panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
     """The first `count` panels of a grid; the others are left blank."""
     found = list(figure.subplots(down, across, squeeze=False).flat)
     for panel in found[count:]:
@@ -52,13 +52,15 @@ def panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
     return found[:count]
 
 
-def ruled(panel: Any, axis: str) -> None:
+def add_grid(panel: Any, axis: str) -> None:
     """Grey lines across an axis, behind what is drawn."""
     panel.grid(axis=axis, color="#dddddd")
     panel.set_axisbelow(True)
 
 
-def encoded(figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int = 150) -> bytes:
+def encode_figure(
+    figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int = 150
+) -> bytes:
     """A figure as a file of that suffix; the same rows give the same bytes."""
     from matplotlib import rc_context
 
@@ -69,9 +71,9 @@ def encoded(figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int
     return target.getvalue()
 
 
-def save(figure: Any, path: Path, style: dict[Any, Any] = STYLE, *, dpi: int = 150) -> None:
+def save_figure(figure: Any, path: Path, style: dict[Any, Any] = STYLE, *, dpi: int = 150) -> None:
     """Write a figure, whole or not at all; its format goes by the file's ending."""
-    replace_file(path, encoded(figure, path.suffix.lower(), style, dpi=dpi))
+    replace_file(path, encode_figure(figure, path.suffix.lower(), style, dpi=dpi))
 
 
 # Curves and cells of rows, as studies have them.
@@ -90,9 +92,9 @@ class Panel(NamedTuple):
     dotted: Mapping[str, Sequence[Row]] = MappingProxyType({})
 
 
-def curves(*panels: Panel) -> Any:
+def draw_curves(*panels: Panel) -> Any:
     """A figure with the panels side by side."""
-    drawn = figure(4.6 * len(panels), 4.2)
+    drawn = new_figure(4.6 * len(panels), 4.2)
     for place, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(place, panel)
     return drawn
@@ -101,8 +103,8 @@ def curves(*panels: Panel) -> Any:
 def _draw(place: Any, panel: Panel) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    _draw_curves(place, panel, panel.curves, "-")
-    _draw_curves(place, panel, panel.dotted, ":")
+    _draw_lines(place, panel, panel.curves, "-")
+    _draw_lines(place, panel, panel.dotted, ":")
     place.set(title=panel.title, xlabel=panel.x, ylabel=panel.y.replace("_", " "), ylim=(0, 1.03))
     place.xaxis.set_major_locator(MaxNLocator(integer=True))
     place.grid(alpha=0.3)
@@ -113,7 +115,7 @@ def _draw(place: Any, panel: Panel) -> None:
     place.legend(shown, names, fontsize="x-small", frameon=False, **under)
 
 
-def _draw_curves(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], style: str) -> None:
+def _draw_lines(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], style: str) -> None:
     from matplotlib import colormaps
 
     for number, (label, rows) in enumerate(curves.items()):
@@ -129,10 +131,10 @@ def _draw_curves(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], 
         )
 
 
-def cells(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, value: str) -> Any:
+def draw_cells(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, value: str) -> Any:
     """A figure of numbers from 0 to 1 by two keys, one table of cells for each value of a third."""
     kinds = list(dict.fromkeys(row[panel] for row in rows))
-    drawn = figure(4.6 * len(kinds), 4.2)
+    drawn = new_figure(4.6 * len(kinds), 4.2)
     for place, kind in zip(drawn.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         own = [row for row in rows if row[panel] == kind]
         columns, lines = (sorted({row[key] for row in own}) for key in (x, y))

@@ -14,7 +14,7 @@ from snapkv.errors import InvalidArgumentError, OutputError
 Row = dict[str, Any]
 
 
-class Rows:
+class RowFile:
     """A file that one process at a time adds rows to, and goes on with where another has stopped.
 
     A last line that was cut off is taken away.
@@ -25,7 +25,7 @@ class Rows:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with needing(path.parent):
+        with explain_folder_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._opened()
 
@@ -43,16 +43,16 @@ class Rows:
         if len(whole) < len(data):
             self._file.truncate(len(whole))
         lines = enumerate(whole.split(b"\n")[:-1], 1)
-        return [parsed(self.path, number, line, fields) for number, line in lines]
+        return [parse_row(self.path, number, line, fields) for number, line in lines]
 
     def add(self, *rows: Row) -> None:
         """Append rows that belong together; they are on the disk when this returns."""
         if rows:
-            append_line(self._file, as_lines(rows).removesuffix("\n"), self.path)
+            append_line(self._file, to_lines(rows).removesuffix("\n"), self.path)
 
     def _opened(self) -> IO[bytes]:
         """The file, locked."""
-        with needing(self.path.parent):
+        with explain_folder_errors(self.path.parent):
             file = self.path.open("a+b", buffering=0)  # closing it writes nothing
         try:
             _lock(file, self.path.parent)
@@ -78,7 +78,7 @@ def _lock(file: IO[bytes], folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def needing(folder: Path) -> Iterator[None]:
+def explain_folder_errors(folder: Path) -> Iterator[None]:
     """Say of a folder that cannot be made or written why it cannot."""
     try:
         yield
@@ -91,7 +91,7 @@ def needing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def parsed(path: Path, number: int, line: bytes, names: Collection[str] = ()) -> Row:
+def parse_row(path: Path, number: int, line: bytes, names: Collection[str] = ()) -> Row:
     """A line's JSON object, which has at least those names."""
     try:
         row = json.loads(line)
@@ -106,7 +106,7 @@ def parsed(path: Path, number: int, line: bytes, names: Collection[str] = ()) ->
     return row
 
 
-def as_lines(rows: Iterable[Row]) -> str:
+def to_lines(rows: Iterable[Row]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
@@ -119,7 +119,7 @@ def read_rows(path: Path) -> list[Row]:
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Replace the file by these rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, as_lines(rows))
+    replace_file(path, to_lines(rows))
 
 
 def short_hash(settings: Any, digits: int = 8) -> str:
@@ -127,12 +127,12 @@ def short_hash(settings: Any, digits: int = 8) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:digits]
 
 
-def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+def select_rows(rows: Iterable[Row], **wanted: Any) -> list[Row]:
     """Those with these values."""
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
-def grouped(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
+def group_rows(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
     """Rows by a key of theirs, or by what a function says of them, in order of appearance."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
@@ -140,7 +140,7 @@ def grouped(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, li
     return groups
 
 
-def mean_of(rows: Sequence[Row], name: str, mean: Any = fmean) -> float | None:
+def mean_value(rows: Sequence[Row], name: str, mean: Any = fmean) -> float | None:
     """The mean of a number over the rows that have it; None where none has."""
     known = [row[name] for row in rows if row[name] is not None]
     return float(mean(known)) if known else None

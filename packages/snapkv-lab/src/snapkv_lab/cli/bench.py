@@ -188,8 +188,8 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
     from snapkv_app.cli.loading import load_model
     from snapkv_lab import drawing
     from snapkv_lab.cli.methods import compared_caches
-    from snapkv_lab.cli.tables import bench_table, present
-    from snapkv_lab.measure.environment import describe
+    from snapkv_lab.cli.tables import bench_table, print_results
+    from snapkv_lab.measure.environment import describe_device
     from snapkv_lab.report.figures import draw_bench
 
     alone = os.environ.get(_ALONE)  # the parent process stores and draws
@@ -201,7 +201,7 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
         model, named = loaded.model, loaded.description()
     else:
         model, named = _shaped(options, options.shape)
-    block = {"model": named, "environment": describe(model.device)}
+    block = {"model": named, "environment": describe_device(model.device)}
     lengths = integers("lengths", options.lengths)
     rows: list[dict[str, Any]] = []
     unwritten: OutputError | None = None
@@ -215,9 +215,9 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
             if output is not None and unwritten is None:
                 unwritten = _append(Path(output), row | block)
     found = block | {"rows": rows}
-    present(found, lambda: bench_table(rows), as_json=options.json, unwritten=unwritten)
+    print_results(found, lambda: bench_table(rows), as_json=options.json, unwritten=unwritten)
     if plot is not None:
-        drawing.save(draw_bench(rows), Path(plot))
+        drawing.save_figure(draw_bench(rows), Path(plot))
 
 
 def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:

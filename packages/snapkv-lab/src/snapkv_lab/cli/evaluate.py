@@ -13,7 +13,7 @@ from snapkv_app.cli.amounts import WholeNumber
 from snapkv_app.cli.fields import with_options
 from snapkv_app.cli.options import ReadingOptions, SweepOptions
 from snapkv_app.cli.outputs import RESULTS, Output, WritingOptions, results_folder
-from snapkv_lab.cli.workers import SettingWord, WorkerOptions, answering, results_in
+from snapkv_lab.cli.workers import SettingWord, WorkerOptions, open_executor, results_option
 from snapkv_lab.evaluate.sample import SETTINGS, Template
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import TASKS
@@ -64,7 +64,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
             help="Also report the loss of the right answer in the compressed cache, nats per token",
         ),
     ] = False
-    results: Annotated[str | None, results_in("TASK"), RESULTS] = None
+    results: Annotated[str | None, results_option("TASK"), RESULTS] = None
     plot: Annotated[
         str | None,
         panels.output(help="Write the figure: .png, .svg or .pdf"),
@@ -79,8 +79,8 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
 
 def _evaluate(*, settings: Task, options: EvalOptions) -> None:
     from snapkv_app.cli.loading import answers_progress  # imports torch
-    from snapkv_lab.cli.methods import compared_methods, with_turns
-    from snapkv_lab.cli.tables import show
+    from snapkv_lab.cli.methods import combine_with_turns, compared_methods
+    from snapkv_lab.cli.tables import print_summary
     from snapkv_lab.drawing import require_drawable
     from snapkv_lab.evaluate.runner import Run
     from snapkv_lab.report import figures, page
@@ -89,8 +89,8 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         require_drawable(options.plot)
     if options.report is not None:
         page.require_reportable()
-    compared = with_turns(compared_methods(options), options.turns)
-    with answering(options) as (loaded, who):
+    compared = combine_with_turns(compared_methods(options), options.turns)
+    with open_executor(options) as (loaded, who):
         run = Run(
             loaded=loaded,
             task=settings,
@@ -103,7 +103,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         folder = results_folder(options.results, settings.name, loaded.name, run.fingerprint())
         with answers_progress(settings.name) as advance:
             results = run.evaluate(folder, advance, who)
-    show(
+    print_summary(
         results,
         lambda: page.method_table(results),
         as_json=options.json,
@@ -111,7 +111,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         warnings=results.task.warnings,
     )
     if options.plot is not None:
-        for path in figures.save(figures.draw(results), options.plot):
+        for path in figures.save_figures(figures.draw(results), options.plot):
             typer.echo(f"figure: {path}", err=True)
     if options.report is not None:
         typer.echo(f"page: {page.write_report(results, options.report)}", err=True)
@@ -140,7 +140,7 @@ class LmEvalOptions(SweepOptions):
         panels.task(help="Batch size of prompts, and of continuations of one context"),
         WholeNumber(1),
     ] = 1
-    results: Annotated[str | None, results_in("lm-eval"), RESULTS] = None
+    results: Annotated[str | None, results_option("lm-eval"), RESULTS] = None
 
 
 @with_options(LmEvalOptions)
@@ -166,7 +166,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
 
     from snapkv_app.cli.loading import answers_progress, load_model  # imports torch
     from snapkv_lab.cli.methods import compared_methods
-    from snapkv_lab.cli.tables import metrics_table, show
+    from snapkv_lab.cli.tables import metrics_table, print_summary
     from snapkv_lab.evaluate.harness import HarnessRun
 
     compared = compared_methods(options)
@@ -184,7 +184,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     with answers_progress("lm-eval") as advance:
         folder = results_folder(options.results, "lm-eval", loaded.name, run.fingerprint())
         found = run.evaluate(folder, advance)
-    show(
+    print_summary(
         found,
         lambda: metrics_table("lm-eval", found.rows),
         as_json=options.json,

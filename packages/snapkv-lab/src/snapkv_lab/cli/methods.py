@@ -16,13 +16,13 @@ from snapkv_app.cli.options import SweepOptions
 from snapkv_app.cli.policy import named_policies
 from snapkv_app.prefills import Prefill
 from snapkv_lab.evaluate.asking import LATER, Later, Method
-from snapkv_lab.measure.contenders import Contender, compressed, full
+from snapkv_lab.measure.contenders import Contender, compressed_contender, transformers_contender
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
     """The methods that the options name; by default the full cache and the default policy."""
     return [
-        *methods(["full"] if options.baseline is None else options.baseline, [], []),
+        *make_methods(["full"] if options.baseline is None else options.baseline, [], []),
         *_read_in_every_way(options),
     ]
 
@@ -30,9 +30,11 @@ def compared_methods(options: SweepOptions) -> list[Method]:
 def compared_caches(options: Any) -> list[Contender]:
     """The baselines of a bench, then every policy with every budget."""
     return [
-        *map(full, specs([options.baseline])),
+        *map(transformers_contender, specs([options.baseline])),
         *(
-            replace(compressed(each.label, each.policy, codes=each.bits), prefill=each.prefill)
+            replace(
+                compressed_contender(each.label, each.policy, codes=each.bits), prefill=each.prefill
+            )
             for each in _read_in_every_way(options)
         ),
     ]
@@ -41,21 +43,21 @@ def compared_caches(options: Any) -> list[Contender]:
 def _read_in_every_way(options: Any) -> list[Method]:
     """Every policy with every storage and prefill; labels name what is not exact."""
     ways: Sequence[tuple[str, Prefill]] = options.prefills
-    compared = methods([], options.policy or [DEFAULT], token_budgets(options.budget))
+    compared = make_methods([], options.policy or [DEFAULT], token_budgets(options.budget))
     return [
         replace(stored, label=stored.label + ("" if text == "exact" else f" {text}"), prefill=way)
         for method in compared
-        for stored in map(method.stored_in, storages(options.bits))
+        for stored in map(method.stored_in, parse_storages(options.bits))
         for text, way in ways
     ]
 
 
-def storages(text: str) -> list[KVCodes | None]:
+def parse_storages(text: str) -> list[KVCodes | None]:
     """The bits that words of `storage_bits` name; None for unquantized."""
     return [None if word == EXACT else KVCodes.of(word) for word in storage_bits(text)]  # type: ignore[arg-type] # read before
 
 
-def methods(
+def make_methods(
     baselines: Iterable[str], policies: Iterable[str], budgets: Sequence[int | str | dict[str, Any]]
 ) -> list[Method]:
     """The baselines, then every policy at every budget.
@@ -66,7 +68,7 @@ def methods(
     return [Method(label=label, policy=policy) for label, policy in named]
 
 
-def with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
+def combine_with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
     """Every method with every way to read later questions, named in its label if it evicts."""
     words = [word.strip() for text in texts or ["append"] for word in text.split(",")]
     ways = [word for word in words if word]

@@ -11,7 +11,7 @@ from snapkv_app.cli.fields import with_options
 from snapkv_app.cli.options import ModelOptions
 from snapkv_app.cli.outputs import RESULTS, WritingOptions, results_folder
 from snapkv_lab import drawing
-from snapkv_lab.cli.workers import Plot, WorkerOptions, answering, results_in
+from snapkv_lab.cli.workers import Plot, WorkerOptions, open_executor, results_option
 from snapkv_lab.study import STUDIES, Sensitivity, Study
 from snapkv_lab.study.attention import ReadingStudy
 
@@ -37,7 +37,7 @@ EXAMPLES = {
 class StudyOptions(ModelOptions, WritingOptions):
     """The options of every study."""
 
-    results: Annotated[str | None, results_in("study-NAME", "rows; a study"), RESULTS] = None
+    results: Annotated[str | None, results_option("study-NAME", "rows; a study"), RESULTS] = None
     plot: Plot = None
     json: panels.AsJson = False
 
@@ -84,12 +84,12 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
     if options.plot is not None:
         drawing.require_drawable(options.plot)
 
-    from snapkv_lab.cli.tables import show  # imports torch
+    from snapkv_lab.cli.tables import print_summary  # imports torch
 
     findings = _findings(study, options)
     for notice in findings.notices:
         typer.echo(f"notice: {notice}", err=True)
-    show(
+    print_summary(
         findings,
         lambda: study.table(findings.rows),
         as_json=options.json,
@@ -97,7 +97,7 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
         warnings=[*findings.warnings, *findings.notices],
     )
     if options.plot is not None:
-        drawing.save(study.figure(findings.rows), Path(options.plot), drawing.PLAIN, dpi=100)
+        drawing.save_figure(study.figure(findings.rows), Path(options.plot), drawing.PLAIN, dpi=100)
 
 
 def _findings(study: Study, options: StudyOptions) -> "Findings":
@@ -109,7 +109,7 @@ def _findings(study: Study, options: StudyOptions) -> "Findings":
         return results_folder(options.results, kind, loaded.name, study.fingerprint(loaded))
 
     if isinstance(study, Sensitivity) and isinstance(options, AnsweringOptions):
-        with answering(options) as (loaded, who), answers_progress(study.name) as advance:
+        with open_executor(options) as (loaded, who), answers_progress(study.name) as advance:
             return study.measure(loaded, folder(loaded), advance, who)
     loaded = load_model(options)
     place = folder(loaded)

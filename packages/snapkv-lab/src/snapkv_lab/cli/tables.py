@@ -8,12 +8,12 @@ from rich.text import Text
 from snapkv.errors import OutputError
 from snapkv.validation import format_bytes
 from snapkv_app.cli.grid import Grid, give
-from snapkv_lab.evaluate.store import Summarised
+from snapkv_lab.evaluate.store import RunSummary
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row
 
 
-def present(
+def print_results(
     found: Row,
     table: Callable[[], Table],
     *,
@@ -22,20 +22,20 @@ def present(
     unwritten: OutputError | None = None,
 ) -> None:
     """Print the results, and only then fail if a part could not be written."""
-    give(found, lambda: on_screen(table()), as_json=as_json, place=place)
+    give(found, lambda: to_grid(table()), as_json=as_json, place=place)
     if unwritten is not None:  # after the slow part
         raise unwritten
 
 
-def show(
-    given: Summarised, table: Callable[[], Table], *, as_json: bool, place: str, **more: Any
+def print_summary(
+    given: RunSummary, table: Callable[[], Table], *, as_json: bool, place: str, **more: Any
 ) -> None:
     """Print what a run gave, in JSON with what else there is to say."""
     found = {"run": given.run, "folder": str(given.folder), "rows": given.rows} | more
-    present(found, table, as_json=as_json, place=place, unwritten=given.unwritten)
+    print_results(found, table, as_json=as_json, place=place, unwritten=given.unwritten)
 
 
-def on_screen(table: Table) -> Grid:
+def to_grid(table: Table) -> Grid:
     """A table for the terminal, with bold cells in bold."""
     return Grid(
         title=table.title,
@@ -65,7 +65,7 @@ def metrics_table(title: str, rows: Sequence[Row]) -> Table:
 
 def bench_table(rows: Sequence[Row]) -> Table:
     """A row per measurement, with the columns that any of them has."""
-    shown = [_shown(row) for row in rows]
+    shown = [_format_measurement(row) for row in rows]
     names = list(dict.fromkeys(name for row in shown for name in row))
     if rows and all(row["status"] == "ok" for row in rows):
         names.remove("status")
@@ -73,7 +73,7 @@ def bench_table(rows: Sequence[Row]) -> Table:
     return Table(headings=names, rows=texts, caption="times and ratios are medians")
 
 
-def _shown(row: Row) -> dict[str, str]:
+def _format_measurement(row: Row) -> dict[str, str]:
     """A measurement as text: medians of percentiles, bytes with a unit."""
     cells = {}
     for name, value in row.items():

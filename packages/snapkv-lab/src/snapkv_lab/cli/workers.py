@@ -25,7 +25,7 @@ SettingWord = Annotated[
 Plot = Annotated[str | None, panels.output(help="Write the figure: .png, .svg or .pdf"), Output()]
 
 
-def results_in(kind: str, what: str = "answers; a run") -> Any:
+def results_option(kind: str, what: str = "answers; a run") -> Any:
     """The option for a folder of results; a stopped run continues there."""
     return panels.output(
         help=f"Folder of the {what} that was stopped continues there",
@@ -48,7 +48,7 @@ class WorkerOptions(ModelOptions):
 
 
 @contextlib.contextmanager
-def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor"]]:
+def open_executor(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor"]]:
     """The model and the executor for this block: this process, or workers that end with it.
 
     With workers, the local model is on the CPU, only to check and to cut texts.
@@ -72,11 +72,11 @@ def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor
 
     require_cluster(options.ray)
     loaded = load_model(replace(options, device="cpu"))
-    with on_ray(options, options.ray) as who:
+    with start_workers(options, options.ray) as who:
         yield replace(loaded, answers_on=who.device), who
 
 
-def on_ray(options: WorkerOptions, address: str) -> "OnRay":
+def start_workers(options: WorkerOptions, address: str) -> "OnRay":
     """Workers of a cluster, which find the model wherever their nodes are."""
     from snapkv_app.cli.loading import load_arguments
     from snapkv_lab.evaluate.on_ray import OnRay

@@ -137,7 +137,7 @@ Check = tuple[str, Callable[[Any], bool]]
 """What a field of a user's file must be, and whether it is."""
 
 
-def parsed_lines(
+def parse_json_lines(
     lines: Iterable[str | bytes], checks: Mapping[str, Check], path: Path, remedy: str
 ) -> dict[int, Row]:
     """The JSON objects of a file by line, blank ones skipped; every field as `checks` say."""
@@ -145,14 +145,14 @@ def parsed_lines(
     for number, line in enumerate(lines, 1):
         if line.strip():
             place = f"{path}, line {number}"
-            found[number] = _parsed(line, place, remedy)
+            found[number] = _parse_line(line, place, remedy)
             require_fields(found[number], checks, place, remedy)
     if not found:
         raise DocumentError(f"data: expected rows in {path}, got none; {remedy}")
     return found
 
 
-def _parsed(line: str | bytes, place: str, remedy: str) -> Row:
+def _parse_line(line: str | bytes, place: str, remedy: str) -> Row:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -175,5 +175,5 @@ def require_fields(
             )
 
 
-def is_texts(value: Any) -> bool:
+def is_text_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -29,9 +29,9 @@ from snapkv_app.models import LoadedModel
 from snapkv_app.prompts import Prompt
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.asking import Method
-from snapkv_lab.evaluate.runner import fitting_methods, require_same_policies
-from snapkv_lab.evaluate.store import Key, Progress, Store, Summarised
-from snapkv_lab.measure.environment import versions
+from snapkv_lab.evaluate.runner import prepare_methods, require_same_policies
+from snapkv_lab.evaluate.store import Key, Progress, RunSummary, Store
+from snapkv_lab.measure.environment import software_versions
 from snapkv_lab.rows import Row, short_hash
 
 _ANSWER_TOKENS = 256
@@ -56,9 +56,9 @@ class HarnessRun:
 
     def __post_init__(self) -> None:
         require_at_least("batch_size", self.batch_size, 1)
-        object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
+        object.__setattr__(self, "methods", prepare_methods(self.loaded, self.methods))
 
-    def evaluate(self, folder: Path, on_progress: Progress | None = None) -> Summarised:
+    def evaluate(self, folder: Path, on_progress: Progress | None = None) -> RunSummary:
         """Answer what the folder does not hold yet; every metric of every task by every method.
 
         A row holds: task, version, method, policy, metric, filter, score (as lm-eval counts it) and
@@ -78,7 +78,7 @@ class HarnessRun:
                     on_progress=on_progress,
                 )
                 found += _rows(self._results(model, manager), method)
-            return Summarised.of(store, found)
+            return RunSummary.of(store, found)
 
     def fingerprint(self) -> str:
         return short_hash(self.description())
@@ -91,7 +91,7 @@ class HarnessRun:
             "num_fewshot": self.num_fewshot,
             "template": "tokenizer" if self.chat else "none",
             "limit": self.limit,
-            **versions(),
+            **software_versions(),
             "lm_eval": version("lm_eval"),
         }
 

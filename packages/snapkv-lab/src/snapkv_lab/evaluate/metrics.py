@@ -20,7 +20,7 @@ PARAGRAPH = r"Paragraph (\d+)"
 """What a right answer of a retrieval looks like."""
 
 
-def best(metric: Metric, prediction: str, references: Iterable[str]) -> float:
+def best_score(metric: Metric, prediction: str, references: Iterable[str]) -> float:
     """The score against the reference that the answer is nearest to; 0 without references."""
     return max((metric(prediction, reference) for reference in references), default=0.0)
 
@@ -30,7 +30,7 @@ def first_line(prediction: str) -> str:
     return prediction.lstrip("\n").split("\n")[0]
 
 
-def normalised(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """As SQuAD compares answers: lower case, no punctuation, no articles, single spaces."""
     bare = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
@@ -38,7 +38,7 @@ def normalised(text: str) -> str:
 
 def qa_f1(prediction: str, reference: str) -> float:
     """F1 of the words of both answers, each as often as it occurs."""
-    said, wanted = (normalised(text).split() for text in (prediction, reference))
+    said, wanted = (normalize_answer(text).split() for text in (prediction, reference))
     same = (Counter(said) & Counter(wanted)).total()
     if same == 0:
         return 0.0
@@ -46,7 +46,7 @@ def qa_f1(prediction: str, reference: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
+def classification_score(prediction: str, reference: str, classes: Sequence[str]) -> float:
     """1 over the number of classes that the answer names, if the right one is among them.
 
     A class whose name is part of the right one's does not count as named. The published code takes
@@ -60,16 +60,16 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
     return 1.0 / len(named) if reference in named else 0.0
 
 
-def count(prediction: str, reference: str) -> float:
+def count_score(prediction: str, reference: str) -> float:
     """How many of the numbers in the answer are the right one."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
-def retrieval(prediction: str, reference: str) -> float:
+def retrieval_score(prediction: str, reference: str) -> float:
     """How many of the numbers in the answer are those of a reference such as "Paragraph 12"."""
     paragraph = re.search(PARAGRAPH, reference)
-    return count(prediction, paragraph[1]) if paragraph else 0.0
+    return count_score(prediction, paragraph[1]) if paragraph else 0.0
 
 
 def code_similarity(prediction: str, reference: str, backend: CodeSimilarity = "difflib") -> float:

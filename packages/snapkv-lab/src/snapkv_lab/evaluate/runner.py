@@ -14,11 +14,11 @@ from snapkv.kvzip import require_one_reading
 from snapkv.validation import require_at_least
 from snapkv_app.models import LoadedModel
 from snapkv_lab.evaluate.asking import Answerer, AskedSample, Executor, Method
-from snapkv_lab.evaluate.sample import Sample, Setting, Template, around_turn, data_hash
-from snapkv_lab.evaluate.store import Key, Progress, Store, Summarised
+from snapkv_lab.evaluate.sample import Sample, Setting, Template, data_hash, turn_markers
+from snapkv_lab.evaluate.store import Key, Progress, RunSummary, Store
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
-from snapkv_lab.measure.environment import versions
+from snapkv_lab.measure.environment import software_versions
 from snapkv_lab.rows import Row, short_hash
 
 _MOST_TIMES_POSITIONS = 8
@@ -56,8 +56,8 @@ class Run:
         object.__setattr__(self, "task", task)
         self._require_lengths()
         if self.template == "longbench":
-            around_turn(self.loaded.tokenizer)
-        object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
+            turn_markers(self.loaded.tokenizer)
+        object.__setattr__(self, "methods", prepare_methods(self.loaded, self.methods))
         for method in self.methods:
             if "visible" in self.questions:
                 require_one_reading(method.policy, "pass --setting hidden")
@@ -99,7 +99,7 @@ class Run:
             return Results.of(store, rows, task=self.task)
 
     def _samples(self) -> list[Sample]:
-        samples = _limited(self.task.samples(self.loaded.tokenizer), self.limit)
+        samples = _limit_samples(self.task.samples(self.loaded.tokenizer), self.limit)
         turns = [turn for sample in samples for turn in sample.turns]
         _require_distinct(turns)
         if self.reference_loss:
@@ -126,7 +126,7 @@ class Run:
             "template": self.template,
             "limit": self.limit,
             **({"reference_loss": True} if self.reference_loss else {}),
-            **versions(),
+            **software_versions(),
         }
 
     def _require_turns(self, method: Method) -> None:
@@ -151,13 +151,13 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Results(Summarised):
+class Results(RunSummary):
     """What was asked gave a row per method, setting and cell, see `snapkv_lab.evaluate.summary`."""
 
     task: Task
 
 
-def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
+def prepare_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
     """The methods, with what was found of the model's heads or layers where one goes by that.
 
     Raises:
@@ -193,7 +193,7 @@ def _keys(whole: Iterable[AskedSample]) -> list[Key]:
     return [one for asked in whole for one in asked.keys_of(asked.methods)]
 
 
-def _limited(samples: Iterable[Sample], limit: int | None) -> list[Sample]:
+def _limit_samples(samples: Iterable[Sample], limit: int | None) -> list[Sample]:
     taken, kept = Counter[str](), []
     for sample in samples:
         cell = str(sorted(sample.cell.items()))

@@ -102,7 +102,7 @@ class Sample:
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
         """A turn without a chat template, and the beginning of the answer after it."""
         if template == "longbench" and self.chat:
-            before, behind = around_turn(tokenizer)
+            before, behind = turn_markers(tokenizer)
             text = before + text + behind
         space = " " if self.answer_start and not text[-1:].isspace() else ""
         return text + space + self.answer_start
@@ -119,7 +119,7 @@ class Conversation(Sample):
         return (self, *self.later)
 
 
-def around_turn(tokenizer: Any) -> tuple[str, str]:
+def turn_markers(tokenizer: Any) -> tuple[str, str]:
     """What stood before and after a prompt in the paper's LongBench run, by the model's name.
 
     Not the tokenizers' templates: Mistral and Mixtral got the bare text, Llama 2 and LWM the

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from snapkv.cache.saving.writing import foreign_files, replace_file
 from snapkv.errors import InvalidArgumentError, OutputError
-from snapkv_lab.rows import Row, Rows, needing, parsed, write_rows
+from snapkv_lab.rows import Row, RowFile, explain_folder_errors, parse_row, write_rows
 
 Key = tuple[str, str, str]
 """Sample, method and setting: what one answer is."""
@@ -36,17 +36,17 @@ class Store:
 
     def __init__(self, folder: Path, run: Row, *, fields: Sequence[str] = ()) -> None:
         self.folder, self.run = folder, run
-        with needing(folder):
+        with explain_folder_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._require_own()
-        self._rows = Rows(folder / "samples.jsonl")
+        self._rows = RowFile(folder / "samples.jsonl")
         try:
             self._claim()
             lines = self._rows.read((*_KEY, *fields))
         except BaseException:
             self._rows.__exit__()
             raise
-        self._records = {key(each): each for each in lines if each.get("status") != LOST}
+        self._records = {record_key(each): each for each in lines if each.get("status") != LOST}
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +70,7 @@ class Store:
         """Keep an answer; it is on the disk when this returns."""
         if record.get("status") != LOST:
             self._rows.add(record)
-        self._records[key(record)] = record
+        self._records[record_key(record)] = record
 
     def complete(
         self, wanted: Sequence[Key], records: Iterable[Row], on_progress: Progress | None
@@ -90,7 +90,7 @@ class Store:
         done = sum(one in self for one in wanted)
         tell("", done, len(wanted))
         for record in records:
-            if key(record) not in self:
+            if record_key(record) not in self:
                 self.add(record)
                 done += 1
                 tell(f"{record['sample']}, {record['method']}", done, len(wanted))
@@ -116,7 +116,7 @@ class Store:
         """Write `run.json`, or compare with the one that is there."""
         path = self.folder / "run.json"
         if path.exists():
-            differing = list(_differences(parsed(path, 1, path.read_bytes()), self.run))
+            differing = list(_differences(parse_row(path, 1, path.read_bytes()), self.run))
             if differing:
                 raise InvalidArgumentError(
                     f"results: expected results of the same run in {self.folder}, got another "
@@ -128,12 +128,12 @@ class Store:
                 f"results: expected the run.json that says what {self._rows.path} holds, got none; "
                 "choose another folder"
             )
-        with needing(self.folder):
+        with explain_folder_errors(self.folder):
             replace_file(path, json.dumps(self.run, indent=2) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summarised:
+class RunSummary:
     """What a run gave.
 
     Attributes:
@@ -155,7 +155,7 @@ class Summarised:
         return cls(folder=store.folder, run=store.run, rows=rows, unwritten=unwritten, **more)
 
 
-def key(record: Row) -> Key:
+def record_key(record: Row) -> Key:
     sample, method, question = (str(record[name]) for name in _KEY)
     return sample, method, question
 

@@ -11,12 +11,12 @@ from snapkv_lab.evaluate.intervals import (
     Interval,
     Measure,
     cell_differences,
-    cell_of,
     mean_interval,
+    sample_cell,
 )
-from snapkv_lab.evaluate.store import Key, key
+from snapkv_lab.evaluate.store import Key, record_key
 from snapkv_lab.evaluate.task import Task
-from snapkv_lab.rows import Row, grouped, mean_of
+from snapkv_lab.rows import Row, group_rows, mean_value
 
 _MEANS = ("prompt_tokens", "kept_tokens", "held_bytes", "full_bytes")
 _MEDIANS = ("token_ms", "first_token_ms")
@@ -34,9 +34,9 @@ def summarise(records: Iterable[Row], keys: Iterable[Key], task: Task) -> list[R
     is of). Where records have the loss of the references, it also holds loss (mean, nats per token,
     None where none is known), loss_interval, loss_difference and losses.
     """
-    known = {key(record): record for record in records}
+    known = {record_key(record): record for record in records}
     found = [known[wanted] for wanted in keys if wanted in known]
-    groups = grouped(
+    groups = group_rows(
         found, lambda each: json.dumps([each["method"], each["question"], each["cell"]])
     )
     rows = [_row(group, task) for group in groups.values()]
@@ -63,8 +63,8 @@ def _row(records: list[Row], task: Task) -> Row:
         "compressed": sum(each["kept_tokens"] < each["prompt_tokens"] for each in answered),
         "failed": {reason: failed.count(reason) for reason in sorted(set(failed))},
         **_measured(answered, "score"),
-        **{name: mean_of(answered, name) for name in _MEANS},
-        **{name: mean_of(answered, name, median) for name in _MEDIANS},
+        **{name: mean_value(answered, name) for name in _MEANS},
+        **{name: mean_value(answered, name, median) for name in _MEDIANS},
         **({"conversations": spoken} if spoken and all(spoken.values()) else {}),
     }
 
@@ -107,20 +107,20 @@ class ScoreLine:
 
 def score_lines(rows: Sequence[Row], axis: str) -> list[ScoreLine]:
     """A line per method and question, in the order of the rows; columns are the axis' values."""
-    lines = grouped(rows, lambda row: (row["method"], row["question"]))
+    lines = group_rows(rows, lambda row: (row["method"], row["question"]))
     return [_score_line(of_line, axis) for of_line in lines.values()]
 
 
 def _score_line(rows: list[Row], axis: str) -> ScoreLine:
-    columns = grouped(rows, lambda row: row["cell"][axis])
+    columns = group_rows(rows, lambda row: row["cell"][axis])
     scored = {
-        value: [cell_of(row, "score") for row in of_column if row.get("scores")]
+        value: [sample_cell(row, "score") for row in of_column if row.get("scores")]
         for value, of_column in columns.items()
     }
-    means = {value: mean_of(of_column, "score") for value, of_column in columns.items()}
+    means = {value: mean_value(of_column, "score") for value, of_column in columns.items()}
     answered = {value: scored[value] for value, mean in means.items() if mean is not None}
     lost = [
-        [cell_of(row, "loss") for row in of_column if row.get("losses")]
+        [sample_cell(row, "loss") for row in of_column if row.get("losses")]
         for of_column in columns.values()
     ]
     lost = [cells for cells in lost if cells]
@@ -131,8 +131,8 @@ def _score_line(rows: list[Row], axis: str) -> ScoreLine:
         intervals={value: mean_interval([cells]) for value, cells in answered.items()},
         interval=mean_interval(answered.values()),
         reasons={value: columns[value][0]["status"] for value in means if means[value] is None},
-        held_bytes=mean_of(rows, "held_bytes"),
-        token_ms=mean_of(rows, "token_ms"),
+        held_bytes=mean_value(rows, "held_bytes"),
+        token_ms=mean_value(rows, "token_ms"),
         loss=fmean(fmean(fmean(cell) for cell, _ in cells) for cells in lost) if lost else None,
         loss_interval=mean_interval(lost),
     )

@@ -69,7 +69,7 @@ class Task(ABC):
             )
 
 
-def require_some(argument: str, given: Collection[str], known: Iterable[str]) -> None:
+def require_known_names(argument: str, given: Collection[str], known: Iterable[str]) -> None:
     """Raise unless they are some of those that are known, and at least one."""
     known = tuple(known)
     unknown = [name for name in given if name not in known]
@@ -84,7 +84,7 @@ Build = Callable[[int], Sample]
 """Makes a sample whose text has that many parts: lines, words, documents; always the same one."""
 
 
-def fitted(
+def fit_sample(
     build: Build, tokenizer: Any, length: int, *, least: int, most: int, hint: int | None = None
 ) -> tuple[Sample, int] | None:
     """The sample with most parts whose prompt and answer take `length` tokens, and how many parts.
@@ -110,13 +110,13 @@ def fitted(
         parts = max(least, min(parts - 1, parts * length // used))
 
 
-def all_fitted(
+def fit_samples(
     builds: Iterable[Build], tokenizer: Any, length: int, *, least: int, most: int, what: str
 ) -> Iterator[Sample]:
     """Samples of one length, each as `fitted` makes it; refused where `what` has no room."""
     hint = None
     for build in builds:
-        found = fitted(build, tokenizer, length, least=least, most=most, hint=hint)
+        found = fit_sample(build, tokenizer, length, least=least, most=most, hint=hint)
         if found is None:
             raise InvalidArgumentError(
                 f"lengths: expected room for {what}, got {length} tokens; pass a larger length"
@@ -131,6 +131,6 @@ def needed_tokens(sample: Sample, tokenizer: Any) -> int:
     return int(prompt.token_ids(tokenizer).shape[1]) + sample.settings.max_new_tokens
 
 
-def percents(count: int) -> list[int]:
+def even_percents(count: int) -> list[int]:
     """That many whole percents from 0 to 100, evenly; the middle for one."""
     return [50] if count == 1 else [round(100 * i / (count - 1)) for i in range(count)]

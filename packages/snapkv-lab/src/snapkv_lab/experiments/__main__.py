@@ -7,11 +7,11 @@ python -m snapkv_lab.experiments NAME ...   run one; `--help` after it says what
 import sys
 
 from snapkv.validation import nearest
-from snapkv_lab.experiments.experiment import declared
+from snapkv_lab.experiments.experiment import load_experiments
 
 
 def main() -> None:
-    known, name = declared(), sys.argv[1] if len(sys.argv) > 1 else ""
+    known, name = load_experiments(), sys.argv[1] if len(sys.argv) > 1 else ""
     if name in known:
         known[name].main(sys.argv[2:])
     elif name in ("", "--list", "--help", "-h"):

@@ -23,7 +23,7 @@ from snapkv_lab.experiments.experiment import Experiment
 from snapkv_lab.experiments.records import RESULTS, ROOT
 from snapkv_lab.experiments.speed import SPEED
 from snapkv_lab.report.tables import markdown_table
-from snapkv_lab.rows import Row, of
+from snapkv_lab.rows import Row, select_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ BEGIN, END = "<!-- planned: python -m snapkv_lab.experiments plans -->\n", "<!--
 _MODELS = ("lwm-7b", "longchat-7b", "mistral-7b", "mixtral-8x7b", "command-r-35b")
 
 
-def planned(page: str) -> str:
+def fill_planning_table(page: str) -> str:
     """The page with the table between its marks: bytes and speed-ups of every model."""
     header = ["model", "weights", "full cache", "compressed", "decoding, at most", "batch of 8"]
     lines = []
@@ -51,7 +51,9 @@ def planned(page: str) -> str:
 PLANS = Experiment(
     name="plans",
     title="The table of docs/planning.md",
-    drawn=lambda known: PLANNING.write_text(planned(PLANNING.read_text("utf-8")), "utf-8"),
+    drawn=lambda known: PLANNING.write_text(
+        fill_planning_table(PLANNING.read_text("utf-8")), "utf-8"
+    ),
 )
 
 FIGURE = RESULTS / "overview.svg"
@@ -60,18 +62,18 @@ _COLOURS = {"full": "#9aa5b1", "snapkv": "#2a6fb0"}
 _BAR = 0.38
 
 
-def overview(rows: list[Row]) -> "Figure":
+def draw_overview(rows: list[Row]) -> "Figure":
     """Bytes held, and time per token, after a short and a long prompt."""
     from matplotlib import rc_context
 
-    timed = [row for row in of(rows, benchmark="decode") if "ms_per_token" in row]
+    timed = [row for row in select_rows(rows, benchmark="decode") if "ms_per_token" in row]
     budget = timed[0]["budget"]
     labels = {"full": "full cache", "snapkv": f"SnapKV, budget {budget}"}
     with rc_context(STYLE):
-        figure = drawing.figure(7.2, 2.6)
+        figure = drawing.new_figure(7.2, 2.6)
         held, time = figure.subplots(1, 2)
         for place, (cache, label) in enumerate(labels.items()):
-            own = sorted(of(timed, cache=cache), key=lambda row: int(row["prompt_tokens"]))
+            own = sorted(select_rows(timed, cache=cache), key=lambda row: int(row["prompt_tokens"]))
             at = [index + (place - 0.5) * _BAR for index in range(len(own))]
             names = [f"{row['prompt_tokens']:,} prompt tokens" for row in own]
             for panel, heights in (
@@ -94,7 +96,7 @@ OVERVIEW = Experiment(
     name="overview",
     title="The picture of docs/index.md",
     read=SPEED.known,
-    drawn=lambda rows: drawing.save(overview(rows), FIGURE, STYLE),
+    drawn=lambda rows: drawing.save_figure(draw_overview(rows), FIGURE, STYLE),
 )
 
 _WIDE, _COLOURS_KEPT = 1200, 128

@@ -19,16 +19,16 @@ from snapkv_lab import drawing
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.intervals import METHOD
 from snapkv_lab.evaluate.runner import Results, Run
-from snapkv_lab.evaluate.store import key
+from snapkv_lab.evaluate.store import record_key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import Lines, Needle, Ruler
-from snapkv_lab.experiments.experiment import Experiment, RunContext, described
+from snapkv_lab.experiments.experiment import Experiment, RunContext, describe_run
 from snapkv_lab.experiments.records import RESULTS
 from snapkv_lab.report.figures import draw
 from snapkv_lab.report.page import method_table
 from snapkv_lab.report.tables import markdown_table
-from snapkv_lab.rows import Row, of, read_rows, write_rows
+from snapkv_lab.rows import Row, read_rows, select_rows, write_rows
 from snapkv_lab.study import HitRate, Instructions, Overlap, Position, Sensitivity, Study
 
 FOLDER = RESULTS / "evaluation"
@@ -91,7 +91,7 @@ def _compare(name: str, given: RunContext) -> Iterator[Row]:
     yield from ()
 
 
-def measured() -> dict[str, Results]:
+def load_comparisons() -> dict[str, Results]:
     """The comparisons that have been run to their end, summarised from their answers."""
     found = {}
     for name, comparison in COMPARISONS.items():
@@ -102,7 +102,7 @@ def measured() -> dict[str, Results]:
                 folder=folder,
                 run=json.loads((folder / "run.json").read_text("utf-8")),
                 task=task,
-                rows=summarise(answers, [key(answer) for answer in answers], task),
+                rows=summarise(answers, [record_key(answer) for answer in answers], task),
             )
     return found
 
@@ -130,7 +130,9 @@ def _evaluation_tables(found: dict[str, Results]) -> Iterator[str]:
 def _evaluation_drawn(found: dict[str, Results]) -> None:
     for name, results in found.items():
         write_rows(FOLDER / name / "summary.jsonl", results.rows)
-        Path(FOLDER / f"{name}.png").write_bytes(drawing.encoded(draw(results)["scores"], ".png"))
+        Path(FOLDER / f"{name}.png").write_bytes(
+            drawing.encode_figure(draw(results)["scores"], ".png")
+        )
 
 
 EVALUATION = Experiment(
@@ -138,7 +140,7 @@ EVALUATION = Experiment(
     title="Tasks, answered by the demo model",
     takes="an hour",
     measure={name: partial(_compare, name) for name in COMPARISONS},
-    read=measured,
+    read=load_comparisons,
     measured=lambda found: f"Scores are times 100; intervals: 95 %, {METHOD}",
     tables=_evaluation_tables,
     drawn=_evaluation_drawn,
@@ -161,7 +163,7 @@ STUDIES: dict[str, Study] = {
 def _study(name: str, given: RunContext) -> Iterator[Row]:
     """A line that says how it was run, on what, then its rows."""
     findings = STUDIES[name].measure(given.loaded, Path("snapkv-results") / "studies" / name, _say)
-    yield described(given) | {"run": findings.run}
+    yield describe_run(given) | {"run": findings.run}
     for row in findings.rows:
         yield {
             key: round(each, 4) if isinstance(each, float) else each for key, each in row.items()
@@ -170,7 +172,7 @@ def _study(name: str, given: RunContext) -> Iterator[Row]:
 
 def _findings(rows: list[Row]) -> Iterator[tuple[str, Study, list[Row]]]:
     for name, study in STUDIES.items():
-        yield name, study, [row for row in of(rows, study=name) if "run" not in row]
+        yield name, study, [row for row in select_rows(rows, study=name) if "run" not in row]
 
 
 def _studies_tables(rows: list[Row]) -> Iterator[str]:
@@ -185,7 +187,7 @@ def _studies_tables(rows: list[Row]) -> Iterator[str]:
 def _studies_drawn(rows: list[Row]) -> None:
     FIGURES.mkdir(exist_ok=True)
     for name, study, own in _findings(rows):
-        drawing.save(study.figure(own), FIGURES / f"{name}.svg", drawing.PLAIN, dpi=100)
+        drawing.save_figure(study.figure(own), FIGURES / f"{name}.svg", drawing.PLAIN, dpi=100)
 
 
 OBSERVATIONS = Experiment(

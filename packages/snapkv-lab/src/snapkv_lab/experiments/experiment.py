@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from snapkv_app.models import LoadedModel, load
-from snapkv_lab.experiments.pages import PAGES, Listing, filled
+from snapkv_lab.experiments.pages import PAGES, Listing, refresh_tables
 from snapkv_lab.experiments.prompts import NeedlePrompt, make_documents
 from snapkv_lab.experiments.records import RESULTS, describe_environment, environment_line
-from snapkv_lab.rows import Row, Rows, of, read_rows, write_rows
+from snapkv_lab.rows import Row, RowFile, read_rows, select_rows, write_rows
 
 
 class Size(NamedTuple):
@@ -71,7 +71,7 @@ class RunContext(SimpleNamespace):
         return self.documents(tokens)[0].prompt_ids
 
 
-def described(given: RunContext) -> Row:
+def describe_run(given: RunContext) -> Row:
     """What rows say of model and machine, where they do not say it themselves."""
     return {"model": given.loaded.description(), "environment": describe_environment()}
 
@@ -111,7 +111,7 @@ class Experiment:
     part_key: str = "part"
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    described: Callable[[RunContext], Row] = described
+    described: Callable[[RunContext], Row] = describe_run
     before: Callable[["Experiment", RunContext], object] | None = None
     takes: str = "minutes"
     threads: int | None = None
@@ -189,7 +189,7 @@ class Experiment:
             yield from rows
 
     def _append(self, *rows: Row) -> None:
-        with Rows(self.rows) as file:
+        with RowFile(self.rows) as file:
             file.read()  # without a line that was cut off
             file.add(*rows)
 
@@ -198,7 +198,7 @@ class Experiment:
         assert self.cases is not None
         for case in self.cases(given, part):
             named = ({self.part_key: part} if part else {}) | {"text": case.name}
-            if not (given.stored and of(self.known(), **named)):  # of another process, too
+            if not (given.stored and select_rows(self.known(), **named)):  # of another process, too
                 yield case
 
     def store(self, given: RunContext) -> None:
@@ -267,7 +267,7 @@ class Experiment:
         return parser
 
 
-def declared() -> dict[str, Experiment]:
+def load_experiments() -> dict[str, Experiment]:
     """Every experiment by its name; without the plugin for vLLM only those that need none."""
     found: dict[str, Experiment] = {}
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
@@ -284,11 +284,13 @@ def declared() -> dict[str, Experiment]:
 
 
 def _write_all(known: object) -> None:
-    for each in declared().values():
+    for each in load_experiments().values():
         if each.tables is not None and each.known():
             each.write()
     for page in PAGES:
-        page.write_text(filled(page.read_text("utf-8"), RESULTS / "tables"), encoding="utf-8")
+        page.write_text(
+            refresh_tables(page.read_text("utf-8"), RESULTS / "tables"), encoding="utf-8"
+        )
 
 
 RESULTS_PAGES = Experiment(

@@ -28,11 +28,16 @@ from snapkv_app.prefills import LayerByLayer
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.records import describe_environment
-from snapkv_lab.measure.contenders import Contender, Decoder, compressed, full
+from snapkv_lab.measure.contenders import (
+    Contender,
+    Decoder,
+    compressed_contender,
+    transformers_contender,
+)
 from snapkv_lab.measure.prefill import PrefillBench
 from snapkv_lab.measure.random_models import random_model
-from snapkv_lab.measure.timing import spread
-from snapkv_lab.rows import Row, grouped
+from snapkv_lab.measure.timing import percentiles
+from snapkv_lab.rows import Row, group_rows
 
 K = 1024
 GRAPHS = ("full", "snapkv", "adakv", "snapkv int8", "snapkv int4", "default", "default K8V4")
@@ -74,8 +79,10 @@ def _caches(budget: int) -> dict[str, Contender]:
         ("default", default, None),
         ("default K8V4", default, "K8V4"),
     )
-    return {name: full(name) for name in ("transformers", "transformers-static")} | {
-        name: compressed(name, policy, codes=bits and KVCodes.of(bits))
+    return {
+        name: transformers_contender(name) for name in ("transformers", "transformers-static")
+    } | {
+        name: compressed_contender(name, policy, codes=bits and KVCodes.of(bits))
         for name, policy, bits in made
     }
 
@@ -88,7 +95,7 @@ def _token(given: RunContext, batch: int, length: int, name: str) -> Iterator[Ro
         decoder(4)  # compiled in another call
     is_eager = name.endswith("eager")
     first, gaps = decoder.first_and_gaps(given.tokens, disable_compile=is_eager)
-    ms = spread(gaps, 3)
+    ms = percentiles(gaps, 3)
     yield {
         "cache": name,
         "batch": batch,
@@ -252,7 +259,7 @@ def _is_measured(row: Row) -> bool:
 
 
 def _pages(rows: list[Row]) -> Iterator[str]:
-    for own in grouped((row for row in rows if "device" in row), "device").values():
+    for own in group_rows((row for row in rows if "device" in row), "device").values():
         for each in TABLES:
             yield from each.parts(list(filter(_is_measured, own)))
         yield from _FAILED.parts([row for row in own if not _is_measured(row)])

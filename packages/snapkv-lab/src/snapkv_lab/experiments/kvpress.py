@@ -23,9 +23,9 @@ from snapkv.errors import InvalidArgumentError
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import InterleavedTimings
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
+from snapkv_lab.experiments.prompts import SEED, greedy_decoder, read_prompt
 from snapkv_lab.experiments.records import ROOT, environment_line
-from snapkv_lab.measure.contenders import compressed, full
+from snapkv_lab.measure.contenders import compressed_contender, transformers_contender
 from snapkv_lab.rows import Row
 
 PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
@@ -164,16 +164,16 @@ def _measure(given: RunContext) -> Iterator[Row]:
             read = {
                 "kvpress": partial(theirs.read, prompt),
                 "kvpress full": partial(theirs_full.read, prompt),
-                "snapkv": compressed("snapkv", policy).reader(model, prompt),
-                "transformers": full("transformers").reader(model, prompt),
+                "snapkv": compressed_contender("snapkv", policy).reader(model, prompt),
+                "transformers": transformers_contender("transformers").reader(model, prompt),
             }
             yield from _rows("prefill", read, given.prefill_rounds, named)
             whole = read_prompt(model, ids)
             steps = {
                 "kvpress": theirs,
                 "kvpress full": theirs_full,
-                "snapkv": decoder(whole, whole.compressed(policy)),
-                "transformers": decoder(whole, whole.compressed(FullCache())),
+                "snapkv": greedy_decoder(whole, whole.compressed(policy)),
+                "transformers": greedy_decoder(whole, whole.compressed(FullCache())),
             }
             yield from _rows("decode", steps, given.decode_rounds, named)
 

@@ -26,12 +26,12 @@ from snapkv.kvzip import instruction_of, read_twice
 from snapkv.policies import Policy
 from snapkv_app.library import Part, blend
 from snapkv_app.models import LoadedModel
-from snapkv_lab.evaluate.haystack import encode
+from snapkv_lab.evaluate.haystack import token_ids
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.library_size import rows_by_size
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.measure.timing import ratios
-from snapkv_lab.rows import Row, grouped, read_rows
+from snapkv_lab.measure.timing import pair_ratios
+from snapkv_lab.rows import Row, group_rows, read_rows
 
 QUESTIONS = Path(__file__).with_name("library_questions.jsonl")
 SEED, DOCUMENTS_EACH = 19, 4
@@ -126,7 +126,7 @@ class Shelf:
 
     def ids(self, *texts: str) -> Tensor:
         """(1, T) int64, the tokens of every text."""
-        own = (token for text in texts for token in encode(self.loaded.tokenizer, text))
+        own = (token for text in texts for token in token_ids(self.loaded.tokenizer, text))
         return torch.tensor([list(own)])
 
     def file(self, text: str, way: Way) -> Path:
@@ -169,7 +169,7 @@ class Shelf:
 
 
 @torch.inference_mode()
-def answered(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -> Row:
+def answer_question(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -> Row:
     for text in asked.documents:
         if method.way is not None:
             shelf.file(text, method.way)
@@ -188,16 +188,16 @@ def answered(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -> Row:
     }
 
 
-def _asked(group: str, methods: Sequence[JoinMethod], given: RunContext) -> Iterator[Row]:
+def _measure_answers(group: str, methods: Sequence[JoinMethod], given: RunContext) -> Iterator[Row]:
     """A row for each question, and one for the files of each way of keeping documents."""
     questions = python_questions(given.questions)
     with tempfile.TemporaryDirectory() as folder:
         shelf = Shelf(given.loaded, Path(folder))
-        answered(shelf, questions[0], methods[0])  # warms up
+        answer_question(shelf, questions[0], methods[0])  # warms up
         for number, asked in enumerate(questions):
             turn = number % len(methods)
             order = [*methods[turn:], *methods[:turn]]
-            answers = {method.name: answered(shelf, asked, method) for method in order}
+            answers = {method.name: answer_question(shelf, asked, method) for method in order}
             ids = shelf.ids(PREFIX), *map(shelf.ids, asked.documents), shelf.ids(asked.question)
             yield {
                 "benchmark": "library",
@@ -246,7 +246,7 @@ _ANSWERS = {
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
-    for group, own in grouped(rows, "group").items():
+    for group, own in group_rows(rows, "group").items():
         if group == "many":
             yield from Listing(_SIZES, _TITLES[group]).parts(own)
             continue
@@ -271,7 +271,7 @@ def _answers(asked: Sequence[Row]) -> Iterable[Row]:
         yield {
             "name": name,
             "seconds": median(each["seconds"] for each in found),
-            "share": median(ratios([each["seconds"] for each in found], full)),
+            "share": median(pair_ratios([each["seconds"] for each in found], full)),
             "right": sum(each["right"] for each in found),
             "asked": len(found),
             "kept": sum(row["answers"][name]["right"] for row in known),
@@ -286,8 +286,8 @@ LIBRARY = Experiment(
     title="Documents that were read once",
     takes="two hours",
     measure={
-        "python": partial(_asked, "python", METHODS),
-        "bits": partial(_asked, "bits", IN_BITS),
+        "python": partial(_measure_answers, "python", METHODS),
+        "bits": partial(_measure_answers, "bits", IN_BITS),
         "many": rows_by_size,
     },
     part_key="group",

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from snapkv_app import Library
 from snapkv_lab.evaluate.corpora import load_corpus
 from snapkv_lab.experiments.experiment import RunContext
-from snapkv_lab.measure.timing import spent_on
+from snapkv_lab.measure.timing import measure_time
 from snapkv_lab.rows import Row
 
 SEED, QUESTIONS, OPENINGS, SETTLING_SECONDS = 19, 100, 5, 3
@@ -85,7 +85,7 @@ def _small_model(vocabulary: int) -> Any:
 
 
 def _seconds(run: Callable[..., object], *given: Any) -> float:
-    return round(spent_on(lambda: run(*given)).wall_ms / 1000, 5)
+    return round(measure_time(lambda: run(*given)).wall_ms / 1000, 5)
 
 
 def _bytes(folder: Path) -> int:

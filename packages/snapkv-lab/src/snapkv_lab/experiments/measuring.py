@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from snapkv_lab.measure.held_bytes import FREED_MEMORY_HANDED_BACK
-from snapkv_lab.measure.timing import Spent, alternate, ratios, spent_on, spread
+from snapkv_lab.measure.timing import (
+    TimeSpent,
+    measure_time,
+    pair_ratios,
+    percentiles,
+    run_alternating,
+)
 
 Spread = dict[str, float]
 
@@ -23,7 +29,7 @@ class InterleavedTimings:
         self, work: Mapping[Any, Callable[[], Any]], *, rounds: int, warmup_rounds: int = 1
     ) -> None:
         timed = {name: lambda one=one: _timed(one) for name, one in work.items()}
-        self.runs = alternate(timed, rounds=rounds, warmup_rounds=warmup_rounds)
+        self.runs = run_alternating(timed, rounds=rounds, warmup_rounds=warmup_rounds)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.runs)
@@ -34,20 +40,20 @@ class InterleavedTimings:
 
     def ms(self, name: Any, digits: int) -> Spread:
         """The median, with the 20th and 80th percentile."""
-        return spread(self.samples(name), digits)
+        return percentiles(self.samples(name), digits)
 
     def ratio(self, name: Any, base: Any, clock: str = "wall_ms") -> Spread:
         """The same of the ratios of pairs."""
-        return spread(ratios(self.samples(name, clock), self.samples(base, clock)), 4)
+        return percentiles(pair_ratios(self.samples(name, clock), self.samples(base, clock)), 4)
 
 
-def _timed(work: Callable[[], Any]) -> Spent:
+def _timed(work: Callable[[], Any]) -> TimeSpent:
     said: list[Any] = []
-    spent = spent_on(lambda: said.append(work()))
+    spent = measure_time(lambda: said.append(work()))
     return spent._replace(wall_ms=said[0]) if isinstance(said[0], float) else spent
 
 
-def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+def run_in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function of a module gives, for its peak of memory: all as JSON, Linux only."""
     code = (
         f"import json, {function.__module__} as module; "

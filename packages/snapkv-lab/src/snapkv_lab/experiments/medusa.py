@@ -15,13 +15,13 @@ from snapkv_app.draft_methods import DraftMethod
 from snapkv_app.models import LoadedModel, load
 from snapkv_app.prompts import question_prompt
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import encode, load_haystack
+from snapkv_lab.evaluate.haystack import load_haystack, token_ids
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.measure.timing import alternate, ratios, spread
+from snapkv_lab.measure.timing import pair_ratios, percentiles, run_alternating
 from snapkv_lab.medusa import Medusa, load_heads
 from snapkv_lab.report.tables import Pivot
-from snapkv_lab.rows import Row, grouped
+from snapkv_lab.rows import Row, group_rows
 
 QUESTION = "Summarize the text above."
 PLAIN, MEDUSA = "plain, full cache", "Medusa, full cache"
@@ -83,7 +83,7 @@ def _measure(dtype: str, given: RunContext) -> Iterator[Row]:
     everyone = contenders(loaded, given.budget, given.heads)
     for length in given.lengths[dtype]:
         ids = _prompt(loaded, length)
-        runs = alternate(
+        runs = run_alternating(
             {one.name: partial(_decoded, loaded, one, ids, given.tokens) for one in everyone},
             rounds=given.rounds,
             warmup_rounds=0 if given.rounds > 2 else 1,
@@ -98,7 +98,7 @@ def _prompt(loaded: LoadedModel, length: int) -> Tensor:
     """(1, length) int64: essays and a question after them."""
     tokenizer = loaded.tokenizer
     frame = question_prompt(tokenizer, "", QUESTION).token_ids(tokenizer).shape[1]
-    text = tokenizer.decode(encode(tokenizer, load_haystack().text)[: length - frame])
+    text = tokenizer.decode(token_ids(tokenizer, load_haystack().text)[: length - frame])
     ids: Tensor = question_prompt(tokenizer, text, QUESTION).token_ids(tokenizer)
     return ids
 
@@ -131,10 +131,10 @@ def _row(
         "prompt_tokens": length,
         "budget": given.budget,
         "tokens": given.tokens,
-        "ms_per_token": spread(own, 2),
+        "ms_per_token": percentiles(own, 2),
         "samples_ms": [round(ms, 2) for ms in own],
         "faster_than": {
-            base: spread(ratios(times[base], own), 3)
+            base: percentiles(pair_ratios(times[base], own), 3)
             for base in (PLAIN, MEDUSA)
             if base != one.name
         },
@@ -145,7 +145,7 @@ def _row(
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
-    for dtype, decoded in grouped(rows, "dtype").items():
+    for dtype, decoded in group_rows(rows, "dtype").items():
         for what, pattern in {
             "milliseconds per token": "{ms_per_token[p50]:.1f}",
             **{f"times faster than {base}": partial(_faster, base) for base in (PLAIN, MEDUSA)},

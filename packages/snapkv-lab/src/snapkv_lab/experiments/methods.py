@@ -9,8 +9,8 @@ from functools import partial
 
 from snapkv_lab.experiments.experiment import Experiment, Size
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.texts import texts_from, with_answers
-from snapkv_lab.experiments.ways import Setting, answer_cells, answered, ours, right_cell
+from snapkv_lab.experiments.texts import make_texts, only_answerable
+from snapkv_lab.experiments.ways import Setting, compare_ways, group_answers, ours, right_cell
 from snapkv_lab.report.tables import Pivot
 
 BY_TEXT = ("default", "SnapKV", "ExpectedAttention", "KeyDiff", "LagKV", "Random")
@@ -35,14 +35,14 @@ METHODS = Experiment(
     name="methods",
     title="Methods side by side, at equal budgets",
     takes="an hour",
-    measure=partial(answered, SETTINGS, budget=lambda share, tokens: round(share * tokens)),
-    cases=lambda given, part: with_answers(texts_from(given, 600)),
+    measure=partial(compare_ways, SETTINGS, budget=lambda share, tokens: round(share * tokens)),
+    cases=lambda given, part: only_answerable(make_texts(given, 600)),
     options={"tokens": Size(1024, 512), "rounds": Size(10, 1)},
     tables=[
         Listing(
             Pivot("method", "{method}", "{setting}, {share}", right_cell),
             "Right answers, and the loss per token above the full cache's",
-            made=answer_cells,
+            made=group_answers,
         ),
     ],
 )

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from snapkv_lab.experiments.records import ROOT
-from snapkv_lab.report.tables import Cell, Pivot, cell, markdown_table, tabled
-from snapkv_lab.rows import Row, of
+from snapkv_lab.report.tables import Cell, Pivot, format_cell, markdown_table, render_rows
+from snapkv_lab.rows import Row, select_rows
 
 PAGES = *(ROOT / f"docs/{name}.md" for name in ("results", "paper", "gpu")), ROOT / "README.md"
 
@@ -35,14 +35,14 @@ class Listing:
     made: Callable[[list[Row]], Iterable[Any]] = iter
 
     def parts(self, rows: Sequence[Row]) -> Iterator[str]:
-        own = of(rows, **self.where) if self.where else list(rows)
+        own = select_rows(rows, **self.where) if self.where else list(rows)
         if own:
             if self.title:
-                yield f"## {cell(self.title, own[0])}"
-            yield tabled(self.made(own), self.columns)
+                yield f"## {format_cell(self.title, own[0])}"
+            yield render_rows(self.made(own), self.columns)
 
 
-def filled(text: str, tables: Path) -> str:
+def refresh_tables(text: str, tables: Path) -> str:
     """The text of a page with its tables copied again from the pages in a folder.
 
     Raises:
@@ -51,38 +51,40 @@ def filled(text: str, tables: Path) -> str:
 
     def anew(mark: re.Match[str]) -> str:
         page, section, *keys = mark[1].split(" | ")
-        shown = _cells(mark[2].splitlines())
-        source = _table_under((tables / f"{page}.md").read_text("utf-8"), section)
-        new = _shown(mark[1], source, shown, int(*keys) if keys else 0)
+        shown = _split_cells(mark[2].splitlines())
+        source = _read_table((tables / f"{page}.md").read_text("utf-8"), section)
+        new = _copy_table(mark[1], source, shown, int(*keys) if keys else 0)
         return f"<!-- shown: {mark[1]} -->\n\n{new}\n\n<!-- end -->"
 
     return re.sub(r"<!-- shown: (.+?) -->\n(.*?)<!-- end -->", anew, text, flags=re.DOTALL)
 
 
-def _shown(where: str, source: list[list[str]], shown: list[list[str]], keys: int) -> str:
+def _copy_table(where: str, source: list[list[str]], shown: list[list[str]], keys: int) -> str:
     """The columns of a table that another shows, of the lines that it shows."""
     (header, _, *lines), (columns, _, *kept) = source, shown
     if missing := set(columns) - set(header):
         raise ValueError(f"{where}: expected columns of {header}, got {sorted(missing)}")
     places = [header.index(column) for column in columns]
     if keys:
-        lines = [_line(where, lines, places, line[:keys]) for line in kept]
+        lines = [_find_line(where, lines, places, line[:keys]) for line in kept]
     return markdown_table(columns, [[line[place] for place in places] for line in lines])
 
 
-def _line(where: str, lines: list[list[str]], places: list[int], first: list[str]) -> list[str]:
+def _find_line(
+    where: str, lines: list[list[str]], places: list[int], first: list[str]
+) -> list[str]:
     found = [line for line in lines if [line[place] for place in places[: len(first)]] == first]
     if len(found) != 1:
         raise ValueError(f"{where}: expected one line {' | '.join(first)}, got {found}")
     return found[0]
 
 
-def _table_under(page: str, section: str) -> list[list[str]]:
+def _read_table(page: str, section: str) -> list[list[str]]:
     below = dropwhile(lambda line: line.lstrip("# ") != section, page.splitlines())
     from_table = dropwhile(lambda line: not line.startswith("|"), below)
-    return _cells(takewhile(lambda line: line.startswith("|"), from_table))
+    return _split_cells(takewhile(lambda line: line.startswith("|"), from_table))
 
 
-def _cells(lines: Iterable[str]) -> list[list[str]]:
+def _split_cells(lines: Iterable[str]) -> list[list[str]]:
     rows = (line for line in lines if line.startswith("|"))
     return [[each.strip() for each in line.strip("|").split("|")] for line in rows]

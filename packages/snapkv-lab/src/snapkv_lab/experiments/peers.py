@@ -14,9 +14,15 @@ from snapkv import FullCache
 from snapkv_lab.experiments.experiment import Experiment, Size
 from snapkv_lab.experiments.kvpress import PYTHON
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.texts import answers_of, loss_above, right_of, texts_from, with_answers
-from snapkv_lab.experiments.ways import Ours, Setting, Theirs, answered, ours
-from snapkv_lab.rows import Row, grouped
+from snapkv_lab.experiments.texts import (
+    count_right,
+    list_answers,
+    make_texts,
+    mean_loss_above,
+    only_answerable,
+)
+from snapkv_lab.experiments.ways import Ours, Setting, Theirs, compare_ways, ours
+from snapkv_lab.rows import Row, group_rows
 
 _QUANTIZED = [Theirs("QuantizedCache, 4 bits", bits=4), Theirs("QuantizedCache, 2 bits", bits=2)]
 _HIDDEN_PRESSES = ("ExpectedAttentionPress", "CompactorPress", "KeyDiffPress", "KVzipPress")
@@ -46,7 +52,7 @@ def _cells(rows: list[Row]) -> Iterator[Row]:
 
     "only" counts the parts of answers that just one of the two has right.
     """
-    by_method = grouped(answers_of(rows), lambda row: (row["share"], row["method"]))
+    by_method = group_rows(list_answers(rows), lambda row: (row["share"], row["method"]))
     setting = SETTINGS[rows[0]["setting"]]
     for way, share, _ in setting.compared:
         if not (own := by_method.get((share, way.name))):
@@ -59,8 +65,8 @@ def _cells(rows: list[Row]) -> Iterator[Row]:
             "name": way.name,
             "asked": f"{share:g}" if share < 1 else "all tokens",
             "held": fmean(row["held"] for row in own),
-            "right": str(right_of(own)),
-            "loss": f"{loss_above(own):+.2f}",
+            "right": str(count_right(own)),
+            "loss": f"{mean_loss_above(own):+.2f}",
             "only": "{} and {}".format(*map(sum, zip(*alone, strict=True))),
         }
 
@@ -88,8 +94,8 @@ PEERS = Experiment(
     name="peers",
     title="Against kvpress and quantized caches",
     takes="an hour",
-    measure=partial(answered, SETTINGS),
-    cases=lambda given, part: with_answers(texts_from(given, 400)),
+    measure=partial(compare_ways, SETTINGS),
+    cases=lambda given, part: only_answerable(make_texts(given, 400)),
     options={
         "python": str(PYTHON),
         "tokens": Size(1024, 512),

@@ -18,16 +18,16 @@ from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.texts import (
     QuestionedText,
     TextMaker,
-    right_of,
-    texts_from,
-    with_answers,
+    count_right,
+    make_texts,
+    only_answerable,
 )
 from snapkv_lab.experiments.ways import (
     POLICIES,
     Ours,
     Setting,
-    answer_cells,
-    answered,
+    compare_ways,
+    group_answers,
     right_cell,
 )
 from snapkv_lab.report.tables import Pivot
@@ -72,8 +72,8 @@ def _texts(given: RunContext, setting: str) -> Iterable[QuestionedText]:
     if setting == "long-tailed":
         make, indices = TextMaker(given.loaded.tokenizer), range(FIRST, FIRST + given.rounds)
         return (make.needles(given.tokens, index, tail=TAIL) for index in indices)
-    texts = texts_from(given, FIRST)
-    return with_answers(texts) if setting == "hidden" else texts
+    texts = make_texts(given, FIRST)
+    return only_answerable(texts) if setting == "hidden" else texts
 
 
 def _sizes(way: Ours, report: Any) -> Row:
@@ -82,7 +82,7 @@ def _sizes(way: Ours, report: Any) -> Row:
 
 
 def _measure(setting: str, given: RunContext, text: QuestionedText) -> Iterator[Row]:
-    return answered({setting: SETTINGS[setting]}, given, text, sizes=_sizes)
+    return compare_ways({setting: SETTINGS[setting]}, given, text, sizes=_sizes)
 
 
 _NAMES = {"paper's": "SnapKV", "as it came": "16 bits", "keys 8, values 4": "K8V4"}
@@ -93,7 +93,7 @@ def _name(cell: Row) -> str:
 
 
 def _percent(cell: Row) -> str:
-    return f"{right_of(cell['answers']).share:.0%}"
+    return f"{count_right(cell['answers']).share:.0%}"
 
 
 def _kept(cell: Row) -> str:
@@ -119,7 +119,7 @@ PER_BYTE = Experiment(
     options={"tokens": Size(1024, 768), "rounds": Size(8, 1), "dtype": "bfloat16"},
     tables=[
         Listing(
-            Pivot("method, bits", _name, "{share}", of), title, {"setting": setting}, answer_cells
+            Pivot("method, bits", _name, "{share}", of), title, {"setting": setting}, group_answers
         )
         for of, title, setting in _TABLES
     ],

@@ -20,8 +20,8 @@ from snapkv import CompressedCache
 from snapkv.kvzip import instruction_of
 from snapkv.policies import Policy
 from snapkv_app.observing import RecordedPrompt, RecordingPolicy, record_prompt, record_prompt_twice
-from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, CITIES, encode, load_haystack
-from snapkv_lab.measure.contenders import generated
+from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, CITIES, load_haystack, token_ids
+from snapkv_lab.measure.contenders import generate_tokens
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7)
 SEED = 1
@@ -49,21 +49,21 @@ def make_documents(tokenizer: Any, *, prompt_tokens: int, count: int = 1) -> lis
 def _make_document(tokenizer: Any, text: str, prompt_tokens: int, index: int) -> NeedlePrompt:
     draw = random.Random(f"{SEED}/{prompt_tokens}/{index}")
     city, number = draw.choice(CITIES), draw.randint(1000, 9999)
-    needle = encode(tokenizer, _NEEDLE.format(city=city, number=number))
-    question = encode(tokenizer, _QUESTION.format(city=city))
-    hay = stretch(tokenizer, text, prompt_tokens - len(needle) - len(question), draw)
+    needle = token_ids(tokenizer, _NEEDLE.format(city=city, number=number))
+    question = token_ids(tokenizer, _QUESTION.format(city=city))
+    hay = cut_stretch(tokenizer, text, prompt_tokens - len(needle) - len(question), draw)
     split = int(DEPTHS[index % len(DEPTHS)] * len(hay))
     while split and not tokenizer.decode(hay[split - 1]).endswith((".", "?", "!")):
         split -= 1  # to where a sentence has just ended
     ids = [*hay[:split], *needle, *hay[split:], *question]
-    return NeedlePrompt(ids, encode(tokenizer, f" {number}"))
+    return NeedlePrompt(ids, token_ids(tokenizer, f" {number}"))
 
 
-def stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
+def cut_stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
     """That many tokens of the text, from the start of a sentence."""
     characters = tokens * CHARACTERS_PER_TOKEN
     start = text.index(". ", draw.randrange(len(text) - 2 * characters)) + 2
-    ids = encode(tokenizer, text[start : start + characters])
+    ids = token_ids(tokenizer, text[start : start + characters])
     assert len(ids) >= tokens
     return ids[:tokens]
 
@@ -95,7 +95,7 @@ def quoted_document(
         ValueError: the text is too short, or has too few sentences to ask about.
     """
     plain = " ".join(text[: tokens * CHARACTERS_PER_TOKEN].split())  # lines may break anywhere
-    ids = encode(tokenizer, plain)[:tokens]
+    ids = token_ids(tokenizer, plain)[:tokens]
     if len(ids) < tokens:
         raise ValueError(f"expected a text of {tokens} tokens, got {len(ids)}")
     read = tokenizer.decode(ids)
@@ -113,8 +113,8 @@ def quoted_document(
         candidates.remove(nearest)
         depth, sentence = nearest
         start = _first_words(sentence)
-        question = encode(tokenizer, f'\n\nThe text above says: "{start}')
-        answer = encode(tokenizer, sentence[len(start) :])[:answer_tokens]
+        question = token_ids(tokenizer, f'\n\nThe text above says: "{start}')
+        answer = token_ids(tokenizer, sentence[len(start) :])[:answer_tokens]
         quotes.append(Quote(round(depth, 3), question, answer))
     return QuotedDocument(ids, quotes)
 
@@ -143,7 +143,7 @@ def read_prompt_twice(
     return record_prompt_twice(model, ids, policy, instruction_ids=instruction)
 
 
-def decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None]:
+def greedy_decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None]:
     """A function that decodes one greedy token after a prompt."""
     token: Tensor = prompt.last_logits[:, -1:].argmax(dim=-1)
 
@@ -155,7 +155,7 @@ def decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None
     return step
 
 
-def generate(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[int]:
+def generate_greedily(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[int]:
     """Exactly so many greedy tokens after a prompt whose cache this is."""
-    said = generated(model, _tensor(model, ids), cache, tokens)
+    said = generate_tokens(model, _tensor(model, ids), cache, tokens)
     return said[0, len(ids) :].tolist()

@@ -14,8 +14,8 @@ from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.prompts import QuotedDocument, generate, quoted_document
-from snapkv_lab.rows import Row, grouped, of
+from snapkv_lab.experiments.prompts import QuotedDocument, generate_greedily, quoted_document
+from snapkv_lab.rows import Row, group_rows, select_rows
 
 FULL, PLAIN, RECALL, AGAIN = "full", "plain", "recall", "again"
 NAMES = {
@@ -53,7 +53,7 @@ def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]
         for quote in document.quotes:
             begin = time.perf_counter()
             prompt, cache = ask(quote.question_ids)
-            said = generate(model, prompt, cache, len(quote.answer_ids))
+            said = generate_greedily(model, prompt, cache, len(quote.answer_ids))
             seconds, report = time.perf_counter() - begin, cache.report()
             yield {
                 "task": "questions",
@@ -116,7 +116,7 @@ def _turns(given: RunContext, text: str) -> Iterator[Row]:
         ids += quoted.quotes[turn % len(quoted.quotes)].question_ids
         begin, prompt_tokens = time.perf_counter(), len(ids)
         cache.most_bytes = 0
-        ids += generate(model, ids, cache, new_tokens)
+        ids += generate_greedily(model, ids, cache, new_tokens)
         report = cache.report()
         yield {
             "task": "turns",
@@ -142,7 +142,7 @@ def cap_bytes(row: Row) -> int:
 
 def _means(rows: list[Row]) -> Iterable[Row]:
     names, full = list(NAMES), right_share(rows, FULL, None)
-    cells = grouped(rows, lambda row: (row["budget"] or 0, names.index(row["contender"])))
+    cells = group_rows(rows, lambda row: (row["budget"] or 0, names.index(row["contender"])))
     for (budget, place), own in sorted(cells.items()):
         right = fmean(row["right"] for row in own)
         yield {
@@ -158,7 +158,7 @@ def _means(rows: list[Row]) -> Iterable[Row]:
 
 
 def right_share(rows: Sequence[Row], contender: str, budget: int | None) -> float:
-    return fmean(row["right"] for row in of(rows, contender=contender, budget=budget))
+    return fmean(row["right"] for row in select_rows(rows, contender=contender, budget=budget))
 
 
 def _turns_table(rows: list[Row]) -> Iterator[str]:
@@ -203,5 +203,5 @@ MANY_QUESTIONS = Experiment(
         "budgets": Size((128,), (96,)),
         "turned": Size((128, 8, 512), (64, 2, 256)),
     },
-    tables=lambda rows: [*_QUESTIONS.parts(rows), *_turns_table(of(rows, task="turns"))],
+    tables=lambda rows: [*_QUESTIONS.parts(rows), *_turns_table(select_rows(rows, task="turns"))],
 )

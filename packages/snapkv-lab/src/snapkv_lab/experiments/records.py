@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from snapkv_lab.measure.environment import describe
+from snapkv_lab.measure.environment import describe_device
 from snapkv_lab.rows import Row
 
 ROOT = Path(__file__).parents[5]
@@ -20,7 +20,7 @@ def describe_environment(device: torch.device | None = None) -> Row:
     return {
         "commit": git("rev-parse", "--short=10", "HEAD"),
         "changed_files": len(git("status", "--porcelain", "--", "packages").splitlines()),
-        **describe(device or torch.device("cpu")),
+        **describe_device(device or torch.device("cpu")),
     }
 
 

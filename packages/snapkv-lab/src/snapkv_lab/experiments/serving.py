@@ -26,8 +26,8 @@ from snapkv_lab.experiments.measuring import InterleavedTimings
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import NeedlePrompt, quoted_document
 from snapkv_lab.experiments.records import describe_environment
-from snapkv_lab.measure.timing import Spent, spent_on, spread
-from snapkv_lab.rows import Row, grouped
+from snapkv_lab.measure.timing import TimeSpent, measure_time, percentiles
+from snapkv_lab.rows import Row, group_rows
 from snapkv_vllm import engine_args
 from snapkv_vllm.versions import installed
 
@@ -114,7 +114,7 @@ class Engine:
 
 
 @contextlib.contextmanager
-def _warm(
+def _warm_engines(
     given: RunContext, blocks: int, prompt: list[int], **more: dict[str, Any]
 ) -> Iterator[dict[str, Engine]]:
     """Stock vLLM, the plugin, and others by their options, side by side, ready all the time."""
@@ -127,7 +127,7 @@ def _warm(
         engine.close()
 
 
-def _on(given: RunContext) -> Row:
+def _describe_run(given: RunContext) -> Row:
     own = {"attn_implementation": "vLLM CPU_ATTN", "dtype": str(DTYPE).removeprefix("torch.")}
     environment = describe_environment() | {"vllm": installed()}
     return {"model": given.loaded.description() | own, "environment": environment}
@@ -139,7 +139,7 @@ def _reading(given: RunContext) -> Iterator[Row]:
     prompts = [document.prompt_ids for document in documents]
     tokens = given.prompt_tokens + given.new_tokens
     blocks = given.requests * -(-tokens // BLOCK_TOKENS) + 1  # one that vLLM keeps for itself
-    with _warm(given, blocks, prompts[0]) as engines:
+    with _warm_engines(given, blocks, prompts[0]) as engines:
         work = {name: _read(engine, prompts) for name, engine in engines.items()}
         turns = InterleavedTimings(work, rounds=given.pairs)
     row: Row = {
@@ -152,7 +152,7 @@ def _reading(given: RunContext) -> Iterator[Row]:
     for key, clock in (("", "wall_ms"), ("processor_", "cpu_ms")):
         for name in turns:
             seconds = [ms / 1000 for ms in turns.samples(name, clock)]
-            row[f"{name}_{key}seconds"] = spread(seconds, 4)
+            row[f"{name}_{key}seconds"] = percentiles(seconds, 4)
         row[f"{key}against_stock"] = turns.ratio("snapkv", "stock", clock=clock)
     yield row
 
@@ -171,7 +171,7 @@ def _speed(given: RunContext) -> Iterator[Row]:
     if _HAS_AVX512:  # vLLM has it on no other CPU
         coded = {"cache_dtype": "fp8"}
         fp8 = {f"{name}, fp8": coded | {"budget": own} for name, own in budgets.items()}
-    with _warm(given, given.blocks, prompts[0], **fp8) as engines:
+    with _warm_engines(given, given.blocks, prompts[0], **fp8) as engines:
         for number in range(given.rounds):
             for name in list(engines)[:: -1 if number % 2 else 1]:
                 start, processor = time.perf_counter(), time.process_time()
@@ -188,7 +188,7 @@ def _speed(given: RunContext) -> Iterator[Row]:
                     "seconds": round(seconds, 2),
                     "processor_seconds": round(time.process_time() - processor, 2),
                     **steps,
-                    "needles": _right(documents, answers),
+                    "needles": _count_right(documents, answers),
                 }
 
 
@@ -206,14 +206,14 @@ def _questions(given: RunContext) -> Iterator[Row]:
         name: Engine(given, budget, blocks, caches_prefixes=True)
         for name, budget in (("stock", None), ("snapkv", given.budget))
     }
-    took: dict[str, list[list[Spent]]] = {name: [] for name in engines}
+    took: dict[str, list[list[TimeSpent]]] = {name: [] for name in engines}
     right: dict[str, int] = {}
     for engine in engines.values():  # warms up, with a shorter text that is compressed, too
         engine.answers([document.ids[: 2 * given.budget]], 2)
     for _ in range(given.readings):
         for name, engine in engines.items():
             engine.llm.reset_prefix_cache()
-            answered = [_answered(engine, ids) for ids in prompts]
+            answered = [_time_answer(engine, ids) for ids in prompts]
             took[name].append([spent for _, spent in answered])
             pairs = zip(answered, document.quotes, strict=True)
             right[name] = sum(answer == quote.answer_ids for (answer, _), quote in pairs)
@@ -225,28 +225,28 @@ def _questions(given: RunContext) -> Iterator[Row]:
             "prompt_tokens": given.prompt_tokens,
             "budget": given.budget if name == "snapkv" else None,
             "readings": given.readings,
-            **_spreads("first", [first for first, *_ in took[name]]),
-            **_spreads("other", [one for _, *others in took[name] for one in others]),
+            **_percentile_fields("first", [first for first, *_ in took[name]]),
+            **_percentile_fields("other", [one for _, *others in took[name] for one in others]),
             "right": right[name],
         }
 
 
-def _spreads(which: str, spent: Sequence[Spent]) -> Row:
+def _percentile_fields(which: str, spent: Sequence[TimeSpent]) -> Row:
     """Seconds by the clock, and of all threads together."""
     return {
-        f"{which}_seconds": spread([one.wall_ms / 1000 for one in spent], 3),
-        f"{which}_processor_seconds": spread([one.cpu_ms / 1000 for one in spent], 3),
+        f"{which}_seconds": percentiles([one.wall_ms / 1000 for one in spent], 3),
+        f"{which}_processor_seconds": percentiles([one.cpu_ms / 1000 for one in spent], 3),
     }
 
 
-def _answered(engine: Engine, ids: list[int]) -> tuple[list[int], Spent]:
+def _time_answer(engine: Engine, ids: list[int]) -> tuple[list[int], TimeSpent]:
     """The first four tokens of an answer, which are those of a quotation, and their time."""
     answers: list[list[int]] = []
-    spent = spent_on(lambda: answers.extend(engine.answers([ids], 4)[0]))
+    spent = measure_time(lambda: answers.extend(engine.answers([ids], 4)[0]))
     return answers[0], spent
 
 
-def _right(documents: Sequence[NeedlePrompt], answers: Sequence[list[int]]) -> int:
+def _count_right(documents: Sequence[NeedlePrompt], answers: Sequence[list[int]]) -> int:
     pairs = zip(documents, answers, strict=True)
     return sum(answer[: len(one.answer_ids)] == one.answer_ids for one, answer in pairs)
 
@@ -254,9 +254,9 @@ def _right(documents: Sequence[NeedlePrompt], answers: Sequence[list[int]]) -> i
 _MEDIANS = ("seconds", "prefill_seconds", "decode_seconds", "decode_steps", "most_running")
 
 
-def _medians(rows: list[Row]) -> Iterable[Row]:
+def _median_rows(rows: list[Row]) -> Iterable[Row]:
     """Of some rounds the first, with the medians of what was measured in all."""
-    for own in grouped(rows, "engine").values():
+    for own in group_rows(rows, "engine").values():
         yield own[0] | {key: median(row[key] for row in own) for key in (*_MEDIANS, "needles")}
 
 
@@ -281,7 +281,7 @@ SERVING = Experiment(
         "readings": Size(3, 2),
     },
     fields={"votes": VOTES},
-    described=_on,
+    described=_describe_run,
     tables=[
         Listing(
             {
@@ -296,7 +296,7 @@ SERVING = Experiment(
             },
             "{requests} requests of {prompt_tokens:,} tokens at once",
             {"part": "speed"},
-            _medians,
+            _median_rows,
         ),
         Listing(
             {

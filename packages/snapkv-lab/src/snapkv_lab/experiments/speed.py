@@ -16,10 +16,10 @@ from snapkv import CompressedCache, FullCache, SnapKV, default_policy
 from snapkv.policies import Policy
 from snapkv.validation import AUTO
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
-from snapkv_lab.experiments.measuring import InterleavedTimings, in_own_process
+from snapkv_lab.experiments.measuring import InterleavedTimings, run_in_own_process
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
-from snapkv_lab.measure.contenders import Contender, compressed, full
+from snapkv_lab.experiments.prompts import SEED, greedy_decoder, read_prompt
+from snapkv_lab.measure.contenders import Contender, compressed_contender, transformers_contender
 from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes, resident_bytes
 from snapkv_lab.rows import Row
 
@@ -29,9 +29,9 @@ _WARMUP_TOKENS = 64
 def contenders(budget: int) -> dict[str, Contender]:
     """transformers' own cache and attention; every token kept through snapkv; compressed."""
     found = (
-        full("transformers"),
-        compressed("full", FullCache()),
-        compressed("snapkv", SnapKV(budget)),
+        transformers_contender("transformers"),
+        compressed_contender("full", FullCache()),
+        compressed_contender("snapkv", SnapKV(budget)),
     )
     return {each.label: each for each in found}
 
@@ -45,7 +45,7 @@ def _decoding(given: RunContext) -> Iterator[Row]:
         for policy in (SnapKV(given.budget), FullCache()):
             cache = prompt.compressed(policy)
             report = cache.report()
-            steps[policy.name, tokens] = decoder(prompt, cache)
+            steps[policy.name, tokens] = greedy_decoder(prompt, cache)
             rows[policy.name, tokens] = (
                 {
                     "benchmark": "decode",
@@ -70,7 +70,9 @@ def _decoding(given: RunContext) -> Iterator[Row]:
 def _peaks(given: RunContext) -> Iterator[Row]:
     """A row per cache, each measured in a process of its own."""
     for name in contenders(given.budget):
-        yield in_own_process(peak_of_reading, given.model, name, given.peak_length, given.budget)
+        yield run_in_own_process(
+            peak_of_reading, given.model, name, given.peak_length, given.budget
+        )
 
 
 @torch.inference_mode()
@@ -162,7 +164,7 @@ def _by_default(given: RunContext) -> Iterator[Row]:
         caches = {name: prompt.compressed(policy) for name, policy in policies.items()}
         report = caches["default"].report()
         reads = {name: functools.partial(read, policy) for name, policy in policies.items()}
-        steps = {name: decoder(prompt, cache) for name, cache in caches.items()}
+        steps = {name: greedy_decoder(prompt, cache) for name, cache in caches.items()}
         row: Row = {"benchmark": "default", "prompt_tokens": tokens}
         row |= {"kept_tokens": report.kept_tokens, "held_bytes": report.held_bytes}
         row["full_bytes"] = report.full_bytes

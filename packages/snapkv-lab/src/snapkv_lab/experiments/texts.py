@@ -27,16 +27,16 @@ from snapkv_app.observing import RecordedPrompt, RecordingPolicy
 from snapkv_lab.evaluate.corpora import Question, load_corpus
 from snapkv_lab.evaluate.haystack import (
     CITIES,
-    encode,
-    identifier,
+    draw_number,
+    draw_uuid,
     load_haystack,
-    number,
-    python_topics,
-    words,
+    load_python_topics,
+    load_words,
+    token_ids,
 )
 from snapkv_lab.evaluate.tasks.lines import Lines
 from snapkv_lab.evaluate.tasks.rag import phrase_questions, phrase_sample
-from snapkv_lab.experiments.prompts import quoted_document, read_prompt_twice, stretch
+from snapkv_lab.experiments.prompts import cut_stretch, quoted_document, read_prompt_twice
 from snapkv_lab.rows import Row
 
 SEED = 7
@@ -73,9 +73,9 @@ class TextMaker:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._encode = functools.partial(encode, tokenizer)
+        self._encode = functools.partial(token_ids, tokenizer)
         self._essays = load_haystack().text
-        self._prose = [self._essays, python_topics().text]
+        self._prose = [self._essays, load_python_topics().text]
 
     def needles(self, tokens: int, index: int, *, tail: str = "") -> QuestionedText:
         """Six needles of different kinds in an essay, each asked for; with a tail, if any."""
@@ -95,7 +95,7 @@ class TextMaker:
     def _hidden_in(self, tokens: int, needles: list[list[int]], draw: random.Random) -> list[int]:
         """A stretch of an essay with needles after sentences, in an order that is drawn."""
         own = draw.sample(needles, len(needles))
-        hay = stretch(self._tokenizer, self._essays, tokens - sum(map(len, own)), draw)
+        hay = cut_stretch(self._tokenizer, self._essays, tokens - sum(map(len, own)), draw)
         ends = [
             place + 1
             for place, token in enumerate(hay)
@@ -154,7 +154,7 @@ class TextMaker:
         """A natural text that goes on, for its loss; essays and Python's manual in turn."""
         name = f"prose/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
-        ids = stretch(self._tokenizer, self._prose[index % 2], tokens + answer_tokens, draw)
+        ids = cut_stretch(self._tokenizer, self._prose[index % 2], tokens + answer_tokens, draw)
         return self._going_on(name, ids, answer_tokens)
 
     def code(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
@@ -184,7 +184,7 @@ def _case(group: str, asked: Sequence[int], ids: Sequence[int]) -> TextQuestion:
     return TextQuestion(group=group, question_ids=asked, answer_ids=ids, parts=parts)
 
 
-def texts_from(given: Any, first: int) -> Iterator[QuestionedText]:
+def make_texts(given: Any, first: int) -> Iterator[QuestionedText]:
     """Round after round, so that a run that is stopped has some of every kind.
 
     Others than those that the pooling was chosen by, and than those from another first index;
@@ -200,23 +200,26 @@ def texts_from(given: Any, first: int) -> Iterator[QuestionedText]:
         yield make.code(size, 32, index)
 
 
-def with_answers(texts: Iterable[QuestionedText]) -> Iterator[QuestionedText]:
+def only_answerable(texts: Iterable[QuestionedText]) -> Iterator[QuestionedText]:
     """Those with answers that can be right; of prose and code there is only a loss."""
     return (text for text in texts if any(case.parts for case in text.cases))
 
 
 def _phrase(draw: random.Random) -> str:
-    adjectives, nouns = words("adjective"), words("noun")
+    adjectives, nouns = load_words("adjective"), load_words("noun")
     return " ".join(draw.choice(kind) for kind in (adjectives, nouns, adjectives, nouns))
 
 
 _KINDS = {
-    "4 digits": (lambda draw: number(draw, 4), "number"),
-    "7 digits": (lambda draw: number(draw, 7), "code"),
-    "12 digits": (lambda draw: number(draw, 12), "serial number"),
+    "4 digits": (lambda draw: draw_number(draw, 4), "number"),
+    "7 digits": (lambda draw: draw_number(draw, 7), "code"),
+    "12 digits": (lambda draw: draw_number(draw, 12), "serial number"),
     "phrase": (_phrase, "phrase"),
-    "uuid": (identifier, "uuid"),
-    "two parts": (lambda draw: f"{number(draw, 4)} and {draw.choice(words('noun'))}", "pair"),
+    "uuid": (draw_uuid, "uuid"),
+    "two parts": (
+        lambda draw: f"{draw_number(draw, 4)} and {draw.choice(load_words('noun'))}",
+        "pair",
+    ),
 }
 """Kinds of needles: what is hidden, and what it is called in the text."""
 
@@ -279,7 +282,7 @@ class AskedPrompt:
         return self._read_twice[policy.needs]
 
 
-def asked_of(read: ReadText, text: QuestionedText, setting: str) -> Iterator[AskedPrompt]:
+def asked_prompts(read: ReadText, text: QuestionedText, setting: str) -> Iterator[AskedPrompt]:
     """Each question after its text, or all of them hidden until the text is compressed."""
     if setting == "hidden":
         hidden = [
@@ -295,7 +298,7 @@ def asked_of(read: ReadText, text: QuestionedText, setting: str) -> Iterator[Ask
 
 
 @torch.inference_mode()
-def scored(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuestion) -> Row:
+def score_answer(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuestion) -> Row:
     """The right answer of a case fed to a cache after a prompt.
 
     "right": for every part of the answer whether each of its tokens was the most likely one, 0 or
@@ -328,7 +331,7 @@ def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
     return logits
 
 
-def questions(
+def question_rows(
     read: ReadText,
     text: QuestionedText,
     setting: str,
@@ -340,9 +343,9 @@ def questions(
     cache has no part right tell nothing apart: others are not asked.
     """
     numbers = itertools.count()
-    for asked in asked_of(read, text, setting):
+    for asked in asked_prompts(read, text, setting):
         prompt = asked.prompt
-        full = [scored(prompt, prompt.compressed(FullCache()), case) for case in asked.cases]
+        full = [score_answer(prompt, prompt.compressed(FullCache()), case) for case in asked.cases]
         known = [any(each["right"]) or not each["right"] for each in full]
         found = list(answers(asked)) if any(known) else []
         for place, case in enumerate(asked.cases):
@@ -356,7 +359,7 @@ def questions(
             }
 
 
-def answers_of(rows: Iterable[Row]) -> list[Row]:
+def list_answers(rows: Iterable[Row]) -> list[Row]:
     """Every answer of the rows of `questions`, with its row, "of"."""
     return [{**found, "of": row} for row in rows for found in row.get("answers", ())]
 
@@ -388,7 +391,7 @@ class Count(NamedTuple):
         return f"{self.share:.2f} of {self.of} ({low:.2f} to {high:.2f})"
 
 
-def right_of(answers: Iterable[Row]) -> Count:
+def count_right(answers: Iterable[Row]) -> Count:
     """Parts of answers that are right, of those that the full cache has right."""
     known = [
         own
@@ -399,6 +402,6 @@ def right_of(answers: Iterable[Row]) -> Count:
     return Count(sum(known), len(known))
 
 
-def loss_above(answers: Iterable[Row]) -> float:
+def mean_loss_above(answers: Iterable[Row]) -> float:
     pairs = ((row["nll"], row["of"]["full"]["nll"]) for row in answers)
     return fmean(own - full for own, full in pairs if full is not None)

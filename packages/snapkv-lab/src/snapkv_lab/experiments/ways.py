@@ -42,13 +42,13 @@ from snapkv_lab.experiments.texts import (
     QuestionedText,
     ReadText,
     TextQuestion,
-    answers_of,
-    loss_above,
-    questions,
-    right_of,
-    scored,
+    count_right,
+    list_answers,
+    mean_loss_above,
+    question_rows,
+    score_answer,
 )
-from snapkv_lab.rows import Row, grouped
+from snapkv_lab.rows import Row, group_rows
 
 QUANTO_GROUP = 64
 """transformers' quantized cache stores two extra numbers of the model's dtype for every group of
@@ -173,7 +173,7 @@ class Answers:
         policy = self.loaded.completed(way.policy(self.budget(share, asked.ids.shape[1])))
         prompt = asked.read_for(policy, self.loaded)
         cache = prompt.compressed(policy, quantize=way.bits)
-        rows = (scored(prompt, copy.copy(cache), case) for case in asked.cases)
+        rows = (score_answer(prompt, copy.copy(cache), case) for case in asked.cases)
         return self.sizes(way, cache.report()), rows
 
     def _theirs(self, way: Theirs, share: float, asked: AskedPrompt) -> tuple[Row, Iterator[Row]]:
@@ -197,7 +197,7 @@ def _answer(theirs: Kvpress, case: TextQuestion) -> Row:
     }
 
 
-def answered(
+def compare_ways(
     settings: Mapping[str, Setting], given: RunContext, text: QuestionedText, **how: Any
 ) -> Iterator[Row]:
     """Yield the rows of all questions about a text in these settings.
@@ -217,14 +217,14 @@ def answered(
             theirs = stack.enter_context(peer)
         answers = Answers(loaded, theirs, **how)
         for name, setting in settings.items():
-            yield from questions(read, text, name, partial(answers.of, setting))
+            yield from question_rows(read, text, name, partial(answers.of, setting))
 
 
-def answer_cells(rows: list[Row]) -> Iterator[Row]:
+def group_answers(rows: list[Row]) -> Iterator[Row]:
     """Group the answers that were given in one way, from one share, in one setting."""
     names = ("method", "codes", "share", "setting")
-    groups = grouped(
-        answers_of(rows),
+    groups = group_rows(
+        list_answers(rows),
         lambda row: (row["method"], row.get("codes"), row["share"], row["of"]["setting"]),
     )
     for key, own in groups.items():
@@ -233,4 +233,4 @@ def answer_cells(rows: list[Row]) -> Iterator[Row]:
 
 def right_cell(cell: Row) -> str:
     """Show the right answers of a cell and their loss per token above the full cache's."""
-    return f"{right_of(cell['answers'])}, {loss_above(cell['answers']):+.2f}"
+    return f"{count_right(cell['answers'])}, {mean_loss_above(cell['answers']):+.2f}"

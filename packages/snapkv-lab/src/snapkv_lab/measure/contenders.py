@@ -25,7 +25,7 @@ from snapkv.storage.bits import KVCodes
 from snapkv.validation import nearest
 from snapkv_app.prefills import Exact, Prefill
 from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes
-from snapkv_lab.measure.timing import spent_on, synchronize
+from snapkv_lab.measure.timing import measure_time, synchronize
 
 ROOM_TOKENS = 512
 """Tokens after the prompt that caches of a fixed size have room for."""
@@ -42,7 +42,7 @@ class Contender:
 
     def reader(self, model: PreTrainedModel, ids: Tensor) -> Callable[[], float]:
         """Reads a prompt, (B, T) int64, into a new cache; ms, or OutOfMemoryError."""
-        return lambda: spent_on(lambda: self._read(model, ids)).wall_ms
+        return lambda: measure_time(lambda: self._read(model, ids)).wall_ms
 
     def peak(self, model: PreTrainedModel, ids: Tensor) -> dict[str, int]:
         """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it."""
@@ -81,7 +81,7 @@ class Decoder:
         self._contender, self._model = contender, model
         shape = (batch, length + 1)  # of a prompt and the token that it gave
         self._ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
-        self._cache = filled(contender, model, batch=batch, tokens=length)
+        self._cache = fill_cache(contender, model, batch=batch, tokens=length)
 
     @property
     def held_bytes(self) -> int:
@@ -104,7 +104,7 @@ class Decoder:
 
     def __call__(self, tokens: int) -> float:
         with self._contender.at_work(self._model):
-            return spent_on(lambda: self._generate(tokens)).wall_ms / tokens
+            return measure_time(lambda: self._generate(tokens)).wall_ms / tokens
 
     def first_and_gaps(self, tokens: int, **options: Any) -> tuple[float, list[float]]:
         """Milliseconds of the first three tokens, and from each to the next after those.
@@ -124,10 +124,10 @@ class Decoder:
         return sum(gaps[:3]), gaps[3:]
 
     def _generate(self, tokens: int, **options: Any) -> None:
-        self._ids = generated(self._model, self._ids, self._cache, tokens, **options)
+        self._ids = generate_tokens(self._model, self._ids, self._cache, tokens, **options)
 
 
-def generated(model: Any, ids: Tensor, cache: Any, tokens: int, **options: Any) -> Tensor:
+def generate_tokens(model: Any, ids: Tensor, cache: Any, tokens: int, **options: Any) -> Tensor:
     """(B, T + tokens) int64: a prompt, (B, T), whose cache this is, and so many greedy tokens."""
     found: Tensor = model.generate(
         ids,
@@ -142,7 +142,7 @@ def generated(model: Any, ids: Tensor, cache: Any, tokens: int, **options: Any) 
     return found
 
 
-def compressed(label: str, policy: Policy, *, codes: KVCodes | None = None) -> Contender:
+def compressed_contender(label: str, policy: Policy, *, codes: KVCodes | None = None) -> Contender:
     def make(model: PreTrainedModel, prompt_tokens: int) -> Cache:
         del prompt_tokens
         return CompressedCache(model, policy, quantize=codes)
@@ -150,7 +150,7 @@ def compressed(label: str, policy: Policy, *, codes: KVCodes | None = None) -> C
     return Contender(label=label, make=make, policy=policy)
 
 
-def full(name: str) -> Contender:
+def transformers_contender(name: str) -> Contender:
     if name not in FULL_CACHES:
         raise InvalidArgumentError(
             f"baseline: expected one of {', '.join(FULL_CACHES)}, got "
@@ -172,7 +172,7 @@ FULL_CACHES: dict[str, Callable[[PreTrainedModel, int], Cache]] = {
 
 
 @torch.no_grad()
-def filled(contender: Contender, model: PreTrainedModel, *, batch: int, tokens: int) -> Cache:
+def fill_cache(contender: Contender, model: PreTrainedModel, *, batch: int, tokens: int) -> Cache:
     """A cache as a prompt of that many tokens leaves it, with random keys and values.
 
     What decoding costs depends on how many tokens are stored, not on what they say. One layer at a
@@ -182,7 +182,9 @@ def filled(contender: Contender, model: PreTrainedModel, *, batch: int, tokens: 
     if isinstance(cache, CompressedCache):
         cache.expect_prompt(tokens)
     for layer in cache.layers:
-        layer.update(_random(model, batch, tokens, "key"), _random(model, batch, tokens, "key"))
+        layer.update(
+            _random_states(model, batch, tokens, "key"), _random_states(model, batch, tokens, "key")
+        )
         if isinstance(layer, CompressedLayer):
             _end_prompt(cache, layer, model, tokens)
     return cache
@@ -192,7 +194,9 @@ def _end_prompt(
     cache: CompressedCache, layer: CompressedLayer, model: PreTrainedModel, tokens: int
 ) -> None:
     """Ask the policy what to keep, as the wrapped attention does."""
-    queries = _random(model, layer.keys.shape[0], min(layer.policy.query_tokens, tokens), "query")
+    queries = _random_states(
+        model, layer.keys.shape[0], min(layer.policy.query_tokens, tokens), "query"
+    )
     output = layer.identity.output_projection
     prompt = PromptLayer(
         queries=queries,
@@ -209,7 +213,7 @@ def _end_prompt(
     cache.prompt_state.end_prompt(layer, prompt)
 
 
-def _random(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:
+def _random_states(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:
     """Random states of a layer: (B, Hq or Hkv, N, D)."""
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None) is not None:

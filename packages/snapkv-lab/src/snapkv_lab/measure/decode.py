@@ -14,7 +14,7 @@ from snapkv.hf.device_memory import out_of_memory_explained
 from snapkv.validation import require_int
 from snapkv_app.plan.advice import weights_bytes
 from snapkv_lab.measure.contenders import ROOM_TOKENS, Contender, Decoder
-from snapkv_lab.measure.timing import alternate, ratios, spent_on, spread
+from snapkv_lab.measure.timing import measure_time, pair_ratios, percentiles, run_alternating
 from snapkv_lab.rows import Row
 
 _COPIED_BYTES = {"cuda": 2**31, "cpu": 2**28}
@@ -27,7 +27,7 @@ def copy_bandwidth(device: torch.device) -> float:
     size = _COPIED_BYTES.get(device.type, 2**28)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    times = [spent_on(lambda: target.copy_(source)).wall_ms for _ in range(_COPIES)]
+    times = [measure_time(lambda: target.copy_(source)).wall_ms for _ in range(_COPIES)]
     return 2 * size / (min(times) / 1000)
 
 
@@ -43,7 +43,7 @@ def least_ms_per_token(model: PreTrainedModel, cache_bytes: int, bytes_per_secon
     return float(1000 * (weights + cache_bytes) / bytes_per_second)
 
 
-def raced(
+def time_in_turns(
     contenders: Iterable[Contender],
     ready: Callable[[Contender], Callable[[], float]],
     *,
@@ -61,7 +61,7 @@ def raced(
                 made[each.label] = ready(each)
         except OutOfMemoryError:
             yield each.label, [], []
-    runs = alternate(made, rounds=rounds, warmup_rounds=warmup_rounds) if made else {}
+    runs = run_alternating(made, rounds=rounds, warmup_rounds=warmup_rounds) if made else {}
     for name, samples in runs.items():
         yield name, samples, next(iter(runs.values()))
 
@@ -106,15 +106,15 @@ class DecodeBench:
             decoder(1)
             return partial(decoder, self.tokens)
 
-        turns = raced(self.contenders, ready, rounds=self.rounds, warmup_rounds=1)
+        turns = time_in_turns(self.contenders, ready, rounds=self.rounds, warmup_rounds=1)
         for name, samples, base in turns:
             row = {"bench": "decode", "cache": name, "batch": batch, "length": length}
             if not samples:
                 yield row | {"status": "out of memory"}
                 continue
-            ms = spread(samples, 3)
+            ms = percentiles(samples, 3)
             row |= {"status": "ok", "filled": True, "held_bytes": decoders[name].held_bytes}
-            row |= {"ms_per_token": ms, "ratio": spread(ratios(samples, base), 4)}
+            row |= {"ms_per_token": ms, "ratio": percentiles(pair_ratios(samples, base), 4)}
             row["tokens_per_second"] = round(1000 * batch / ms["p50"], 2)
             if self.bytes_per_second is not None:
                 read_bytes = decoders[name].read_bytes

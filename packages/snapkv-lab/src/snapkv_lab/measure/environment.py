@@ -10,7 +10,7 @@ import transformers
 import snapkv
 
 
-def versions() -> dict[str, Any]:
+def software_versions() -> dict[str, Any]:
     """Of the software that a result depends on."""
     return {
         "snapkv": snapkv.__version__,
@@ -20,10 +20,10 @@ def versions() -> dict[str, Any]:
     }
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def describe_device(device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else processor()
-    described = versions() | {"processor": name, "threads": torch.get_num_threads()}
+    name = torch.cuda.get_device_name(device) if cuda else processor_name()
+    described = software_versions() | {"processor": name, "threads": torch.get_num_threads()}
     if cuda:
         properties = torch.cuda.get_device_properties(device)
         capability = f"{properties.major}.{properties.minor}"
@@ -32,7 +32,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     return described
 
 
-def processor() -> str:
+def processor_name() -> str:
     """The processor's name where Linux tells it, else its architecture; and torch's instructions.
 
     Names such as "AMD EPYC" are of machines with and without AVX-512.

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from snapkv.errors import OutOfMemoryError
 from snapkv.validation import require_int
 from snapkv_lab.measure.contenders import Contender
-from snapkv_lab.measure.decode import raced
-from snapkv_lab.measure.timing import ratios, spread
+from snapkv_lab.measure.decode import time_in_turns
+from snapkv_lab.measure.timing import pair_ratios, percentiles
 from snapkv_lab.rows import Row
 
 
@@ -79,10 +79,13 @@ class PrefillBench:
             return read
 
         rows = {each.label: self._row("prefill", each, batch, length) for each in self.contenders}
-        turns = raced(self.contenders, ready, rounds=self.rounds, warmup_rounds=0)
+        turns = time_in_turns(self.contenders, ready, rounds=self.rounds, warmup_rounds=0)
         for name, samples, base in turns:
             if samples:
-                times = {"ms": spread(samples, 2), "ratio": spread(ratios(samples, base), 4)}
+                times = {
+                    "ms": percentiles(samples, 2),
+                    "ratio": percentiles(pair_ratios(samples, base), 4),
+                }
                 yield rows[name] | {"status": "ok"} | times
             else:
                 yield rows[name] | {"status": "out of memory"}

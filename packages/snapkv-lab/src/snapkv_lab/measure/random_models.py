@@ -22,7 +22,7 @@ def random_model(
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}
-    config = config_of(shape, layers)
+    config = shape_config(shape, layers)
     with torch.device("meta"):
         bare = AutoModelForCausalLM.from_config(config, **options)
     explain = functools.partial(weights_advice, bare, device, free_bytes(device))
@@ -32,7 +32,7 @@ def random_model(
     return model.eval()
 
 
-def config_of(shape: str, layers: int | None = None) -> Any:
+def shape_config(shape: str, layers: int | None = None) -> Any:
     """Return the configuration of a published shape, with fewer layers if a number is given.
 
     Raises:

@@ -10,22 +10,22 @@ import torch
 T = TypeVar("T")
 
 
-class Spent(NamedTuple):
+class TimeSpent(NamedTuple):
     """What one run took."""
 
     wall_ms: float
     cpu_ms: float
 
 
-def spent_on(work: Callable[[], Any]) -> Spent:
+def measure_time(work: Callable[[], Any]) -> TimeSpent:
     synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     synchronize()
-    return Spent(1000 * (time.perf_counter() - wall), 1000 * (time.process_time() - cpu))
+    return TimeSpent(1000 * (time.perf_counter() - wall), 1000 * (time.process_time() - cpu))
 
 
-def alternate(
+def run_alternating(
     contenders: Mapping[str, Callable[[], T]], *, rounds: int, warmup_rounds: int
 ) -> dict[str, list[T]]:
     """Run all contenders in every round, each round in another order.
@@ -52,11 +52,11 @@ def _order(count: int, index: int) -> list[int]:
     return order[::-1] if count % 2 and index // count % 2 else order
 
 
-def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
+def pair_ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
     return [one / other for one, other in zip(times, base, strict=True)]
 
 
-def spread(values: Sequence[float], digits: int) -> dict[str, float]:
+def percentiles(values: Sequence[float], digits: int) -> dict[str, float]:
     cuts = quantiles(values, n=10, method="inclusive")
     return {f"p{10 * cut}": round(cuts[cut - 1], digits) for cut in (2, 5, 8)}
 

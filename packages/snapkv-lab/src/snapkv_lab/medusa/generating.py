@@ -18,7 +18,7 @@ from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeE
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among, passed
 from snapkv.hf.forward_context import branching
-from snapkv_lab.medusa.heads import LastStates, MedusaHeads, last_states
+from snapkv_lab.medusa.heads import LastStates, MedusaHeads, record_last_states
 from snapkv_lab.medusa.masks import TreeBranches
 from snapkv_lab.medusa.tree import (
     DELTA,
@@ -31,9 +31,9 @@ from snapkv_lab.medusa.verifying import (
     GenerateRequest,
     Tally,
     begin_verifying,
+    cut_at_stop,
     fast_few_rows,
     require_one_sequence,
-    until_stop,
 )
 
 FLOAT32_NODES_ON_CPU, NODES_ON_CPU, NODES_ON_GPU = 3, 6, 63
@@ -140,17 +140,17 @@ class Medusa:
     def _steps(self, request: GenerateRequest, stopping_criteria: Any) -> Iterator[Tensor]:
         """The tokens that every step adds, until a criterion stops the text."""
         self.tally = tally = Tally()
-        with fast_few_rows(request.model), last_states(request.model) as states:
+        with fast_few_rows(request.model), record_last_states(request.model) as states:
             candidates = _Candidates(request, self, states)
             text = request.ids[0]
             first = request.choose(request.processed(text, candidates.start()))
-            tokens, done = until_stop(text, [first], stopping_criteria)
+            tokens, done = cut_at_stop(text, [first], stopping_criteria)
             tally.new_tokens = 1
             yield tokens
             text = torch.cat([text, tokens])
             while not done:
                 verified, drafted = candidates.verify(text, request.limit - len(text) - 1)
-                tokens, done = until_stop(text, verified, stopping_criteria)
+                tokens, done = cut_at_stop(text, verified, stopping_criteria)
                 candidates.keep(len(tokens))
                 text = torch.cat([text, tokens])
                 tally.passes += 1

@@ -123,7 +123,7 @@ class LastStates:
 
 
 @contextlib.contextmanager
-def last_states(model: Any) -> Iterator[LastStates]:
+def record_last_states(model: Any) -> Iterator[LastStates]:
     """Within this block, notes what the output projection sees in this thread's forward passes."""
     found = LastStates()
     with noting_inputs(output_projection(model), lambda states: setattr(found, "value", states)):

@@ -27,12 +27,12 @@ from snapkv_app.answering import end_token_ids, generate_options, until_end
 from snapkv_app.models import LoadedModel
 from snapkv_app.prompts import question_prompt
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import encode
+from snapkv_lab.evaluate.haystack import token_ids
 from snapkv_lab.evaluate.store import Progress, Store
 from snapkv_lab.medusa.heads import (
     MedusaHeads,
-    last_states,
     output_projection,
+    record_last_states,
     save_heads,
     write_tensors,
 )
@@ -60,15 +60,15 @@ def train_heads(
     progress: Progress,
 ) -> MedusaHeads:
     """Train heads for a model and write them, with their accuracies on held-out answers."""
-    prompts = _prompts(loaded.tokenizer, texts, plan)
+    prompts = _make_prompts(loaded.tokenizer, texts, plan)
     run = {"model": loaded.name, "revision": loaded.revision, "training": asdict(plan)}
     with Store(folder, run | {"data": short_hash(prompts)}, fields=("answer",)) as store:
-        exchanges = answers_to(loaded, prompts, plan, store, progress)
+        exchanges = generate_answers(loaded, prompts, plan, store, progress)
     states = _States(loaded.model, exchanges)
     held_out = list(range(0, len(exchanges), 10))
     learnt = [place for place in range(len(exchanges)) if place % 10]
     heads = _Training(states, learnt, folder, plan).run(progress)
-    heads.accuracies = measure(heads, states, held_out, progress)
+    heads.accuracies = measure_accuracies(heads, states, held_out, progress)
     save_heads(heads, folder, base_model=loaded.name, training=asdict(plan))
     return heads
 
@@ -91,7 +91,7 @@ class Exchange(NamedTuple):
     answer: tuple[int, ...]
 
 
-def answers_to(
+def generate_answers(
     loaded: LoadedModel,
     prompts: Sequence[tuple[int, ...]],
     plan: MedusaTraining,
@@ -104,7 +104,7 @@ def answers_to(
     for start in range(0, len(left), plan.batch):
         progress("answering", left[start], plan.answers)
         part = left[start : start + plan.batch]
-        answered = _answered(loaded, [prompts[place] for place in part], plan)
+        answered = _generate_batch(loaded, [prompts[place] for place in part], plan)
         for place, answer in zip(part, answered, strict=True):
             named = dict(zip(("sample", "method", "question"), keys[place], strict=True))
             store.add(named | {"answer": answer})
@@ -112,10 +112,12 @@ def answers_to(
     return [Exchange(*each) for each in zip(prompts, answers, strict=True)]
 
 
-def _prompts(tokenizer: Any, texts: Sequence[str], plan: MedusaTraining) -> list[tuple[int, ...]]:
+def _make_prompts(
+    tokenizer: Any, texts: Sequence[str], plan: MedusaTraining
+) -> list[tuple[int, ...]]:
     passages, length = [], plan.passage_tokens
     for text in texts:
-        ids = encode(tokenizer, text)
+        ids = token_ids(tokenizer, text)
         starts = range(0, len(ids) - length + 1, length)
         passages += [tokenizer.decode(ids[start : start + length]) for start in starts]
     if len(passages) < plan.answers:
@@ -129,7 +131,7 @@ def _prompts(tokenizer: Any, texts: Sequence[str], plan: MedusaTraining) -> list
     return [tuple(prompt.token_ids(tokenizer)[0].tolist()) for prompt in prompts]
 
 
-def _answered(
+def _generate_batch(
     loaded: LoadedModel, prompts: Sequence[tuple[int, ...]], plan: MedusaTraining
 ) -> list[tuple[int, ...]]:
     """The model's greedy answers to left-padded prompts, end tokens included."""
@@ -166,7 +168,7 @@ class _States:
             return self._held[place]
         exchange = self._exchanges[place]
         ids = torch.tensor([[*exchange.prompt, *exchange.answer[:-1]]], device=self.model.device)
-        with last_states(self.model) as states:
+        with record_last_states(self.model) as states:
             self.model(ids, use_cache=False, logits_to_keep=len(exchange.answer))
         found = states.value[0].float()
         if self._held_bytes + found.nbytes <= HELD_BYTES:
@@ -280,7 +282,7 @@ class _Training:
 
 
 @torch.no_grad()
-def measure(
+def measure_accuracies(
     heads: MedusaHeads, states: _States, places: Sequence[int], progress: Progress
 ) -> tuple[tuple[float, ...], ...]:
     """For each head, how often its choice of each rank up to `HEAD_RANKS` is right."""

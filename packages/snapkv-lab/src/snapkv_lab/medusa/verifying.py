@@ -80,7 +80,7 @@ class GenerateRequest:
         return logits
 
 
-def until_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tuple[Tensor, bool]:
+def cut_at_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tuple[Tensor, bool]:
     """The tokens up to the first that ends the text, and whether one does."""
     added = torch.tensor(tokens, device=text.device)
     for count in range(1, len(tokens) + 1):

@@ -51,12 +51,12 @@ def draw(results: Results) -> dict[str, "Figure"]:
     return figures
 
 
-def save(figures: dict[str, "Figure"], path: str) -> list[Path]:
+def save_figures(figures: dict[str, "Figure"], path: str) -> list[Path]:
     """Write the scores to `path` and any other figure next to it, as ``NAME-budgets.png``."""
     target, written = Path(path), []
     for name, figure in figures.items():
         file = target if name == "scores" else target.with_stem(f"{target.stem}-{name}")
-        drawing.save(figure, file)
+        drawing.save_figure(figure, file)
         written.append(file)
     return written
 
@@ -64,16 +64,16 @@ def save(figures: dict[str, "Figure"], path: str) -> list[Path]:
 def _heat_maps(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
     """A panel per method and question, the first axis from left to right, the second downwards."""
     values = [axis_values(results.rows, axis) for axis in results.task.axes[:2]]
-    columns, rows = (sorted(each) if _numeric(each) else each for each in values)
+    columns, rows = (sorted(each) if _is_numeric(each) else each for each in values)
     across = 2 if len(lines) == 4 else min(len(lines), _MOST_PANELS_IN_A_ROW)
     down = -(-len(lines) // across)
     width, height = (min(max(0.45 * len(cells), 2.4), 6.0) for cells in (columns, rows))
     figure = _figure(results, 1.6 + across * (width + 0.5), 0.6 + down * (height + 0.8))
-    panels = drawing.panels(figure, down, across, len(lines))
+    panels = drawing.new_panels(figure, down, across, len(lines))
     for panel, line in zip(panels, lines, strict=True):
         _heat_map(panel, results, line, columns, rows)
     if _trained_border(results, columns) is not None:
-        positions = shown_tokens(results.run["model"]["max_tokens"])
+        positions = format_tokens(results.run["model"]["max_tokens"])
         figure.supxlabel(f"dashed line: the model's {positions} positions end")
     scale = figure.colorbar(panels[0].images[0], ax=figure.axes, shrink=0.8, ticks=[0, 0.5, 1])
     scale.ax.set_yticklabels(["0", "50", "100"])
@@ -120,7 +120,7 @@ def _heat_map(
 def _trained_border(results: Results, columns: list[Any]) -> float | None:
     """Where lengths beyond the model's positions begin, in columns; None where none or all do."""
     positions = results.run["model"]["max_tokens"]
-    if results.task.axes[0] != "length" or positions is None or not _numeric(columns):
+    if results.task.axes[0] != "length" or positions is None or not _is_numeric(columns):
         return None
     inside = sum(length <= positions for length in columns)
     return inside - 0.5 if 0 < inside < len(columns) else None
@@ -130,14 +130,14 @@ def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
     """Curves over a numeric axis; groups of bars, and one for the mean, over names."""
     axis = results.task.axes[0]
     columns = axis_values(results.rows, axis)
-    if _numeric(columns):
+    if _is_numeric(columns):
         columns = sorted(columns)
         figure = _figure(results, max(5.0, 0.6 * len(columns) + 2), 4.0)
         panel = figure.subplots()
         for index, line in enumerate(lines):
             scores = [line.scores.get(column, float("nan")) for column in columns]
             intervals = [line.intervals.get(column) for column in columns]
-            curve(panel, range(len(columns)), scores, intervals, index, _name(line))
+            draw_curve(panel, range(len(columns)), scores, intervals, index, _name(line))
         _label_axis(panel.xaxis, axis, columns)
     else:
         figure = _figure(results, max(5.0, 0.16 * len(lines) * (len(columns) + 1) + 2), 4.0)
@@ -188,7 +188,7 @@ def _budgets(
     for index, (name, by_budget) in enumerate(families.items()):
         budgets, own = zip(*sorted(by_budget.items(), key=itemgetter(0)), strict=True)
         means = [line.mean or 0.0 for line in own]
-        curve(panel, budgets, means, [line.interval for line in own], index, name)
+        draw_curve(panel, budgets, means, [line.interval for line in own], index, name)
     swept = [line for by_budget in families.values() for line in by_budget.values()]
     others = [line for line in lines if line not in swept and line.scores]
     for index, line in enumerate(others, len(families)):
@@ -215,12 +215,12 @@ def _losses(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
     panel.set_yticks(range(len(lines)), [_name(line) for line in lines])
     panel.set_ylim(len(lines) - 0.4, -0.6)
     panel.set_xlabel("loss of the reference (mean, nats per token; lower is better)")
-    drawing.ruled(panel, "x")
+    drawing.add_grid(panel, "x")
     return figure
 
 
 def _figure(results: Results, width: float, height: float) -> "Figure":
-    figure = drawing.figure(width, height)
+    figure = drawing.new_figure(width, height)
     figure.suptitle(f"{results.task.name}, {results.run['model']['name']}")
     return figure
 
@@ -229,7 +229,7 @@ def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
     """The score's axis, from 0 to 100 whatever the scores are, and the legend above."""
     panel.set_ylim(0, 105)
     panel.set_ylabel(f"{results.task.metric} (mean)")
-    drawing.ruled(panel, "y")
+    drawing.add_grid(panel, "y")
     panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(legend, 3), frameon=False)
 
 
@@ -242,7 +242,7 @@ def line_style(index: int) -> dict[str, Any]:
     }
 
 
-def curve(
+def draw_curve(
     panel: "Axes",
     places: Sequence[float],
     scores: Sequence[float],
@@ -261,17 +261,17 @@ def curve(
 def _token_axis(panel: "Axes", counts: set[int]) -> None:
     panel.set_xscale("log", base=2)
     panel.minorticks_off()
-    panel.set_xticks(sorted(counts), [shown_tokens(count) for count in sorted(counts)])
+    panel.set_xticks(sorted(counts), [format_tokens(count) for count in sorted(counts)])
 
 
 def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
     """Ticks at the cells, not at all of them where they are many."""
-    step = -(-len(values) // _MOST_TICKS) if _numeric(values) else 1
+    step = -(-len(values) // _MOST_TICKS) if _is_numeric(values) else 1
     places = range(0, len(values), step)
-    is_length = name == "length" and _numeric(values)
-    texts = [shown_tokens(values[i]) if is_length else str(values[i]) for i in places]
+    is_length = name == "length" and _is_numeric(values)
+    texts = [format_tokens(values[i]) if is_length else str(values[i]) for i in places]
     axis.set_ticks(list(places), texts)
-    unit = _UNITS.get(name) if _numeric(values) else None
+    unit = _UNITS.get(name) if _is_numeric(values) else None
     axis.set_label_text(f"{name} ({unit})" if unit else name)
 
 
@@ -281,12 +281,12 @@ def _name(line: ScoreLine, method: str | None = None) -> str:
     return f"{method or line.method}{hidden}"
 
 
-def shown_tokens(count: Any) -> str:
+def format_tokens(count: Any) -> str:
     """Tokens as people write them: 512, 4k, 31.5k."""
     return f"{count / 1024:.4g}k" if count >= 1024 and count % 512 == 0 else f"{count:,}"
 
 
-def _numeric(values: Sequence[Any]) -> bool:
+def _is_numeric(values: Sequence[Any]) -> bool:
     return all(isinstance(value, int | float) for value in values)
 
 
@@ -318,8 +318,8 @@ def draw_bench(rows: Sequence[Row]) -> "Figure":
     # Throughput finds a batch size of its own for every cache.
     batches = [None] if bench == "throughput" else sorted({row["batch"] for row in rows})
     with matplotlib.rc_context(drawing.STYLE):
-        figure = drawing.figure(1 + 4.2 * len(batches), 4.2)
-        panels = drawing.panels(figure, 1, len(batches), len(batches))
+        figure = drawing.new_figure(1 + 4.2 * len(batches), 4.2)
+        panels = drawing.new_panels(figure, 1, len(batches), len(batches))
         for panel, batch in zip(panels, batches, strict=True):
             own = [row for row in rows if batch in (None, row["batch"])]
             _bench_panel(panel, own, _MEASURED[bench])
@@ -346,7 +346,7 @@ def _bench_panel(panel: "Axes", rows: Sequence[Row], measured: _Measured) -> Non
     _token_axis(panel, {row["length"] for row in rows})
     panel.set_ylim(bottom=0)
     panel.set(xlabel="prompt tokens", ylabel=measured.label)
-    drawing.ruled(panel, "y")
+    drawing.add_grid(panel, "y")
     panel.legend(frameon=False, fontsize="small")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.errors import missing_package
 from snapkv.policies import FullCache
-from snapkv_lab.drawing import encoded, require_drawable
+from snapkv_lab.drawing import encode_figure, require_drawable
 from snapkv_lab.evaluate.intervals import METHOD, line_differences, relative_differences
 from snapkv_lab.evaluate.runner import Results
 from snapkv_lab.evaluate.summary import ScoreLine, axis_values, score_lines
@@ -23,9 +23,9 @@ from snapkv_lab.report.tables import (
     IN_NATS,
     IN_PERCENT,
     Table,
-    escaped,
-    shown_bytes,
-    shown_difference,
+    escape_markdown,
+    format_difference,
+    format_optional_bytes,
 )
 from snapkv_lab.rows import Row
 
@@ -55,11 +55,11 @@ class Section:
     folded: bool = False
 
 
-def _facts(block: Row, before: str = "") -> Pairs:
+def _flatten_settings(block: Row, before: str = "") -> Pairs:
     """Settings as names and texts, what is inside another under both names."""
     for name, value in block.items():
         if isinstance(value, dict):
-            yield from _facts(value, f"{before}{name}: ")
+            yield from _flatten_settings(value, f"{before}{name}: ")
         else:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             yield f"{before}{name}", text
@@ -75,7 +75,7 @@ def require_reportable() -> None:
 def write_report(results: Results, folder: str) -> Path:
     """Write page, cells and methods of a run into a folder, each whole or not; the page's path."""
     target = Path(folder)
-    page, cells, methods = as_page(results), as_csv(results), as_markdown(results)
+    page, cells, methods = render_page(results), render_csv(results), render_markdown(results)
     with naming(target):
         target.mkdir(parents=True, exist_ok=True)
     for name, text in (("index.html", page), ("results.csv", cells), ("results.md", methods)):
@@ -109,25 +109,25 @@ def method_table(results: Results) -> Table:
         yield "95 %", IN_PERCENT.interval(line.interval) if line.intervals else "-"
         if differences:
             yield "vs full", f"{100 * relative[place]:+.1f} %" if place in relative else "-"
-            yield "difference", shown_difference(differences.get(place))
+            yield "difference", format_difference(differences.get(place))
         if has_loss:
-            yield from _shown_loss(line.loss, line.loss_interval)
+            yield from _loss_cells(line.loss, line.loss_interval)
         if losses:
-            yield "loss difference", shown_difference(losses.get(place), "loss")
-        yield "cache", shown_bytes(line.held_bytes)
+            yield "loss difference", format_difference(losses.get(place), "loss")
+        yield "cache", format_optional_bytes(line.held_bytes)
         yield "ms/token", "-" if line.token_ms is None else f"{line.token_ms:.0f}"
 
     return Table(
         title=f"{task.name}: {task.metric} by {axis}",
         caption=f"95 %: interval of the mean, {METHOD}{_OF_LOSS if has_loss else ''}"
-        f"{_left_whole(rows)}",
+        f"{_describe_unpruned(rows)}",
         left=2,
-        bold=_best(lines, columns),
-        **_paired(map(shown, [*lines, *_published(results, columns)])),
+        bold=_find_best(lines, columns),
+        **_split_pairs(map(shown, [*lines, *_published_lines(results, columns)])),
     )
 
 
-def _paired(lines: Iterable[Pairs]) -> dict[str, Any]:
+def _split_pairs(lines: Iterable[Pairs]) -> dict[str, Any]:
     """Headings and rows of lines that say both."""
     made = [list(line) for line in lines]
     headings = tuple(heading for heading, _ in made[0]) if made else ()
@@ -138,7 +138,7 @@ def has_losses(results: Results) -> bool:
     return any("loss" in row for row in results.rows)
 
 
-def _left_whole(rows: Sequence[Row]) -> str:
+def _describe_unpruned(rows: Sequence[Row]) -> str:
     """Of which methods some prompts were as short as the budget, so that nothing was dropped."""
     asked, whole = Counter[str](), Counter[str]()
     for row in rows:
@@ -152,7 +152,7 @@ def _left_whole(rows: Sequence[Row]) -> str:
     )
 
 
-def _published(results: Results, columns: Sequence[Any]) -> list[ScoreLine]:
+def _published_lines(results: Results, columns: Sequence[Any]) -> list[ScoreLine]:
     """What a paper gives for the model in the columns of the run."""
     given = results.task.published(results.run["model"]["name"])
     return [
@@ -167,7 +167,7 @@ def _published(results: Results, columns: Sequence[Any]) -> list[ScoreLine]:
     ]
 
 
-def _best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple[int, int]]:
+def _find_best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple[int, int]]:
     """Where a table has the highest of each column; all that look alike.
 
     A mean over fewer columns than another's is not compared with it.
@@ -189,7 +189,7 @@ def _best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple
     return frozenset(found)
 
 
-def _shown_loss(loss: float | None, interval: Sequence[float] | None) -> Pairs:
+def _loss_cells(loss: float | None, interval: Sequence[float] | None) -> Pairs:
     yield "loss", IN_NATS.text(loss)
     yield "loss 95 %", "-" if loss is None else IN_NATS.interval(interval)
 
@@ -202,25 +202,25 @@ def cell_table(results: Results) -> list[Row]:
         | {"method": row["method"], "question": row["question"], **row["cell"]}
         | {"status": row["status"], "failed": sum(row["failed"].values())}
         | {name: row[name] for name in _NUMBERS}
-        | _ends("score", row["interval"])
-        | _difference("difference", row["difference"], "score")
-        | ({"loss": row["loss"]} | _ends("loss", row["loss_interval"]) if more else {})
-        | (_difference("loss_difference", row["loss_difference"], "loss") if more else {})
+        | _interval_fields("score", row["interval"])
+        | _difference_fields("difference", row["difference"], "score")
+        | ({"loss": row["loss"]} | _interval_fields("loss", row["loss_interval"]) if more else {})
+        | (_difference_fields("loss_difference", row["loss_difference"], "loss") if more else {})
         for row in results.rows
     ]
 
 
-def _difference(name: str, found: Row | None, of: str) -> Row:
+def _difference_fields(name: str, found: Row | None, of: str) -> Row:
     given = found or {of: None, "interval": None}
-    return {name: given[of]} | _ends(name, given["interval"])
+    return {name: given[of]} | _interval_fields(name, given["interval"])
 
 
-def _ends(name: str, interval: Sequence[float] | None) -> Row:
+def _interval_fields(name: str, interval: Sequence[float] | None) -> Row:
     low, high = interval or (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
 
 
-def as_csv(results: Results) -> str:
+def render_csv(results: Results) -> str:
     rows = cell_table(results)
     target = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -230,14 +230,14 @@ def as_csv(results: Results) -> str:
     return target.getvalue()
 
 
-def as_markdown(results: Results) -> str:
+def render_markdown(results: Results) -> str:
     table = method_table(results)
-    model = escaped(results.run["model"]["name"])
-    parts = (f"# {escaped(table.title)}", f"Model: {model}", table.as_markdown())
-    return "\n\n".join((*parts, escaped(table.caption))) + "\n"
+    model = escape_markdown(results.run["model"]["name"])
+    parts = (f"# {escape_markdown(table.title)}", f"Model: {model}", table.as_markdown())
+    return "\n\n".join((*parts, escape_markdown(table.caption))) + "\n"
 
 
-def as_page(results: Results) -> str:
+def render_page(results: Results) -> str:
     """One file without links to others."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -248,7 +248,7 @@ def as_page(results: Results) -> str:
         f"score. {methods.caption}"
     )
     failures = _failures(results)
-    facts = list(_facts(results.run | policies))
+    facts = list(_flatten_settings(results.run | policies))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,  # everything that is not markup
@@ -289,7 +289,7 @@ def _pictures(results: Results) -> Iterator[dict[str, str]]:
         "loss": "loss of the reference",
     }
     for name, figure in figures.draw(results).items():
-        data = base64.b64encode(encoded(figure, ".svg")).decode()
+        data = base64.b64encode(encode_figure(figure, ".svg")).decode()
         yield {
             "title": titles[name],
             "alt": f"{titles[name]} of every method. Means: {means}.",  # for who does not see it
@@ -310,14 +310,14 @@ def _cells(results: Results) -> Table:
         is_scored = row["score"] is not None
         yield "score", IN_PERCENT.text(row["score"]) if is_scored else row["status"]
         yield "95 %", IN_PERCENT.interval(row["interval"]) if is_scored else "-"
-        yield "difference", shown_difference(row["difference"])
+        yield "difference", format_difference(row["difference"])
         if has_loss:
-            yield from _shown_loss(row["loss"], row["loss_interval"])
-            yield "loss difference", shown_difference(row["loss_difference"], "loss")
+            yield from _loss_cells(row["loss"], row["loss_interval"])
+            yield "loss difference", format_difference(row["loss_difference"], "loss")
         yield "samples", str(row["samples"])
         yield "prompt tokens", counted(row["prompt_tokens"])
         yield "kept tokens", counted(row["kept_tokens"])
-        yield "cache", shown_bytes(row["held_bytes"])
+        yield "cache", format_optional_bytes(row["held_bytes"])
         yield "first token", f"{counted(row['first_token_ms'])} ms"
         yield "ms/token", counted(row["token_ms"])
 
@@ -325,7 +325,7 @@ def _cells(results: Results) -> Table:
         caption="Means over the samples of a cell, with their intervals; differences are from the "
         "full cache; times are medians",
         left=2,
-        **_paired(map(shown, results.rows)),
+        **_split_pairs(map(shown, results.rows)),
     )
 
 

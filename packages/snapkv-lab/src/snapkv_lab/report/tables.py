@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from snapkv.validation import format_bytes
-from snapkv_lab.evaluate.intervals import Measure, is_seen
+from snapkv_lab.evaluate.intervals import Measure, excludes_zero
 from snapkv_lab.rows import Row
 
 
@@ -26,8 +26,10 @@ class Table:
         lines = []
         for row, texts in enumerate(self.rows):
             marks = ["**" if (row, column) in self.bold else "" for column in range(len(texts))]
-            lines.append([m + escaped(text) + m for m, text in zip(marks, texts, strict=True)])
-        return markdown_table([*map(escaped, self.headings)], lines, self.left)
+            lines.append(
+                [m + escape_markdown(text) + m for m, text in zip(marks, texts, strict=True)]
+            )
+        return markdown_table([*map(escape_markdown, self.headings)], lines, self.left)
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -36,7 +38,7 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rule, *rows])
 
 
-def escaped(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Text that Markdown takes for nothing else."""
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")
 
@@ -67,7 +69,7 @@ class _Patterns(string.Formatter):
         return str(super().format_field(value, format_spec))
 
 
-def cell(pattern: Cell, row: Any) -> str:
+def format_cell(pattern: Cell, row: Any) -> str:
     return pattern(row) if callable(pattern) else _Patterns().vformat(pattern, (), row)
 
 
@@ -84,19 +86,21 @@ class Pivot(NamedTuple):
     empty: str = "-"
 
 
-def tabled(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str:
+def render_rows(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str:
     if isinstance(columns, Pivot):
-        return _pivoted(list(rows), columns)
+        return _render_pivot(list(rows), columns)
     return markdown_table(
-        list(columns), [[cell(each, row) for each in columns.values()] for row in rows]
+        list(columns), [[format_cell(each, row) for each in columns.values()] for row in rows]
     )
 
 
-def _pivoted(rows: Sequence[Row], by: Pivot) -> str:
+def _render_pivot(rows: Sequence[Row], by: Pivot) -> str:
     found: dict[str, dict[str, str]] = {}
     for row in rows:
-        found.setdefault(cell(by.line, row), {})[cell(by.heading, row)] = cell(by.of, row)
-    headings = list(dict.fromkeys(cell(by.heading, row) for row in rows))
+        found.setdefault(format_cell(by.line, row), {})[format_cell(by.heading, row)] = format_cell(
+            by.of, row
+        )
+    headings = list(dict.fromkeys(format_cell(by.heading, row) for row in rows))
     lines = ([name, *(own.get(each, by.empty) for each in headings)] for name, own in found.items())
     return markdown_table([by.first, *headings], lines)
 
@@ -127,14 +131,18 @@ IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
 """How scores are written, and losses."""
 
 
-def shown_difference(difference: Row | None, of: Measure = "score") -> str:
+def format_difference(difference: Row | None, of: Measure = "score") -> str:
     """A difference with its interval, and whether none is seen; a dash for None."""
     if difference is None:
         return "-"
     scale = IN_PERCENT if of == "score" else IN_NATS
-    seen = "" if difference["interval"] is None or is_seen(difference) else ", no difference seen"
+    seen = (
+        ""
+        if difference["interval"] is None or excludes_zero(difference)
+        else ", no difference seen"
+    )
     return f"{scale.text(difference[of], '+')} ({scale.interval(difference['interval'])}){seen}"
 
 
-def shown_bytes(count: float | None) -> str:
+def format_optional_bytes(count: float | None) -> str:
     return "-" if count is None else format_bytes(round(count))

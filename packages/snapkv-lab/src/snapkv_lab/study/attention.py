@@ -12,13 +12,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_at_least
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.drawing import Panel, curves
+from snapkv_lab.drawing import Panel, draw_curves
 from snapkv_lab.evaluate.sample import Sample, Template, data_hash
-from snapkv_lab.evaluate.store import Progress, Store, key
+from snapkv_lab.evaluate.store import Progress, Store, record_key
 from snapkv_lab.report.tables import Table
-from snapkv_lab.rows import Row, grouped, of
-from snapkv_lab.study.base import Findings, Study, mean_rows, named, over_layers, weighted
-from snapkv_lab.study.material import LEAST_TOKENS, QUESTIONS, cut, long_texts
+from snapkv_lab.rows import Row, group_rows, select_rows
+from snapkv_lab.study.base import (
+    Findings,
+    Study,
+    format_range_over_layers,
+    format_weighted_mean,
+    group_by_label,
+    mean_rows,
+)
+from snapkv_lab.study.material import LEAST_TOKENS, QUESTIONS, cut_documents, load_long_texts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
     from snapkv_app.models import LoadedModel
 
 
-Measured = dict[tuple[str, int], dict[str, float | None]]
+LayerNumbers = dict[tuple[str, int], dict[str, float | None]]
 """Numbers of a layer, by what they are of and the number of a window."""
 
 
@@ -50,7 +57,7 @@ class Reading(NamedTuple):
         }
 
 
-def read(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
+def read_sample(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
     from snapkv.hf.cache import CompressedCache
     from snapkv.policies import FullCache
     from snapkv_app.answering import continue_ids, prompt_ids
@@ -137,7 +144,7 @@ class ReadingStudy(Study):
         """How many of the last queries of prompt and answer are looked at."""
         raise NotImplementedError
 
-    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> Measured:
+    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
         """Numbers of one layer, its states those of prompt and answer, by the keys `parted`."""
         raise NotImplementedError
 
@@ -170,7 +177,7 @@ class ReadingStudy(Study):
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
         """Read what is missing in the folder, and conclude from the means over all documents."""
-        texts, warnings = long_texts(self.documents, count=self.samples)
+        texts, warnings = load_long_texts(self.documents, count=self.samples)
         study, parts, notices = self._fitted(loaded, texts)
         samples = [sample for part in parts for sample in part.samples]
         block = self.settings(loaded) | {"samples": len(samples), "data": data_hash(samples)}
@@ -183,9 +190,9 @@ class ReadingStudy(Study):
             records = (
                 own | study._record(loaded, part)
                 for own, part in zip(about, parts, strict=True)
-                if key(own) not in store
+                if record_key(own) not in store
             )
-            store.complete([key(own) for own in about], records, on_progress)
+            store.complete([record_key(own) for own in about], records, on_progress)
             found = (row for record in store.records for row in record["rows"])
             rows = mean_rows(found, self.by, self.numbers)
             return Findings.of(store, rows, warnings=warnings, notices=notices)
@@ -196,7 +203,7 @@ class ReadingStudy(Study):
         """The study with documents as long as they and the model allow; its parts; what to say."""
         study, why = self, ""
         while True:  # a text that was cut can have a token more than it was cut to
-            found = cut(loaded.tokenizer, documents, study.document_tokens)
+            found = cut_documents(loaded.tokenizer, documents, study.document_tokens)
             if found.tokens < study.document_tokens:
                 why = f"{found.shortest} has no more"
                 study = replace(study, document_tokens=found.tokens)
@@ -219,7 +226,7 @@ class ReadingStudy(Study):
         return longest + self.answer_tokens - loaded.max_tokens
 
     def _record(self, loaded: "LoadedModel", part: ReadingStep) -> Row:
-        readings = [read(loaded, sample, self.template) for sample in part.samples]
+        readings = [read_sample(loaded, sample, self.template) for sample in part.samples]
         return {
             "readings": [reading.describe() for reading in readings],
             "rows": self.look(loaded, part, readings),
@@ -297,12 +304,12 @@ class HitRate(ReadingStudy):
     def query_tokens(self) -> int:
         return self.window_size + self.answer_tokens
 
-    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> Measured:
+    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
         """Hit rates in one layer, by selection and window of the answer, which count from 1."""
         from snapkv_lab.study.measures import important_and_hit
 
         masks = self._selected(layer, prompt_tokens)
-        rows: Measured = {}
+        rows: LayerNumbers = {}
         for window in range(self.generation_windows):
             start = prompt_tokens + window * self.generation_tokens
             span = {"start": start, "stop": start + self.generation_tokens}
@@ -311,7 +318,7 @@ class HitRate(ReadingStudy):
             for selection, own in zip(SELECTIONS, hit, strict=True):
                 numbers = rows[selection, window + 1] = {}
                 for beyond, first in (("", 0), ("_beyond_sinks", self.sink_tokens)):
-                    numbers[f"hit_rate{beyond}"] = _rate(own[first:], important[first:])
+                    numbers[f"hit_rate{beyond}"] = _hit_rate(own[first:], important[first:])
                     numbers[f"important{beyond}"] = int(important[first:].sum()) / queries
         return rows
 
@@ -319,10 +326,10 @@ class HitRate(ReadingStudy):
         """(2, Hq, prefix) bool: what each of `SELECTIONS` keeps of the prefix."""
         import torch
 
-        from snapkv_lab.study.measures import between, selected
+        from snapkv_lab.study.measures import layer_between, selected_mask
 
         prefix = prompt_tokens - self.window_size
-        voted = selected(self._vote(), between(layer, prefix, prompt_tokens), prefix)
+        voted = selected_mask(self._vote(), layer_between(layer, prefix, prompt_tokens), prefix)
         recent = torch.arange(prefix, device=voted.device) >= (
             prefix - int(voted[0].sum()) + self.sink_tokens
         )
@@ -349,7 +356,10 @@ class HitRate(ReadingStudy):
 
         def texts(own: Sequence[Row]) -> Iterator[str]:
             for rate, count in rates:
-                yield from (over_layers(own, rate), weighted(own, rate, count))
+                yield from (
+                    format_range_over_layers(own, rate),
+                    format_weighted_mean(own, rate, count),
+                )
 
         beyond = f"beyond the first {self.sink_tokens}"
         return Table(
@@ -358,14 +368,14 @@ class HitRate(ReadingStudy):
             headings=("kept", self.compared, "hit rate", "weighted", beyond, "weighted"),
             rows=[
                 (*map(str, key), *texts(own))
-                for key, own in grouped(rows, itemgetter("selection", self.compared)).items()
+                for key, own in group_rows(rows, itemgetter("selection", self.compared)).items()
             ],
             left=6,
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
         solid, dotted = (
-            named(
+            group_by_label(
                 (row for row in rows if row["selection"] == selection),
                 self.compared,
                 f"{selection}, {self.compared} {{}}",
@@ -373,13 +383,13 @@ class HitRate(ReadingStudy):
             for selection in SELECTIONS
         )
         beyond = f"Without the first {self.sink_tokens} tokens"
-        return curves(
+        return draw_curves(
             Panel("All important positions", "layer", "hit_rate", solid, dotted),
             Panel(beyond, "layer", "hit_rate_beyond_sinks", solid, dotted),
         )
 
 
-def _rate(hit: "Tensor", important: "Tensor") -> float | None:
+def _hit_rate(hit: "Tensor", important: "Tensor") -> float | None:
     """Eq. 8; None where nothing is important."""
     total = int(important.sum())
     return int(hit.sum()) / total if total else None
@@ -467,14 +477,14 @@ class Overlap(ReadingStudy):
     def query_tokens(self) -> int:
         return self.prompt_windows * self.window_tokens + self.answer_tokens
 
-    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> Measured:
+    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
         """Overlaps in one layer, by what the window is of and its number.
 
         Windows of the prompt count from ``-prompt_windows`` to -1, those of the answer from 1.
         """
         import torch
 
-        from snapkv_lab.study.measures import best, mean_attention, overlap
+        from snapkv_lab.study.measures import mean_attention, most_attended, overlap_share
 
         size, T = self.window_tokens, prompt_tokens
         starts = {
@@ -488,13 +498,16 @@ class Overlap(ReadingStudy):
         }
         answer = [a for (of, _), a in attention.items() if of == "answer"]
         whole = torch.stack(answer).mean(dim=0)
-        rows: Measured = {window: {} for window in starts}
+        rows: LayerNumbers = {window: {} for window in starts}
         for name, tokens in candidates.items():
             keep_tokens = int(self.keep_ratio * tokens)
-            ours = {w: best(a[:, :tokens], keep_tokens) for w, a in attention.items()}
-            against = {"prompt": best(whole[:, :tokens], keep_tokens), "answer": ours["prompt", -1]}
+            ours = {w: most_attended(a[:, :tokens], keep_tokens) for w, a in attention.items()}
+            against = {
+                "prompt": most_attended(whole[:, :tokens], keep_tokens),
+                "answer": ours["prompt", -1],
+            }
             for window in starts:
-                rows[window][name] = overlap(against[window[0]], ours[window])
+                rows[window][name] = overlap_share(against[window[0]], ours[window])
         return rows
 
     def table(self, rows: Sequence[Row]) -> Table:
@@ -503,17 +516,20 @@ class Overlap(ReadingStudy):
             "with the prompt's last: mean over layers (lowest to highest)",
             headings=("window", "overlap", "of common candidates"),
             rows=[
-                (f"{of} {window}", *(over_layers(own, number) for number in self.numbers))
-                for (of, window), own in grouped(rows, itemgetter("of", "window")).items()
+                (
+                    f"{of} {window}",
+                    *(format_range_over_layers(own, number) for number in self.numbers),
+                )
+                for (of, window), own in group_rows(rows, itemgetter("of", "window")).items()
             ],
             left=3,
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        layers = named(of(rows, of="prompt"), "layer", "layer {}")
-        windows = named(of(rows, of="answer"), "window", "answer {}")
+        layers = group_by_label(select_rows(rows, of="prompt"), "layer", "layer {}")
+        windows = group_by_label(select_rows(rows, of="answer"), "window", "answer {}")
         common = "The same, of positions that all windows see"
-        return curves(
+        return draw_curves(
             Panel("Windows of the prompt against the answer", "window", "overlap", layers),
             Panel(common, "window", "overlap_of_common", layers),
             Panel("The prompt's last window against the answer", "layer", "overlap", windows),
@@ -569,9 +585,9 @@ class Instructions(ReadingStudy):
     ) -> list[Row]:
         """A row per pair of questions and layer."""
         from snapkv_app.observing import observed
-        from snapkv_lab.study.measures import overlap
+        from snapkv_lab.study.measures import overlap_share
 
-        document = common_tokens([reading.ids[0].tolist() for reading in readings])
+        document = count_common_tokens([reading.ids[0].tolist() for reading in readings])
         measured = partial(self._votes, document=document)
         votes = [
             observed(loaded, reading.ids, reading.tokens - document, measured)
@@ -583,8 +599,8 @@ class Instructions(ReadingStudy):
                 "compared": "one question" if one == other else "different questions",
                 "questions": f"{one + 1} and {other + 1}",
                 "layer": layer,
-                "overlap": overlap(votes[one][layer][0], votes[other][layer][0]),
-                "overlap_of_halves": overlap(votes[one][layer][1], votes[other][layer][2]),
+                "overlap": overlap_share(votes[one][layer][0], votes[other][layer][0]),
+                "overlap_of_halves": overlap_share(votes[one][layer][1], votes[other][layer][2]),
             }
             for layer in votes[0]
             for one, other in pairs
@@ -594,19 +610,21 @@ class Instructions(ReadingStudy):
         """(3, Hq, document) bool: selected by all voters, by every other one, and by the rest."""
         import torch
 
-        from snapkv_lab.study.measures import attention_of_halves, best
+        from snapkv_lab.study.measures import attention_of_halves, most_attended
 
         halves = attention_of_halves(layer, document, layer.keys.shape[2], document)
         keep_tokens = int(self.keep_ratio * document)
-        return torch.stack([best(votes, keep_tokens) for votes in (halves.sum(dim=0), *halves)])
+        return torch.stack(
+            [most_attended(votes, keep_tokens) for votes in (halves.sum(dim=0), *halves)]
+        )
 
     def table(self, rows: Sequence[Row]) -> Table:
         return Table(
             title="overlap of selected positions: mean over layers (lowest to highest)",
             headings=("questions", "overlap", "of halves"),
             rows=[
-                (questions, *(over_layers(own, number) for number in self.numbers))
-                for questions, own in grouped(rows, "questions").items()
+                (questions, *(format_range_over_layers(own, number) for number in self.numbers))
+                for questions, own in group_rows(rows, "questions").items()
             ],
             left=3,
         )
@@ -615,13 +633,15 @@ class Instructions(ReadingStudy):
         different = (row for row in rows if row["compared"] == "different questions")
         means = mean_rows(rows, ("compared", "layer"), ("overlap_of_halves",))
         halves = "Every other token against the rest"
-        return curves(
-            Panel("Different questions", "layer", "overlap", named(different, "questions")),
-            Panel(halves, "layer", "overlap_of_halves", named(means, "compared")),
+        return draw_curves(
+            Panel(
+                "Different questions", "layer", "overlap", group_by_label(different, "questions")
+            ),
+            Panel(halves, "layer", "overlap_of_halves", group_by_label(means, "compared")),
         )
 
 
-def common_tokens(texts: Sequence[Sequence[int]]) -> int:
+def count_common_tokens(texts: Sequence[Sequence[int]]) -> int:
     """How many of their first tokens all texts share."""
     shortest = min(map(len, texts))
     together = zip(*texts, strict=False)

@@ -8,16 +8,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from snapkv_lab.evaluate.store import Progress, Summarised
+from snapkv_lab.evaluate.store import Progress, RunSummary
 from snapkv_lab.report.tables import Table
-from snapkv_lab.rows import Row, grouped, mean_of, short_hash
+from snapkv_lab.rows import Row, group_rows, mean_value, short_hash
 
 if TYPE_CHECKING:
     from snapkv_app.models import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings(Summarised):
+class Findings(RunSummary):
     """The findings of a study: a record of how they were made, and rows.
 
     `warnings` name parts of the user's files that were not read, `notices` deviations from the
@@ -61,10 +61,10 @@ class Study(ABC):
 
     def settings(self, loaded: "LoadedModel") -> Row:
         """Everything that the rows depend on, except the documents' text."""
-        from snapkv_lab.measure.environment import versions
+        from snapkv_lab.measure.environment import software_versions
 
         study: Row = json.loads(json.dumps({"name": self.name, **asdict(self)}))
-        return {"study": study, "model": loaded.description(), **versions()}
+        return {"study": study, "model": loaded.description(), **software_versions()}
 
     def fingerprint(self, loaded: "LoadedModel") -> str:
         """A short name for the settings."""
@@ -74,17 +74,17 @@ class Study(ABC):
 def mean_rows(rows: Iterable[Row], by: Sequence[str], numbers: Sequence[str]) -> list[Row]:
     """One row for all that agree in `by`, with the mean of each number where it is not None."""
     return [
-        dict(zip(by, values, strict=True)) | {name: mean_of(group, name) for name in numbers}
-        for values, group in grouped(rows, lambda row: tuple(row[name] for name in by)).items()
+        dict(zip(by, values, strict=True)) | {name: mean_value(group, name) for name in numbers}
+        for values, group in group_rows(rows, lambda row: tuple(row[name] for name in by)).items()
     ]
 
 
-def named(rows: Iterable[Row], by: str, label: str = "{}") -> dict[str, list[Row]]:
+def group_by_label(rows: Iterable[Row], by: str, label: str = "{}") -> dict[str, list[Row]]:
     """Rows by one key, under the labels of the curves of a figure."""
-    return {label.format(value): own for value, own in grouped(rows, by).items()}
+    return {label.format(value): own for value, own in group_rows(rows, by).items()}
 
 
-def over_layers(rows: Sequence[Row], name: str) -> str:
+def format_range_over_layers(rows: Sequence[Row], name: str) -> str:
     """The mean of a number over rows of one layer each, its lowest and its highest value."""
     known = [row[name] for row in rows if row[name] is not None]
     if not known:
@@ -92,7 +92,7 @@ def over_layers(rows: Sequence[Row], name: str) -> str:
     return f"{fmean(known):.2f} ({min(known):.2f} to {max(known):.2f})"
 
 
-def weighted(rows: Sequence[Row], name: str, weight: str) -> str:
+def format_weighted_mean(rows: Sequence[Row], name: str, weight: str) -> str:
     """The mean of a number over rows of one layer each, weighted by another number of theirs."""
     known = [row for row in rows if row[name] is not None]
     total = sum(row[weight] for row in known)

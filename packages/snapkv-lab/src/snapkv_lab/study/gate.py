@@ -9,20 +9,20 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snapkv.validation import require_at_least, require_each_at_least
-from snapkv_lab.drawing import Panel, curves
+from snapkv_lab.drawing import Panel, draw_curves
 from snapkv_lab.evaluate.haystack import (
-    distinct,
-    encode,
-    number,
-    python_sources,
-    python_topics,
-    readmes,
-    word_key,
+    draw_distinct,
+    draw_number,
+    draw_word_key,
+    load_python_sources,
+    load_python_topics,
+    load_readmes,
+    token_ids,
 )
 from snapkv_lab.evaluate.store import Progress, Store
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row
-from snapkv_lab.study.base import Findings, Study, mean_rows, named
+from snapkv_lab.study.base import Findings, Study, group_by_label, mean_rows
 from snapkv_lab.study.material import LEAST_TOKENS
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class FitGate(Study):
         fitted, left_out = Regression(), []
         for place, (kind, ids) in enumerate(self._read(loaded)):
             tell(kind, place, self.texts)
-            layers = read_twice(loaded, ids)
+            layers = read_layers_twice(loaded, ids)
             if place < self.texts - len(KINDS):
                 fitted.add(layers)
             else:
@@ -106,7 +106,7 @@ class FitGate(Study):
             wanted = min(most, self.lengths[(place + place // len(kinds)) % len(self.lengths)])
             ids: list[int] = []
             while len(ids) < wanted:
-                ids += encode(loaded.tokenizer, make(draw) + "\n\n")
+                ids += token_ids(loaded.tokenizer, make(draw) + "\n\n")
             yield kind, ids[:wanted]
 
     def table(self, rows: Sequence[Row]) -> Table:
@@ -121,8 +121,8 @@ class FitGate(Study):
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        kinds = named(rows, "kind")
-        return curves(
+        kinds = group_by_label(rows, "kind")
+        return draw_curves(
             Panel("Rank correlation with KVzip+", "layer", "correlation", kinds),
             Panel("Of KVzip+'s best quarter", "layer", "best_quarter", kinds),
         )
@@ -169,7 +169,7 @@ class Regression:
         return Gate.of(self.weights(), *self._sizes, model=digest_of(loaded.model))
 
 
-def read_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[PromptLayer]":
+def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[PromptLayer]":
     """Every layer of a text that was read twice, with the scores of KVzip+ as `received`."""
     import torch
 
@@ -231,25 +231,29 @@ def _part(text: str, draw: random.Random, characters: int = 6000) -> str:
 
 def _records(draw: random.Random) -> str:
     rows = [
-        {"id": number(draw, 6), "name": word_key(draw), "price": draw.randrange(10**5) / 100}
+        {
+            "id": draw_number(draw, 6),
+            "name": draw_word_key(draw),
+            "price": draw.randrange(10**5) / 100,
+        }
         for _ in range(40)
     ]
     return json.dumps(rows, indent=draw.choice([None, 1]))
 
 
 def _logs(draw: random.Random) -> str:
-    parts = distinct(lambda: word_key(draw), 6)
+    parts = draw_distinct(lambda: draw_word_key(draw), 6)
     return "\n".join(
-        f"2024-0{draw.randrange(1, 9)}-{number(draw, 2)} {draw.choice(('INFO', 'WARN', 'ERROR'))} "
+        f"2024-0{draw.randrange(1, 9)}-{draw_number(draw, 2)} {draw.choice(('INFO', 'WARN', 'ERROR'))} "
         f"{draw.choice(parts)}: {draw.choice(('started', 'closed', 'waited', 'failed'))} after "
-        f"{number(draw, draw.randrange(1, 5))} ms"
+        f"{draw_number(draw, draw.randrange(1, 5))} ms"
         for _ in range(60)
     )
 
 
 def _sentences(draw: random.Random) -> str:
     return " ".join(
-        f"{draw.choice(_PEOPLE)} {draw.choice(_DID)} the {word_key(draw).replace('-', ' ')} "
+        f"{draw.choice(_PEOPLE)} {draw.choice(_DID)} the {draw_word_key(draw).replace('-', ' ')} "
         f"{draw.choice(('on Monday', 'last May', 'with care'))} in {draw.randrange(1950, 2030)}."
         for _ in range(60)
     )
@@ -259,9 +263,9 @@ _PEOPLE = ("Anna", "Bjorn", "Carla", "Dmitri", "Elena", "Farid", "Grete", "Hugo"
 _DID = ("bought", "sold", "found", "lost", "repaired", "painted", "praised", "moved", "described")
 
 KINDS: dict[str, Callable[[random.Random], str]] = {
-    "code": lambda draw: _part(draw.choice(python_sources(20_000)), draw),
-    "reference": lambda draw: "\n\n".join(draw.sample(python_topics().pieces, 2)),
-    "readmes": lambda draw: _part(draw.choice(readmes()), draw),
+    "code": lambda draw: _part(draw.choice(load_python_sources(20_000)), draw),
+    "reference": lambda draw: "\n\n".join(draw.sample(load_python_topics().pieces, 2)),
+    "readmes": lambda draw: _part(draw.choice(load_readmes()), draw),
     "records": _records,
     "logs": _logs,
     "sentences": _sentences,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from snapkv.errors import InvalidArgumentError
 from snapkv_app import text_files
-from snapkv_lab.evaluate.haystack import encode, load_haystack
+from snapkv_lab.evaluate.haystack import load_haystack, token_ids
 
 QUESTIONS = (
     "What is the main argument of the text, and how does the author support it?",
@@ -20,7 +20,7 @@ LEAST_TOKENS = 128
 """A document shorter than that is refused."""
 
 
-def long_texts(
+def load_long_texts(
     files: Sequence[str], *, count: int
 ) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
     """Names and texts of documents, and a line for each thing that was not read of them."""
@@ -36,7 +36,7 @@ def long_texts(
     return texts, ()
 
 
-class Cut(NamedTuple):
+class CutDocuments(NamedTuple):
     """Documents of the same length."""
 
     texts: list[tuple[str, str]]
@@ -44,9 +44,9 @@ class Cut(NamedTuple):
     shortest: str
 
 
-def cut(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> Cut:
+def cut_documents(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> CutDocuments:
     """Documents cut to a number of tokens, or all of them to what the shortest one has."""
-    ids = [encode(tokenizer, text[: tokens * _CHARACTERS_PER_TOKEN]) for _, text in texts]
+    ids = [token_ids(tokenizer, text[: tokens * _CHARACTERS_PER_TOKEN]) for _, text in texts]
     shortest, of_it = min(zip(texts, ids, strict=True), key=lambda pair: len(pair[1]))
     most = min(tokens, len(of_it))
     if most < LEAST_TOKENS:
@@ -59,7 +59,7 @@ def cut(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> Cut:
         (name, tokenizer.decode(own[:most], skip_special_tokens=True))
         for (name, _), own in zip(texts, ids, strict=True)
     ]
-    return Cut(cut_texts, most, shortest[0])
+    return CutDocuments(cut_texts, most, shortest[0])
 
 
 _CHARACTERS_PER_TOKEN = 12

@@ -16,7 +16,7 @@ _BLOCK_TOKENS = 64
 """Queries whose attention over all keys is held at a time."""
 
 
-def between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
+def layer_between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
     """The layer as it was when `stop` tokens had been read, with the queries from `start` on."""
     first = layer.keys.shape[2] - layer.queries.shape[2]
     assert first <= start < stop <= layer.keys.shape[2]
@@ -28,7 +28,7 @@ def between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
     )
 
 
-def selected(policy: Policy, layer: PromptLayer, tokens: int) -> Tensor:
+def selected_mask(policy: Policy, layer: PromptLayer, tokens: int) -> Tensor:
     """(Hq, tokens) bool: which of the first tokens a policy keeps for a query head (Eq. 4, 5)."""
     heads = layer.queries.shape[1]
     selection = policy.select(layer)
@@ -59,7 +59,7 @@ def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Te
 
     Zero for tokens after the queries.
     """
-    part = between(layer, start, stop)
+    part = layer_between(layer, start, stop)
     received = ops.attention_received(
         part.queries, part.keys, part.score_options, block_tokens=_BLOCK_TOKENS
     )[0, :, :tokens]
@@ -79,17 +79,17 @@ def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) 
 def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[Tensor]:
     """(Hq, up to 64, tokens) float32: attention of some queries of [start, stop) at a time."""
     for block in range(start, stop, _BLOCK_TOKENS):
-        part = between(layer, block, min(block + _BLOCK_TOKENS, stop))
+        part = layer_between(layer, block, min(block + _BLOCK_TOKENS, stop))
         weights = ops.attention_weights(part.queries, part.keys, part.score_options)
         yield weights[0, :, :, :tokens]
 
 
-def best(attention: Tensor, keep_tokens: int) -> Tensor:
+def most_attended(attention: Tensor, keep_tokens: int) -> Tensor:
     """The most attended positions of every head (Eq. 3): (Hq, P) bool; ties go to the lower."""
     kept = ops.keep_best(attention[None], [keep_tokens])[0]
     return torch.zeros_like(attention, dtype=torch.bool).scatter_(1, kept, True)
 
 
-def overlap(one: Tensor, other: Tensor) -> float:
+def overlap_share(one: Tensor, other: Tensor) -> float:
     """H(one, other) of Eq. 8: which part of the positions in one set is in the other."""
     return float((one & other).sum() / one.sum())

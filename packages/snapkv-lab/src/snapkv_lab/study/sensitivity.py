@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from snapkv.validation import require_at_least
 from snapkv_app.cli.amounts import EXACT, one_storage
-from snapkv_lab.drawing import cells
+from snapkv_lab.drawing import draw_cells
 from snapkv_lab.evaluate.sample import Template
 from snapkv_lab.evaluate.store import Progress
 from snapkv_lab.evaluate.tasks import Needle
 from snapkv_lab.report.tables import Table
-from snapkv_lab.rows import Row, grouped
+from snapkv_lab.rows import Row, group_rows
 from snapkv_lab.study.base import Findings, Study
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Sensitivity(Study):
         return Findings(
             folder=folder,
             run=results.run,
-            rows=[_row(own) for own in grouped(results.rows, "method").values()],
+            rows=[_combine_cells(own) for own in group_rows(results.rows, "method").values()],
             warnings=results.task.warnings,
             unwritten=results.unwritten,
         )
@@ -114,12 +114,12 @@ class Sensitivity(Study):
     def table(self, rows: Sequence[Row]) -> Table:
         full, settings = rows[0], self._by_pooling(rows)
         keys = ("window_size", "pooling", "kernel_size")
-        scores = {tuple(row[key] for key in keys): _score(row) for row in settings}
+        scores = {tuple(row[key] for key in keys): _format_score(row) for row in settings}
         windows, kernels = (sorted({row[key] for row in settings}) for key in keys[::2])
         headings = ("window", "pooling", *(f"kernel {kernel}" for kernel in kernels))
         return Table(
             title=f"accuracy of {full['samples']} samples at a budget of {self.budget} of "
-            f"{self.length} tokens; the full cache: {_score(full)}",
+            f"{self.length} tokens; the full cache: {_format_score(full)}",
             headings=headings,
             rows=[
                 (
@@ -134,7 +134,7 @@ class Sensitivity(Study):
 
     def figure(self, rows: Sequence[Row]) -> Any:
         keys = {"x": "kernel_size", "y": "window_size", "panel": "pooling", "value": "score"}
-        return cells(f"Accuracy, budget {self.budget}", self._by_pooling(rows), **keys)
+        return draw_cells(f"Accuracy, budget {self.budget}", self._by_pooling(rows), **keys)
 
     def _by_pooling(self, rows: Sequence[Row]) -> list[Row]:
         """All settings but the full cache; what does not pool is one of every kind of pooling."""
@@ -146,7 +146,7 @@ class Sensitivity(Study):
         ]
 
 
-def _row(cells: Sequence[Row]) -> Row:
+def _combine_cells(cells: Sequence[Row]) -> Row:
     """All depths of one method."""
     policy, samples = cells[0]["policy"], sum(cell["samples"] for cell in cells)
     right = sum(cell["score"] * cell["samples"] for cell in cells if cell["samples"])
@@ -160,5 +160,5 @@ def _row(cells: Sequence[Row]) -> Row:
     }
 
 
-def _score(row: Row) -> str:
+def _format_score(row: Row) -> str:
     return "-" if row["score"] is None else f"{row['score']:.2f}"

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from snapkv_app.cli.fields import documented_arguments
-from snapkv_lab.cli.methods import methods
+from snapkv_lab.cli.methods import make_methods
 from snapkv_lab.evaluate.tasks import TASKS
 
 NEEDLE = ("eval", "needle", "--lengths", "300,360", "--depths", 2, "--digits", 1, "--cloze")
@@ -108,7 +108,7 @@ def test_every_way_of_later_questions_is_a_method_and_the_full_cache_comes_once(
 
 
 def test_baselines_come_first_then_every_policy_at_every_budget():
-    found = methods(["full"], ["snapkv,h2o", "snapkv:kernel_size=13,pooling=avg"], [512, 1024])
+    found = make_methods(["full"], ["snapkv,h2o", "snapkv:kernel_size=13,pooling=avg"], [512, 1024])
     assert [method.label for method in found] == [
         "full",
         "snapkv@512", "snapkv@1024",

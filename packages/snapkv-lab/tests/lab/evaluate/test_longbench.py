@@ -17,10 +17,10 @@ from snapkv_lab.evaluate.tasks import LongBench
 from snapkv_lab.evaluate.tasks.longbench import (
     HUB,
     SETS,
+    cut_middle,
     max_prompt_tokens,
     prompt_format,
     read_rows,
-    truncated,
 )
 from tests.lab.evaluate.tiny import tiny_loaded
 
@@ -180,7 +180,7 @@ class Normalising:
 
 
 def test_the_question_is_found_in_what_another_tokenizer_gives_back():
-    context, question = truncated(Normalising(), "a " * 50, "\n\nNow, ﬁnd  the\n\nfi.", 20)
+    context, question = cut_middle(Normalising(), "a " * 50, "\n\nNow, ﬁnd  the\n\nfi.", 20)
     assert question == "Now, find the fi."
     assert context == "a " * 8 + "aa " + "a " * 5
 

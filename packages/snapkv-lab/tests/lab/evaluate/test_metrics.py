@@ -45,9 +45,11 @@ def test_rouge_l_of_long_sentences_has_a_score():
 def test_classification_skips_what_stands_behind_a_removed_class():
     """Both parts of the right class should go; the second is stepped over and halves the score."""
     classes = ("Number", "Number of", "Number of something")
-    assert metrics.classification("Number of something", "Number of something", classes) == 0.5
+    assert (
+        metrics.classification_score("Number of something", "Number of something", classes) == 0.5
+    )
     parted = ("Number", "Date", "Number of", "Number of something")
-    assert metrics.classification("Number of something", "Number of something", parted) == 0.5
+    assert metrics.classification_score("Number of something", "Number of something", parted) == 0.5
 
 
 def code(said, wanted):
@@ -64,10 +66,10 @@ def subsequence(said, wanted):
         (metrics.qa_f1, "Under the blue stone, and more", "the blue stone", 2 * 2 / 7),
         (metrics.qa_f1, "A stone! a stone", "stone", 2 / 3),  # each as often as it occurs
         (metrics.qa_f1, "The", "stone", 0.0),
-        (metrics.count, "3, 4 or 33", "3", 1 / 3),
-        (metrics.count, "03", "3", 0.0),
-        (metrics.count, "none", "3", 0.0),
-        (metrics.retrieval, "Paragraph 3, 3 3 7", "Paragraph 3", 3 / 4),
+        (metrics.count_score, "3, 4 or 33", "3", 1 / 3),
+        (metrics.count_score, "03", "3", 0.0),
+        (metrics.count_score, "none", "3", 0.0),
+        (metrics.retrieval_score, "Paragraph 3, 3 3 7", "Paragraph 3", 3 / 4),
         (code, "adbc", "bcad", 0.5),  # "bc", and then nothing
         (subsequence, "abcx", "axbycz", 0.6),
         (code, "axbc", "abxc", 0.75),

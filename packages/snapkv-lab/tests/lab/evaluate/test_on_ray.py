@@ -13,7 +13,7 @@ from snapkv_lab.evaluate import on_ray
 from snapkv_lab.evaluate.asking import AskedSample
 from snapkv_lab.evaluate.on_ray import MOST_TRIES, OnRay
 from snapkv_lab.evaluate.runner import Run
-from snapkv_lab.evaluate.store import LOST, key
+from snapkv_lab.evaluate.store import LOST, record_key
 from tests.lab.evaluate.tiny import METHODS, Keys, records, save_tiny, untimed
 
 TASK = Keys(each=3)
@@ -113,7 +113,7 @@ def test_the_longest_come_first_each_once_and_all_actors_end(work, played):
     cluster, pool = played(workers=2)
     with pool:
         given = list(pool.answers(work))
-    assert sorted(map(key, given)) == wanted(work)
+    assert sorted(map(record_key, given)) == wanted(work)
     lengths = [len(asked.sample.context) for asked in cluster.asked]
     assert lengths == sorted(lengths, reverse=True)
     assert len(cluster.begun) == len(cluster.killed) == 2
@@ -122,7 +122,7 @@ def test_the_longest_come_first_each_once_and_all_actors_end(work, played):
 def test_a_question_that_ended_a_worker_is_asked_again_of_one_method_at_a_time(work, played):
     cluster, pool = played(ends=lambda asked: asked.tries == 0 and asked.sample is work[0].sample)
     given = list(pool.answers(work))
-    assert sorted(map(key, given)) == wanted(work)
+    assert sorted(map(record_key, given)) == wanted(work)
     assert {record["status"] for record in given} == {"ok"}
     again = [asked for asked in cluster.asked if asked.tries]
     assert [asked.methods for asked in again] == [(method,) for method in METHODS]
@@ -130,7 +130,7 @@ def test_a_question_that_ended_a_worker_is_asked_again_of_one_method_at_a_time(w
 
 def test_a_question_that_ends_every_worker_is_lost_and_the_rest_goes_on(work, played):
     cluster, pool = played(ends=lambda asked: METHODS[0] in asked.methods and is_long(asked))
-    given = {key(record): record["status"] for record in pool.answers(work)}
+    given = {record_key(record): record["status"] for record in pool.answers(work)}
     assert sorted(given) == wanted(work)
     longer = {asked.sample.name for asked in work if is_long(asked)}
     for (sample, method, _), status in given.items():
@@ -147,7 +147,7 @@ def test_no_place_for_any_worker_is_said(work, played):
 
 def test_a_worker_that_ends_before_it_has_the_model_leaves_the_question_as_it_is(work, played):
     cluster, pool = played(unloaded=MOST_TRIES - 1)
-    assert sorted(map(key, pool.answers(work))) == wanted(work)
+    assert sorted(map(record_key, pool.answers(work))) == wanted(work)
     assert {asked.tries for asked in cluster.asked} == {0}
 
 
@@ -170,7 +170,7 @@ def test_one_that_waits_for_a_place_on_a_node_that_is_gone_gives_its_question_ba
         return ([], refs) if timeout == 0 else (refs[:1], refs[1:])
 
     cluster.wait = wait
-    assert sorted(map(key, pool.answers(work))) == wanted(work)
+    assert sorted(map(record_key, pool.answers(work))) == wanted(work)
     assert len(cluster.killed) == 1
 
 
@@ -178,7 +178,7 @@ def test_answers_that_nobody_waited_for_are_not_taken_for_those_of_the_next_run(
     _, pool = played(workers=2)
     with pool:
         next(pool.answers(work))
-        assert sorted(map(key, pool.answers(work))) == wanted(work)
+        assert sorted(map(record_key, pool.answers(work))) == wanted(work)
 
 
 NODES = [{"CPU": 4.0, "node:a": 1.0}, {"node:head": 1.0}, {"CPU": 2.0}]
@@ -240,7 +240,7 @@ def test_killed_workers_and_a_node_that_is_gone_change_nothing(demo, cluster, tm
         if any(LOST in row["failed"] for row in given.rows):
             given = run.evaluate(together, executor=pool)
     assert len(killed) >= 3
-    answers = [sorted(untimed(records(folder)), key=key) for folder in (alone, together)]
+    answers = [sorted(untimed(records(folder)), key=record_key) for folder in (alone, together)]
     assert answers[0] == answers[1]
     assert untimed(given.rows) == untimed(expected.rows)
     assert (together / "run.json").read_bytes() == (alone / "run.json").read_bytes()

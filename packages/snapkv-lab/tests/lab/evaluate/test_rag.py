@@ -9,7 +9,7 @@ import pytest
 
 from snapkv_lab.evaluate.corpora import Corpus, PassageIndex, load_corpus
 from snapkv_lab.evaluate.tasks import RagCitation, RagPipeline, RagPosition, rag
-from snapkv_lab.evaluate.tasks.rag import cited, found
+from snapkv_lab.evaluate.tasks.rag import cited_numbers, contains_phrase
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def question_of(sample, corpus):
     ],
 )
 def test_a_phrase_is_found_as_whole_words_without_punctuation_and_articles(text, phrases, is_found):
-    assert found(text, phrases) is is_found
+    assert contains_phrase(text, phrases) is is_found
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_phrase_is_found_as_whole_words_without_punctuation_and_articles(text,
     ],
 )
 def test_citations_are_numbers_in_brackets_or_behind_the_word(text, numbers):
-    assert cited(text) == numbers
+    assert cited_numbers(text) == numbers
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from snapkv_app.packages import package_file
-from snapkv_lab.evaluate.haystack import words
+from snapkv_lab.evaluate.haystack import load_words
 from snapkv_lab.evaluate.task import needed_tokens
-from snapkv_lab.evaluate.tasks.ruler import GENERATORS, NOISE, Ruler, Wanted
+from snapkv_lab.evaluate.tasks.ruler import GENERATORS, NOISE, PuzzleRequest, Ruler
 
 ESSAY = tuple(" ".join(f"This is sentence {i}." for i in range(200)).split())
 KINDS = {
@@ -21,7 +21,7 @@ KINDS = {
 
 
 def puzzle(task, parts, *, length=4096, index=0, seed="seed"):
-    wanted = Wanted(length=length, index=index, seed=seed, essay=ESSAY)
+    wanted = PuzzleRequest(length=length, index=index, seed=seed, essay=ESSAY)
     return GENERATORS[task].puzzle(wanted, parts)
 
 
@@ -113,7 +113,7 @@ def test_cwe_repeats_ten_words_more_often_and_shows_a_solved_list():
     shown, answers = solved.split(
         "\nQuestion: What are the 10 most common words in the above list?"
     )
-    known = "|".join(sorted(map(re.escape, words("noun", "adjective", "verb")), key=len)[::-1])
+    known = "|".join(sorted(map(re.escape, load_words("noun", "adjective", "verb")), key=len)[::-1])
 
     def counts(text):
         return Counter(re.findall(rf"\d+\. ({known})(?= \d+\. |$)", text))

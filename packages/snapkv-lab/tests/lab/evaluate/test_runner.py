@@ -10,7 +10,7 @@ from snapkv_app.prefills import LayerByLayer
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.runner import Run
-from snapkv_lab.evaluate.store import key
+from snapkv_lab.evaluate.store import record_key
 from snapkv_lab.rows import read_rows
 from tests.lab.evaluate.tiny import METHODS, Keys, records, untimed
 
@@ -128,7 +128,7 @@ def test_an_answer_lost_to_memory_is_asked_again_by_the_next_run(tiny, tmp_path,
     assert len(prompts) == 3
     whole = run(tiny, tmp_path / "whole", questions=questions)
     lost, kept = (untimed(records(tmp_path / name)) for name in ("lost", "whole"))
-    assert sorted(lost, key=key) == sorted(kept, key=key)
+    assert sorted(lost, key=record_key) == sorted(kept, key=record_key)
     assert untimed(again.rows) == untimed(whole.rows)
     assert {row["status"] for row in again.rows} == {"ok"}
     prompts.clear()
@@ -145,7 +145,7 @@ def test_methods_that_share_a_reading_answer_as_those_that_read_alone(tiny, tmp_
     for method in methods:
         run(tiny, tmp_path / "alone", methods=[method], **given)
     together, alone = (
-        {key(record): record for record in untimed(records(tmp_path / name))}
+        {record_key(record): record for record in untimed(records(tmp_path / name))}
         for name in ("together", "alone")
     )
     assert len(together) == 4 * len(methods)

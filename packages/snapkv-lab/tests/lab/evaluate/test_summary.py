@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from snapkv_lab.evaluate.intervals import (
     cell_differences,
-    is_seen,
+    excludes_zero,
     line_differences,
     mean_interval,
     relative_differences,
@@ -170,7 +170,7 @@ def test_a_difference_is_paired_sample_by_sample():
         ("h2o", "visible"): difference(0.0, [0.0, 0.0], 4),
         ("tova", "visible"): difference(0.0, [-1.0, 1.0], 4),
     }
-    assert not any(map(is_seen, found.values()))
+    assert not any(map(excludes_zero, found.values()))
 
 
 def test_a_lines_difference_is_the_mean_of_its_columns():
@@ -180,8 +180,8 @@ def test_a_lines_difference_is_the_mean_of_its_columns():
     ]  # fmt: skip
     (found,) = line_differences(rows, "documents").values()
     assert found == difference(-0.75, [-0.75, -0.75], 6)
-    assert is_seen(found)
-    assert not is_seen(difference(1.0, None, 1))
+    assert excludes_zero(found)
+    assert not excludes_zero(difference(1.0, None, 1))
 
 
 def test_the_difference_of_turns_is_drawn_by_conversations():

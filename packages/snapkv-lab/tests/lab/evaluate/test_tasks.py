@@ -10,9 +10,9 @@ from snapkv import SnapKV
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv_app.answering import answer
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import distinct, words
+from snapkv_lab.evaluate.haystack import draw_distinct, load_words
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.task import fitted, needed_tokens, percents
+from snapkv_lab.evaluate.task import even_percents, fit_sample, needed_tokens
 from snapkv_lab.evaluate.tasks import Instructions, Lines
 
 NEW_TOKENS = 7
@@ -32,7 +32,7 @@ def sentences(count, text="The grass is green.\n"):
 
 @pytest.mark.parametrize("hint", [None, 40, 500])
 def test_one_more_part_would_not_fit(demo, hint):
-    sample, parts = fitted(sentences, demo.tokenizer, 333, least=1, most=10_000, hint=hint)
+    sample, parts = fit_sample(sentences, demo.tokenizer, 333, least=1, most=10_000, hint=hint)
     assert needed_tokens(sample, demo.tokenizer) <= 333
     assert sample == sentences(parts)
     if hint in (None, 500):  # a hint below the truth limits what is tried
@@ -53,31 +53,31 @@ def test_parts_of_uneven_length_never_exceed_it_and_what_cannot_fit_is_none(demo
     def uneven(count):
         return sentences(1, "".join("word " * (1 + i * i % 17) for i in range(count)))
 
-    sample, _ = fitted(uneven, demo.tokenizer, 400, least=0, most=1000)
+    sample, _ = fit_sample(uneven, demo.tokenizer, 400, least=0, most=1000)
     assert 350 < needed_tokens(sample, demo.tokenizer) <= 400
-    search = partial(fitted, sentences, demo.tokenizer, 200, most=1000)
+    search = partial(fit_sample, sentences, demo.tokenizer, 200, most=1000)
     assert search(least=100) is None
     assert search(least=100, hint=200) is None
     assert search(least=0) is not None
 
 
 def test_percents_words_and_draws():
-    assert (percents(1), percents(4)) == ([50], [0, 33, 67, 100])
-    nouns, both = words("noun"), words("noun", "adjective")
-    assert (len(nouns), len(words("adjective"))) == (6782, 912)
-    assert list(both) == sorted({*nouns, *words("adjective")})
+    assert (even_percents(1), even_percents(4)) == ([50], [0, 33, 67, 100])
+    nouns, both = load_words("noun"), load_words("noun", "adjective")
+    assert (len(nouns), len(load_words("adjective"))) == (6782, 912)
+    assert list(both) == sorted({*nouns, *load_words("adjective")})
     texts = iter(["a", "b", "a", "x", "b", "c"])
-    assert distinct(lambda: next(texts), 3, besides=["x"]) == ["a", "b", "c"]
+    assert draw_distinct(lambda: next(texts), 3, besides=["x"]) == ["a", "b", "c"]
     few = itertools.cycle("ab")
     with pytest.raises(InvalidArgumentError, match="got 3, of which 2 were found"):
-        distinct(lambda: next(few), 3)
+        draw_distinct(lambda: next(few), 3)
 
 
 def test_without_the_package_the_command_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    words.cache_clear()
+    load_words.cache_clear()
     with pytest.raises(MissingDependencyError, match=r"wonderwords.*pip install 'wonderwords"):
-        words("noun")
+        load_words("noun")
 
 
 # LongEval-Lines.

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from snapkv_lab.experiments import experiment
-from snapkv_lab.experiments.experiment import Experiment, Size, declared
+from snapkv_lab.experiments.experiment import Experiment, Size, load_experiments
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.report.tables import Pivot, tabled
+from snapkv_lab.report.tables import Pivot, render_rows
 from snapkv_lab.rows import read_rows
 
-EXPERIMENTS = declared()
+EXPERIMENTS = load_experiments()
 ABOUT = {
     "model": {"name": "m", "dtype": "float32", "attn_implementation": "sdpa", "device": "cpu"},
     "environment": {
@@ -116,14 +116,14 @@ def test_cells_are_patterns_or_functions_of_a_row():
         "s": "{ms[p50]:seconds|.3f}", "spread": "{ms:spread|.1f}", "held": "{held:bytes}",
         "none": "{none:.2f}", "own": lambda row: str(len(row)),
     }  # fmt: skip
-    assert tabled(rows, columns).splitlines()[-1] == (
+    assert render_rows(rows, columns).splitlines()[-1] == (
         "| 0.002 | 2.0 (1.0 to 3.5) | 1.0 MiB |  | 3 |"
     )
 
 
 def test_a_place_without_a_row_is_a_dash():
     rows = [{"a": 1, "b": 2, "c": 3}, {"a": 2, "b": 4, "c": 5}]
-    lines = tabled(rows, Pivot("a", "{a}", "b {b}", "{c}")).splitlines()
+    lines = render_rows(rows, Pivot("a", "{a}", "b {b}", "{c}")).splitlines()
     assert lines == ["| a | b 2 | b 4 |", "| --- | ---: | ---: |", "| 1 | 3 | - |", "| 2 | - | 5 |"]
 
 

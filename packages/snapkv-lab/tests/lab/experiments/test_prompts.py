@@ -9,7 +9,7 @@ from snapkv import H2O, CompressedCache, FastGen, FullCache, SnapKV
 from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.methods import SETTINGS
 from snapkv_lab.experiments.prompts import make_documents, quoted_document, read_prompt
-from snapkv_lab.experiments.texts import TextQuestion, scored
+from snapkv_lab.experiments.texts import TextQuestion, score_answer
 
 POLICIES = [
     FullCache(),
@@ -53,7 +53,9 @@ def test_a_compressed_copy_equals_a_compressed_prefill_bit_for_bit(policy, tiny,
         assert torch.equal(mine.keys, theirs.keys)
         assert torch.equal(mine.values, theirs.values)
         assert torch.equal(copy.kept_positions(index), real.kept_positions(index))
-    assert scored(prompt, copy, asked(document)) == scored(prompt, real, asked(document))
+    assert score_answer(prompt, copy, asked(document)) == score_answer(
+        prompt, real, asked(document)
+    )
     assert all(map(torch.equal, before, [layer.keys for layer in prompt.layers]))
 
 

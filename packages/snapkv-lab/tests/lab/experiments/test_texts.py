@@ -11,10 +11,10 @@ from snapkv_lab.experiments.texts import (
     Count,
     ReadText,
     TextMaker,
-    answers_of,
-    asked_of,
-    right_of,
-    scored,
+    asked_prompts,
+    count_right,
+    list_answers,
+    score_answer,
 )
 from snapkv_lab.experiments.ways import right_cell
 
@@ -62,11 +62,13 @@ def by_hand(prompt, cache, case):
 @torch.inference_mode()
 @pytest.mark.parametrize("policy", [FullCache(), default_policy(64), TOVA(64)], ids=repr)
 def test_an_answer_is_scored_as_by_hand(policy, text, read):
-    (visible, *_), (hidden,) = (list(asked_of(read, text, each)) for each in ("visible", "hidden"))
+    (visible, *_), (hidden,) = (
+        list(asked_prompts(read, text, each)) for each in ("visible", "hidden")
+    )
     assert hidden.prompt.prompt_tokens == len(text.ids) < visible.prompt.prompt_tokens
     for prompt, case in ((visible.prompt, visible.cases[0]), (hidden.prompt, hidden.cases[0])):
         whole = replace(case, parts=[range(len(case.answer_ids))])
-        found = scored(prompt, prompt.compressed(policy), whole)
+        found = score_answer(prompt, prompt.compressed(policy), whole)
         right, loss = by_hand(prompt, prompt.compressed(policy), case)
         assert found["right"] == [int(right)]
         assert found["nll"] == pytest.approx(loss, abs=1e-3)
@@ -105,9 +107,9 @@ def _made_rows():
 
 
 def test_counts_are_of_what_the_full_cache_has_right():
-    answers = answers_of(_made_rows())
+    answers = list_answers(_made_rows())
     first, second = ([each for each in answers if each["method"] == name] for name in "ab")
-    assert (right_of(first), right_of(second)) == (Count(1, 2), Count(2, 2))
+    assert (count_right(first), count_right(second)) == (Count(1, 2), Count(2, 2))
     assert right_cell({"answers": first}) == "0.50 of 2 (0.09 to 0.91), +0.25"
 
 

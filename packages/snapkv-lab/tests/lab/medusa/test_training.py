@@ -68,10 +68,12 @@ def test_heads_learn_what_they_are_shown(tmp_path):
     states = training._States(model, shown)
     plan = MedusaTraining(num_heads=2, epochs=60, step_answers=2, learning_rate=0.01)
     heads = training._Training(states, range(4), tmp_path, plan).run(ignore)
-    for accuracies in training.measure(heads, states, range(4), ignore):
+    for accuracies in training.measure_accuracies(heads, states, range(4), ignore):
         assert accuracies[0] > 0.7
         assert sum(accuracies) <= 1.0001
-    untrained = training.measure(random_heads(model, 2, scale=0.0), states, range(4), ignore)
+    untrained = training.measure_accuracies(
+        random_heads(model, 2, scale=0.0), states, range(4), ignore
+    )
     assert max(accuracies[0] for accuracies in untrained) < 0.3
 
 
@@ -102,7 +104,7 @@ def test_a_stopped_run_ends_with_the_same_heads(loaded, tmp_path, stage, number)
 def test_the_answers_are_the_models_own(loaded, tmp_path):
     with pytest.raises(_StoppedError):
         training.train_heads(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
-    prompts = training._prompts(loaded.tokenizer, [WORDS], PLAN)
+    prompts = training._make_prompts(loaded.tokenizer, [WORDS], PLAN)
     for prompt, row in zip(prompts[:5], read_rows(tmp_path / "samples.jsonl"), strict=False):
         ids = torch.tensor([prompt])
         alone = loaded.model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)

@@ -129,7 +129,7 @@ def test_intervals_are_lines_on_bars_and_bands_around_curves():
 
 @pytest.mark.parametrize("suffix", drawing.FORMATS)
 def test_the_same_rows_give_the_same_file(suffix):
-    first, again = (drawing.encoded(figures.draw(grid())["scores"], suffix) for _ in range(2))
+    first, again = (drawing.encode_figure(figures.draw(grid())["scores"], suffix) for _ in range(2))
     assert first == again
 
 
@@ -137,7 +137,7 @@ def test_names_are_text_and_no_formula():
     run = grid(methods=("$\\frac{1}$", "a_b^c"))
     run.run["model"] = {**run.run["model"], "name": "<b>$x$ & \\alpha</b>"}
     for figure in figures.draw(run).values():
-        ElementTree.fromstring(drawing.encoded(figure, ".svg"))
+        ElementTree.fromstring(drawing.encode_figure(figure, ".svg"))
 
 
 # Benches: a curve per cache, a panel per batch.

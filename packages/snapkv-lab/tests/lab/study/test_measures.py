@@ -3,7 +3,7 @@
 import pytest
 
 from snapkv_lab.study import HitRate, Instructions, Overlap
-from snapkv_lab.study.attention import SELECTIONS, common_tokens
+from snapkv_lab.study.attention import SELECTIONS, count_common_tokens
 from tests.lab.study import loops
 from tests.ops import states
 
@@ -84,6 +84,6 @@ def test_votes_of_a_question_and_its_answer_are_those_of_plain_loops():
 
 
 def test_what_several_texts_share():
-    assert common_tokens([[1, 2, 3, 9], [1, 2, 4], [1, 2, 3]]) == 2
-    assert common_tokens([[1, 2], [1, 2, 3]]) == 2
-    assert common_tokens([[5], [6]]) == 0
+    assert count_common_tokens([[1, 2, 3, 9], [1, 2, 4], [1, 2, 3]]) == 2
+    assert count_common_tokens([[1, 2], [1, 2, 3]]) == 2
+    assert count_common_tokens([[5], [6]]) == 0

@@ -12,8 +12,8 @@ from snapkv_app.models import LoadedModel
 from snapkv_app.observing import observed
 from snapkv_lab import drawing
 from snapkv_lab.study import HitRate, Instructions, Overlap, Position, Sensitivity
-from snapkv_lab.study.base import mean_rows, weighted
-from snapkv_lab.study.material import long_texts
+from snapkv_lab.study.base import format_weighted_mean, mean_rows
+from snapkv_lab.study.material import load_long_texts
 from tests.families import random_ids, tiny_model
 from tests.lab.evaluate.tiny import tiny_loaded
 
@@ -63,7 +63,7 @@ def test_a_study_has_a_table_a_figure_and_a_folder(name, findings, tmp_path):
     assert table.rows
     assert all(len(line) == len(table.headings) for line in table.rows)
     path = tmp_path / "figure.svg"
-    drawing.save(study.figure(found.rows), path, drawing.PLAIN)
+    drawing.save_figure(study.figure(found.rows), path, drawing.PLAIN)
     assert path.read_text().count("<path") > 10
     run = json.loads((found.folder / "run.json").read_text())
     assert {"torch", "transformers", "snapkv", "python", "data", "model"} <= run.keys()
@@ -134,8 +134,8 @@ def test_means_leave_out_what_is_not_known_and_count_a_layer_by_its_weight():
     means = [{"layer": 1, "x": 0.5}, {"layer": 2, "x": None}]
     assert mean_rows(rows, ("layer",), ("x",)) == means
     rows = [{"rate": 1.0, "of": 3}, {"rate": 0.0, "of": 1}, {"rate": None, "of": 0}]
-    assert weighted(rows, "rate", "of") == "0.75"
-    assert weighted(rows[2:], "rate", "of") == "-"
+    assert format_weighted_mean(rows, "rate", "of") == "0.75"
+    assert format_weighted_mean(rows[2:], "rate", "of") == "-"
 
 
 def documents_of(tmp_path, *lengths):
@@ -147,7 +147,7 @@ def documents_of(tmp_path, *lengths):
 
 
 def fitted(study, loaded):
-    return study._fitted(loaded, long_texts(study.documents, count=study.samples)[0])
+    return study._fitted(loaded, load_long_texts(study.documents, count=study.samples)[0])
 
 
 @pytest.mark.parametrize("name", ["position", "instructions"])

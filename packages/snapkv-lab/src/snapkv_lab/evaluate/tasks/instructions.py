@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, HaystackTask, encode
+from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, HaystackTask, token_ids
 from snapkv_lab.evaluate.sample import Sample
 
 _HEADER = "Instructions for your answer:\n"
@@ -99,6 +99,6 @@ class Instructions(HaystackTask):
         whole, characters = self.text.text, tokens * CHARACTERS_PER_TOKEN
         start = draw.randrange(len(whole))
         piece = (whole[start:] + whole * (1 + characters // len(whole)))[:characters]
-        ids = encode(tokenizer, piece)[:tokens]
+        ids = token_ids(tokenizer, piece)[:tokens]
         text: str = tokenizer.decode(ids, skip_special_tokens=True)
         return text

@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import distinct, number, word_key
+from snapkv_lab.evaluate.haystack import draw_distinct, draw_number, draw_word_key
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.task import Task, all_fitted, percents
+from snapkv_lab.evaluate.task import Task, even_percents, fit_samples
 
 _HEADER = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
@@ -69,8 +69,8 @@ class Lines(Task):
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         for length in self.lengths:
-            places = itertools.product(percents(self.positions), range(self.samples_each))
-            yield from all_fitted(
+            places = itertools.product(even_percents(self.positions), range(self.samples_each))
+            yield from fit_samples(
                 (partial(self._record, length, *place) for place in places),
                 tokenizer,
                 length,
@@ -88,8 +88,8 @@ class Lines(Task):
         name = f"{length}/{position}/{index}"
         draw = random.Random(f"{self.seed}/{name}")
         asked = round((count - 1) * position / 100)
-        keys = distinct(lambda: word_key(draw), count)
-        values = [number(draw, _DIGITS) for _ in keys]
+        keys = draw_distinct(lambda: draw_word_key(draw), count)
+        values = [draw_number(draw, _DIGITS) for _ in keys]
         others = draw.sample([i for i in range(count) if i != asked], self.examples)
         lines = [_LINE.format(name=key) + value for key, value in zip(keys, values, strict=True)]
         shown = "".join(f"\n{lines[i]}>" for i in others)

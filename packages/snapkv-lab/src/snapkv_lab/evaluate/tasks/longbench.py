@@ -24,7 +24,7 @@ from snapkv.validation import first_line, nearest, require_choice
 from snapkv_app.packages import INSTALL, package_file
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate import metrics
-from snapkv_lab.evaluate.corpora import Check, is_texts, parsed_lines
+from snapkv_lab.evaluate.corpora import Check, is_text_list, parse_json_lines
 from snapkv_lab.evaluate.sample import Cell, Sample
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.rows import Row
@@ -64,7 +64,7 @@ class LongBench(Task):
     def __post_init__(self) -> None:
         if self.extended:
             object.__setattr__(self, "axes", ("dataset", "length"))
-        chosen_sets(self.datasets, extended=self.extended)
+        choose_sets(self.datasets, extended=self.extended)
         self.require(min_new_tokens=0)
         if self.max_prompt_tokens is not None:
             self.require(max_prompt_tokens=_LEAST_TOKENS)
@@ -78,7 +78,7 @@ class LongBench(Task):
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         data = hub_archive() if self.data is None else Path(self.data)
-        for data_set in chosen_sets(self.datasets, extended=self.extended):
+        for data_set in choose_sets(self.datasets, extended=self.extended):
             yield from self._samples(tokenizer, data, data_set)
 
     def score(self, sample: Sample, prediction: str) -> float:
@@ -102,7 +102,7 @@ class LongBench(Task):
         for number, row in enumerate(rows, 1):
             context, question = before + row["context"], behind.replace("{input}", row["input"])
             if self.max_prompt_tokens is not None:
-                context, question = truncated(tokenizer, context, question, self.max_prompt_tokens)
+                context, question = cut_middle(tokenizer, context, question, self.max_prompt_tokens)
             cell: Cell = {"dataset": data_set.name}
             if self.extended:
                 words = row["length"]
@@ -147,7 +147,7 @@ def _model_key(model: str) -> str:
     return PurePath(model).name.lower()
 
 
-def truncated(
+def cut_middle(
     tokenizer: Any, context: str, question: str, max_prompt_tokens: int
 ) -> tuple[str, str]:
     """Context and question of a prompt without its middle, or as they are where that fits.
@@ -222,12 +222,12 @@ class DataSet:
         measures: dict[str, metrics.Metric] = {
             "F1": metrics.qa_f1,
             "ROUGE-L": metrics.rouge_l,
-            "count": metrics.count,
-            "retrieval": metrics.retrieval,
-            "classification": partial(metrics.classification, classes=classes),
+            "count": metrics.count_score,
+            "retrieval": metrics.retrieval_score,
+            "classification": partial(metrics.classification_score, classes=classes),
             "code similarity": partial(metrics.code_similarity, backend=code_similarity),
         }
-        return metrics.best(measures[self.metric], prediction, references)
+        return metrics.best_score(measures[self.metric], prediction, references)
 
 
 _PUBLISHED: dict[str, dict[str, Any]] = tomllib.loads(
@@ -237,7 +237,7 @@ SETS = {name: DataSet(name=name, **own) for name, own in _PUBLISHED["sets"].item
 """The 16 English and code sets by name, in the order of the paper's table."""
 
 
-def chosen_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
+def choose_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
     """The sets of those names in the table's order; all that there are for no names."""
     known = {name: one for name, one in SETS.items() if one.extended or not extended}
     for name in names:
@@ -292,7 +292,7 @@ def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
     name = f"{data_set.name}_e.jsonl" if extended else f"{data_set.name}.jsonl"
     lines = _zipped_lines(data, name) if data.is_file() else _lines(data, name)
     fields = _FIELDS | _MORE_FIELDS.get(data_set.metric, {})
-    return list(parsed_lines(lines, fields, data / name, "get the archive again").values())
+    return list(parse_json_lines(lines, fields, data / name, "get the archive again").values())
 
 
 def hub_archive() -> Path:
@@ -314,7 +314,7 @@ def _lines(folder: Path, name: str) -> Iterable[bytes]:
     for path in (folder / name, folder / "data" / name):
         if path.is_file():
             return path.read_bytes().splitlines()
-    raise _missing(folder, name)
+    raise _missing_file(folder, name)
 
 
 def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
@@ -323,7 +323,7 @@ def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
             paths = map(PurePosixPath, opened.namelist())
             members = [p for p in paths if p.name == name and "__MACOSX" not in p.parts]
             if not members:
-                raise _missing(archive, name)
+                raise _missing_file(archive, name)
             return opened.read(str(members[0])).splitlines()
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise DocumentError(
@@ -332,7 +332,7 @@ def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
         ) from None
 
 
-def _missing(place: Path, name: str) -> DocumentError:
+def _missing_file(place: Path, name: str) -> DocumentError:
     return DocumentError(
         f"data: expected {name} in {place}, got no such file; name the sets that are there with "
         "--datasets, or pass LongBench's data.zip"
@@ -340,7 +340,7 @@ def _missing(place: Path, name: str) -> DocumentError:
 
 
 def _are_answers(value: Any) -> bool:
-    return is_texts(value) and bool(value)
+    return is_text_list(value) and bool(value)
 
 
 def _are_paragraphs(value: Any) -> bool:
@@ -352,7 +352,7 @@ _FIELDS: dict[str, Check] = {
     "input": ("a text", lambda value: isinstance(value, str)),
     "answers": ("a list of texts", _are_answers),
     "length": ("a whole number", lambda value: type(value) is int),
-    "all_classes": ("a list of texts or null", lambda value: value is None or is_texts(value)),
+    "all_classes": ("a list of texts or null", lambda value: value is None or is_text_list(value)),
 }
 _MORE_FIELDS: dict[str, dict[str, Check]] = {
     "classification": {"all_classes": ("a list of texts", _are_answers)},

@@ -21,11 +21,11 @@ from snapkv_lab.evaluate.haystack import (
     CITIES,
     Haystack,
     HaystackTask,
-    encode,
-    number,
+    draw_number,
+    token_ids,
 )
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.task import percents
+from snapkv_lab.evaluate.task import even_percents
 
 _INSTRUCTION = (
     "You are a helpful assistant that answers questions about a document. Keep the answer short "
@@ -89,7 +89,7 @@ class Needle(HaystackTask):
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         for length, depth, order in itertools.product(
-            self.lengths, percents(self.depths), range(self.permutations)
+            self.lengths, even_percents(self.depths), range(self.permutations)
         ):
             yield self._sample(tokenizer, length, depth, order)
 
@@ -104,11 +104,11 @@ class Needle(HaystackTask):
         name = f"{length}/{depth}/{order}"
         hidden = self._hidden(random.Random(f"{self.seed}/{name}"))
         text = self.text.permuted(f"{self.seed}/{name}") if self.permutations > 1 else self.text
-        needle = encode(tokenizer, hidden.needle)
-        ids = _beginning(tokenizer, text, length - self.buffer_tokens - len(needle))
+        needle = token_ids(tokenizer, hidden.needle)
+        ids = _cut_beginning(tokenizer, text, length - self.buffer_tokens - len(needle))
         place = len(ids)
         if depth < 100:
-            place = _sentence_end(tokenizer, ids, int(len(ids) * depth / 100))
+            place = _find_sentence_end(tokenizer, ids, int(len(ids) * depth / 100))
         ids[place:place] = needle
         tokens = 48 if self.variant == "sandwich" else self.digits + (5 if self.cloze else 25)
         return Sample(
@@ -129,13 +129,13 @@ class Needle(HaystackTask):
             question = "What is the best thing to do in San Francisco?"
             return _Hidden(f"\n{start} {thing}\n", question, start, thing)
         city = draw.choice(CITIES)
-        answer = number(draw, self.digits)
+        answer = draw_number(draw, self.digits)
         start = f"The special magic {city} number is:"
         question = f"What is the special magic {city} number?"
         return _Hidden(f"\n{start} {answer}\n", question, start, answer)
 
 
-def _beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
+def _cut_beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
     """The first tokens of the text, which begins again where it is too short."""
     if tokens < 1:
         raise InvalidArgumentError(
@@ -143,7 +143,7 @@ def _beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
         )
     whole, characters = text.text, tokens * CHARACTERS_PER_TOKEN
     while True:
-        ids = encode(tokenizer, (whole * (1 + characters // len(whole)))[:characters])
+        ids = token_ids(tokenizer, (whole * (1 + characters // len(whole)))[:characters])
         if len(ids) >= tokens:
             return ids[:tokens]
         if not ids:
@@ -154,7 +154,7 @@ def _beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
         characters *= 2
 
 
-def _sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
+def _find_sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
     """The last place, at most so far on, after a sentence's end, or the text's beginning.
 
     In a text without sentences, so far on.

@@ -23,12 +23,12 @@ from snapkv_lab.evaluate.corpora import (
     PassageIndex,
     Question,
     corpus_index,
-    is_texts,
+    is_text_list,
     load_corpus,
-    parsed_lines,
+    parse_json_lines,
     require_fields,
 )
-from snapkv_lab.evaluate.metrics import normalised
+from snapkv_lab.evaluate.metrics import normalize_answer
 from snapkv_lab.evaluate.sample import Cell, Sample
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.rows import Row
@@ -94,18 +94,18 @@ class RagCitation(RagTask):
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         del tokenizer
         index = corpus_index(self.corpus)
-        questions = drawn(load_corpus(self.corpus).questions, self.samples_each, self.seed)
+        questions = draw_questions(load_corpus(self.corpus).questions, self.samples_each, self.seed)
         for documents, question in itertools.product(self.documents, questions):
             yield self._sample(index, question, documents)
 
     def score(self, sample: Sample, prediction: str) -> float:
         """F1 of the numbers that are cited."""
-        right, said = set(map(int, sample.references)), cited(prediction)
+        right, said = set(map(int, sample.references)), cited_numbers(prediction)
         return 2 * len(right & said) / (len(right) + len(said))
 
     def _sample(self, index: PassageIndex, question: Question, documents: int) -> Sample:
         name = f"{documents}/{question.name}"
-        others = itertools.islice(neighbours(index, question), documents - len(question.gold))
+        others = itertools.islice(nearest_passages(index, question), documents - len(question.gold))
         passages = [*question.gold, *others]
         _require_documents(documents, len(passages))
         random.Random(f"{self.seed}/{name}").shuffle(passages)
@@ -113,7 +113,7 @@ class RagCitation(RagTask):
         return Sample(
             name=name,
             cell={"documents": documents},
-            context=_INSTRUCTION.format(_CITING) + _numbered(passages),
+            context=_INSTRUCTION.format(_CITING) + _number_passages(passages),
             question=(
                 f"\n\nQuestion: {question.text}\nAnswer in one sentence, and end it with the "
                 "numbers of the documents that it comes from, such as [2][5]."
@@ -124,7 +124,7 @@ class RagCitation(RagTask):
         )
 
 
-def cited(text: str) -> set[int]:
+def cited_numbers(text: str) -> set[int]:
     """The numbers of documents that an answer gives.
 
     Those in square brackets, with or without the word document before them: [3], [3][7], [3, 7],
@@ -147,7 +147,7 @@ class PhraseTask(RagTask):
 
     def score(self, sample: Sample, prediction: str) -> float:
         """Whether a right answer stands in the prediction."""
-        return float(found(prediction, sample.references))
+        return float(contains_phrase(prediction, sample.references))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ class RagPosition(PhraseTask):
             yield phrase_sample(
                 f"{documents}/{position}/{row.name}",
                 {"documents": documents, "position": position},
-                _placed(row, documents, position),
+                _place_gold(row, documents, position),
                 row.text,
                 row.answers,
             )
@@ -191,11 +191,15 @@ class RagPosition(PhraseTask):
     def _rows(self) -> list[Question]:
         """Questions, with documents in which no answer stands, in the order they are taken."""
         if self.data is not None:
-            return drawn(read_rows(Path(self.data)), self.samples_each, self.seed)
+            return draw_questions(read_rows(Path(self.data)), self.samples_each, self.seed)
         questions = phrase_questions(load_corpus(self.corpus).questions)
         made, index = [], corpus_index(self.corpus)
-        for question in drawn(questions, self.samples_each, self.seed):
-            without = (p for p in neighbours(index, question) if not found(p, question.answers))
+        for question in draw_questions(questions, self.samples_each, self.seed):
+            without = (
+                p
+                for p in nearest_passages(index, question)
+                if not contains_phrase(p, question.answers)
+            )
             near = tuple(itertools.islice(without, max(self.documents)))
             made.append(replace(question, near=near))
         return made
@@ -234,7 +238,7 @@ class RagPipeline(PhraseTask):
 
         embeddings, index = TextEmbeddings(), corpus_index(self.corpus)
         questions = phrase_questions(load_corpus(self.corpus).questions)
-        for question in drawn(questions, self.samples_each, self.seed):
+        for question in draw_questions(questions, self.samples_each, self.seed):
             retrieved = list(itertools.islice(index.ranked(question.text), self.retrieve))
             texts = [f"{passage.title}. {passage.text}" for passage in retrieved]
             passages = [retrieved[place] for place in embeddings.nearest(question.text, texts)]
@@ -257,7 +261,7 @@ def _require_documents(documents: int, found: int) -> None:
         )
 
 
-def drawn(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
+def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
     """That many rows in an order drawn from the seed; a larger count begins with the same ones."""
     if count > len(rows):
         raise InvalidArgumentError(
@@ -269,7 +273,7 @@ def drawn(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
     return shuffled[:count]
 
 
-def neighbours(index: PassageIndex, question: Question) -> Iterator[Passage]:
+def nearest_passages(index: PassageIndex, question: Question) -> Iterator[Passage]:
     """The passages that have most of the question's words, without those that answer it.
 
     Two paragraphs of one article's title are different edits of one text, so none with a title of
@@ -289,7 +293,7 @@ def phrase_questions(questions: Iterable[Question]) -> list[Question]:
         question
         for question in questions
         if not set(map(str.lower, question.answers)) & {"yes", "no"}
-        and any(found(passage, question.answers) for passage in question.gold)
+        and any(contains_phrase(passage, question.answers) for passage in question.gold)
     ]
 
 
@@ -300,7 +304,7 @@ def phrase_sample(
     return Sample(
         name=name,
         cell=cell,
-        context=_INSTRUCTION.format("") + _numbered(passages),
+        context=_INSTRUCTION.format("") + _number_passages(passages),
         question=f"\n\nQuestion: {question}\nAnswer in a few words.",
         plain_question=f"{_PHRASES}\n\nQuestion: {question}\nAnswer:",
         references=answers,
@@ -308,7 +312,7 @@ def phrase_sample(
     )
 
 
-def _numbered(passages: Iterable[Passage]) -> str:
+def _number_passages(passages: Iterable[Passage]) -> str:
     """The documents with their numbers, from 1, a blank line between them.
 
     The number comes after the title: a small model that names a document recites its title and
@@ -320,18 +324,18 @@ def _numbered(passages: Iterable[Passage]) -> str:
     )
 
 
-def found(text: str | Passage, phrases: Iterable[str]) -> bool:
+def contains_phrase(text: str | Passage, phrases: Iterable[str]) -> bool:
     """Whether any of the phrases stands in the text, as whole words.
 
     Both are compared in lower case without punctuation and articles, as SQuAD compares answers.
     """
     if isinstance(text, Passage):
         text = f"{text.title} {text.text}"
-    words = f" {normalised(text)} "
-    return any(f" {phrase} " in words for phrase in filter(None, map(normalised, phrases)))
+    words = f" {normalize_answer(text)} "
+    return any(f" {phrase} " in words for phrase in filter(None, map(normalize_answer, phrases)))
 
 
-def _placed(row: Question, documents: int, position: str) -> list[Passage]:
+def _place_gold(row: Question, documents: int, position: str) -> list[Passage]:
     """That many documents, those with the answer together at the position."""
     wanted = documents - len(row.gold)
     if not 0 <= wanted <= len(row.near):
@@ -363,11 +367,11 @@ def read_rows(path: Path) -> list[Question]:
             f"data: expected a file of JSON lines in UTF-8, or a .gz of one, got {path}: {reason}; "
             "pass another file"
         ) from None
-    records = parsed_lines(text.split("\n"), _FIELDS, path, _REMEDY)
-    return [_row(record, path, f"line {number}") for number, record in records.items()]
+    records = parse_json_lines(text.split("\n"), _FIELDS, path, _REMEDY)
+    return [_parse_question(record, path, f"line {number}") for number, record in records.items()]
 
 
-def _row(record: Row, path: Path, name: str) -> Question:
+def _parse_question(record: Row, path: Path, name: str) -> Question:
     place = f"{path}, {name}"
     for index, document in enumerate(record["ctxs"]):
         require_fields(document, _DOCUMENT_FIELDS, place, _REMEDY, prefix=f"ctxs[{index}].")
@@ -396,7 +400,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _are_answers(value: Any) -> bool:
-    return is_texts(value) and bool(value) and all(map(normalised, value))
+    return is_text_list(value) and bool(value) and all(map(normalize_answer, value))
 
 
 _BOOL: Check = ("true or false", lambda value: isinstance(value, bool))

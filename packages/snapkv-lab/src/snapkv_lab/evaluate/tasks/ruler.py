@@ -27,9 +27,16 @@ from typing import Any, ClassVar, Literal
 from snapkv.errors import InvalidArgumentError
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.corpora import CorpusName, Passage, load_corpus
-from snapkv_lab.evaluate.haystack import HaystackTask, distinct, identifier, number, word_key, words
+from snapkv_lab.evaluate.haystack import (
+    HaystackTask,
+    draw_distinct,
+    draw_number,
+    draw_uuid,
+    draw_word_key,
+    load_words,
+)
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.task import fitted, require_some
+from snapkv_lab.evaluate.task import fit_sample, require_known_names
 
 Kind = Literal["words", "numbers", "uuids"]
 
@@ -50,7 +57,7 @@ _PATIENCE = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class PuzzleRequest:
     """Which puzzle of a length is wanted, all of it drawn from `seed`; `essay` is words."""
 
     length: int
@@ -82,13 +89,13 @@ class Generator:
     its score is the fraction of references that are found, or whether `any_reference` is.
     """
 
-    draw: Callable[[Wanted, int, random.Random], Puzzle]
+    draw: Callable[[PuzzleRequest, int, random.Random], Puzzle]
     new_tokens: int
     least: int = 1
     most: Callable[[], int] = lambda: 10_000_000
     any_reference: bool = False
 
-    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
+    def puzzle(self, wanted: PuzzleRequest, parts: int) -> Puzzle:
         """Always the same one."""
         return self.draw(wanted, parts, random.Random(wanted.seed))
 
@@ -108,9 +115,9 @@ def _needles(
     def needle(name: str, hidden: str) -> str:
         return f"One of the special magic {value} for {name} is: {hidden}."
 
-    def puzzle(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
-        names = distinct(lambda: _drawn(key, draw), keys)
-        hidden = {name: distinct(lambda: _drawn(value, draw), values) for name in names}
+    def puzzle(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
+        names = draw_distinct(lambda: _draw_text(key, draw), keys)
+        hidden = {name: draw_distinct(lambda: _draw_text(value, draw), values) for name in names}
         asked = draw.sample(names, queries)
         needles = [needle(name, each) for name in names for each in hidden[name]]
         draw.shuffle(needles)
@@ -119,16 +126,20 @@ def _needles(
         else:
             others = [NOISE] * parts
             if haystack == "needles":
-                more = distinct(lambda: _drawn(key, draw), parts, besides=names)
-                others = [needle(name, _drawn(value, draw)) for name in more]
+                more = draw_distinct(lambda: _draw_text(key, draw), parts, besides=names)
+                others = [needle(name, _draw_text(value, draw)) for name in more]
             places = sorted(draw.sample(range(len(others)), len(needles)), reverse=True)
-            text = "\n".join(_inserted(others, needles, places))
-        return _worded(value, text, asked, tuple(each for name in asked for each in hidden[name]))
+            text = "\n".join(_insert(others, needles, places))
+        return _phrase_needles(
+            value, text, asked, tuple(each for name in asked for each in hidden[name])
+        )
 
     return Generator(draw=puzzle, new_tokens=128, least=keys * values)
 
 
-def _worded(value: Kind, text: str, asked: list[str], references: tuple[str, ...]) -> Puzzle:
+def _phrase_needles(
+    value: Kind, text: str, asked: list[str], references: tuple[str, ...]
+) -> Puzzle:
     """The published wording; in the singular where there is one value to find."""
     keys = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
     if len(references) == 1:
@@ -145,13 +156,13 @@ def _worded(value: Kind, text: str, asked: list[str], references: tuple[str, ...
     )
 
 
-def _drawn(kind: Kind, draw: random.Random) -> str:
+def _draw_text(kind: Kind, draw: random.Random) -> str:
     if kind == "numbers":
-        return number(draw, _DIGITS)
-    return word_key(draw) if kind == "words" else identifier(draw)
+        return draw_number(draw, _DIGITS)
+    return draw_word_key(draw) if kind == "words" else draw_uuid(draw)
 
 
-def _in_essay(wanted: Wanted, count: int, needles: list[str], draw: random.Random) -> str:
+def _in_essay(wanted: PuzzleRequest, count: int, needles: list[str], draw: random.Random) -> str:
     """That many words, repeated where there are fewer, with needles between sentences.
 
     Abbreviations are cut too; the cuts only say where something can be inserted.
@@ -160,17 +171,17 @@ def _in_essay(wanted: Wanted, count: int, needles: list[str], draw: random.Rando
     text = " ".join([*wanted.essay * times, *wanted.essay[:rest]])
     whole = re.split(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+", text.strip())
     depths = sorted(draw.sample(_DEPTHS, len(needles)), reverse=True)
-    return " ".join(_inserted(whole, needles, [int(len(whole) * d / 100) for d in depths]))
+    return " ".join(_insert(whole, needles, [int(len(whole) * d / 100) for d in depths]))
 
 
-def _inserted(texts: list[str], needles: list[str], places: list[int]) -> list[str]:
+def _insert(texts: list[str], needles: list[str], places: list[int]) -> list[str]:
     """The texts with a needle before each of those places, which must fall."""
     for place, needle in zip(places, needles, strict=True):
         texts.insert(place, needle)
     return texts
 
 
-def _tracing(_: Wanted, parts: int, draw: random.Random) -> Puzzle:
+def _variable_tracing(_: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
     """vt: a chain of assignments in lines of noise, after a worked example with shorter names."""
     example = _chain(draw, _EXAMPLE_NOISES, letters=3)
     asked = _chain(draw, parts, letters=5)
@@ -178,7 +189,9 @@ def _tracing(_: Wanted, parts: int, draw: random.Random) -> Puzzle:
 
 
 def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
-    names = distinct(lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)), _HOPS + 1)
+    names = draw_distinct(
+        lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)), _HOPS + 1
+    )
     value = draw.randrange(10_000, 99_999)
     steps = [f"VAR {names[0]} = {value}"]
     steps += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
@@ -197,43 +210,43 @@ def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
     )
 
 
-def _common_words(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
+def _common_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
     """cwe: ten words appear more often than the rest of a numbered list of different words.
 
     The worked example is part of the prompt, with its answers directly after the colon, as in the
     official suite.
     """
     is_short = wanted.length < _SHORT
-    example = _listed(draw, 20, 3, 1) if is_short else _listed(draw, 40, 10, 3)
-    asked = _listed(draw, parts, 6, 1) if is_short else _listed(draw, parts, 30, 3)
-    return asked.after_example(example, _numbered(example.references), "\n")
+    example = _make_word_list(draw, 20, 3, 1) if is_short else _make_word_list(draw, 40, 10, 3)
+    asked = _make_word_list(draw, parts, 6, 1) if is_short else _make_word_list(draw, parts, 30, 3)
+    return asked.after_example(example, _number_words(example.references), "\n")
 
 
-def _listed(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
+def _make_word_list(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
     """That many words; the common ones `often` times each, and the others `seldom`."""
-    drawn = draw.sample(words("noun", "adjective", "verb"), count)
+    drawn = draw.sample(load_words("noun", "adjective", "verb"), count)
     common, others = drawn[:_COMMON], drawn[_COMMON:]
     entries = common * often + others * seldom
     draw.shuffle(entries)
     return Puzzle(
         context="Below is a numbered list of words. In these words, some appear more often than "
-        f"others. Memorize the ones that appear most often.\n{_numbered(entries)}",
+        f"others. Memorize the ones that appear most often.\n{_number_words(entries)}",
         question="\nQuestion: What are the 10 most common words in the above list?",
         answer_start="Answer: The top 10 words that appear most often in the list are:",
         references=tuple(common),
     )
 
 
-def _numbered(entries: Iterable[str]) -> str:
+def _number_words(entries: Iterable[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(entries, 1))
 
 
-def _frequent_words(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
+def _frequent_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
     """fwe: coded words whose frequency falls with the square of their rank; dots are the first.
 
     A text of about that many words; dots, and the three words that are asked for, lead.
     """
-    coded = distinct(
+    coded = draw_distinct(
         lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), wanted.length // 50
     )
     vocabulary = ["...", *coded[1:]]
@@ -255,13 +268,13 @@ def _frequent_words(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
     )
 
 
-def _answering(dataset: CorpusName) -> Generator:
+def _question_answering(dataset: CorpusName) -> Generator:
     """qa: questions in the order of their file, after their documents and `parts` others.
 
     Those are first documents collected for the question, then any.
     """
 
-    def puzzle(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
+    def puzzle(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
         questions = load_corpus(dataset).questions
         if wanted.index >= len(questions):
             raise InvalidArgumentError(
@@ -275,7 +288,7 @@ def _answering(dataset: CorpusName) -> Generator:
         shown = own + _others(own, near, len(documents), parts, draw)
         draw.shuffle(shown)
         text = "\n\n".join(
-            f"Document {number}:\n{_text(dataset, documents[place])}"
+            f"Document {number}:\n{_document_text(dataset, documents[place])}"
             for number, place in enumerate(shown, 1)
         )
         return Puzzle(
@@ -304,7 +317,7 @@ def _others(
 
 @functools.cache
 def _documents(dataset: CorpusName) -> Sequence[Passage]:
-    return sorted(load_corpus(dataset).passages, key=partial(_text, dataset))
+    return sorted(load_corpus(dataset).passages, key=partial(_document_text, dataset))
 
 
 @functools.cache
@@ -312,7 +325,7 @@ def _places(dataset: CorpusName) -> dict[Passage, int]:
     return {document: place for place, document in enumerate(_documents(dataset))}
 
 
-def _text(dataset: CorpusName, document: Passage) -> str:
+def _document_text(dataset: CorpusName, document: Passage) -> str:
     return document.text if dataset == "squad" else f"{document.title}\n{document.text}"
 
 
@@ -326,17 +339,17 @@ GENERATORS: dict[str, Generator] = {
     "niah_multivalue": _needles(haystack="essay", values=4),
     "niah_multiquery": _needles(haystack="essay", queries=4),
     # One part more than there are assignments, as the official suite has it.
-    "vt": Generator(draw=_tracing, new_tokens=30, least=_HOPS + 2),
+    "vt": Generator(draw=_variable_tracing, new_tokens=30, least=_HOPS + 2),
     "cwe": Generator(
         draw=_common_words,
         new_tokens=120,
         least=_COMMON + 1,
-        most=lambda: len(words("noun", "adjective", "verb")),
+        most=lambda: len(load_words("noun", "adjective", "verb")),
     ),
     # From there on the fourth word always appears more often than the fifth.
     "fwe": Generator(draw=_frequent_words, new_tokens=50, least=80),
-    "qa_1": _answering("squad"),
-    "qa_2": _answering("hotpotqa"),
+    "qa_1": _question_answering("squad"),
+    "qa_2": _question_answering("hotpotqa"),
 }
 """The tasks by their official names, in the official order."""
 
@@ -364,7 +377,7 @@ class Ruler(HaystackTask):
 
     def __post_init__(self) -> None:
         self.require(samples_each=1, lengths=1)
-        require_some("tasks", self.tasks, GENERATORS)
+        require_known_names("tasks", self.tasks, GENERATORS)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         essay = tuple(self.text.text.split())
@@ -386,10 +399,12 @@ class Ruler(HaystackTask):
         generator, hint, made = GENERATORS[task], None, 0
         for index in itertools.count():
             name = f"{task}/{length}/{index}"
-            wanted = Wanted(length=length, index=index, seed=f"{self.seed}/{name}", essay=essay)
+            wanted = PuzzleRequest(
+                length=length, index=index, seed=f"{self.seed}/{name}", essay=essay
+            )
             build = partial(_sample, task, name, wanted)
             least, most = generator.least, generator.most()
-            found = fitted(build, tokenizer, length, least=least, most=most, hint=hint)
+            found = fit_sample(build, tokenizer, length, least=least, most=most, hint=hint)
             if found is not None:
                 sample, hint = found
                 yield sample
@@ -403,7 +418,7 @@ class Ruler(HaystackTask):
                 )
 
 
-def _sample(task: str, name: str, wanted: Wanted, parts: int) -> Sample:
+def _sample(task: str, name: str, wanted: PuzzleRequest, parts: int) -> Sample:
     generator = GENERATORS[task]
     return Sample(
         name=name,

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import distinct, number, word_key
+from snapkv_lab.evaluate.haystack import draw_distinct, draw_number, draw_word_key
 from snapkv_lab.evaluate.sample import Cell, Conversation, Sample
-from snapkv_lab.evaluate.task import Task, all_fitted
+from snapkv_lab.evaluate.task import Task, fit_samples
 
 _MOST_LINES = 100_000
 
@@ -53,7 +53,7 @@ class Turns(Task):
         """Conversations of every length."""
         for length in self.lengths:
             names = (f"{length}/{index}" for index in range(self.samples_each))
-            yield from all_fitted(
+            yield from fit_samples(
                 (partial(self._conversation, name, length) for name in names),
                 tokenizer,
                 length,
@@ -69,8 +69,8 @@ class Turns(Task):
     def _conversation(self, name: str, length: int, count: int) -> Conversation:
         """The questions about a list of `count` lines, always the same for the same arguments."""
         draw = random.Random(f"{self.seed}/{name}")
-        keys = distinct(lambda: word_key(draw), count)
-        numbers = {key: number(draw, self.digits) for key in keys}
+        keys = draw_distinct(lambda: draw_word_key(draw), count)
+        numbers = {key: draw_number(draw, self.digits) for key in keys}
         lines = "\n".join(f"{key}: {value}" for key, value in numbers.items())
         first, *later = (
             self._turn(f"{name}/{turn}", {"turn": turn, "length": length}, key, numbers[key])
