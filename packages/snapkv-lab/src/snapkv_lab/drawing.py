@@ -1,4 +1,7 @@
-"""Figures: whether one can be drawn, curves and cells of rows, the same bytes for the same rows."""
+"""Helpers for figures: whether one can be drawn, line plots and heat maps of rows.
+
+The same rows always give the same bytes.
+"""
 
 import io
 import math
@@ -8,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snapkv.cache.saving.writing import replace_file
-from snapkv.errors import InvalidArgumentError, missing_package
+from snapkv.errors import missing_package, wrong
 from snapkv_lab.rows import Row
 
 if TYPE_CHECKING:
@@ -21,16 +24,22 @@ FORMATS = (".png", ".svg", ".pdf")
 STYLE: dict[Any, Any] = {"text.parse_math": False, "svg.hashsalt": "snapkv", "font.size": 9}
 
 PLAIN: dict[Any, Any] = {"svg.hashsalt": "snapkv", "svg.fonttype": "none"}
-"""Of curves and cells: their words stay words in an SVG."""
+"""The style of line plots and heat maps, whose text stays text in an SVG."""
 
 
 def require_drawable(path: str | None = None) -> None:
-    """Raise before a run starts if its figure, a file or a part of a page, could not be drawn."""
+    """Check that a figure can be drawn, before a long run starts.
+
+    Args:
+        path: the file of the figure; None if the figure is a part of a page.
+
+    Raises:
+        InvalidArgumentError: the file name has no known ending.
+        MissingDependencyError: matplotlib is not installed.
+    """
     if path is not None and Path(path).suffix.lower() not in FORMATS:
-        raise InvalidArgumentError(
-            f"plot: expected a file name that ends in {', '.join(FORMATS)}, got {path!r}; choose "
-            "one of them"
-        )
+        problem = f"expected a file name that ends in {', '.join(FORMATS)}, got {path!r}"
+        raise wrong("plot", problem, "Choose one of these formats")
     try:
         import matplotlib.figure  # noqa: F401 # whether it is there
     except ImportError as error:
@@ -38,14 +47,14 @@ def require_drawable(path: str | None = None) -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, in inches; no window is opened for it."""
+    """Return an empty figure of this size in inches, without opening a window."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def new_panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
-    """The first `count` panels of a grid; the others are left blank."""
+    """Add a grid of panels to the figure, return the first `count`, and leave the others blank."""
     found = list(figure.subplots(down, across, squeeze=False).flat)
     for panel in found[count:]:
         panel.set_axis_off()
@@ -53,7 +62,7 @@ def new_panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
 
 
 def add_grid(panel: Any, axis: str) -> None:
-    """Grey lines across an axis, behind what is drawn."""
+    """Add grey grid lines across an axis, behind what is drawn."""
     panel.grid(axis=axis, color="#dddddd")
     panel.set_axisbelow(True)
 
@@ -61,7 +70,10 @@ def add_grid(panel: Any, axis: str) -> None:
 def encode_figure(
     figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int = 150
 ) -> bytes:
-    """A figure as a file of that suffix; the same rows give the same bytes."""
+    """Return the figure as the contents of a file with that suffix.
+
+    The same figure always gives the same bytes: no date and no random ids are written.
+    """
     from matplotlib import rc_context
 
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
@@ -72,18 +84,18 @@ def encode_figure(
 
 
 def save_figure(figure: Any, path: Path, style: dict[Any, Any] = STYLE, *, dpi: int = 150) -> None:
-    """Write a figure, whole or not at all; its format goes by the file's ending."""
+    """Write the figure to a file, completely or not at all; the suffix chooses the format."""
     replace_file(path, encode_figure(figure, path.suffix.lower(), style, dpi=dpi))
 
 
-# Curves and cells of rows, as studies have them.
+# Line plots and heat maps of rows, which studies draw.
 
 _LEGEND_ENTRIES = 10
-"""With more curves than that, the legend has the first and the last."""
+"""The most curves that a legend lists; with more curves it lists the first and the last."""
 
 
 class Panel(NamedTuple):
-    """Curves in one pair of axes, by label: y from 0 to 1 over x, both keys of the rows."""
+    """One pair of axes with labelled curves of the field `y`, from 0 to 1, over the field `x`."""
 
     title: str
     x: str
@@ -93,7 +105,7 @@ class Panel(NamedTuple):
 
 
 def draw_curves(*panels: Panel) -> Any:
-    """A figure with the panels side by side."""
+    """Return a figure with the panels side by side."""
     drawn = new_figure(4.6 * len(panels), 4.2)
     for place, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(place, panel)
@@ -132,7 +144,10 @@ def _draw_lines(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], s
 
 
 def draw_cells(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, value: str) -> Any:
-    """A figure of numbers from 0 to 1 by two keys, one table of cells for each value of a third."""
+    """Draw numbers from 0 to 1 as heat maps, one for each value of the field `panel`.
+
+    The fields `x` and `y` say where a number stands, and `value` is the number.
+    """
     kinds = list(dict.fromkeys(row[panel] for row in rows))
     drawn = new_figure(4.6 * len(kinds), 4.2)
     for place, kind in zip(drawn.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):

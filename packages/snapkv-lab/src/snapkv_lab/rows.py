@@ -1,4 +1,6 @@
-"""Rows: JSON objects, one a line, in a file that is only added to, and what several of them say."""
+"""Rows of results: JSON objects, one per line of a file that only grows, and functions to group
+them.
+"""
 
 import contextlib
 import hashlib
@@ -9,18 +11,21 @@ from statistics import fmean
 from typing import IO, Any, Self
 
 from snapkv.cache.saving.writing import append_line, replace_file
-from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.errors import OutputError, wrong
 
 Row = dict[str, Any]
 
 
 class RowFile:
-    """A file that one process at a time adds rows to, and goes on with where another has stopped.
+    """A file of rows that one process at a time can add to.
 
-    A last line that was cut off is taken away.
+    A run that was stopped can continue with the same file. A last line that was cut off is removed.
+
+    Args:
+        path: where the file is or will be; missing folders are made.
 
     Raises:
-        InvalidArgumentError: the file cannot be made or written, or another process has it.
+        InvalidArgumentError: the file cannot be opened or written, or another process holds it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +41,14 @@ class RowFile:
         self._file.close()
 
     def read(self, fields: Collection[str] = ()) -> list[Row]:
-        """Those that are there, each of which must have these fields."""
+        """Read all rows, and cut off an incomplete last line in the file.
+
+        Args:
+            fields: names that each row must have.
+
+        Raises:
+            InvalidArgumentError: a line is not a JSON object with these fields.
+        """
         self._file.seek(0)
         data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]
@@ -46,12 +58,16 @@ class RowFile:
         return [parse_row(self.path, number, line, fields) for number, line in lines]
 
     def add(self, *rows: Row) -> None:
-        """Append rows that belong together; they are on the disk when this returns."""
+        """Append rows that belong together. They are on the disk when this returns.
+
+        Raises:
+            OutputError: the disk is full, or the file cannot be written.
+        """
         if rows:
             append_line(self._file, to_lines(rows).removesuffix("\n"), self.path)
 
     def _opened(self) -> IO[bytes]:
-        """The file, locked."""
+        """Open and lock the file."""
         with explain_folder_errors(self.path.parent):
             file = self.path.open("a+b", buffering=0)  # closing it writes nothing
         try:
@@ -63,7 +79,11 @@ class RowFile:
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    """Keep other processes from adding rows too; the system takes the lock back when we end."""
+    """Lock a file for this process. The operating system releases the lock when the process ends.
+
+    Raises:
+        InvalidArgumentError: another process has locked the file.
+    """
     try:
         import fcntl
     except ImportError:  # on Windows, where two runs in one folder are up to the user
@@ -71,37 +91,51 @@ def _lock(file: IO[bytes], folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise InvalidArgumentError(
-            f"results: expected a folder that no other run is writing to, got {folder}; wait for "
-            "the other one, or choose another folder"
+        raise wrong(
+            "results",
+            f"another run is writing to the folder {folder}",
+            "Wait until it has ended, or choose another folder",
         ) from None
 
 
 @contextlib.contextmanager
 def explain_folder_errors(folder: Path) -> Iterator[None]:
-    """Say of a folder that cannot be made or written why it cannot."""
+    """Turn errors of this block into one that says why a folder cannot be made or written.
+
+    Raises:
+        InvalidArgumentError: the operating system refused to make or to write the folder.
+    """
     try:
         yield
     except OutputError:
         raise
     except OSError as error:
-        raise InvalidArgumentError(
-            f"results: expected a folder that can be written, got {folder}: {error.strerror}; "
-            "choose another folder"
-        ) from error
+        problem = f"the folder {folder} cannot be written: {error.strerror}"
+        raise wrong("results", problem, "Choose another folder") from error
 
 
 def parse_row(path: Path, number: int, line: bytes, names: Collection[str] = ()) -> Row:
-    """A line's JSON object, which has at least those names."""
+    """Parse one line as a JSON object that has at least the fields in `names`.
+
+    Args:
+        path: the file, for the error message.
+        number: the line's number, for the error message.
+        line: the line without its line break.
+        names: fields that the object must have.
+
+    Raises:
+        InvalidArgumentError: the line is not such an object.
+    """
     try:
         row = json.loads(line)
     except ValueError:
         row = None
     if not isinstance(row, dict) or not row.keys() >= set(names):
-        raise InvalidArgumentError(
-            f"results: expected a JSON object{' with ' if names else ''}{', '.join(names)} in "
-            f"{path}, line {number}, got {line[:40].decode(errors='replace')!r}; choose another "
-            f"folder{', or delete that line' if names else ''}"
+        raise wrong(
+            "results",
+            f"expected a JSON object{' with ' if names else ''}{', '.join(names)} in {path}, line "
+            f"{number}, got {line[:40].decode(errors='replace')!r}",
+            f"Choose another folder{', or delete that line' if names else ''}",
         )
     return row
 
@@ -111,29 +145,29 @@ def to_lines(rows: Iterable[Row]) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Those of a file, without a last line that was cut off."""
+    """Read the rows of a file, without an incomplete last line."""
     whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Replace the file by these rows."""
+    """Replace the contents of a file with these rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, to_lines(rows))
 
 
 def short_hash(settings: Any, digits: int = 8) -> str:
-    """A short name for settings."""
+    """Return the first digits of a hash of settings, as a short name for them."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:digits]
 
 
 def select_rows(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """Those with these values."""
+    """Return the rows that have all of these values."""
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
 def group_rows(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Rows by a key of theirs, or by what a function says of them, in order of appearance."""
+    """Group rows by the value of a field or of a function, in order of first appearance."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(row[by] if isinstance(by, str) else by(row), []).append(row)
@@ -141,6 +175,6 @@ def group_rows(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any,
 
 
 def mean_value(rows: Sequence[Row], name: str, mean: Any = fmean) -> float | None:
-    """The mean of a number over the rows that have it; None where none has."""
+    """Return the mean of a field over the rows where it is not None, or None if there are none."""
     known = [row[name] for row in rows if row[name] is not None]
     return float(mean(known)) if known else None

@@ -1,4 +1,4 @@
-"""Time per generated token after long prompts, and how many requests fit into the same memory."""
+"""The time per generated token after long prompts, and how many requests fit into equal memory."""
 
 import contextlib
 import itertools
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.errors import OutOfMemoryError, wrong
 from snapkv.hf.device_memory import out_of_memory_explained
 from snapkv.validation import require_int
 from snapkv_app.plan.advice import weights_bytes
@@ -23,7 +23,9 @@ MOST_REQUESTS = 256
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large copy reads and writes, the best of several."""
+    """Return the bytes per second that a large copy reads and writes, the best of several
+    copies.
+    """
     size = _COPIED_BYTES.get(device.type, 2**28)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -32,9 +34,9 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def least_ms_per_token(model: PreTrainedModel, cache_bytes: int, bytes_per_second: float) -> float:
-    """The time to read every weight and that much of a cache once.
+    """Return the milliseconds that reading every weight and `cache_bytes` once takes.
 
-    Of the embedding only a row is read, unless the output projection shares its matrix.
+    Only one row of the embedding is read, unless the output projection shares its matrix.
     """
     weights = sum(parameter.nbytes for parameter in model.parameters())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -50,9 +52,18 @@ def time_in_turns(
     rounds: int,
     warmup_rounds: int,
 ) -> Iterator[tuple[str, list[float], list[float]]]:
-    """By label the times of what each is made ready for, in turns, and of the first that fits.
+    """Prepare every contender, and let those that fit take turns.
 
-    Without times are those that do not fit; they come first.
+    Args:
+        contenders: what is compared.
+        ready: prepares a contender, and returns a function that returns milliseconds.
+        rounds: how many rounds are measured.
+        warmup_rounds: how many rounds run before them.
+
+    Yields:
+        The label, its times, and the times of the first contender that fits. Contenders that run
+            out of
+        memory come first and have no times.
     """
     made = {}
     for each in contenders:
@@ -68,11 +79,18 @@ def time_in_turns(
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBench:
-    """How long a token takes after a long prompt.
+    """Measures how long a token takes after a long prompt.
 
-    Ratios are against the first contender. One round more than `rounds` warms up. `lengths` are
-    prompt tokens, `batches` rows, `tokens` are generated in every round; `bytes_per_second` is what
-    the device copies, for the share of that bandwidth.
+    Ratios are relative to the first contender. One warm-up round is added to `rounds`.
+
+    Attributes:
+        model: the model that decodes.
+        contenders: the caches to compare.
+        lengths: prompt tokens.
+        batches: rows per batch.
+        tokens: how many tokens are generated in every round.
+        rounds: how many rounds are measured.
+        bytes_per_second: how fast the device copies; rows then have the share of this bandwidth.
     """
 
     model: PreTrainedModel
@@ -84,16 +102,24 @@ class DecodeBench:
     bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small, or the rounds need more than `ROOM_TOKENS`
+                tokens.
+        """
         require_int("rounds", self.rounds, minimum=2)
         require_int("tokens", self.tokens, minimum=1)
         if self.tokens * (self.rounds + 1) > ROOM_TOKENS:
-            raise InvalidArgumentError(
-                f"tokens and rounds: expected at most {ROOM_TOKENS} tokens in all rounds and the "
-                f"one before them, got {self.tokens * (self.rounds + 1)}; lower one of them"
+            raise wrong(
+                "tokens and rounds",
+                f"expected at most {ROOM_TOKENS} tokens in all rounds, warm-up included, got "
+                f"{self.tokens * (self.rounds + 1)}",
+                "Lower one of them",
             )
 
     def rows(self) -> Iterator[Row]:
-        """One row per batch, length and cache; a cache that does not fit has a row that says so."""
+        """Yield one row per batch, length and cache. Its status says if the cache does not fit."""
         for batch in self.batches:
             for length in self.lengths:
                 yield from self._cell(batch, length)
@@ -132,9 +158,18 @@ def throughput(
     tokens: int,
     rounds: int,
 ) -> Iterator[Row]:
-    """Tokens per second at the largest batch whose caches fit into so much with the weights.
+    """Yield the tokens per second at the largest batch that fits, per length and cache.
 
-    One row per length and cache; a batch is never larger than `MOST_REQUESTS`.
+    Args:
+        model: the model that decodes.
+        contenders: the caches to compare.
+        lengths: prompt tokens.
+        memory_bytes: what weights and caches may take together.
+        tokens: how many tokens are generated in every round.
+        rounds: how many rounds are measured.
+
+    Yields:
+        One row per length and cache. A batch is never larger than `MOST_REQUESTS`.
     """
     room = memory_bytes - weights_bytes(model)
     for length, contender in itertools.product(lengths, contenders):

@@ -1,4 +1,4 @@
-"""With what a number was measured: part of every row."""
+"""A description of the software and the machine, which is part of every row."""
 
 import platform
 from pathlib import Path
@@ -11,7 +11,7 @@ import snapkv
 
 
 def software_versions() -> dict[str, Any]:
-    """Of the software that a result depends on."""
+    """Return the versions of the software that a result depends on."""
     return {
         "snapkv": snapkv.__version__,
         "torch": torch.__version__,
@@ -21,6 +21,7 @@ def software_versions() -> dict[str, Any]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
+    """Return the software versions and the properties of a device."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else processor_name()
     described = software_versions() | {"processor": name, "threads": torch.get_num_threads()}
@@ -33,9 +34,10 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """The processor's name where Linux tells it, else its architecture; and torch's instructions.
+    """Return the name of the processor and the instruction set that torch uses.
 
-    Names such as "AMD EPYC" are of machines with and without AVX-512.
+    Linux gives the name; elsewhere the architecture takes its place. A name such as "AMD EPYC" is
+    shared by machines with and without AVX-512.
     """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

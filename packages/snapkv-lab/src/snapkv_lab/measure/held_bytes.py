@@ -1,4 +1,4 @@
-"""Bytes: of a cache, and the most that a piece of work holds at once."""
+"""The bytes that a cache holds, and the peak memory of a piece of work."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +11,13 @@ from transformers.cache_utils import Cache
 from snapkv.cache.layer import CompressedLayer
 
 FREED_MEMORY_HANDED_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Environment in which resident memory counts live tensors and not the allocator's reserves."""
+"""Environment variables that make the allocator return freed memory, so that resident memory counts
+live tensors.
+"""
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of all storage that a cache's layers hold; what several tensors share counts once."""
+    """Return the bytes of storage that a cache's layers hold; shared storage is counted once."""
     sizes: dict[int, int] = {}
     for layer in cache.layers:
         ours = isinstance(layer, CompressedLayer)
@@ -27,7 +29,10 @@ def cache_bytes(cache: Cache) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Plain tensors in a tensor, list, tuple or object of ours; a quantised tensor's parts."""
+    """Yield the plain tensors inside a value: a tensor, list, tuple or object of snapkv.
+
+    A quantized tensor gives the tensors that it consists of.
+    """
     if isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:
@@ -42,10 +47,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def peak_growth_bytes(work: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes that some work holds at once, beyond what was held before it.
+    """Run some work, and return how many bytes it held at its peak beyond those held before.
 
-    On CUDA of the allocator's tensors; on Linux of the whole process, whose allocator should be
-    told to hand freed memory back (``MALLOC_MMAP_THRESHOLD_=65536``), in a process of its own.
+    On CUDA the allocator's tensors are counted. Elsewhere the memory of the whole process is
+    counted, which needs Linux. There the work should run in a process of its own whose allocator
+    returns freed memory (``MALLOC_MMAP_THRESHOLD_=65536``).
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -59,6 +65,6 @@ def peak_growth_bytes(work: Callable[[], Any], device: torch.device) -> int:
 
 
 def resident_bytes(field: str) -> int:
-    """A field of ``/proc/self/status``, which counts KiB."""
+    """Return a field of ``/proc/self/status`` in bytes; the file counts KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))

@@ -1,4 +1,4 @@
-"""Reading prompts: how long it takes and how much memory, every cache in turn."""
+"""The time and the memory that reading a prompt takes, with every cache in turn."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,17 @@ from snapkv_lab.rows import Row
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBench:
-    """What reading a prompt takes, once and then in `rounds` turns; ratios are to the first one."""
+    """Measures what reading a prompt costs: one warm-up, then `rounds` turns.
+
+    Ratios are relative to the first contender.
+
+    Attributes:
+        model: the model that reads.
+        contenders: the caches to compare.
+        lengths: prompt tokens.
+        batches: rows per batch.
+        rounds: how many rounds are measured.
+    """
 
     model: PreTrainedModel
     contenders: Sequence[Contender]
@@ -30,14 +40,14 @@ class PrefillBench:
         require_int("rounds", self.rounds, minimum=2)
 
     def times(self) -> Iterator[Row]:
-        """One row per batch, length and cache: the time to the logits after the prompt."""
+        """Yield one row per batch, length and cache: the time until the logits after the prompt."""
         for batch, length in self._cells():
             yield from self._timed(batch, length)
 
     def peaks(self) -> Iterator[Row]:
-        """One row per batch, length and cache: the most bytes held at once, and those held after.
+        """Yield one row per batch, length and cache: the bytes at the peak and after the prompt.
 
-        Once a cache has not fitted, longer prompts are not tried with it.
+        If a cache does not fit, longer prompts are not tried with it.
         """
         full: set[tuple[str, int]] = set()
         self._load_weights()
@@ -56,12 +66,14 @@ class PrefillBench:
 
     @torch.no_grad()
     def _load_weights(self) -> None:
-        """On a CPU, use every weight: mapped files come into memory where they are first used."""
+        """Use every weight once on a CPU, because mapped files are loaded into memory at
+        first use.
+        """
         if self.model.device.type != "cpu":
             return
         for parameter in self.model.parameters():
             parameter.reshape(-1).view(torch.uint8).sum()  # not every dtype can be summed
-        with contextlib.suppress(OutOfMemoryError):  # its cell will say so
+        with contextlib.suppress(OutOfMemoryError):  # the row of its cell reports it
             for contender in self.contenders:
                 contender.reader(self.model, self._ids(1, 1))()
 

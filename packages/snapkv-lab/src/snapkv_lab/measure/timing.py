@@ -1,4 +1,4 @@
-"""Times that can be compared on a busy machine: alternating runs, medians, ratios of pairs."""
+"""Times that can be compared on a busy machine: runs in turns, medians, and ratios of pairs."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,14 @@ T = TypeVar("T")
 
 
 class TimeSpent(NamedTuple):
-    """What one run took."""
+    """The time that one run took, by the clock and of all threads together."""
 
     wall_ms: float
     cpu_ms: float
 
 
 def measure_time(work: Callable[[], Any]) -> TimeSpent:
+    """Run some work and return the time it took. The device is synchronized before and after."""
     synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
     work()
@@ -28,11 +29,14 @@ def measure_time(work: Callable[[], Any]) -> TimeSpent:
 def run_alternating(
     contenders: Mapping[str, Callable[[], T]], *, rounds: int, warmup_rounds: int
 ) -> dict[str, list[T]]:
-    """Run all contenders in every round, each round in another order.
+    """Run all contenders in every round, in another order each round.
 
-    Noise of the machine then hits all of them alike, and the times of one round make a pair. So
-    does what a run leaves behind: in a cycle of rounds each comes after each of the others equally
-    often (the design of Williams, 1949). What each gave is in the order of the rounds.
+    Noise of the machine then affects all of them alike, and the times of one round make a pair. In
+    a cycle of rounds each contender also runs after each other one equally often, so that what a
+    run leaves behind affects all alike (the design of Williams, 1949).
+
+    Returns:
+        The results of each contender, in the order of the rounds, without the warm-up rounds.
     """
     names = list(contenders)
     times: dict[str, list[T]] = {name: [] for name in names}
@@ -43,9 +47,9 @@ def run_alternating(
 
 
 def _order(count: int, index: int) -> list[int]:
-    """The places of a round: 0, 1, -1, 2, -2, ... from another one each round.
+    """Return the order of the contenders in a round: 0, 1, -1, 2, -2, ... shifted by `index`.
 
-    An odd count takes two cycles until all is even, the second in reverse.
+    If `count` is odd, only two cycles of rounds are balanced; the second cycle is reversed.
     """
     zigzag = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(count)]
     order = [(place + index) % count for place in zigzag]
@@ -53,14 +57,17 @@ def _order(count: int, index: int) -> list[int]:
 
 
 def pair_ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Return the ratio of each pair of times."""
     return [one / other for one, other in zip(times, base, strict=True)]
 
 
 def percentiles(values: Sequence[float], digits: int) -> dict[str, float]:
+    """Return the 20th, 50th and 80th percentile as "p20", "p50" and "p80"."""
     cuts = quantiles(values, n=10, method="inclusive")
     return {f"p{10 * cut}": round(cuts[cut - 1], digits) for cut in (2, 5, 8)}
 
 
 def synchronize() -> None:
+    """Wait until a CUDA device has finished its work, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

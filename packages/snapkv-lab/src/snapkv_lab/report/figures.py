@@ -1,4 +1,4 @@
-"""The figures of a run and of a bench: heat maps, bars, curves; with the intervals of the means."""
+"""Figures of runs and benches: heat maps, bars and curves with the confidence intervals of means."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_lab import drawing
 from snapkv_lab.evaluate.intervals import Interval
 from snapkv_lab.evaluate.runner import Results
@@ -26,17 +26,17 @@ _MOST_TICKS = 12
 _MOST_UPRIGHT = 4
 _UNITS = {"length": "tokens", "depth": "percent", "position": "percent"}
 _MARKERS = "osD^vP*X"
-# Okabe and Ito's colours, which the colour-blind can tell apart too.
+# The colours of Okabe and Ito, which colour-blind readers can also tell apart.
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 
 def draw(results: Results) -> dict[str, "Figure"]:
-    """The figures of a run by name.
+    """Draw the figures of a run, and return them by name.
 
-    "scores" is a heat map per method for a task of two axes, and bars or curves for one axis.
-    "budgets" is there where a method ran at several budgets, labelled ``NAME@BUDGET``: its mean
-    score at each, with the other methods as horizontal lines. "loss" is there where the loss of the
-    references was taken: the mean of every method.
+    "scores" is a heat map per method if the task has two axes; with one axis it shows bars or
+    curves. "budgets" is added if a method ran with several budgets, labelled ``NAME@BUDGET``: it
+    shows the mean score at each budget, and the other methods as horizontal lines. "loss" is added
+    if the loss of the references was measured: it shows the mean loss of every method.
     """
     import matplotlib
 
@@ -52,7 +52,11 @@ def draw(results: Results) -> dict[str, "Figure"]:
 
 
 def save_figures(figures: dict[str, "Figure"], path: str) -> list[Path]:
-    """Write the scores to `path` and any other figure next to it, as ``NAME-budgets.png``."""
+    """Write the scores to `path` and other figures next to it, such as ``NAME-budgets.png``.
+
+    Returns:
+        The paths of the files.
+    """
     target, written = Path(path), []
     for name, figure in figures.items():
         file = target if name == "scores" else target.with_stem(f"{target.stem}-{name}")
@@ -62,7 +66,7 @@ def save_figures(figures: dict[str, "Figure"], path: str) -> list[Path]:
 
 
 def _heat_maps(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
-    """A panel per method and question, the first axis from left to right, the second downwards."""
+    """Draw one panel per method and question: the first axis runs right, the second runs down."""
     values = [axis_values(results.rows, axis) for axis in results.task.axes[:2]]
     columns, rows = (sorted(each) if _is_numeric(each) else each for each in values)
     across = 2 if len(lines) == 4 else min(len(lines), _MOST_PANELS_IN_A_ROW)
@@ -84,7 +88,7 @@ def _heat_maps(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
 def _heat_map(
     panel: "Axes", results: Results, line: ScoreLine, columns: list[Any], rows: list[Any]
 ) -> None:
-    """One method: a coloured cell per score, from 0 to 1 whatever the scores are."""
+    """Draw the scores of one method as coloured cells; the colours always run from 0 to 1."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
@@ -118,7 +122,10 @@ def _heat_map(
 
 
 def _trained_border(results: Results, columns: list[Any]) -> float | None:
-    """Where lengths beyond the model's positions begin, in columns; None where none or all do."""
+    """Return the column after which lengths exceed the model's positions.
+
+    None if no length exceeds them, or if all of them do.
+    """
     positions = results.run["model"]["max_tokens"]
     if results.task.axes[0] != "length" or positions is None or not _is_numeric(columns):
         return None
@@ -127,7 +134,7 @@ def _trained_border(results: Results, columns: list[Any]) -> float | None:
 
 
 def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
-    """Curves over a numeric axis; groups of bars, and one for the mean, over names."""
+    """Draw curves over a numeric axis; over names, draw groups of bars and one group for the mean."""
     axis = results.task.axes[0]
     columns = axis_values(results.rows, axis)
     if _is_numeric(columns):
@@ -169,7 +176,7 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
 
 
 def _families(lines: Sequence[ScoreLine]) -> dict[str, dict[int, ScoreLine]]:
-    """Methods that answered at several budgets: by name and question, their lines by budget."""
+    """Group the methods that ran with several budgets: by name and question, their lines by budget."""
     found: dict[str, dict[int, ScoreLine]] = {}
     for line in lines:
         labelled = re.fullmatch(r"(.+)@(\d+)", line.method)
@@ -182,7 +189,7 @@ def _families(lines: Sequence[ScoreLine]) -> dict[str, dict[int, ScoreLine]]:
 def _budgets(
     results: Results, lines: Sequence[ScoreLine], families: dict[str, dict[int, ScoreLine]]
 ) -> "Figure":
-    """Mean score against budget, with the methods of one budget as dashed lines."""
+    """Draw the mean score against the budget; methods with one budget are dashed lines."""
     figure = _figure(results, 6.0, 4.0)
     panel = figure.subplots()
     for index, (name, by_budget) in enumerate(families.items()):
@@ -201,7 +208,7 @@ def _budgets(
 
 
 def _losses(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
-    """A row per method and question: the mean loss of the references, and its interval."""
+    """Draw the mean loss of the references for every method and question, with its interval."""
     figure = _figure(results, 6.0, 1.4 + 0.3 * len(lines))
     panel = figure.subplots()
     for place, line in enumerate(lines):
@@ -226,7 +233,7 @@ def _figure(results: Results, width: float, height: float) -> "Figure":
 
 
 def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
-    """The score's axis, from 0 to 100 whatever the scores are, and the legend above."""
+    """Set the axis of the score to 0 to 100, and put the legend above the panel."""
     panel.set_ylim(0, 105)
     panel.set_ylabel(f"{results.task.metric} (mean)")
     drawing.add_grid(panel, "y")
@@ -234,7 +241,7 @@ def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Colour and marker of the curve of that number."""
+    """Return the colour and the marker of the curve with this number."""
     return {
         "color": _LINES[index % len(_LINES)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -250,7 +257,7 @@ def draw_curve(
     index: int,
     label: str,
 ) -> None:
-    """Scores times 100 as the curve of that number, their intervals shaded; none ends the band."""
+    """Draw scores times 100 as a curve, and shade their intervals; None interrupts the shading."""
     style = line_style(index)
     panel.plot(list(places), [100 * score for score in scores], label=label, **style)
     ends = [(float("nan"), float("nan")) if each is None else each for each in intervals]
@@ -265,7 +272,7 @@ def _token_axis(panel: "Axes", counts: set[int]) -> None:
 
 
 def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
-    """Ticks at the cells, not at all of them where they are many."""
+    """Label the cells of an axis, but only some of them if there are many numbers."""
     step = -(-len(values) // _MOST_TICKS) if _is_numeric(values) else 1
     places = range(0, len(values), step)
     is_length = name == "length" and _is_numeric(values)
@@ -276,13 +283,15 @@ def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
 
 
 def _name(line: ScoreLine, method: str | None = None) -> str:
-    """What a legend calls a method; that its question is seen by the vote goes without saying."""
+    """Return the name of a method for a legend; a hidden question is mentioned, a visible one is
+    not.
+    """
     hidden = "" if line.question == "visible" else f", question {line.question}"
     return f"{method or line.method}{hidden}"
 
 
 def format_tokens(count: Any) -> str:
-    """Tokens as people write them: 512, 4k, 31.5k."""
+    """Return a number of tokens as people write it, such as 512, 4k or 31.5k."""
     return f"{count / 1024:.4g}k" if count >= 1024 and count % 512 == 0 else f"{count:,}"
 
 
@@ -291,7 +300,10 @@ def _is_numeric(values: Sequence[Any]) -> bool:
 
 
 class _Measured(NamedTuple):
-    """Which number of a bench's rows is drawn, divided by its unit; `also` another one, dotted."""
+    """The field of a bench's rows that is drawn, divided by `unit`.
+
+    `also` names a second field, which is drawn as a dotted curve.
+    """
 
     key: str
     label: str
@@ -309,11 +321,15 @@ _MEASURED = {
 
 
 def draw_bench(rows: Sequence[Row]) -> "Figure":
-    """A panel per batch size, a curve per cache; cells out of memory are marked at their length."""
+    """Draw one panel per batch size with a curve per cache; "OOM" marks lengths that did not fit.
+
+    Raises:
+        InvalidArgumentError: there are no rows.
+    """
     import matplotlib
 
     if not rows:
-        raise InvalidArgumentError("plot: expected rows to draw, got none; measure something")
+        raise wrong("plot", "expected rows to draw, got none", "Measure at least one cache")
     bench = rows[0]["bench"]
     # Throughput finds a batch size of its own for every cache.
     batches = [None] if bench == "throughput" else sorted({row["batch"] for row in rows})
@@ -341,7 +357,7 @@ def _bench_panel(panel: "Axes", rows: Sequence[Row], measured: _Measured) -> Non
         place: dict[str, Any] = {"transform": panel.get_xaxis_transform(), "fontsize": 7}
         place |= {"ha": "center", "va": "top", "color": style["color"]}
         for row in own:
-            if row["status"] != "ok":  # said at the upper edge
+            if row["status"] != "ok":  # the note stands at the upper edge
                 panel.text(row["length"], 0.98 - 0.05 * index, "OOM", **place)
     _token_axis(panel, {row["length"] for row in rows})
     panel.set_ylim(bottom=0)

@@ -1,4 +1,4 @@
-"""The page of a run, one file without links to others; and its tables as CSV and Markdown."""
+"""The report of a run: an HTML page that needs no other file, and its tables as CSV and Markdown."""
 
 import base64
 import csv
@@ -42,12 +42,12 @@ _REASONS = {
 }
 
 Pairs = Iterator[tuple[str, str]]
-"""A line of a table: texts with the headings that they stand under."""
+"""The cells of one table row: pairs of a heading and a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a page: figures, and a table, which `folded` ones hide at first."""
+    """A part of a page with figures and a table; a folded section is closed at first."""
 
     title: str
     table: Table | None = None
@@ -56,7 +56,7 @@ class Section:
 
 
 def _flatten_settings(block: Row, before: str = "") -> Pairs:
-    """Settings as names and texts, what is inside another under both names."""
+    """Yield settings as pairs of name and text; nested settings get the names of both levels."""
     for name, value in block.items():
         if isinstance(value, dict):
             yield from _flatten_settings(value, f"{before}{name}: ")
@@ -66,14 +66,24 @@ def _flatten_settings(block: Row, before: str = "") -> Pairs:
 
 
 def require_reportable() -> None:
-    """Raise before a run starts if its page could not be made when it ends."""
+    """Check that a page can be made, before a long run starts.
+
+    Raises:
+        MissingDependencyError: jinja2 or matplotlib is not installed.
+    """
     if importlib.util.find_spec("jinja2") is None:
         raise missing_package("report: writing a page", "jinja2")
     require_drawable()
 
 
 def write_report(results: Results, folder: str) -> Path:
-    """Write page, cells and methods of a run into a folder, each whole or not; the page's path."""
+    """Write the page, the table of cells and the table of methods into a folder.
+
+    Each file is written completely or not at all. Returns the path of the page.
+
+    Raises:
+        OutputError: the folder or a file cannot be written.
+    """
     target = Path(folder)
     page, cells, methods = render_page(results), render_csv(results), render_markdown(results)
     with naming(target):
@@ -84,13 +94,13 @@ def write_report(results: Results, folder: str) -> Path:
 
 
 def method_table(results: Results) -> Table:
-    """A row per method: its score in every column, their mean with its interval, what it cost.
+    """Build the table of methods: the score in every column, their mean, and the cost.
 
-    Where the full cache ran too, the differences from it come after the mean: the relative one,
-    and the one of the scores with its interval. Where the loss of the references was taken, its
-    mean follows, with its interval and its difference from the full cache. Scores are times 100, or
-    say why there is none; those that a paper gives for the model come last. The best of the
-    measured scores of each column are bold.
+    If the full cache ran too, the differences from it follow the mean: the relative difference, and
+    the difference of the scores with its interval. If the loss of the references was measured, its
+    mean follows with its interval and its difference from the full cache. Scores are multiplied by
+    100; a missing score shows the reason. Scores that a paper published for the model come last.
+    The best measured score of each column is bold.
     """
     task, axis, rows = results.task, results.task.axes[0], results.rows
     columns, lines = axis_values(rows, axis), score_lines(rows, axis)
@@ -128,21 +138,24 @@ def method_table(results: Results) -> Table:
 
 
 def _split_pairs(lines: Iterable[Pairs]) -> dict[str, Any]:
-    """Headings and rows of lines that say both."""
+    """Split the pairs of every row into the headings and the rows of a table."""
     made = [list(line) for line in lines]
     headings = tuple(heading for heading, _ in made[0]) if made else ()
     return {"headings": headings, "rows": [tuple(text for _, text in line) for line in made]}
 
 
 def has_losses(results: Results) -> bool:
+    """Return whether the loss of the references was measured."""
     return any("loss" in row for row in results.rows)
 
 
 def _describe_unpruned(rows: Sequence[Row]) -> str:
-    """Of which methods some prompts were as short as the budget, so that nothing was dropped."""
+    """Say for each method how many prompts were too short for anything to be evicted."""
     asked, whole = Counter[str](), Counter[str]()
     for row in rows:
-        if row["policy"]["name"] != FullCache.name and "compressed" in row:  # as in later releases
+        if (
+            row["policy"]["name"] != FullCache.name and "compressed" in row
+        ):  # rows of early releases lack it
             asked[row["method"]] += row["samples"]
             whole[row["method"]] += row["samples"] - row["compressed"]
     return "".join(
@@ -153,7 +166,7 @@ def _describe_unpruned(rows: Sequence[Row]) -> str:
 
 
 def _published_lines(results: Results, columns: Sequence[Any]) -> list[ScoreLine]:
-    """What a paper gives for the model in the columns of the run."""
+    """Return the scores that a paper published for the model in the columns of the run."""
     given = results.task.published(results.run["model"]["name"])
     return [
         ScoreLine(
@@ -168,9 +181,9 @@ def _published_lines(results: Results, columns: Sequence[Any]) -> list[ScoreLine
 
 
 def _find_best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple[int, int]]:
-    """Where a table has the highest of each column; all that look alike.
+    """Find the (row, column) of the highest score in each column; equal texts all count.
 
-    A mean over fewer columns than another's is not compared with it.
+    A mean over fewer columns is not compared with a mean over all of them.
     """
     most = max((len(line.scores) for line in lines), default=0)
     values = [
@@ -195,7 +208,7 @@ def _loss_cells(loss: float | None, interval: Sequence[float] | None) -> Pairs:
 
 
 def cell_table(results: Results) -> list[Row]:
-    """A row per method, question and cell, numbers as they were measured."""
+    """Return one row per method, question and cell, with numbers as they were measured."""
     model, more = results.run["model"]["name"], has_losses(results)
     return [
         {"task": row["task"], "metric": row["metric"], "model": model}
@@ -221,6 +234,7 @@ def _interval_fields(name: str, interval: Sequence[float] | None) -> Row:
 
 
 def render_csv(results: Results) -> str:
+    """Return the table of cells as CSV."""
     rows = cell_table(results)
     target = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -231,6 +245,7 @@ def render_csv(results: Results) -> str:
 
 
 def render_markdown(results: Results) -> str:
+    """Return the table of methods as Markdown."""
     table = method_table(results)
     model = escape_markdown(results.run["model"]["name"])
     parts = (f"# {escape_markdown(table.title)}", f"Model: {model}", table.as_markdown())
@@ -238,7 +253,7 @@ def render_markdown(results: Results) -> str:
 
 
 def render_page(results: Results) -> str:
-    """One file without links to others."""
+    """Return the page as HTML that needs no other file."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     task, methods = results.task, method_table(results)
@@ -251,7 +266,7 @@ def render_page(results: Results) -> str:
     facts = list(_flatten_settings(results.run | policies))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,  # everything that is not markup
+        autoescape=True,  # texts of the user are no markup
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -292,7 +307,7 @@ def _pictures(results: Results) -> Iterator[dict[str, str]]:
         data = base64.b64encode(encode_figure(figure, ".svg")).decode()
         yield {
             "title": titles[name],
-            "alt": f"{titles[name]} of every method. Means: {means}.",  # for who does not see it
+            "alt": f"{titles[name]} of every method. Means: {means}.",  # for screen readers
             "source": f"data:image/svg+xml;base64,{data}",
         }
 
@@ -330,7 +345,7 @@ def _cells(results: Results) -> Table:
 
 
 def _failures(results: Results) -> Table:
-    """By method, question and reason: how many samples have no answer, and in which columns."""
+    """Count the samples without an answer by method, question and reason, with their columns."""
     axis = results.task.axes[0]
     found: dict[tuple[str, str, str], Counter[Any]] = {}
     for row in results.rows:

@@ -1,4 +1,4 @@
-"""Tables of texts, for a terminal, a page or Markdown, and how numbers stand in them."""
+"""Tables of text for a terminal, a page or Markdown, and how numbers are written in them."""
 
 import html
 import string
@@ -13,7 +13,16 @@ from snapkv_lab.rows import Row
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of texts; the first `left` columns are words, the others numbers; `bold` are places."""
+    """A table of text cells.
+
+    Attributes:
+        title: a line above the table.
+        headings: one text per column.
+        rows: one text per column for every row.
+        caption: a line below the table.
+        left: how many first columns hold words and are left-aligned; the others hold numbers.
+        bold: (row, column) of the cells that are shown in bold.
+    """
 
     title: str = ""
     headings: Sequence[str]
@@ -23,6 +32,7 @@ class Table:
     bold: frozenset[tuple[int, int]] = frozenset()
 
     def as_markdown(self) -> str:
+        """Return the table as Markdown, without its title and caption."""
         lines = []
         for row, texts in enumerate(self.rows):
             marks = ["**" if (row, column) in self.bold else "" for column in range(len(texts))]
@@ -33,26 +43,32 @@ class Table:
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Cells as they are; the first `left` columns are left-aligned, numbers stand on the right."""
+    """Return a Markdown table of cells that are already Markdown.
+
+    The first `left` columns are left-aligned, and the others are right-aligned.
+    """
     rule = ["---"] * left + ["---:"] * (len(headings) - left)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rule, *rows])
 
 
 def escape_markdown(text: str) -> str:
-    """Text that Markdown takes for nothing else."""
+    """Escape text so that Markdown shows it literally, on one line."""
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")
 
 
 # Tables of rows.
 
 Cell = str | Callable[[Any], str]
-"""A pattern that a row fills, such as "{ms[p50]:.1f}", or a function of the row."""
+"""Makes the text of a cell: a pattern such as "{ms[p50]:.1f}", which is filled with the fields of a
+row, or a function of the row.
+"""
 
 
 class _Patterns(string.Formatter):
-    """Patterns over rows. None is an empty cell; three formats more than Python's.
+    """Fills patterns with the fields of a row. A field that is None gives an empty text.
 
-    `bytes`; `seconds|.2f` of milliseconds; `spread|.3f`, a median with 20th and 80th percentile.
+    Three formats are added to Python's: `bytes` writes bytes with a unit, `seconds|.2f` writes
+    milliseconds as seconds, and `spread|.3f` writes a median with its 20th and 80th percentile.
     """
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -70,13 +86,15 @@ class _Patterns(string.Formatter):
 
 
 def format_cell(pattern: Cell, row: Any) -> str:
+    """Return the text of a cell for one row."""
     return pattern(row) if callable(pattern) else _Patterns().vformat(pattern, (), row)
 
 
 class Pivot(NamedTuple):
-    """A line for each value of `line`, a column for each of `heading`, as they come in the rows.
+    """Columns of a table that come from the rows: one line per `line`, one column per `heading`.
 
-    Where several rows have the same place the last one counts; where none does, there is `empty`.
+    If several rows have the same line and heading, the last one is shown. A cell without a row
+    shows `empty`. `first` is the heading of the first column.
     """
 
     first: str
@@ -87,6 +105,7 @@ class Pivot(NamedTuple):
 
 
 def render_rows(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str:
+    """Return a Markdown table of the rows with these columns."""
     if isinstance(columns, Pivot):
         return _render_pivot(list(rows), columns)
     return markdown_table(
@@ -109,17 +128,17 @@ def _render_pivot(rows: Sequence[Row], by: Pivot) -> str:
 
 
 class Scale(NamedTuple):
-    """How numbers of a table are written: times what, and with how many digits."""
+    """How numbers are written in a table: multiplied by `times`, and with how many digits."""
 
     times: int
     digits: int
 
     def text(self, number: float | None, sign: str = "") -> str:
-        """A number, with its sign where that is "+"; a dash for none."""
+        """Return the number as text, with a plus sign if `sign` is "+"; a dash for None."""
         return "-" if number is None else f"{self.times * number:{sign}z.{self.digits}f}"
 
     def interval(self, ends: Sequence[float] | None) -> str:
-        """An interval, or why there is none, or none with a width."""
+        """Return an interval as text, or a note why there is none or why it has no width."""
         if ends is None:
             return "one sample"
         if ends[0] == ends[1]:
@@ -128,11 +147,13 @@ class Scale(NamedTuple):
 
 
 IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
-"""How scores are written, and losses."""
+"""The scales for scores and for losses."""
 
 
 def format_difference(difference: Row | None, of: Measure = "score") -> str:
-    """A difference with its interval, and whether none is seen; a dash for None."""
+    """Return a difference with its interval, and note if the interval contains zero; a dash for
+    None.
+    """
     if difference is None:
         return "-"
     scale = IN_PERCENT if of == "score" else IN_NATS
@@ -145,4 +166,5 @@ def format_difference(difference: Row | None, of: Measure = "score") -> str:
 
 
 def format_optional_bytes(count: float | None) -> str:
+    """Return a number of bytes with a unit; a dash for None."""
     return "-" if count is None else format_bytes(round(count))
