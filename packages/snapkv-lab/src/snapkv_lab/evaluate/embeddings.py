@@ -1,4 +1,4 @@
-"""Ordering texts by their meaning: all-MiniLM-L6-v2 out of an installed package."""
+"""Text embeddings by all-MiniLM-L6-v2 from an installed package, to order texts by meaning."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,14 @@ _BATCH = 32
 
 
 class TextEmbeddings:
-    """The embedding model, on the GPU where there is one; refused where it is not installed.
+    """The embedding model, on a GPU if there is one.
 
-    A text's embedding is the mean of its tokens' last hidden states, scaled to length 1; texts are
-    as near as their embeddings' dot product. Both are the model's own definitions, and so is the
-    length of 256 tokens at which a text is cut.
+    The embedding of a text is the mean of the last hidden states of its tokens, scaled to length 1.
+    The similarity of two texts is the dot product of their embeddings. Both definitions, and the
+    limit of 256 tokens per text, are the model's own.
+
+    Raises:
+        MissingDependencyError: the package with the model is not installed.
     """
 
     def __init__(self) -> None:
@@ -29,14 +32,14 @@ class TextEmbeddings:
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
     def nearest(self, query: str, texts: Sequence[str]) -> list[int]:
-        """The place of every text, the nearest first; equally near ones stay in order."""
+        """Return the index of every text, the most similar first; equal ones keep their order."""
         near = self.embeddings([query, *texts])
         order: list[int] = (near[1:] @ near[0]).argsort(descending=True, stable=True).tolist()
         return order
 
     @torch.inference_mode()
     def embeddings(self, texts: Sequence[str]) -> Tensor:
-        """(N, 384) float32 on the CPU, rows of length 1."""
+        """Return the embeddings of texts, (N, 384) float32 on the CPU, with rows of length 1."""
         ids = self._tokenizer(list(texts), truncation=True, max_length=_TEXT_TOKENS)["input_ids"]
         by_length = sorted(range(len(ids)), key=lambda place: len(ids[place]))
         found = torch.empty(len(ids), self._model.config.hidden_size, dtype=torch.float32)

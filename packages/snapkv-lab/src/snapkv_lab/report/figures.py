@@ -1,4 +1,6 @@
-"""Figures of runs and benches: heat maps, bars and curves with the confidence intervals of means."""
+"""Figures of runs and benches: heat maps, bars and curves with confidence intervals of the
+means.
+"""
 
 import re
 from collections.abc import Sequence
@@ -134,7 +136,7 @@ def _trained_border(results: Results, columns: list[Any]) -> float | None:
 
 
 def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
-    """Draw curves over a numeric axis; over names, draw groups of bars and one group for the mean."""
+    """Draw curves over a numeric axis, or groups of bars over names with a group for the mean."""
     axis = results.task.axes[0]
     columns = axis_values(results.rows, axis)
     if _is_numeric(columns):
@@ -176,7 +178,9 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
 
 
 def _families(lines: Sequence[ScoreLine]) -> dict[str, dict[int, ScoreLine]]:
-    """Group the methods that ran with several budgets: by name and question, their lines by budget."""
+    """Group the methods that ran with several budgets: by name and question, one line per
+    budget.
+    """
     found: dict[str, dict[int, ScoreLine]] = {}
     for line in lines:
         labelled = re.fullmatch(r"(.+)@(\d+)", line.method)

@@ -1,4 +1,4 @@
-"""The report of a run: an HTML page that needs no other file, and its tables as CSV and Markdown."""
+"""The report of a run: an HTML page that needs no other file, and tables as CSV and Markdown."""
 
 import base64
 import csv
