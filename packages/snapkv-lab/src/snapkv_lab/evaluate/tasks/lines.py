@@ -1,13 +1,13 @@
 """LongEval-Lines: one of many numbered lines, asked for by its name.
 
-The record of the public test (LongChat, 2023): every line has a name of an adjective and a noun and
-a number; the prompt ends by asking for the number of one line. As in the paper's ablation of
-pooling (Fig. 8), the number has five digits and the place of the line is what is varied. Names are
-drawn until no two are the same, which the public generator does not check.
+The record is that of the public test (LongChat, 2023): every line has a number and a name that
+consists of an adjective and a noun, and the prompt ends with the question for the number of one
+line. As in the paper's ablation of pooling (Fig. 8), the number has five digits and the position of
+the line varies. Names are drawn until all differ, which the public generator does not check.
 
-Examples and cloze are not in the public test; the smallest models need both, without a chat
-template. The examples are other lines of the record, repeated after the question as they stand in
-it; the cloze begins the asked line in the same way.
+Examples and cloze are not in the public test. The smallest models need both, without a chat
+template. The examples are other lines of the record, repeated after the question as they are
+written in it. The cloze begins the asked line in the same way.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class Lines(Task):
         samples_each: samples of every length and position.
         examples: other lines repeated after the question as a pattern; small models need three.
         cloze: begin the asked line for the model, up to its number.
-        seed: of names, numbers and examples.
+        seed: random seed for names, numbers and examples.
     """
 
     name: ClassVar[str] = "lines"
@@ -80,7 +80,7 @@ class Lines(Task):
             )
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Whether the last whole number of the answer is the line's."""
+        """Return 1 if the last whole number of the answer is the number of the line."""
         numbers = re.findall(r"\d+", prediction)
         return float(bool(numbers) and int(numbers[-1]) == int(sample.references[0]))
 
@@ -107,7 +107,7 @@ class Lines(Task):
 
     @property
     def _settings(self) -> GenerationSettings:
-        """The published 100 tokens; shorter where the prompt shows how an answer ends."""
+        """The published 100 tokens, or fewer if the prompt shows how an answer ends."""
         if self.cloze:
             return GenerationSettings(max_new_tokens=_DIGITS + 3, stop_strings=(">",))
         return GenerationSettings(max_new_tokens=100, stop_strings=(_END,) if self.examples else ())

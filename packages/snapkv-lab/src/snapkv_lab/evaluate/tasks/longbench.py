@@ -1,9 +1,9 @@
 """LongBench v1 (Bai et al., 2023) as it was published: the paper's Table 1.
 
-Prompts, lengths, the cut through the middle, which sets get no chat template, metrics: all as in
-the published code, so that scores can be compared with published ones. The paper's own run differs
-from it in the template (`--template longbench`) and in that no answer was empty
-(`--min-new-tokens 1`).
+Prompts, lengths, the removal of the middle, the sets without a chat template, and the metrics are
+those of the published code, so that scores can be compared with published ones. The paper's own run
+differs in the template (`--template longbench`), and in that no answer was empty (`--min-new-tokens
+1`).
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
-from snapkv.errors import DocumentError, InvalidArgumentError, MissingDependencyError
+from snapkv.errors import DocumentError, MissingDependencyError, SnapKVError, wrong
 from snapkv.validation import first_line, nearest, require_choice
 from snapkv_app.packages import INSTALL, package_file
 from snapkv_app.settings import GenerationSettings
@@ -30,10 +30,10 @@ from snapkv_lab.evaluate.task import Task
 from snapkv_lab.rows import Row
 
 HUB = "zai-org/LongBench"
-"""The hub's data set that holds `data.zip`; THUDM/LongBench before it was renamed."""
+"""The data set of the hub that holds `data.zip`. It was called THUDM/LongBench before."""
 
-_LEAST_TOKENS = 64  # of a prompt, so that a half holds the end of a question
-_TEMPLATE_TOKENS = 256  # for a chat template, and for text with more tokens when it is read again
+_LEAST_TOKENS = 64  # a half of a prompt then holds the end of a question
+_TEMPLATE_TOKENS = 256  # room for a chat template, and for decoded text that gets more tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class LongBench(Task):
 
     name: ClassVar[str] = "longbench"
     metric: ClassVar[str] = "score"
-    axes: ClassVar[tuple[str, ...]] = ("dataset",)  # and the length, where it is extended
+    axes: ClassVar[tuple[str, ...]] = ("dataset",)  # LongBench-E adds the length
 
     data: str | None = None
     datasets: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class LongBench(Task):
         require_choice("code_similarity", self.code_similarity, ("difflib", "levenshtein"))
 
     def for_model(self, name: str, max_tokens: int | None) -> Self:
-        """The task with the length that the model's prompts are cut to."""
+        """Return the task with the length that prompts are cut to for this model."""
         if self.max_prompt_tokens is not None:
             return self
         return replace(self, max_prompt_tokens=max_prompt_tokens(name, max_tokens))
@@ -82,13 +82,13 @@ class LongBench(Task):
             yield from self._samples(tokenizer, data, data_set)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """The set's metric; the best over the right answers."""
+        """Return the best score over the right answers, by the set's metric."""
         data_set = SETS[str(sample.cell["dataset"])]
         classes = sample.details["classes"]
         return data_set.score(prediction, sample.references, classes, self.code_similarity)
 
     def published(self, model: str) -> dict[str, dict[str, float]]:
-        """The paper's Table 1; it has nothing on LongBench-E."""
+        """Return the scores of the paper's Table 1, which has none for LongBench-E."""
         found = {} if self.extended else _PUBLISHED["published"].get(_model_key(model), {})
         return {
             method: {name: score / 100 for name, score in zip(SETS, scores, strict=True)}
@@ -120,7 +120,7 @@ class LongBench(Task):
             )
 
     def _settings(self, tokenizer: Any, data_set: "DataSet") -> GenerationSettings:
-        """How a set is answered; dialogues are summarised on one line that is not empty."""
+        """Return how a set is answered. Dialogues are summarised on one line that is not empty."""
         settings = GenerationSettings(
             max_new_tokens=data_set.max_new_tokens, min_new_tokens=self.min_new_tokens
         )
@@ -132,9 +132,13 @@ class LongBench(Task):
 
 
 def max_prompt_tokens(model: str, max_tokens: int | None) -> int | None:
-    """What prompts are cut to: the published number, or what the model's positions leave room for.
+    """Return the length that prompts are cut to, or None for no limit.
 
-    `model` is a hub id, or a folder of that name; None is no limit.
+    It is the published number if there is one; else the model's positions minus room for an answer.
+
+    Args:
+        model: a hub id, or a folder with that name.
+        max_tokens: the positions of the model; None if they are not limited.
     """
     known: int | None = _PUBLISHED["max_prompt_tokens"].get(_model_key(model))
     if known is not None or max_tokens is None:
@@ -150,18 +154,17 @@ def _model_key(model: str) -> str:
 def cut_middle(
     tokenizer: Any, context: str, question: str, max_prompt_tokens: int
 ) -> tuple[str, str]:
-    """Context and question of a prompt without its middle, or as they are where that fits.
+    """Return context and question of a prompt without its middle, if it is too long.
 
-    Its beginning holds the instructions and its end the question, so both stay. The prompt is read
-    with the tokenizer's special tokens; of its ids the first and the last half of
-    `max_prompt_tokens` are turned into text again and joined. Where the question alone is longer
-    than a half, its beginning is cut off too.
+    The beginning with the instructions and the end with the question stay. The prompt is tokenized
+    with special tokens. The first and the last half of `max_prompt_tokens` are decoded and joined.
+    If the question alone is longer than a half, its beginning is cut off too.
     """
     ids = _encode(tokenizer, context + question)
     if len(ids) <= max_prompt_tokens:
         return context, question
     half = max_prompt_tokens // 2
-    # The tokenizer may give back some characters of the question by others.
+    # The tokenizer may decode some characters of the question differently.
     head, tail, asked = (
         tokenizer.decode(part, skip_special_tokens=True)
         for part in (ids[:half], ids[-half:], _encode(tokenizer, question))
@@ -172,9 +175,9 @@ def cut_middle(
 
 
 def _start_of(question: str, tail: str) -> int:
-    """Where a question begins that a text ends with, or 0 where the text is only a part of it.
+    """Return where `question` begins in a text that ends with it, or 0 if the text is shorter.
 
-    White space is not compared: what a tokenizer gives back of it depends on what stands before.
+    White space is not compared, because a tokenizer decodes it differently after other text.
     """
     letters = sum(not character.isspace() for character in question)
     place = len(tail)
@@ -191,7 +194,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """One English or code set of LongBench, as `longbench.toml` says."""
+    """One English or code set of LongBench, as `longbench.toml` describes it."""
 
     name: str
     category: str
@@ -201,12 +204,12 @@ class DataSet:
 
     @property
     def chat(self) -> bool:
-        """Whether its prompt is wrapped in a chat template; few-shot and code prompts are not."""
+        """Whether a chat template wraps its prompt; it does not for few-shot and code prompts."""
         return self.category not in ("few-shot learning", "code")
 
     @property
     def extended(self) -> bool:
-        """Whether LongBench-E has it too."""
+        """Whether the set is also in LongBench-E."""
         return self.name not in ("narrativeqa", "musique", "qmsum")
 
     def score(
@@ -216,7 +219,10 @@ class DataSet:
         classes: Sequence[str],
         code_similarity: metrics.CodeSimilarity,
     ) -> float:
-        """The best score over the right answers, 0 to 1; of examples, the first line's."""
+        """Return the best score over the right answers, from 0 to 1.
+
+        For few-shot sets only the first line of the prediction counts.
+        """
         if self.category == "few-shot learning":
             prediction = metrics.first_line(prediction)
         measures: dict[str, metrics.Metric] = {
@@ -238,24 +244,32 @@ SETS = {name: DataSet(name=name, **own) for name, own in _PUBLISHED["sets"].item
 
 
 def choose_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
-    """The sets of those names in the table's order; all that there are for no names."""
+    """Return the named sets in the table's order, or all sets if there are no names.
+
+    Raises:
+        InvalidArgumentError: a set does not exist, or is not in LongBench-E.
+    """
     known = {name: one for name, one in SETS.items() if one.extended or not extended}
     for name in names:
         if name not in known:
             which = "LongBench-E" if extended else "LongBench"
-            raise InvalidArgumentError(
-                f"datasets: expected English or code sets of {which}, got {name!r}"
-                f"{nearest(name, known) or '; there are ' + ', '.join(known)}"
+            problem = (
+                f"expected English or code sets of {which}, got {name!r}{nearest(name, known)}"
             )
+            raise wrong("datasets", problem, f"Choose from {', '.join(known)}")
     return [one for name, one in known.items() if name in names or not names]
 
 
 def prompt_format(data_set: DataSet) -> tuple[str, str]:
-    """The published prompt of a set: before a document, and after it with ``{input}`` in it.
+    """Return the published prompt of a set: the texts before and after the document.
 
-    It is read out of the installed lm-eval. The task files of 0.4.13 hold 10 of the 16 prompts as
-    they were published; the other six lost an empty line or what they end with, which is put back.
-    Whatever the release, a prompt is only used if its hash is that of the published one.
+    The second text contains ``{input}``. The prompt is read from the installed lm-eval. The task
+    files of 0.4.13 hold 10 of the 16 prompts as they were published; the other six lost an empty
+    line or their end, which is restored. A prompt is only used if its hash is that of the published
+    one.
+
+    Raises:
+        MissingDependencyError: lm-eval is not installed, or has another prompt.
     """
     name = data_set.name
     path = package_file("lm_eval", "tasks", "longbench", f"{name}.yaml")
@@ -271,46 +285,62 @@ def prompt_format(data_set: DataSet) -> tuple[str, str]:
         if hashlib.sha256(found.encode()).hexdigest().startswith(data_set.prompt_sha256):
             before, _, behind = found.partition("{context}")
             return before, behind
-    raise MissingDependencyError(
-        f"data: expected the published prompt of {name} in the installed lm-eval, got another one; "
-        f"run {INSTALL['lm_eval']}"
-    )
+    problem = f"the installed lm-eval has another prompt of {name} than the published one"
+    raise wrong("data", problem, f"Run {INSTALL['lm_eval']}", MissingDependencyError)
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A safe loader that leaves lm-eval's `!function` the name that it is."""
+    """A safe loader of YAML that reads lm-eval's `!function` as a plain name."""
 
 
 _PlainLoader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
 
 
 def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
-    """The rows of a set in the file's order: context, input, answers, length, all_classes.
+    """Read the rows of a set in the file's order: context, input, answers, length, all_classes.
 
-    `data` is the archive, or a folder with the ``.jsonl`` files or a folder ``data`` of them.
+    Args:
+        data: the archive, or a folder that holds the ``.jsonl`` files directly or in a folder
+            ``data``.
+        data_set: the set.
+        extended: whether to read LongBench-E.
+
+    Raises:
+        DocumentError: the file is missing or damaged, or a line has another form.
     """
     name = f"{data_set.name}_e.jsonl" if extended else f"{data_set.name}.jsonl"
     lines = _zipped_lines(data, name) if data.is_file() else _lines(data, name)
     fields = _FIELDS | _MORE_FIELDS.get(data_set.metric, {})
-    return list(parse_json_lines(lines, fields, data / name, "get the archive again").values())
+    return list(parse_json_lines(lines, fields, data / name, "Get the archive again").values())
 
 
 def hub_archive() -> Path:
-    """LongBench's `data.zip`, downloaded from the hub where it is not in the cache."""
+    """Return the path of LongBench's `data.zip`, which is downloaded if it is not cached.
+
+    Raises:
+        DocumentError: the download failed.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(HUB, "data.zip", repo_type="dataset"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise DocumentError(
-            f"data: expected LongBench's archive from the hub, got {first_line(error)[:120]!r}; "
-            f"where there is a network run hf download {HUB} data.zip --repo-type dataset "
-            "--local-dir . and pass --data data.zip"
+        raise wrong(
+            "data",
+            f"LongBench's archive cannot be downloaded from the hub: {first_line(error)[:120]!r}",
+            f"Run hf download {HUB} data.zip --repo-type dataset --local-dir . where there is a "
+            "network, and pass --data data.zip",
+            DocumentError,
         ) from None
 
 
 def _lines(folder: Path, name: str) -> Iterable[bytes]:
+    """Return the lines of a file in a folder.
+
+    Raises:
+        DocumentError: there is no such file.
+    """
     for path in (folder / name, folder / "data" / name):
         if path.is_file():
             return path.read_bytes().splitlines()
@@ -318,6 +348,11 @@ def _lines(folder: Path, name: str) -> Iterable[bytes]:
 
 
 def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
+    """Return the lines of a file in an archive.
+
+    Raises:
+        DocumentError: the archive is damaged, or has no such file.
+    """
     try:
         with zipfile.ZipFile(archive) as opened:
             paths = map(PurePosixPath, opened.namelist())
@@ -326,17 +361,13 @@ def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
                 raise _missing_file(archive, name)
             return opened.read(str(members[0])).splitlines()
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise DocumentError(
-            f"data: expected LongBench's data.zip or a folder, got {archive}, of which no archive "
-            f"can be read ({error}); download it again"
-        ) from None
+        problem = f"the archive {archive} cannot be read: {error}"
+        raise wrong("data", problem, "Download it again, or pass a folder", DocumentError) from None
 
 
-def _missing_file(place: Path, name: str) -> DocumentError:
-    return DocumentError(
-        f"data: expected {name} in {place}, got no such file; name the sets that are there with "
-        "--datasets, or pass LongBench's data.zip"
-    )
+def _missing_file(place: Path, name: str) -> SnapKVError:
+    remedy = "Name the sets that are there with --datasets, or pass LongBench's data.zip"
+    return wrong("data", f"expected {name} in {place}, got no such file", remedy, DocumentError)
 
 
 def _are_answers(value: Any) -> bool:

@@ -1,9 +1,9 @@
 """Needle in a haystack: one sentence hidden in a long text, at every length and depth.
 
-The construction of the public test (Kamradt 2023): the text is cut to the length less a buffer for
-the question, and the needle comes after the last sentence that ends before its depth. The magic
-number is the form of the Large World Model's evaluation, which the paper's Fig. 6 is of; the
-sentence about a sandwich is the first form of the test.
+The construction is that of the public test (Kamradt 2023): the text is cut to the length minus a
+buffer for the question, and the needle is inserted after the last sentence that ends before its
+depth. The magic number is the form that the Large World Model's evaluation uses, which the paper's
+Fig. 6 shows. The sentence about a sandwich is the first form of the test.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.validation import require_choice, require_int
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.haystack import (
@@ -38,7 +38,7 @@ _MOST_DIGITS = 1000
 
 
 class _Hidden(NamedTuple):
-    """What is hidden, how it is asked for, and what its answer begins with."""
+    """The hidden needle, the question about it, and the beginning and the rest of its answer."""
 
     needle: str
     question: str
@@ -54,11 +54,11 @@ class Needle(HaystackTask):
         lengths: tokens of the whole prompt, question and instructions included, about.
         depths: how many places from the beginning (0) to the end (100 percent) of the text.
         variant: magic-number asks for a number, sandwich for the best thing to do in San Francisco.
-        digits: of the magic number.
+        digits: digits of the magic number.
         permutations: runs of every length and depth, each with the documents in another order.
         cloze: begin the answer for the model, which small models need.
         buffer_tokens: how much of a length is left for question and instructions.
-        seed: of cities, numbers and orders.
+        seed: random seed for cities, numbers and orders.
     """
 
     name: ClassVar[str] = "needle"
@@ -76,16 +76,20 @@ class Needle(HaystackTask):
     seed: int = 42
 
     def __post_init__(self) -> None:
+        """Check the settings, and read the haystack now, so that a missing folder is refused early.
+
+        Raises:
+            InvalidArgumentError: a number or a word is out of range.
+            DocumentError: the haystack is missing or holds no text.
+        """
         self.require(depths=1, permutations=1, buffer_tokens=0)
         if self.depths > _MOST_DEPTHS:
-            raise InvalidArgumentError(
-                f"depths: expected at most {_MOST_DEPTHS}, one for every whole percent, got "
-                f"{self.depths}; pass a smaller number"
-            )
+            problem = f"expected at most {_MOST_DEPTHS}, one per whole percent, got {self.depths}"
+            raise wrong("depths", problem, "Pass a smaller number")
         require_int("digits", self.digits, minimum=1, maximum=_MOST_DIGITS)
         self.require(lengths=self.buffer_tokens + 100)
         require_choice("variant", self.variant, ("magic-number", "sandwich"))
-        self.text  # noqa: B018 # read now: a folder without text is refused
+        self.text  # noqa: B018 # is read here
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         for length, depth, order in itertools.product(
@@ -94,7 +98,7 @@ class Needle(HaystackTask):
             yield self._sample(tokenizer, length, depth, order)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Whether the number is in the answer; of the sentence, the fraction of its words."""
+        """Return 1 if the number is in the answer; for the sandwich, the share of its words."""
         if self.variant == "magic-number":
             return float(sample.references[0] in prediction)
         wanted, said = (_words(text) for text in (sample.references[0], prediction))
@@ -136,28 +140,28 @@ class Needle(HaystackTask):
 
 
 def _cut_beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
-    """The first tokens of the text, which begins again where it is too short."""
+    """Return the first tokens of the text, which is repeated if it is too short.
+
+    Raises:
+        InvalidArgumentError: `tokens` is below 1, or the tokenizer knows no part of the text.
+    """
     if tokens < 1:
-        raise InvalidArgumentError(
-            "lengths: expected room for some text next to the needle, got none; pass larger lengths"
-        )
+        raise wrong("lengths", "there is no room for text beside the needle", "Pass larger lengths")
     whole, characters = text.text, tokens * CHARACTERS_PER_TOKEN
     while True:
         ids = token_ids(tokenizer, (whole * (1 + characters // len(whole)))[:characters])
         if len(ids) >= tokens:
             return ids[:tokens]
         if not ids:
-            raise InvalidArgumentError(
-                f"haystack: expected text that the model's tokenizer knows, got no token of "
-                f"{text.name}; choose another folder"
-            )
+            problem = f"the model's tokenizer makes no token of {text.name}"
+            raise wrong("haystack", problem, "Choose another folder")
         characters *= 2
 
 
 def _find_sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
-    """The last place, at most so far on, after a sentence's end, or the text's beginning.
+    """Return the last place up to `most` after the end of a sentence.
 
-    In a text without sentences, so far on.
+    If no sentence ends before `most`, return 0; in a text without sentences, return `most`.
     """
 
     def ended(place: int) -> bool:

@@ -1,16 +1,16 @@
-"""RULER (Hsieh et al. 2024): thirteen tasks of one length each, generated here.
+"""RULER (Hsieh et al. 2024): thirteen tasks with generated prompts of a given length.
 
-Everything random is drawn again for every sample, from the seed, the task, the length and the
-sample's number. Texts, counts, answer lengths and scores are those of the official suite, its later
-correction of "assgined" in vt included. Some other versions differ, and their numbers with them: in
-lm-eval 0.4.13 the worked example of cwe never reaches the prompt, vt keeps the misspelling, and a
-question with several accepted answers scores their mean instead of the best one.
+Every sample is drawn from the seed, the task, the length and the sample's number. Texts, counts,
+answer lengths and scores are those of the official suite, with its later correction of "assgined"
+in vt. Some other versions differ, and so do their numbers: in lm-eval 0.4.13 the worked example of
+cwe never reaches the prompt, vt keeps the misspelling, and a question with several accepted answers
+gets their mean score instead of the best one.
 
-Three things are not the official suite's. A haystack grows in the smallest steps there are, not by
-500 words or 10 documents. Where a length has no room for all documents that HotpotQA gives to a
-question, distractors go first, and a question whose own documents do not fit is passed over; the
-official generator does not end there. And fwe keeps to the length with its answer, as all others.
-Where a chat template is applied, the answer's start is directly after it, without a space.
+Three things differ from the official suite. A haystack grows in the smallest possible steps, not by
+500 words or 10 documents. If a length has no room for all documents that HotpotQA gives to a
+question, distractors are left out first, and a question whose own documents do not fit is skipped;
+the official generator never ends there. And fwe keeps to the length with its answer, as all other
+tasks do. With a chat template, the answer's start follows it directly, without a space.
 """
 
 import functools
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.corpora import CorpusName, Passage, load_corpus
 from snapkv_lab.evaluate.haystack import (
@@ -41,12 +41,12 @@ from snapkv_lab.evaluate.task import fit_sample, require_known_names
 Kind = Literal["words", "numbers", "uuids"]
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""The sentences that are repeated where the text shall say nothing."""
+"""The sentences that are repeated where the text should say nothing."""
 
 _DEPTHS = [round(100 * i / 39) for i in range(40)]  # percent of the sentences
 _DIGITS = 7
 _HOPS = 4  # assignments of vt after the first
-_EXAMPLE_NOISES = 10  # what the official fit of vt's example to 500 tokens gives
+_EXAMPLE_NOISES = 10  # the result of fitting vt's example to 500 tokens, as officially done
 _COMMON = 10  # words that cwe asks for
 _SHORT = 4096  # tokens below which cwe repeats less
 _TASK = (
@@ -58,7 +58,7 @@ _PATIENCE = 20
 
 @dataclass(frozen=True, kw_only=True)
 class PuzzleRequest:
-    """Which puzzle of a length is wanted, all of it drawn from `seed`; `essay` is words."""
+    """The puzzle to make: its length, its number, its seed, and the words of the essay."""
 
     length: int
     index: int
@@ -68,7 +68,7 @@ class PuzzleRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Puzzle:
-    """A prompt in its parts, and what the answer must hold."""
+    """A prompt in parts, and what a right answer contains."""
 
     context: str
     question: str
@@ -76,17 +76,21 @@ class Puzzle:
     references: tuple[str, ...]
 
     def after_example(self, example: "Puzzle", answer: str, gap: str) -> "Puzzle":
-        """The same after a worked example, which is solved by `answer`."""
+        """Return the puzzle after a worked example, whose solution is `answer`.
+
+        `gap` is the text between the two.
+        """
         solved = f"{example.context}{example.question} {example.answer_start}{answer}{gap}"
         return Puzzle(**vars(self) | {"context": solved + self.context})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """Makes the puzzles of one task, of any number of parts from `least` to `most()`.
+    """Makes the puzzles of one task, with any number of parts from `least` to `most()`.
 
-    Of another size a puzzle has the same answer where possible. An answer has `new_tokens` at most;
-    its score is the fraction of references that are found, or whether `any_reference` is.
+    Where possible, a puzzle of another size has the same answer. An answer has at most `new_tokens`
+    tokens. Its score is the share of references that it contains, or with `any_reference`, whether
+    it contains one.
     """
 
     draw: Callable[[PuzzleRequest, int, random.Random], Puzzle]
@@ -96,7 +100,7 @@ class Generator:
     any_reference: bool = False
 
     def puzzle(self, wanted: PuzzleRequest, parts: int) -> Puzzle:
-        """Always the same one."""
+        """Make a puzzle; equal arguments give equal puzzles."""
         return self.draw(wanted, parts, random.Random(wanted.seed))
 
 
@@ -109,7 +113,16 @@ def _needles(
     values: int = 1,
     queries: int = 1,
 ) -> Generator:
-    """niah: values hidden under keys in words of an essay, repeated noise, or other needles."""
+    """Make the generator of a niah task, which hides values under keys.
+
+    Args:
+        haystack: what they are hidden in: repeated noise, an essay, or other needles.
+        key: the kind of the keys.
+        value: the kind of the values.
+        keys: how many keys are hidden.
+        values: how many values each key has.
+        queries: how many keys are asked for.
+    """
     keys = max(keys, queries)
 
     def needle(name: str, hidden: str) -> str:
@@ -140,7 +153,7 @@ def _needles(
 def _phrase_needles(
     value: Kind, text: str, asked: list[str], references: tuple[str, ...]
 ) -> Puzzle:
-    """The published wording; in the singular where there is one value to find."""
+    """Write the prompt in the published words, in the singular if one value is asked for."""
     keys = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
     if len(references) == 1:
         kind, some, verb, ask = value.removesuffix("s"), "A", "is", "is"
@@ -163,9 +176,9 @@ def _draw_text(kind: Kind, draw: random.Random) -> str:
 
 
 def _in_essay(wanted: PuzzleRequest, count: int, needles: list[str], draw: random.Random) -> str:
-    """That many words, repeated where there are fewer, with needles between sentences.
+    """Return `count` words of the essay, repeated if necessary, with needles between sentences.
 
-    Abbreviations are cut too; the cuts only say where something can be inserted.
+    The text is also split after abbreviations, since the splits only say where a needle can be put.
     """
     times, rest = divmod(count, len(wanted.essay))
     text = " ".join([*wanted.essay * times, *wanted.essay[:rest]])
@@ -175,14 +188,16 @@ def _in_essay(wanted: PuzzleRequest, count: int, needles: list[str], draw: rando
 
 
 def _insert(texts: list[str], needles: list[str], places: list[int]) -> list[str]:
-    """The texts with a needle before each of those places, which must fall."""
+    """Insert a needle before each of `places`, which must be in descending order. Changes
+    `texts`.
+    """
     for place, needle in zip(places, needles, strict=True):
         texts.insert(place, needle)
     return texts
 
 
 def _variable_tracing(_: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
-    """vt: a chain of assignments in lines of noise, after a worked example with shorter names."""
+    """Make a vt puzzle: a chain of assignments in noise, after an example with shorter names."""
     example = _chain(draw, _EXAMPLE_NOISES, letters=3)
     asked = _chain(draw, parts, letters=5)
     return asked.after_example(example, f" {' '.join(example.references)}", "\n\n\n\n")
@@ -211,9 +226,9 @@ def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
 
 
 def _common_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
-    """cwe: ten words appear more often than the rest of a numbered list of different words.
+    """Make a cwe puzzle: in a numbered list, ten words appear more often than all others.
 
-    The worked example is part of the prompt, with its answers directly after the colon, as in the
+    The prompt contains a worked example with its answers directly after the colon, as in the
     official suite.
     """
     is_short = wanted.length < _SHORT
@@ -223,7 +238,7 @@ def _common_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puz
 
 
 def _make_word_list(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
-    """That many words; the common ones `often` times each, and the others `seldom`."""
+    """Make a list of `count` words: common ones appear `often` times, and others `seldom` times."""
     drawn = draw.sample(load_words("noun", "adjective", "verb"), count)
     common, others = drawn[:_COMMON], drawn[_COMMON:]
     entries = common * often + others * seldom
@@ -242,9 +257,9 @@ def _number_words(entries: Iterable[str]) -> str:
 
 
 def _frequent_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
-    """fwe: coded words whose frequency falls with the square of their rank; dots are the first.
+    """Make an fwe puzzle: the frequency of coded words falls with the square of their rank.
 
-    A text of about that many words; dots, and the three words that are asked for, lead.
+    The text has about `parts` words. Dots are the most frequent, before the three words to find.
     """
     coded = draw_distinct(
         lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), wanted.length // 50
@@ -269,18 +284,22 @@ def _frequent_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> P
 
 
 def _question_answering(dataset: CorpusName) -> Generator:
-    """qa: questions in the order of their file, after their documents and `parts` others.
+    """Make the generator of a qa task: questions in the order of their file.
 
-    Those are first documents collected for the question, then any.
+    Each question follows its own documents and `parts` others, of which those that were collected
+    for the question come first.
     """
 
     def puzzle(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
+        """Make the puzzle.
+
+        Raises:
+            InvalidArgumentError: more questions are wanted than the data set has.
+        """
         questions = load_corpus(dataset).questions
         if wanted.index >= len(questions):
-            raise InvalidArgumentError(
-                f"samples_each: expected at most the {len(questions)} questions of "
-                f"{dataset} that fit, got more; pass a smaller number"
-            )
+            problem = f"{dataset} has only {len(questions)} questions, and not all of them fit"
+            raise wrong("samples_each", problem, "Pass a smaller number")
         question, documents, places = questions[wanted.index], _documents(dataset), _places(dataset)
         own, near = ([places[one] for one in some] for some in (question.gold, question.near))
         if dataset == "hotpotqa":  # as the official suite draws from them
@@ -307,7 +326,7 @@ def _question_answering(dataset: CorpusName) -> Generator:
 def _others(
     own: list[int], near: list[int], documents: int, count: int, draw: random.Random
 ) -> list[int]:
-    """Places of other documents than the question's: near ones, then any."""
+    """Return the places of other documents: first those near the question, then any."""
     first = draw.sample(near, min(count, len(near)))
     taken = {*own, *near}
     wanted = count - len(first)
@@ -338,7 +357,7 @@ GENERATORS: dict[str, Generator] = {
     "niah_multikey_3": _needles(haystack="needles", key="uuids", value="uuids"),
     "niah_multivalue": _needles(haystack="essay", values=4),
     "niah_multiquery": _needles(haystack="essay", queries=4),
-    # One part more than there are assignments, as the official suite has it.
+    # One part more than there are assignments, as in the official suite.
     "vt": Generator(draw=_variable_tracing, new_tokens=30, least=_HOPS + 2),
     "cwe": Generator(
         draw=_common_words,
@@ -346,7 +365,7 @@ GENERATORS: dict[str, Generator] = {
         least=_COMMON + 1,
         most=lambda: len(load_words("noun", "adjective", "verb")),
     ),
-    # From there on the fourth word always appears more often than the fifth.
+    # From 80 words on, the fourth word always appears more often than the fifth.
     "fwe": Generator(draw=_frequent_words, new_tokens=50, least=80),
     "qa_1": _question_answering("squad"),
     "qa_2": _question_answering("hotpotqa"),
@@ -362,7 +381,7 @@ class Ruler(HaystackTask):
         tasks: which of the thirteen.
         lengths: tokens of prompt and answer together, never more; officially 4k to 128k.
         samples_each: samples of every task and length; officially 500.
-        seed: of everything that is drawn.
+        seed: random seed for all that is drawn.
     """
 
     name: ClassVar[str] = "ruler"
@@ -385,7 +404,7 @@ class Ruler(HaystackTask):
             yield from self._cell(tokenizer, task, length, essay)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """The fraction of references that are in the answer; of questions, whether any is."""
+        """Return the share of references in the answer; for questions, whether any is in it."""
         said = prediction.lower()
         found = [reference.lower() in said for reference in sample.references]
         if GENERATORS[str(sample.cell["task"])].any_reference:
@@ -395,7 +414,11 @@ class Ruler(HaystackTask):
     def _cell(
         self, tokenizer: Any, task: str, length: int, essay: tuple[str, ...]
     ) -> Iterator[Sample]:
-        """The samples of one task and length; those that cannot fit are passed over."""
+        """Yield the samples of one task and length, and skip those that cannot fit.
+
+        Raises:
+            InvalidArgumentError: too many samples in turn do not fit.
+        """
         generator, hint, made = GENERATORS[task], None, 0
         for index in itertools.count():
             name = f"{task}/{length}/{index}"
@@ -412,10 +435,8 @@ class Ruler(HaystackTask):
                 if made == self.samples_each:
                     return
             elif index + 1 - made > _PATIENCE + made:
-                raise InvalidArgumentError(
-                    f"lengths: expected room for a sample of {task}, got {length} tokens; pass a "
-                    "larger length, or leave the task out"
-                )
+                problem = f"expected room for a sample of {task}, got {length} tokens"
+                raise wrong("lengths", problem, "Pass a larger length, or leave the task out")
 
 
 def _sample(task: str, name: str, wanted: PuzzleRequest, parts: int) -> Sample:
