@@ -1,10 +1,10 @@
-"""Training Medusa heads on a frozen model (Medusa-1, section 2.2.1).
+"""Training of Medusa heads on a frozen model (Medusa-1, section 2.2.1).
 
-Only the heads learn; they share the model's output projection, so 3 heads of a 135M model are 2 MB.
-Labels are the model's own answers to questions about documents (self-distillation, section 2.3.2),
-stored batch by batch; a run that was stopped goes on after the last one. Head k at
-position t learns the token at t + k + 1. Heads share nothing that learns and Adam does not mind the
-scale of a loss, so their losses are simply added.
+Only the heads learn. They share the model's output projection, so 3 heads of a 135M model take 2
+MB. The labels are the model's own answers to questions about documents (self-distillation, section
+2.3.2). They are stored batch by batch, and a stopped run continues after the last batch. Head k at
+position t learns the token at t + k + 1. The heads share no learned weights, and Adam does not
+depend on the scale of a loss, so their losses are simply added.
 """
 
 import functools
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app.answering import end_token_ids, generate_options, until_end
 from snapkv_app.models import LoadedModel
 from snapkv_app.prompts import question_prompt
@@ -43,10 +43,12 @@ from snapkv_lab.rows import short_hash
 STATE = "training.safetensors"
 
 HELD_BYTES = 2**30
-"""The model's states are kept between epochs up to this size, and computed again beyond it."""
+"""The model's states are kept between epochs up to this size, and are computed again beyond it."""
 
 OTHER_TOKENS = 2048
-"""The loss runs over the tokens that the answers hold and so many others, drawn again each step."""
+"""The loss runs over the tokens of the answers and this many others, which each step draws
+again.
+"""
 
 STEPS_PER_SAVE = 20
 _NO_LABEL = -100
@@ -59,7 +61,19 @@ def train_heads(
     plan: MedusaTraining,
     progress: Progress,
 ) -> MedusaHeads:
-    """Train heads for a model and write them, with their accuracies on held-out answers."""
+    """Train heads for a model, and write them with their accuracies on held-out answers.
+
+    Args:
+        loaded: the model and its tokenizer.
+        texts: the documents that the answers are about.
+        folder: where answers, state and heads are stored; a stopped run continues there.
+        plan: the settings of the training.
+        progress: receives the progress.
+
+    Raises:
+        InvalidArgumentError: the documents are too short, or the folder holds another training.
+        OutputError: a file cannot be written.
+    """
     prompts = _make_prompts(loaded.tokenizer, texts, plan)
     run = {"model": loaded.name, "revision": loaded.revision, "training": asdict(plan)}
     with Store(folder, run | {"data": short_hash(prompts)}, fields=("answer",)) as store:
@@ -81,11 +95,11 @@ QUESTIONS = (
     "Write a short introduction to the text for a beginner.",
     "Repeat the first paragraph of the text word for word.",
 )
-"""Asked in turn, one per passage."""
+"""The questions about the passages, which are asked in turn."""
 
 
 class Exchange(NamedTuple):
-    """A prompt and what the model answered, as token ids."""
+    """A prompt and the model's answer, as token ids."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -98,7 +112,7 @@ def generate_answers(
     store: Store,
     progress: Progress,
 ) -> list[Exchange]:
-    """The model's answers to questions about passages; those in the store already stay."""
+    """Return the model's answers to all prompts, and generate those that the store lacks."""
     keys = [(str(number), "medusa", "answer") for number in range(len(prompts))]
     left = [place for place, each in enumerate(keys) if each not in store]
     for start in range(0, len(left), plan.batch):
@@ -115,16 +129,21 @@ def generate_answers(
 def _make_prompts(
     tokenizer: Any, texts: Sequence[str], plan: MedusaTraining
 ) -> list[tuple[int, ...]]:
+    """Cut the texts into passages, shuffle them, and ask a question about each.
+
+    Raises:
+        InvalidArgumentError: the texts have too few passages.
+    """
     passages, length = [], plan.passage_tokens
     for text in texts:
         ids = token_ids(tokenizer, text)
         starts = range(0, len(ids) - length + 1, length)
         passages += [tokenizer.decode(ids[start : start + length]) for start in starts]
     if len(passages) < plan.answers:
-        raise InvalidArgumentError(
-            f"data: expected text for {plan.answers} passages of {length} tokens, got "
-            f"{len(passages)}; pass more documents, or ask for fewer answers"
+        problem = (
+            f"expected text for {plan.answers} passages of {length} tokens, got {len(passages)}"
         )
+        raise wrong("data", problem, "Pass more documents, or ask for fewer answers")
     random.Random(plan.seed).shuffle(passages)
     asked = zip(passages[: plan.answers], itertools.cycle(QUESTIONS), strict=False)
     prompts = (question_prompt(tokenizer, passage, question) for passage, question in asked)
@@ -134,7 +153,7 @@ def _make_prompts(
 def _generate_batch(
     loaded: LoadedModel, prompts: Sequence[tuple[int, ...]], plan: MedusaTraining
 ) -> list[tuple[int, ...]]:
-    """The model's greedy answers to left-padded prompts, end tokens included."""
+    """Return the model's greedy answers to left-padded prompts, with their end tokens."""
     model, longest = loaded.model, max(map(len, prompts))
     settings = GenerationSettings(max_new_tokens=plan.max_new_tokens)
     ends = end_token_ids(model, settings)
@@ -152,7 +171,7 @@ def _generate_batch(
 
 
 class _States:
-    """What the model's output projection sees in its own answers."""
+    """The inputs of the model's output projection while it reads its own answers."""
 
     def __init__(self, model: Any, exchanges: Sequence[Exchange]) -> None:
         self.model, self._exchanges = model, exchanges
@@ -163,7 +182,7 @@ class _States:
 
     @torch.no_grad()
     def states_before(self, place: int) -> Tensor:
-        """(N, d): the states before each token of an answer, as the answer was generated."""
+        """Return (N, d): the states before each token of an answer, as in its generation."""
         if place in self._held:
             return self._held[place]
         exchange = self._exchanges[place]
@@ -177,9 +196,10 @@ class _States:
         return found
 
     def pairs(self, places: Sequence[int], num_heads: int) -> tuple[Tensor, Tensor]:
-        """(N, d) states, and (N, heads) int64 labels; -100 after the end of an answer.
+        """Return (N, d) states and (N, heads) int64 labels, which are -100 after the end of an
+        answer.
 
-        The state before token i guesses that token; head k guesses the one k + 1 after it.
+        The state before token i predicts that token, and head k predicts the token k + 1 after it.
         """
         states, labels = [], []
         for place in places:
@@ -191,7 +211,7 @@ class _States:
 
 
 class _Training:
-    """The steps of a run, each saved so that the next run goes on after it."""
+    """The steps of a training. Its state is saved regularly, so that the next run can continue."""
 
     def __init__(
         self, states: _States, places: Sequence[int], folder: Path, plan: MedusaTraining
@@ -208,6 +228,7 @@ class _Training:
         self._total = plan.epochs * math.ceil(len(places) / plan.step_answers)
 
     def run(self, progress: Progress) -> MedusaHeads:
+        """Run the remaining steps, and return the trained heads."""
         start = self._resume()
         for step, batch in enumerate(self._batches()):
             if step < start:
@@ -245,14 +266,14 @@ class _Training:
         self._optimizer.step()
 
     def _rate(self, step: int) -> float:
-        """Share of the learning rate: up over the first tenth, then down as a cosine."""
+        """Return the share of the learning rate: rising over the first tenth, then a cosine."""
         warm = max(1, self._total // 10)
         if step < warm:
             return (step + 1) / warm
         return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self._total - warm)))
 
     def _tokens(self, step: int) -> Tensor:
-        """(T,) int64: tokens that the softmax of this step runs over."""
+        """Return (T,) int64: the tokens that the softmax of this step runs over."""
         seen, V = self._states.tokens, output_projection(self._states.model).weight.shape[0]
         generator = torch.Generator().manual_seed(self._plan.seed + step)
         others = torch.randint(0, V, (OTHER_TOKENS,), generator=generator)
@@ -285,7 +306,7 @@ class _Training:
 def measure_accuracies(
     heads: MedusaHeads, states: _States, places: Sequence[int], progress: Progress
 ) -> tuple[tuple[float, ...], ...]:
-    """For each head, how often its choice of each rank up to `HEAD_RANKS` is right."""
+    """Return for each head how often its choice of each rank up to `HEAD_RANKS` is right."""
     hits = heads.weights.new_zeros(heads.num_heads, HEAD_RANKS, dtype=torch.float32)
     counted = hits.new_zeros(heads.num_heads, 1)
     for number, place in enumerate(places):
