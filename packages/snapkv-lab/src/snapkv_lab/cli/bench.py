@@ -1,4 +1,4 @@
-"""`snapkv bench`: time and memory of caches, on a model or a shape with random weights."""
+"""`snapkv bench`: the time and the memory of caches, for a model or a shape with random weights."""
 
 import json as json_format
 import os
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from snapkv.cache.saving.writing import append_line, open_for_lines
-from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.errors import OutputError, wrong
 from snapkv.validation import require_each_at_least
 from snapkv_app.cli import panels
 from snapkv_app.cli.amounts import WholeNumber, integers
@@ -71,15 +71,19 @@ class BenchOptions(ComparedOptions, WritingOptions):
     json: panels.AsJson = False
 
     def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            InvalidArgumentError: a number is below 1, or options of a model and of a shape are
+                mixed.
+        """
         for name in ("lengths", "batch"):
             require_each_at_least(name, integers(name, getattr(self, name)), 1)
         of_models = ("model", "revision", "trust_remote_code")
         for name in of_models if self.shape else ("num_layers",):
             if given := getattr(self, name):
                 expected = "none with --shape" if self.shape else "--shape with it"
-                raise InvalidArgumentError(
-                    f"{name}: expected {expected}, got {given}; leave it out"
-                )
+                raise wrong(name, f"expected {expected}, got {given}", "Leave it out")
         super().__post_init__()
 
 
@@ -138,9 +142,12 @@ _ALONE = "SNAPKV_BENCH_ONLY"
 
 
 def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of the same command for one cache each, in separate processes.
+    """Run the same command for one cache at a time in separate processes, and yield the rows.
 
-    A process does not return all freed memory, so a second cache would start from a higher level.
+    A process does not return all freed memory, so a second cache would start at a higher level.
+
+    Raises:
+        typer.Exit: a process failed; it has printed the reason.
     """
     from snapkv_lab.measure.held_bytes import FREED_MEMORY_HANDED_BACK
 
@@ -165,16 +172,20 @@ def throughput(
     *,
     options: BenchOptions,
 ) -> None:
-    """Tokens per second at the largest batch whose caches fit into the same memory."""
+    """Tokens per second at the largest batch whose caches fit into the same memory.
+
+    Raises:
+        InvalidArgumentError: the memory is out of range, or a batch size is given.
+    """
     if not 0 < memory_gb <= _MOST_GB:
-        raise InvalidArgumentError(
-            f"memory_gb: expected more than 0 and at most {_MOST_GB:,} GB, got {memory_gb}; pass "
-            "what the device has"
-        )
+        problem = f"expected more than 0 and at most {_MOST_GB:,} GB, got {memory_gb}"
+        raise wrong("memory_gb", problem, "Pass the memory of the device")
     if options.batch != BenchOptions.batch:
-        raise InvalidArgumentError(
-            f"batch: expected none, since the largest batch that fits is searched for, got "
-            f"{options.batch}; leave it out, or measure that one with snapkv bench decode"
+        problem = (
+            f"expected none, because the largest batch that fits is found, got {options.batch}"
+        )
+        raise wrong(
+            "batch", problem, "Leave it out, or measure this batch with snapkv bench decode"
         )
     from snapkv_lab.measure.decode import throughput as rows
 
@@ -221,7 +232,7 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
 
 
 def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
-    """A model of random weights, and what a row says of it."""
+    """Return a model with random weights, and its description for rows."""
     from rich.console import Console
 
     from snapkv_app.cli.loading import begin
@@ -245,7 +256,7 @@ def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _append(path: Path, row: dict[str, Any]) -> OutputError | None:
-    """Add a row to a file; the error if that fails, since the result is printed anyway."""
+    """Add a row to a file. Return the error if that fails, because the rows are printed anyway."""
     try:
         with open_for_lines(path) as file:
             append_line(file, json_format.dumps(row), path)

@@ -1,4 +1,4 @@
-"""`snapkv eval TASK`: the paper's experiments and lm-eval's tasks, every method in one run."""
+"""`snapkv eval TASK`: the paper's experiments and lm-eval's tasks, with all methods in one run."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
+from snapkv.errors import MissingDependencyError, install_command, wrong
 from snapkv_app.cli import panels
 from snapkv_app.cli.amounts import WholeNumber
 from snapkv_app.cli.fields import with_options
@@ -119,7 +119,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LmEvalOptions(SweepOptions):
-    """The options of the bridge."""
+    """The options of `snapkv eval lm-eval`."""
 
     tasks: Annotated[
         str, panels.task(help="Names of lm-eval's tasks, groups or tags, with commas")
@@ -145,24 +145,25 @@ class LmEvalOptions(SweepOptions):
 
 @with_options(LmEvalOptions)
 def lm_eval(*, options: LmEvalOptions) -> None:
-    """Any task of lm-eval, with the cache of every method."""
+    """Any task of lm-eval, with the cache of every method.
+
+    Raises:
+        InvalidArgumentError: no task is named, or the folder of tasks is missing.
+        MissingDependencyError: lm-eval or a package that it needs is not installed.
+    """
     tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
     folder_of_tasks = Path(options.include_path) if options.include_path else None
     for package in ("lm_eval", "datasets"):
         if importlib.util.find_spec(package) is None:
-            raise MissingDependencyError(
-                f"lm-eval: expected lm-eval with what it needs, got no package {package}; run "
-                f"{install_command('lm-eval')}"
-            )
+            remedy = f"Run {install_command('lm-eval')}"
+            problem = f"the package {package} is not installed"
+            raise wrong("lm-eval", problem, remedy, MissingDependencyError)
     if not tasks:
-        raise InvalidArgumentError(
-            "tasks: expected names of lm-eval's tasks with commas between them, got none; write "
-            "for instance --tasks squadv2,triviaqa"
-        )
+        problem = "expected names of lm-eval's tasks with commas between them, got none"
+        raise wrong("tasks", problem, "Write for instance --tasks squadv2,triviaqa")
     if folder_of_tasks is not None and not folder_of_tasks.is_dir():
-        raise InvalidArgumentError(
-            f"include_path: expected a folder of task files, got {options.include_path!r}"
-        )
+        problem = f"expected a folder of task files, got {options.include_path!r}"
+        raise wrong("include_path", problem, "Pass an existing folder")
 
     from snapkv_app.cli.loading import answers_progress, load_model  # imports torch
     from snapkv_lab.cli.methods import compared_methods

@@ -1,4 +1,4 @@
-"""`snapkv medusa train`: heads that draft for a model."""
+"""`snapkv medusa train`: train heads that draft tokens for a model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ _FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(ModelOptions):
-    """What `train` takes besides its numbers."""
+    """The options of `train` besides the settings of the training."""
 
     to: Annotated[
         str,

@@ -1,11 +1,11 @@
-"""From `--policy`, `--budget`, `--baseline` and shares to the methods to compare."""
+"""Turn the options of policies, budgets, baselines and storages into the methods to compare."""
 
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.policies import FullCache
 from snapkv.policies.default import by_layer
 from snapkv.storage.bits import KVCodes
@@ -20,7 +20,9 @@ from snapkv_lab.measure.contenders import Contender, compressed_contender, trans
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
-    """The methods that the options name; by default the full cache and the default policy."""
+    """Return the methods that the options name; by default the full cache and the default
+    policy.
+    """
     return [
         *make_methods(["full"] if options.baseline is None else options.baseline, [], []),
         *_read_in_every_way(options),
@@ -28,7 +30,7 @@ def compared_methods(options: SweepOptions) -> list[Method]:
 
 
 def compared_caches(options: Any) -> list[Contender]:
-    """The baselines of a bench, then every policy with every budget."""
+    """Return the baselines of a bench, then every policy with every budget."""
     return [
         *map(transformers_contender, specs([options.baseline])),
         *(
@@ -41,7 +43,7 @@ def compared_caches(options: Any) -> list[Contender]:
 
 
 def _read_in_every_way(options: Any) -> list[Method]:
-    """Every policy with every storage and prefill; labels name what is not exact."""
+    """Return every policy with every storage and prefill. Labels name those that are not exact."""
     ways: Sequence[tuple[str, Prefill]] = options.prefills
     compared = make_methods([], options.policy or [DEFAULT], token_budgets(options.budget))
     return [
@@ -53,32 +55,36 @@ def _read_in_every_way(options: Any) -> list[Method]:
 
 
 def parse_storages(text: str) -> list[KVCodes | None]:
-    """The bits that words of `storage_bits` name; None for unquantized."""
-    return [None if word == EXACT else KVCodes.of(word) for word in storage_bits(text)]  # type: ignore[arg-type] # read before
+    """Return the storage that each word of `storage_bits` names; None for unquantized."""
+    return [None if word == EXACT else KVCodes.of(word) for word in storage_bits(text)]  # type: ignore[arg-type] # checked
 
 
 def make_methods(
     baselines: Iterable[str], policies: Iterable[str], budgets: Sequence[int | str | dict[str, Any]]
 ) -> list[Method]:
-    """The baselines, then every policy at every budget.
+    """Return the baselines, then every policy with every budget.
 
-    A policy without a budget, or whose parameters set one, appears once.
+    A policy appears once if it has no budget or if its parameters set one.
     """
     named = named_policies(baselines, policies, budgets)
     return [Method(label=label, policy=policy) for label, policy in named]
 
 
 def combine_with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
-    """Every method with every way to read later questions, named in its label if it evicts."""
+    """Return every method with every way to handle later questions.
+
+    Labels name the way, unless it is "append". A full cache handles them in one way only.
+
+    Raises:
+        InvalidArgumentError: a way is unknown or repeated, or none is given.
+    """
     words = [word.strip() for text in texts or ["append"] for word in text.split(",")]
     ways = [word for word in words if word]
     for word in ways:
         require_choice("turns", word, tuple(LATER))
     if not ways or len(ways) > len(set(ways)):
-        raise InvalidArgumentError(
-            f"turns: expected some of {', '.join(LATER)}, each once, got "
-            f"{', '.join(ways) or 'none'}; leave the repeated one out"
-        )
+        problem = f"expected some of {', '.join(LATER)}, each once, got {', '.join(ways) or 'none'}"
+        raise wrong("turns", problem, "Leave the repeated one out")
     made = []
     for method, (place, way) in itertools.product(compared, enumerate(ways)):
         if way == "compress" and method.label.startswith(DEFAULT):

@@ -1,4 +1,4 @@
-"""`snapkv study NAME`: what the paper observed, on any model and document."""
+"""`snapkv study NAME`: the paper's observations, on any model and document."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,11 +67,11 @@ class ReadingStudyOptions(StudyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweringOptions(StudyOptions, WorkerOptions):
-    """The options of the study that compares answers only."""
+    """The options of the study that only compares answers."""
 
 
 _OF_OPTIONS = {"documents": "document", "questions": "question"}
-"""Fields of a study with repeatable options, since texts may contain commas."""
+"""The fields of a study that have repeatable options, because texts may contain commas."""
 
 
 def _study(*, settings: Study, options: StudyOptions) -> None:
@@ -101,7 +101,7 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
 
 
 def _findings(study: Study, options: StudyOptions) -> "Findings":
-    """The findings of the study, computed here or by workers."""
+    """Return the findings of the study, computed in this process or by workers."""
     from snapkv_app.cli.loading import answers_progress, load_model
 
     def folder(loaded: "LoadedModel") -> Path:

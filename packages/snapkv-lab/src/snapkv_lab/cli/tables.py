@@ -1,4 +1,4 @@
-"""Results of the laboratory's commands, as JSON or as a table on a terminal."""
+"""The output of the laboratory's commands: JSON, or a table on the terminal."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,22 +21,37 @@ def print_results(
     place: str = "",
     unwritten: OutputError | None = None,
 ) -> None:
-    """Print the results, and only then fail if a part could not be written."""
+    """Print the results, and only then fail if a part could not be written.
+
+    Args:
+        found: the results as JSON.
+        table: makes the table, if JSON is not wanted.
+        as_json: whether to print JSON.
+        place: a line about where the results are stored.
+        unwritten: the error of the part that could not be written, or None.
+
+    Raises:
+        OutputError: `unwritten`, after the results are printed.
+    """
     give(found, lambda: to_grid(table()), as_json=as_json, place=place)
-    if unwritten is not None:  # after the slow part
+    if unwritten is not None:  # the results of a long run are printed before it fails
         raise unwritten
 
 
 def print_summary(
     given: RunSummary, table: Callable[[], Table], *, as_json: bool, place: str, **more: Any
 ) -> None:
-    """Print what a run gave, in JSON with what else there is to say."""
+    """Print the result of a run; `more` are further fields of its JSON.
+
+    Raises:
+        OutputError: the summary could not be written.
+    """
     found = {"run": given.run, "folder": str(given.folder), "rows": given.rows} | more
     print_results(found, table, as_json=as_json, place=place, unwritten=given.unwritten)
 
 
 def to_grid(table: Table) -> Grid:
-    """A table for the terminal, with bold cells in bold."""
+    """Convert a table for the terminal, with its bold cells in bold."""
     return Grid(
         title=table.title,
         caption=table.caption,
@@ -53,7 +68,7 @@ def to_grid(table: Table) -> Grid:
 
 
 def metrics_table(title: str, rows: Sequence[Row]) -> Table:
-    """A row per task and metric of another harness, a column per method."""
+    """Return a table of lm-eval's scores: one row per task and metric, one column per method."""
     methods = tuple(dict.fromkeys(row["method"] for row in rows))
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
@@ -64,7 +79,7 @@ def metrics_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def bench_table(rows: Sequence[Row]) -> Table:
-    """A row per measurement, with the columns that any of them has."""
+    """Return a table with a row per measurement, and all columns that any measurement has."""
     shown = [_format_measurement(row) for row in rows]
     names = list(dict.fromkeys(name for row in shown for name in row))
     if rows and all(row["status"] == "ok" for row in rows):
@@ -74,7 +89,7 @@ def bench_table(rows: Sequence[Row]) -> Table:
 
 
 def _format_measurement(row: Row) -> dict[str, str]:
-    """A measurement as text: medians of percentiles, bytes with a unit."""
+    """Return the cells of a measurement as text: medians of percentiles, bytes with a unit."""
     cells = {}
     for name, value in row.items():
         if name in ("bench", "filled", "least_ms") or value is None:

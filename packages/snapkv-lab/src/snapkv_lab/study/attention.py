@@ -1,4 +1,6 @@
-"""Studies that read documents, have questions answered, and look at what each layer attends to."""
+"""Studies that read documents, ask questions about them, and look at the attention of each
+layer.
+"""
 
 import itertools
 from abc import abstractmethod
@@ -9,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.validation import require_at_least
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.drawing import Panel, draw_curves
@@ -35,11 +37,11 @@ if TYPE_CHECKING:
 
 
 LayerNumbers = dict[tuple[str, int], dict[str, float | None]]
-"""Numbers of a layer, by what they are of and the number of a window."""
+"""The numbers of one layer, by two keys: the kind of the rows, and the number of a window."""
 
 
 class Reading(NamedTuple):
-    """A prompt and what was answered to it; ids are (1, T + answer), the prompt first."""
+    """A prompt and its answer. The ids are (1, T + answer), the prompt first."""
 
     ids: "Tensor"
     prompt_tokens: int
@@ -47,9 +49,11 @@ class Reading(NamedTuple):
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of prompt and answer."""
         return int(self.ids.shape[1])
 
     def describe(self) -> Row:
+        """Return the lengths and the answer, ready for JSON."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "answer_tokens": self.tokens - self.prompt_tokens,
@@ -58,6 +62,11 @@ class Reading(NamedTuple):
 
 
 def read_sample(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
+    """Read a sample with the full cache, and answer it.
+
+    Raises:
+        PromptTooLongError: the model has too few positions.
+    """
     from snapkv.hf.cache import CompressedCache
     from snapkv.policies import FullCache
     from snapkv_app.answering import continue_ids, prompt_ids
@@ -70,7 +79,10 @@ def read_sample(loaded: "LoadedModel", sample: Sample, template: Template) -> Re
 
 
 class ReadingStep(NamedTuple):
-    """One step: what is read of a document, and what tells it from other parts with it."""
+    """One step of a study: the samples of one document.
+
+    `variant` distinguishes it from other steps about the same document.
+    """
 
     name: str
     variant: str
@@ -79,7 +91,7 @@ class ReadingStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingStudy(Study):
-    """A study that reads long documents, has questions answered, and looks at every layer.
+    """A study that reads long documents, asks questions about them, and looks at every layer.
 
     Args:
         documents: files, one document each; by default essays or Python's documentation.
@@ -89,18 +101,18 @@ class ReadingStudy(Study):
             positions are too short.
         temperature: of the answers; 0 is greedy decoding, with which small models repeat
             themselves.
-        seed: of the answers.
+        seed: random seed of the answers.
         template: tokenizer for the model's chat template, if any; none for plain text.
     """
 
     by: ClassVar[tuple[str, ...]]
-    """What tells a row from others."""
+    """The fields that distinguish a row from others."""
 
     numbers: ClassVar[tuple[str, ...]]
-    """What a row says; averaged over documents, None left out."""
+    """The numbers of a row, which are averaged over documents; None is left out."""
 
     parted: ClassVar[tuple[str, str]]
-    """What tells the rows of one layer apart."""
+    """The two fields that distinguish the rows of one layer."""
 
     documents: tuple[str, ...] = ()
     samples: int = 3
@@ -111,23 +123,26 @@ class ReadingStudy(Study):
     template: Template = "tokenizer"
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small, or there is no question, or an empty one.
+        """
         require_at_least("samples", self.samples, 1)
         require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
         if not self.questions or not all(question.strip() for question in self.questions):
-            raise InvalidArgumentError(
-                "question: expected at least one question and no empty one, got "
-                f"{list(self.questions)}; ask one"
-            )
+            problem = f"expected at least one question and no empty one, got {list(self.questions)}"
+            raise wrong("question", problem, "Ask a question")
 
     @property
     @abstractmethod
     def answer_tokens(self) -> int:
-        """Tokens of every answer, whether or not the model would have ended it."""
+        """The tokens of every answer, which does not end before."""
 
     def look(
         self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
-        """Rows of one part, with the keys of `by` and `numbers`: those of every layer."""
+        """Return the rows of every layer for one step, with the fields of `by` and `numbers`."""
         from snapkv_app.observing import observed
 
         (reading,) = readings
@@ -141,21 +156,33 @@ class ReadingStudy(Study):
 
     @property
     def query_tokens(self) -> int:
-        """How many of the last queries of prompt and answer are looked at."""
+        """How many of the last queries of prompt and answer are looked at.
+
+        Raises:
+            NotImplementedError: the study looks at its readings in another way.
+        """
         raise NotImplementedError
 
     def measured(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Numbers of one layer, its states those of prompt and answer, by the keys `parted`."""
+        """Return the numbers of one layer, by the two fields of `parted`.
+
+        Args:
+            layer: the layer with the states of prompt and answer.
+            prompt_tokens: the length of the prompt.
+
+        Raises:
+            NotImplementedError: the study looks at its readings in another way.
+        """
         raise NotImplementedError
 
     def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
-        """What is read of named documents: one question about each, in turns."""
+        """Yield one step per document; each asks one of the questions, in turns."""
         for number, (name, text) in enumerate(texts):
             question = self.questions[number % len(self.questions)]
             yield ReadingStep(name, "last", (self.sample(name, text, question),))
 
     def sample(self, name: str, document: str, question: str, *, first: bool = False) -> Sample:
-        """A question after a document, or in front of it."""
+        """Return a sample with the question after the document, or before it if `first`."""
         settings = GenerationSettings(
             max_new_tokens=self.answer_tokens,
             min_new_tokens=self.answer_tokens,
@@ -176,7 +203,13 @@ class ReadingStudy(Study):
     def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Read what is missing in the folder, and conclude from the means over all documents."""
+        """Read what the folder does not hold yet, and average over all documents.
+
+        Raises:
+            InvalidArgumentError: the folder holds another run, or a document is too short.
+            OutputError: a record cannot be written; the records before it are in the folder.
+            PromptTooLongError: the model has too few positions.
+        """
         texts, warnings = load_long_texts(self.documents, count=self.samples)
         study, parts, notices = self._fitted(loaded, texts)
         samples = [sample for part in parts for sample in part.samples]
@@ -200,9 +233,13 @@ class ReadingStudy(Study):
     def _fitted(
         self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
     ) -> tuple["ReadingStudy", list[ReadingStep], tuple[str, ...]]:
-        """The study with documents as long as they and the model allow; its parts; what to say."""
+        """Shorten the documents to what they and the model allow.
+
+        Returns:
+            The study with the new length, its steps, and a notice if the length was changed.
+        """
         study, why = self, ""
-        while True:  # a text that was cut can have a token more than it was cut to
+        while True:  # a text can have one more token after it was cut and tokenized again
             found = cut_documents(loaded.tokenizer, documents, study.document_tokens)
             if found.tokens < study.document_tokens:
                 why = f"{found.shortest} has no more"
@@ -212,12 +249,12 @@ class ReadingStudy(Study):
             if excess <= 0 or study.document_tokens - excess < LEAST_TOKENS:
                 tokens = f"{found.tokens:,} tokens instead of {self.document_tokens:,}"
                 said = (f"documents are cut to {tokens}: {why}",) if why else ()
-                return study, parts, said  # what does not fit is refused when it is read
+                return study, parts, said  # a document that does not fit is refused later
             why = f"the model has {loaded.max_tokens:,} positions for prompt and answer"
             study = replace(study, document_tokens=study.document_tokens - excess)
 
     def _excess_tokens(self, loaded: "LoadedModel", parts: Sequence[ReadingStep]) -> int:
-        """How many tokens the longest prompt and its answer have more than the model positions."""
+        """Return how many tokens the longest prompt and its answer exceed the positions by."""
         if loaded.max_tokens is None:
             return 0
         samples = (sample for part in parts for sample in part.samples)
@@ -234,7 +271,7 @@ class ReadingStudy(Study):
 
 
 SELECTIONS = ("vote", "sinks and recent")
-"""The window's vote, and as many first and last positions, chosen without a vote."""
+"""The selection of the window's vote, and as many first and last positions without a vote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,10 +280,10 @@ class HitRate(ReadingStudy):
 
     The last tokens of the prompt vote, and each query head keeps the best part of the prefix. A
     position of the prefix is important to a generated token and a head if its attention is above
-    the threshold; the hit rate is the part of the important positions that was
-    kept. The sums of Eq. 8 are over the heads of a layer and the tokens of a generation window.
-    The table also has the rate without the attention sinks (first tokens), and both rates for a
-    selection of the first and the last tokens of the prefix.
+    the threshold. The hit rate is the share of the important positions that was kept. The sums of
+    Eq. 8 are over the heads of a layer and the tokens of a generation window. The table also shows
+    the rate without the attention sinks (the first tokens), and both rates for a selection of the
+    first and the last tokens of the prefix.
 
     Args:
         keep_ratio: the part of the prefix that is kept, p in the paper.
@@ -280,20 +317,25 @@ class HitRate(ReadingStudy):
     generation_tokens: int = 128
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is out of range, or too few positions are kept.
+        """
         super().__post_init__()
         for name in ("generation_windows", "generation_tokens"):
             require_at_least(name, getattr(self, name), 1)
         require_at_least("sink_tokens", self.sink_tokens, 0)
         if not 0 < self.threshold < 1:
-            raise InvalidArgumentError(
-                f"threshold: expected attention between 0 and 1, got {self.threshold}; pass 0.05"
-            )
+            problem = f"expected attention between 0 and 1, got {self.threshold}"
+            raise wrong("threshold", problem, "Pass 0.05")
         self._vote()
         if int(self.keep_ratio * (self.document_tokens - self.window_size)) <= self.sink_tokens:
-            raise InvalidArgumentError(
-                f"keep_ratio: expected to keep more than sink_tokens={self.sink_tokens} positions "
-                f"of a document of {self.document_tokens} tokens, got {self.keep_ratio}; raise "
-                "keep_ratio or document_tokens"
+            raise wrong(
+                "keep_ratio",
+                f"{self.keep_ratio} of a document of {self.document_tokens} tokens keeps no more "
+                f"than sink_tokens={self.sink_tokens} positions",
+                "Raise keep_ratio or document_tokens",
             )
 
     @property
@@ -305,7 +347,7 @@ class HitRate(ReadingStudy):
         return self.window_size + self.answer_tokens
 
     def measured(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Hit rates in one layer, by selection and window of the answer, which count from 1."""
+        """Return the hit rates of one layer by selection and window; windows count from 1."""
         from snapkv_lab.study.measures import important_and_hit
 
         masks = self._selected(layer, prompt_tokens)
@@ -323,7 +365,7 @@ class HitRate(ReadingStudy):
         return rows
 
     def _selected(self, layer: "PromptLayer", prompt_tokens: int) -> "Tensor":
-        """(2, Hq, prefix) bool: what each of `SELECTIONS` keeps of the prefix."""
+        """Return (2, Hq, prefix) bool: what each of `SELECTIONS` keeps of the prefix."""
         import torch
 
         from snapkv_lab.study.measures import layer_between, selected_mask
@@ -347,9 +389,9 @@ class HitRate(ReadingStudy):
         )
 
     def table(self, rows: Sequence[Row]) -> Table:
-        """Rates over all layers, by what was kept and what is compared.
+        """Return the rates over all layers, by selection and window.
 
-        In layers with few important positions a rate means little, and weighs little in the
+        In layers with few important positions a rate says little, so it has little weight in the
         weighted mean.
         """
         rates = ("hit_rate", "important"), ("hit_rate_beyond_sinks", "important_beyond_sinks")
@@ -390,7 +432,7 @@ class HitRate(ReadingStudy):
 
 
 def _hit_rate(hit: "Tensor", important: "Tensor") -> float | None:
-    """Eq. 8; None where nothing is important."""
+    """Return the hit rate of Eq. 8, or None if no position is important."""
     total = int(important.sum())
     return int(hit.sum()) / total if total else None
 
@@ -400,7 +442,8 @@ class Position(HitRate):
     """Whether the vote works as well with the question before the document.
 
     The hit rates of `hit-rate`, for the same question about the same document at the end of the
-    prompt and at its beginning. At the beginning, the observation window contains no word of it.
+    prompt and at its beginning. With the question at the beginning, the observation window contains
+    no word of it.
 
     Args:
         generation_windows: parts of the answer; their rates are averaged.
@@ -430,14 +473,14 @@ class Position(HitRate):
 class Overlap(ReadingStudy):
     """Which positions each window of the prompt attends to most, against the answer.
 
-    The end of the prompt and the answer are cut into windows. The attention that a window pays the
-    prompt is averaged over its tokens, and each query head's best positions are the window's; the
-    overlap of two windows is the part of the one's positions that are the other's too. Windows
-    of the prompt are compared with the whole answer (Fig. 2), those of the answer with the last
-    window of the prompt (Fig. 3).
+    The end of the prompt and the answer are cut into windows. The attention of a window to the
+    prompt is averaged over its tokens, and the positions with the most attention belong to the
+    window, for each query head. The overlap of two windows is the share of the first one's
+    positions that belong to the second one too. Windows of the prompt are compared with the whole
+    answer (Fig. 2), and those of the answer with the last window of the prompt (Fig. 3).
 
-    Candidates are all positions before the last window. An early window cannot attend to what
-    comes after it; a second number therefore has only the positions before the first window for
+    The candidates are all positions before the last window. An early window cannot attend to what
+    follows it. A second number therefore only has the positions before the first window as
     candidates, which every window sees.
 
     Args:
@@ -458,15 +501,21 @@ class Overlap(ReadingStudy):
     generation_windows: int = 4
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small, or no position would be kept.
+        """
         super().__post_init__()
         for name in ("window_tokens", "prompt_windows", "generation_windows"):
             require_at_least(name, getattr(self, name), 1)
         before = self.document_tokens - self.prompt_windows * self.window_tokens
         if not 0 < self.keep_ratio < 1 or int(self.keep_ratio * before) < 1:
-            raise InvalidArgumentError(
-                f"keep_ratio: expected a part of the {max(before, 0):,} positions before "
-                f"{self.prompt_windows} windows of {self.window_tokens} that is at least one "
-                f"position, got {self.keep_ratio}; raise document_tokens, or lower prompt_windows"
+            raise wrong(
+                "keep_ratio",
+                f"{self.keep_ratio} is not at least one of the {max(before, 0):,} positions before "
+                f"{self.prompt_windows} windows of {self.window_tokens} tokens",
+                "Raise document_tokens, or lower prompt_windows",
             )
 
     @property
@@ -478,9 +527,9 @@ class Overlap(ReadingStudy):
         return self.prompt_windows * self.window_tokens + self.answer_tokens
 
     def measured(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Overlaps in one layer, by what the window is of and its number.
+        """Return the overlaps of one layer by "prompt" or "answer" and the number of the window.
 
-        Windows of the prompt count from ``-prompt_windows`` to -1, those of the answer from 1.
+        Windows of the prompt count from ``-prompt_windows`` to -1, and those of the answer from 1.
         """
         import torch
 
@@ -540,11 +589,11 @@ class Overlap(ReadingStudy):
 class Instructions(ReadingStudy):
     """Whether other questions look at other parts of the same document.
 
-    All questions are asked about every document. A question and its answer vote together, each
-    query head keeps the best part of the document, and every two questions are compared: which
-    part of the one's positions are the other's too. What agreement there could be is told by
-    halves: the votes of every other token of one question with those of the tokens between them,
-    of the same question and of another.
+    All questions are asked about every document. A question and its answer vote together, and each
+    query head keeps the best part of the document. Every two questions are compared: which share of
+    the first one's positions are the second one's too. The largest agreement that can be expected
+    is measured with halves: the votes of every other token of one question are compared with those
+    of the tokens between them, of the same question and of another one.
 
     Args:
         keep_ratio: the part of the document that is kept.
@@ -559,17 +608,19 @@ class Instructions(ReadingStudy):
     answer_length: int = 64
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: there are fewer than two questions, or no position would be kept.
+        """
         super().__post_init__()
         require_at_least("answer_length", self.answer_length, 1)
         if len(self.questions) < 2:
-            raise InvalidArgumentError(
-                f"question: expected at least two to compare, got {len(self.questions)}; ask more"
-            )
+            problem = f"expected at least two questions, got {len(self.questions)}"
+            raise wrong("question", problem, "Ask another question")
         if not 0 < self.keep_ratio < 1 or int(self.keep_ratio * self.document_tokens) < 1:
-            raise InvalidArgumentError(
-                f"keep_ratio: expected a part of {self.document_tokens:,} positions that is at "
-                f"least one, got {self.keep_ratio}; pass 0.05"
-            )
+            problem = f"{self.keep_ratio} is not at least one of {self.document_tokens:,} positions"
+            raise wrong("keep_ratio", problem, "Pass 0.05")
 
     @property
     def answer_tokens(self) -> int:
@@ -583,7 +634,7 @@ class Instructions(ReadingStudy):
     def look(
         self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
-        """A row per pair of questions and layer."""
+        """Return one row per pair of questions and layer."""
         from snapkv_app.observing import observed
         from snapkv_lab.study.measures import overlap_share
 
@@ -607,7 +658,11 @@ class Instructions(ReadingStudy):
         ]
 
     def _votes(self, layer: "PromptLayer", document: int) -> "Tensor":
-        """(3, Hq, document) bool: selected by all voters, by every other one, and by the rest."""
+        """Return the selections of all voters, of every other one, and of the rest.
+
+        Returns:
+            (3, Hq, document) bool.
+        """
         import torch
 
         from snapkv_lab.study.measures import attention_of_halves, most_attended
@@ -642,7 +697,7 @@ class Instructions(ReadingStudy):
 
 
 def count_common_tokens(texts: Sequence[Sequence[int]]) -> int:
-    """How many of their first tokens all texts share."""
+    """Return how many first tokens all texts have in common."""
     shortest = min(map(len, texts))
     together = zip(*texts, strict=False)
     return next((i for i, tokens in enumerate(together) if len(set(tokens)) > 1), shortest)

@@ -1,4 +1,4 @@
-"""A study: settings in; rows, a table and a figure out."""
+"""The base class of studies: settings in; rows, a table and a figure out."""
 
 import json
 from abc import ABC, abstractmethod
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings(RunSummary):
-    """The findings of a study: a record of how they were made, and rows.
+    """The result of a study.
 
-    `warnings` name parts of the user's files that were not read, `notices` deviations from the
-    settings, `closing` the conclusion and its use.
+    Attributes:
+        warnings: the parts of the user's files that were not read.
+        notices: the deviations from the settings.
+        closing: what to do with the result.
     """
 
     warnings: tuple[str, ...] = ()
@@ -31,7 +33,7 @@ class Findings(RunSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class Study(ABC):
-    """One of the paper's observations: a frozen dataclass of its settings.
+    """One of the paper's observations, as a frozen dataclass of its settings.
 
     The fields of a subclass are its options on the command line, with the texts under ``Args:`` of
     its docstring as their help.
@@ -43,36 +45,44 @@ class Study(ABC):
     def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Measure what is missing in the folder, and summarise everything.
+        """Measure what the folder does not hold yet, and summarise all of it.
+
+        Args:
+            loaded: the model and its tokenizer.
+            folder: where records are stored; a stopped run continues there.
+            on_progress: receives the progress.
 
         Raises:
-            InvalidArgumentError: the folder holds another run.
-            OutputError: a part cannot be written; those before it are in the folder.
+            InvalidArgumentError: the folder holds another run, or a document is too short.
+            OutputError: a record cannot be written; the records before it are in the folder.
             PromptTooLongError: the model has too few positions.
         """
 
     @abstractmethod
     def table(self, rows: Sequence[Row]) -> Table:
-        """The rows in brief."""
+        """Return a table that summarises the rows."""
 
     @abstractmethod
     def figure(self, rows: Sequence[Row]) -> Any:
-        """A matplotlib figure of the rows."""
+        """Return a matplotlib figure of the rows."""
 
     def settings(self, loaded: "LoadedModel") -> Row:
-        """Everything that the rows depend on, except the documents' text."""
+        """Return all settings that the rows depend on, except the text of the documents."""
         from snapkv_lab.measure.environment import software_versions
 
         study: Row = json.loads(json.dumps({"name": self.name, **asdict(self)}))
         return {"study": study, "model": loaded.description(), **software_versions()}
 
     def fingerprint(self, loaded: "LoadedModel") -> str:
-        """A short name for the settings."""
+        """Return a short name for the settings."""
         return short_hash(self.settings(loaded))
 
 
 def mean_rows(rows: Iterable[Row], by: Sequence[str], numbers: Sequence[str]) -> list[Row]:
-    """One row for all that agree in `by`, with the mean of each number where it is not None."""
+    """Return one row per combination of the fields `by`, with the mean of each number.
+
+    A number that is None is left out of its mean.
+    """
     return [
         dict(zip(by, values, strict=True)) | {name: mean_value(group, name) for name in numbers}
         for values, group in group_rows(rows, lambda row: tuple(row[name] for name in by)).items()
@@ -80,12 +90,12 @@ def mean_rows(rows: Iterable[Row], by: Sequence[str], numbers: Sequence[str]) ->
 
 
 def group_by_label(rows: Iterable[Row], by: str, label: str = "{}") -> dict[str, list[Row]]:
-    """Rows by one key, under the labels of the curves of a figure."""
+    """Group rows by a field, under labels that contain its value."""
     return {label.format(value): own for value, own in group_rows(rows, by).items()}
 
 
 def format_range_over_layers(rows: Sequence[Row], name: str) -> str:
-    """The mean of a number over rows of one layer each, its lowest and its highest value."""
+    """Return the mean of a number over layers, with its lowest and highest value, as text."""
     known = [row[name] for row in rows if row[name] is not None]
     if not known:
         return "-"
@@ -93,7 +103,7 @@ def format_range_over_layers(rows: Sequence[Row], name: str) -> str:
 
 
 def format_weighted_mean(rows: Sequence[Row], name: str, weight: str) -> str:
-    """The mean of a number over rows of one layer each, weighted by another number of theirs."""
+    """Return the mean of a number over layers, weighted by another number, as text."""
     known = [row for row in rows if row[name] is not None]
     total = sum(row[weight] for row in known)
     return f"{sum(row[name] * row[weight] for row in known) / total:.2f}" if total else "-"

@@ -1,4 +1,6 @@
-"""A gate for `KVzap`: what a token's own key and value tell of what a second reading would say."""
+"""A gate for `KVzap`, which predicts from a token's own key and value how a second reading scores
+it.
+"""
 
 import json
 import random
@@ -34,10 +36,10 @@ if TYPE_CHECKING:
 
 FILE = "gate.safetensors"
 SINKS, LAST = 4, 16
-"""First and last tokens of a text that are not looked at: methods keep them whatever they score."""
+"""The first and last tokens of a text that are not used, because methods keep them in any case."""
 
 RIDGE = 1e-3
-"""Added to the variance of every number that is looked at, as a part of it."""
+"""The share of each feature's variance that is added to it."""
 
 _LEAST_SCORE = 1e-12
 
@@ -50,7 +52,7 @@ class FitGate(Study):
     logs and made up sentences. For every KV head, ridge regression fits the logarithm of the score
     of KVzip+ (KVzap, arXiv 2601.07891) to the token's key and value. The last text of each kind is
     held out to measure how well the ranks agree. The gate is stored for this model and used by
-    `kvzap` from then on; the folder has it as `gate.safetensors`.
+    `kvzap` from then on. The folder also holds it as `gate.safetensors`.
 
     Args:
         texts: number of texts.
@@ -73,7 +75,13 @@ class FitGate(Study):
     def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Read, fit, judge and keep the gate."""
+        """Read the texts, fit the gate, measure its agreement and store it.
+
+        Raises:
+            InvalidArgumentError: the folder holds another run.
+            OutputError: the gate cannot be written.
+            PromptTooLongError: the model has too few positions.
+        """
         from snapkv.cache.saving.writing import replace_file
         from snapkv.hf.known_gates import remember_gate
 
@@ -92,13 +100,15 @@ class FitGate(Study):
         with Store(folder, block := self.settings(loaded)) as store:
             unwritten = store.summarise(rows)
         replace_file(folder / FILE, gate.as_file())
-        closing = f"--policy kvzap --set gate={folder / FILE} goes by it"
+        closing = f"--policy kvzap --set gate={folder / FILE} uses it"
         if self.remember:
-            closing = f"--policy kvzap goes by it from now on: stored in {remember_gate(gate)}"
+            closing = f"--policy kvzap uses it from now on: stored in {remember_gate(gate)}"
         return Findings(folder=folder, run=block, rows=rows, closing=closing, unwritten=unwritten)
 
     def _read(self, loaded: "LoadedModel") -> Iterator[tuple[str, list[int]]]:
-        """Kinds and the tokens of texts, the kinds in turn, each of all lengths."""
+        """Yield the kind and the tokens of each text; kinds take turns, and each has all
+        lengths.
+        """
         kinds, most = list(KINDS.items()), (loaded.max_tokens or 10**9) // 2 - 64
         for place in range(self.texts):
             kind, make = kinds[place % len(kinds)]
@@ -110,6 +120,7 @@ class FitGate(Study):
             yield kind, ids[:wanted]
 
     def table(self, rows: Sequence[Row]) -> Table:
+        """Return the agreement by kind of text, as means over layers and heads."""
         numbers = ("correlation", "best_quarter")
         return Table(
             title="agreement with KVzip+ on texts that were left out, mean over layers and heads",
@@ -129,14 +140,14 @@ class FitGate(Study):
 
 
 class Regression:
-    """Sums of products over all tokens, of which ridge regression needs no more."""
+    """The sums of products over all tokens, which are all that ridge regression needs."""
 
     def __init__(self) -> None:
         self._products: list[Tensor] = []
         self._targets: list[Tensor] = []
 
     def add(self, layers: "Sequence[PromptLayer]") -> None:
-        """Take in a text of every layer."""
+        """Add the tokens of one text, given by its layers."""
         for depth, layer in enumerate(layers):
             looked_at, scores = _examples(layer)
             products, targets = looked_at.mT @ looked_at, looked_at.mT @ scores[..., None]
@@ -149,7 +160,10 @@ class Regression:
             self._sizes = layer.keys.shape[-1], layer.values.shape[-1]
 
     def weights(self) -> "Tensor":
-        """(layers, heads, features), the constant last, of which nothing is taken off."""
+        """Return the fitted weights, (layers, heads, features), with the constant last.
+
+        The constant is not shrunk.
+        """
         import torch
 
         products, targets = torch.stack(self._products), torch.stack(self._targets)
@@ -162,7 +176,7 @@ class Regression:
         return found
 
     def gate(self, loaded: "LoadedModel") -> "Gate":
-        """The gate of the model that has read the texts."""
+        """Return the gate for the model that has read the texts."""
         from snapkv.hf.identity import digest_of
         from snapkv.policies.gate import Gate
 
@@ -170,14 +184,14 @@ class Regression:
 
 
 def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[PromptLayer]":
-    """Every layer of a text that was read twice, with the scores of KVzip+ as `received`."""
+    """Read a text twice, and return its layers with the scores of KVzip+ as `received`."""
     import torch
 
     from snapkv import CompressedCache, KVzip
     from snapkv.kvzip import instruction_of, read_layers
 
     class Teacher(KVzip):
-        """KVzip+, which also gets to know how keys turn."""
+        """KVzip+, which also receives the rotation of the keys."""
 
         needs = KVzip(plus=True).needs | {"rotation"}
 
@@ -188,7 +202,7 @@ def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[Prompt
 
 
 def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
-    """(H, N, features) and (H, N) float64: what is looked at, and what should come of it."""
+    """Return the features, (H, N, features), and the scores to predict, (H, N), both float64."""
     from snapkv.policies.gate import features
 
     assert layer.received is not None
@@ -198,7 +212,7 @@ def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
 
 
 def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list[Row]:
-    """A row for every layer of a text."""
+    """Return a row for every layer of a text: how well the gate's ranks agree with KVzip+'s."""
     import torch
 
     rows = []
@@ -221,7 +235,7 @@ def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list
     return rows
 
 
-# What is read.
+# The texts that are read.
 
 
 def _part(text: str, draw: random.Random, characters: int = 6000) -> str:
@@ -244,8 +258,8 @@ def _records(draw: random.Random) -> str:
 def _logs(draw: random.Random) -> str:
     parts = draw_distinct(lambda: draw_word_key(draw), 6)
     return "\n".join(
-        f"2024-0{draw.randrange(1, 9)}-{draw_number(draw, 2)} {draw.choice(('INFO', 'WARN', 'ERROR'))} "
-        f"{draw.choice(parts)}: {draw.choice(('started', 'closed', 'waited', 'failed'))} after "
+        f"2024-0{draw.randrange(1, 9)}-{draw_number(draw, 2)} "
+        f"{draw.choice(('INFO', 'WARN', 'ERROR'))} {draw.choice(parts)}: {draw.choice(('started', 'closed', 'waited', 'failed'))} after "
         f"{draw_number(draw, draw.randrange(1, 5))} ms"
         for _ in range(60)
     )
@@ -270,4 +284,6 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
     "logs": _logs,
     "sentences": _sentences,
 }
-"""Kinds of texts; experiments judge gates on others, essays and paragraphs of Wikipedia."""
+"""The kinds of texts. Experiments measure gates on other kinds: essays and paragraphs of
+Wikipedia.
+"""

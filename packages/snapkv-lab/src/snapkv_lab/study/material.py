@@ -1,9 +1,9 @@
-"""What the studies read: long documents and questions that can be asked about any of them."""
+"""The material of studies: long documents, and questions that suit any text."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app import text_files
 from snapkv_lab.evaluate.haystack import load_haystack, token_ids
 
@@ -13,17 +13,25 @@ QUESTIONS = (
     "Which examples does the text give, and what does each of them show?",
     "Write a detailed summary of the text.",
 )
-"""Asked where the user asks nothing."""
+"""The questions that are asked if the user has none."""
 
 
 LEAST_TOKENS = 128
-"""A document shorter than that is refused."""
+"""The shortest document that is accepted, in tokens."""
 
 
 def load_long_texts(
     files: Sequence[str], *, count: int
 ) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Names and texts of documents, and a line for each thing that was not read of them."""
+    """Return the names and texts of documents, and warnings about what was not read of them.
+
+    Args:
+        files: the user's files; without any, parts of the haystack are taken.
+        count: how many parts of the haystack are taken.
+
+    Raises:
+        DocumentError: a file cannot be read.
+    """
     if files:
         read, warnings = text_files.read_noting(files)
         return [(document.name, document.text) for document in read], tuple(warnings)
@@ -37,7 +45,7 @@ def load_long_texts(
 
 
 class CutDocuments(NamedTuple):
-    """Documents of the same length."""
+    """Documents of one length, and the name of the shortest one."""
 
     texts: list[tuple[str, str]]
     tokens: int
@@ -45,15 +53,20 @@ class CutDocuments(NamedTuple):
 
 
 def cut_documents(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> CutDocuments:
-    """Documents cut to a number of tokens, or all of them to what the shortest one has."""
+    """Cut documents to `tokens` tokens, or to the length of the shortest one.
+
+    Raises:
+        InvalidArgumentError: a document is shorter than `LEAST_TOKENS`.
+    """
     ids = [token_ids(tokenizer, text[: tokens * _CHARACTERS_PER_TOKEN]) for _, text in texts]
     shortest, of_it = min(zip(texts, ids, strict=True), key=lambda pair: len(pair[1]))
     most = min(tokens, len(of_it))
     if most < LEAST_TOKENS:
-        raise InvalidArgumentError(
-            f"document: expected at least document_tokens={tokens:,} tokens in each, or "
-            f"{LEAST_TOKENS} to cut all of them to, got {most:,} in {shortest[0]}; pass a longer "
-            "document"
+        expected = (
+            f"expected at least {LEAST_TOKENS} of the document_tokens={tokens:,} tokens in each"
+        )
+        raise wrong(
+            "document", f"{expected}, got {most:,} in {shortest[0]}", "Pass a longer document"
         )
     cut_texts = [
         (name, tokenizer.decode(own[:most], skip_special_tokens=True))
@@ -63,4 +76,4 @@ def cut_documents(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int)
 
 
 _CHARACTERS_PER_TOKEN = 12
-"""More than any long stretch of text needs; what is after that is not tokenized."""
+"""More characters than any long text needs per token. The text after them is not tokenized."""

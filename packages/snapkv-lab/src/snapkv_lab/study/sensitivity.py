@@ -1,4 +1,4 @@
-"""How window, kernel and pooling change what a task scores (Table 2, Sec. 5.4)."""
+"""How window, kernel and pooling change the score of a task (Table 2, Sec. 5.4)."""
 
 import itertools
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ class Sensitivity(Study):
         length: tokens of the prompt.
         depths: places of the needle.
         permutations: runs of every depth, each with the documents in another order.
-        digits: of the hidden number.
+        digits: digits of the hidden number.
         cloze: give the model the start of the answer, which small models need.
         haystack: folder of text files; without one, essays or Python's documentation.
-        seed: of needles and orders.
+        seed: random seed of needles and orders.
         template: tokenizer for the model's chat template, if any; none for plain text.
     """
 
@@ -72,7 +72,18 @@ class Sensitivity(Study):
         on_progress: Progress | None = None,
         executor: "Executor | None" = None,
     ) -> Findings:
-        """Run the task with every setting; `executor` is who answers, this process by default."""
+        """Run the task with every setting.
+
+        Args:
+            loaded: the model and its tokenizer.
+            folder: where answers are stored; a stopped run continues there.
+            on_progress: receives the progress.
+            executor: answers the questions; None for this process.
+
+        Raises:
+            InvalidArgumentError: the folder holds another run.
+            OutputError: an answer cannot be written; the answers before it are in the folder.
+        """
         from snapkv_lab.evaluate.runner import Run
 
         task = Needle(
@@ -95,7 +106,7 @@ class Sensitivity(Study):
         )
 
     def _methods(self) -> list["Method"]:
-        """The full cache, and SnapKV with every setting."""
+        """Return the full cache, and SnapKV with every setting."""
         from snapkv import FullCache, KVCodes, SnapKV
         from snapkv_lab.evaluate.asking import Method
 
@@ -137,7 +148,7 @@ class Sensitivity(Study):
         return draw_cells(f"Accuracy, budget {self.budget}", self._by_pooling(rows), **keys)
 
     def _by_pooling(self, rows: Sequence[Row]) -> list[Row]:
-        """All settings but the full cache; what does not pool is one of every kind of pooling."""
+        """Return the rows of all settings; rows without pooling are repeated for each pooling."""
         return [
             row | {"pooling": pooling}
             for pooling in self.poolings
@@ -147,7 +158,7 @@ class Sensitivity(Study):
 
 
 def _combine_cells(cells: Sequence[Row]) -> Row:
-    """All depths of one method."""
+    """Return one row for all depths of one method."""
     policy, samples = cells[0]["policy"], sum(cell["samples"] for cell in cells)
     right = sum(cell["score"] * cell["samples"] for cell in cells if cell["samples"])
     return {
