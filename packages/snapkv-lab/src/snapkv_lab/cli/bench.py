@@ -164,15 +164,8 @@ def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[st
         yield from json_format.loads(done.stdout)["rows"]
 
 
-@app.command()
-@with_options(BenchOptions)
-def throughput(
-    memory_gb: Annotated[float, typer.Option(help="GB for weights and caches together")] = 16.0,
-    tokens: Tokens = 16,
-    *,
-    options: BenchOptions,
-) -> None:
-    """Tokens per second at the largest batch whose caches fit into the same memory.
+def _require_search(memory_gb: float, options: BenchOptions) -> None:
+    """Check the options of `throughput`.
 
     Raises:
         InvalidArgumentError: the memory is out of range, or a batch size is given.
@@ -181,12 +174,20 @@ def throughput(
         problem = f"expected more than 0 and at most {_MOST_GB:,} GB, got {memory_gb}"
         raise wrong("memory_gb", problem, "Pass the memory of the device")
     if options.batch != BenchOptions.batch:
-        problem = (
-            f"expected none, because the largest batch that fits is found, got {options.batch}"
-        )
-        raise wrong(
-            "batch", problem, "Leave it out, or measure this batch with snapkv bench decode"
-        )
+        problem = f"the largest batch that fits is searched for, got {options.batch}"
+        raise wrong("batch", problem, "Leave it out, or measure it with snapkv bench decode")
+
+
+@app.command()
+@with_options(BenchOptions)
+def throughput(
+    memory_gb: Annotated[float, typer.Option(help="GB for weights and caches together")] = 16.0,
+    tokens: Tokens = 16,
+    *,
+    options: BenchOptions,
+) -> None:
+    """Tokens per second at the largest batch whose caches fit into the same memory."""
+    _require_search(memory_gb, options)
     from snapkv_lab.measure.decode import throughput as rows
 
     _run(options, partial(rows, memory_bytes=int(memory_gb * 1e9), tokens=tokens))

@@ -143,16 +143,13 @@ class LmEvalOptions(SweepOptions):
     results: Annotated[str | None, results_option("lm-eval"), RESULTS] = None
 
 
-@with_options(LmEvalOptions)
-def lm_eval(*, options: LmEvalOptions) -> None:
-    """Any task of lm-eval, with the cache of every method.
+def _require_tasks(tasks: list[str], options: LmEvalOptions) -> None:
+    """Check the options of `lm_eval` before torch is imported.
 
     Raises:
         InvalidArgumentError: no task is named, or the folder of tasks is missing.
         MissingDependencyError: lm-eval or a package that it needs is not installed.
     """
-    tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    folder_of_tasks = Path(options.include_path) if options.include_path else None
     for package in ("lm_eval", "datasets"):
         if importlib.util.find_spec(package) is None:
             remedy = f"Run {install_command('lm-eval')}"
@@ -161,9 +158,16 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     if not tasks:
         problem = "expected names of lm-eval's tasks with commas between them, got none"
         raise wrong("tasks", problem, "Write for instance --tasks squadv2,triviaqa")
-    if folder_of_tasks is not None and not folder_of_tasks.is_dir():
+    if options.include_path and not Path(options.include_path).is_dir():
         problem = f"expected a folder of task files, got {options.include_path!r}"
         raise wrong("include_path", problem, "Pass an existing folder")
+
+
+@with_options(LmEvalOptions)
+def lm_eval(*, options: LmEvalOptions) -> None:
+    """Any task of lm-eval, with the cache of every method."""
+    tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    _require_tasks(tasks, options)
 
     from snapkv_app.cli.loading import answers_progress, load_model  # imports torch
     from snapkv_lab.cli.methods import compared_methods
@@ -176,7 +180,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
         loaded=loaded,
         tasks=tasks,
         methods=compared,
-        include_path=folder_of_tasks,
+        include_path=Path(options.include_path) if options.include_path else None,
         num_fewshot=options.num_fewshot,
         chat=options.template == "tokenizer",
         limit=options.limit,

@@ -259,7 +259,8 @@ def _logs(draw: random.Random) -> str:
     parts = draw_distinct(lambda: draw_word_key(draw), 6)
     return "\n".join(
         f"2024-0{draw.randrange(1, 9)}-{draw_number(draw, 2)} "
-        f"{draw.choice(('INFO', 'WARN', 'ERROR'))} {draw.choice(parts)}: {draw.choice(('started', 'closed', 'waited', 'failed'))} after "
+        f"{draw.choice(('INFO', 'WARN', 'ERROR'))} {draw.choice(parts)}: "
+        f"{draw.choice(('started', 'closed', 'waited', 'failed'))} after "
         f"{draw_number(draw, draw.randrange(1, 5))} ms"
         for _ in range(60)
     )

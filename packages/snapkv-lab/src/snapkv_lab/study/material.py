@@ -62,12 +62,9 @@ def cut_documents(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int)
     shortest, of_it = min(zip(texts, ids, strict=True), key=lambda pair: len(pair[1]))
     most = min(tokens, len(of_it))
     if most < LEAST_TOKENS:
-        expected = (
-            f"expected at least {LEAST_TOKENS} of the document_tokens={tokens:,} tokens in each"
-        )
-        raise wrong(
-            "document", f"{expected}, got {most:,} in {shortest[0]}", "Pass a longer document"
-        )
+        problem = f"expected at least {LEAST_TOKENS} of document_tokens={tokens:,} tokens in each"
+        remedy = "Pass a longer document"
+        raise wrong("document", f"{problem}, got {most:,} in {shortest[0]}", remedy)
     cut_texts = [
         (name, tokenizer.decode(own[:most], skip_special_tokens=True))
         for (name, _), own in zip(texts, ids, strict=True)
