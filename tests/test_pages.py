@@ -100,7 +100,7 @@ def test_the_picture_of_the_first_page_shows_its_rows():
     def words(svg):
         return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
-    figure = documentation.draw_overview(SPEED.known())
+    figure = documentation.draw_overview(SPEED.results())
     drawn = drawing.encode_figure(figure, ".svg", documentation.STYLE)
     shown = words(documentation.FIGURE.read_text(encoding="utf-8"))
     assert shown == words(drawn.decode())

@@ -1,7 +1,8 @@
-"""Run an experiment: its rows and its page are written to `docs/results`.
+"""Run an experiment, which writes its rows and its page to `docs/results`.
 
-python -m snapkv_lab.experiments            list them
-python -m snapkv_lab.experiments NAME ...   run one; `--help` after it says what it takes
+python -m snapkv_lab.experiments            list the experiments
+
+python -m snapkv_lab.experiments NAME ...   run one; add `--help` for its options
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""What pages of the documentation show besides the results.
+"""Parts of the documentation that are made by programs, besides the results.
 
-`plans`: the table of docs/planning.md, the paper's models planned from their shapes. `overview`:
-the picture of docs/index.md, from the rows of `speed`. `screenshots`: docs/inspector-*.png; needs
-selenium, Chromium and its driver, as `make test-browser` installs them, and Pillow, which comes
-with matplotlib.
+`plans` writes the table of docs/planning.md: the paper's models, planned from their shapes.
+`overview` draws the picture of docs/index.md from the rows of `speed`. `screenshots` makes
+docs/inspector-*.png; it needs selenium, Chromium and its driver, which `make test-browser`
+installs, and Pillow, which comes with matplotlib.
 """
 
 import gzip
@@ -34,7 +34,7 @@ _MODELS = ("lwm-7b", "longchat-7b", "mistral-7b", "mixtral-8x7b", "command-r-35b
 
 
 def fill_planning_table(page: str) -> str:
-    """The page with the table between its marks: bytes and speed-ups of every model."""
+    """Return the page with a new table between its marks: bytes and speed-ups of every model."""
     header = ["model", "weights", "full cache", "compressed", "decoding, at most", "batch of 8"]
     lines = []
     for name in _MODELS:
@@ -51,7 +51,7 @@ def fill_planning_table(page: str) -> str:
 PLANS = Experiment(
     name="plans",
     title="The table of docs/planning.md",
-    drawn=lambda known: PLANNING.write_text(
+    draw=lambda known: PLANNING.write_text(
         fill_planning_table(PLANNING.read_text("utf-8")), "utf-8"
     ),
 )
@@ -63,7 +63,7 @@ _BAR = 0.38
 
 
 def draw_overview(rows: list[Row]) -> "Figure":
-    """Bytes held, and time per token, after a short and a long prompt."""
+    """Draw the bytes held and the time per token, after a short and a long prompt."""
     from matplotlib import rc_context
 
     timed = [row for row in select_rows(rows, benchmark="decode") if "ms_per_token" in row]
@@ -95,8 +95,8 @@ def draw_overview(rows: list[Row]) -> "Figure":
 OVERVIEW = Experiment(
     name="overview",
     title="The picture of docs/index.md",
-    read=SPEED.known,
-    drawn=lambda rows: drawing.save_figure(draw_overview(rows), FIGURE, STYLE),
+    load=SPEED.results,
+    draw=lambda rows: drawing.save_figure(draw_overview(rows), FIGURE, STYLE),
 )
 
 _WIDE, _COLOURS_KEPT = 1200, 128
@@ -140,7 +140,7 @@ def _browser() -> Any:
 
 
 def _take(browser: Any, name: str, width: int, height: int) -> None:
-    """The top of the page on a screen of that size, in few colours."""
+    """Save the top of the page as a picture with few colours, on a screen of this size."""
     from PIL import Image
 
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < _WIDE}
@@ -151,5 +151,5 @@ def _take(browser: Any, name: str, width: int, height: int) -> None:
 
 
 SCREENSHOTS = Experiment(
-    name="screenshots", title="Pictures of the inspector's page", drawn=_screenshots
+    name="screenshots", title="Pictures of the inspector's page", draw=_screenshots
 )

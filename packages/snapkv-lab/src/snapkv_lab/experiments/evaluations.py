@@ -1,8 +1,8 @@
-"""What the laboratory's own commands find on the demo model.
+"""The results of the laboratory's own commands on the demo model.
 
-`evaluation`: tasks in a setting that two cores can run; answers and rows lie in
-`docs/results/evaluation/NAME/`. `studies`: the paper's observations; what was measured is also in
-`snapkv-results/studies`, where a run that was stopped goes on.
+`evaluation` runs tasks in a size for two cores; answers and rows are in
+`docs/results/evaluation/NAME/`. `studies` repeats the paper's observations; the records are also in
+`snapkv-results/studies`, where a stopped run continues.
 """
 
 import json
@@ -35,9 +35,9 @@ FOLDER = RESULTS / "evaluation"
 
 
 class TaskComparison(NamedTuple):
-    """A task with the tokens that its methods keep, always on the demo model, no chat template.
+    """A task, and the number of tokens that its methods keep. No chat template is used.
 
-    The title is the heading of its section.
+    `title` is the heading of its section.
     """
 
     title: str
@@ -46,7 +46,7 @@ class TaskComparison(NamedTuple):
 
     @property
     def methods(self) -> list[Method]:
-        """The full cache, the default, the paper's votes, and the two oldest rivals."""
+        """The full cache, the default, the paper's method, and the two oldest rivals."""
         policies: dict[str, Policy] = {"full": FullCache(), "default": default_policy(self.budget)}
         policies |= {made.__name__: made(self.budget) for made in (SnapKV, StreamingLLM, H2O)}
         return [Method(label=label, policy=policy) for label, policy in policies.items()]
@@ -83,16 +83,16 @@ COMPARISONS = {
 }
 
 
-def _compare(name: str, given: RunContext) -> Iterator[Row]:
-    folder = FOLDER if given.stored else Path(tempfile.mkdtemp())
+def _compare(name: str, context: RunContext) -> Iterator[Row]:
+    folder = FOLDER if context.is_stored else Path(tempfile.mkdtemp())
     own = COMPARISONS[name]
-    run = Run(loaded=given.loaded, template="none", task=own.task(), methods=own.methods)
+    run = Run(loaded=context.loaded, template="none", task=own.task(), methods=own.methods)
     run.evaluate(folder / name, _say)
     yield from ()
 
 
 def load_comparisons() -> dict[str, Results]:
-    """The comparisons that have been run to their end, summarised from their answers."""
+    """Return the completed comparisons, summarised from their stored answers."""
     found = {}
     for name, comparison in COMPARISONS.items():
         folder, task = FOLDER / name, comparison.task()
@@ -108,7 +108,7 @@ def load_comparisons() -> dict[str, Results]:
 
 
 _NOT_SHOWN = ("question", "ms/token")
-"""Columns that are the same in every row, and times, which `speed.md` measures side by side."""
+"""Columns that are equal in every row, and times, which `speed.md` compares better."""
 
 
 def _evaluation_tables(found: dict[str, Results]) -> Iterator[str]:
@@ -138,12 +138,12 @@ def _evaluation_drawn(found: dict[str, Results]) -> None:
 EVALUATION = Experiment(
     name="evaluation",
     title="Tasks, answered by the demo model",
-    takes="an hour",
+    duration="an hour",
     measure={name: partial(_compare, name) for name in COMPARISONS},
-    read=load_comparisons,
-    measured=lambda found: f"Scores are times 100; intervals: 95 %, {METHOD}",
+    load=load_comparisons,
+    origin=lambda found: f"Scores are times 100; intervals: 95 %, {METHOD}",
     tables=_evaluation_tables,
-    drawn=_evaluation_drawn,
+    draw=_evaluation_drawn,
 )
 
 FIGURES = RESULTS / "studies"
@@ -160,10 +160,12 @@ STUDIES: dict[str, Study] = {
 }
 
 
-def _study(name: str, given: RunContext) -> Iterator[Row]:
-    """A line that says how it was run, on what, then its rows."""
-    findings = STUDIES[name].measure(given.loaded, Path("snapkv-results") / "studies" / name, _say)
-    yield describe_run(given) | {"run": findings.run}
+def _study(name: str, context: RunContext) -> Iterator[Row]:
+    """Yield a row that describes the run of a study, then its rows."""
+    findings = STUDIES[name].measure(
+        context.loaded, Path("snapkv-results") / "studies" / name, _say
+    )
+    yield describe_run(context) | {"run": findings.run}
     for row in findings.rows:
         yield {
             key: round(each, 4) if isinstance(each, float) else each for key, each in row.items()
@@ -195,7 +197,7 @@ OBSERVATIONS = Experiment(
     title="The paper's observations",
     measure={name: partial(_study, name) for name in STUDIES},
     part_key="study",
-    described=lambda _: {},  # the line of the run says it for all its rows
+    describe=lambda _: {},  # the line of the run says it for all its rows
     tables=_studies_tables,
-    drawn=_studies_drawn,
+    draw=_studies_drawn,
 )

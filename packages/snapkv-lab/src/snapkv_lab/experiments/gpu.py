@@ -1,12 +1,14 @@
 """What a GPU user sees: tokens and reading, in one call of at most ten minutes.
 
-    python -m snapkv_lab.experiments gpu  all parts, most valuable first
-    python -m snapkv_lab.experiments gpu --part token     one of them
-    python -m snapkv_lab.experiments gpu --small  tiny sizes on a CPU, so that this file cannot rot
+python -m snapkv_lab.experiments gpu  all parts, the most valuable first
 
-Weights are random, in published shapes, so nothing is downloaded. Rows of a cell are stored as soon
-as it is measured. A later call goes on after them: where one was cut off, where the time was over,
-or where the device was lost. A cell that failed has a row that says how, and is not tried again.
+python -m snapkv_lab.experiments gpu --part token     one of them
+
+python -m snapkv_lab.experiments gpu --small  tiny sizes on a CPU, which tests run
+
+Weights are random, in published shapes, so nothing is downloaded. The rows of a cell are stored as
+soon as it is measured. A later call continues after a call that was interrupted, ran out of time,
+or lost its device. A cell that failed has a row that says how, and is not tried again.
 """
 
 import gc
@@ -43,31 +45,31 @@ K = 1024
 GRAPHS = ("full", "snapkv", "adakv", "snapkv int8", "snapkv int4", "default", "default K8V4")
 
 
-def _device(given: RunContext) -> torch.device:
-    if given.small:
+def _device(context: RunContext) -> torch.device:
+    if context.small:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         sys.exit("device: expected a CUDA device, got none; pass --small to try it on a CPU")
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _device_name(given: RunContext) -> str:
-    """By which rows are told apart, so that a file can hold those of several."""
-    return str(describe_environment(_device(given))["processor"])
+def _device_name(context: RunContext) -> str:
+    """Return the name that distinguishes rows of several devices in one file."""
+    return str(describe_environment(_device(context))["processor"])
 
 
-def _model(given: RunContext, shape: str) -> Any:
-    """One at a time: a second would not fit everywhere."""
-    if given.model_held is None or given.model_held[0] != shape:
-        given.model_held = None
-        made = {"device": _device(given), "layers": given.layers or None}
-        made["dtype"] = torch.float32 if given.small else torch.bfloat16
-        given.model_held = shape, random_model(shape, **made)
-    return given.model_held[1]
+def _model(context: RunContext, shape: str) -> Any:
+    """Return the model of a shape; only one is held, because a second may not fit."""
+    if context.model_held is None or context.model_held[0] != shape:
+        context.model_held = None
+        made = {"device": _device(context), "layers": context.layers or None}
+        made["dtype"] = torch.float32 if context.small else torch.bfloat16
+        context.model_held = shape, random_model(shape, **made)
+    return context.model_held[1]
 
 
 def _caches(budget: int) -> dict[str, Contender]:
-    """By the name that rows have for them."""
+    """Return the contenders by their names in rows."""
     snapkv, default = SnapKV(budget), default_policy(budget)
     made = (
         ("full", FullCache(), None),
@@ -87,14 +89,14 @@ def _caches(budget: int) -> dict[str, Contender]:
     }
 
 
-def _token(given: RunContext, batch: int, length: int, name: str) -> Iterator[Row]:
-    """From one token of `generate` to the next, once steps run as they go on running."""
-    contender = _caches(given.budget)[name]
-    decoder = Decoder(contender, _model(given, given.shape), batch, length)
+def _token(context: RunContext, batch: int, length: int, name: str) -> Iterator[Row]:
+    """Measure the time from one token of `generate` to the next, without the first three."""
+    contender = _caches(context.budget)[name]
+    decoder = Decoder(contender, _model(context, context.shape), batch, length)
     if name == "transformers-static":
         decoder(4)  # compiled in another call
     is_eager = name.endswith("eager")
-    first, gaps = decoder.first_and_gaps(given.tokens, disable_compile=is_eager)
+    first, gaps = decoder.first_and_gaps(context.tokens, disable_compile=is_eager)
     ms = percentiles(gaps, 3)
     yield {
         "cache": name,
@@ -108,45 +110,45 @@ def _token(given: RunContext, batch: int, length: int, name: str) -> Iterator[Ro
     }
 
 
-def _reading(given: RunContext, length: int) -> Iterator[Row]:
-    """What compression adds to reading a prompt."""
-    caches = _caches(given.budget)
+def _reading(context: RunContext, length: int) -> Iterator[Row]:
+    """Measure what compression adds to the time to read a prompt."""
+    caches = _caches(context.budget)
     names = ("transformers", "snapkv", "adakv", "snapkv int4", "default", "default K8V4")
     contenders = [caches[name] for name in names]
-    if length >= 2 * given.chunk_tokens:
-        layers = LayerByLayer(chunk_tokens=given.chunk_tokens)
+    if length >= 2 * context.chunk_tokens:
+        layers = LayerByLayer(chunk_tokens=context.chunk_tokens)
         contenders += [replace(caches["snapkv"], label="snapkv, layer by layer", prefill=layers)]
-    model, shape = _model(given, given.shape), {"lengths": [length], "rounds": given.rounds}
+    model, shape = _model(context, context.shape), {"lengths": [length], "rounds": context.rounds}
     yield from PrefillBench(model=model, contenders=contenders, **shape).times()
 
 
-def _long_reading(given: RunContext, length: int) -> Iterator[Row]:
-    """A prompt of the paper's 7B multi-head shape beyond one pass, and the peak of memory."""
-    layers = LayerByLayer(chunk_tokens=given.chunk_tokens)
-    contender = replace(_caches(given.budget)["snapkv"], prefill=layers)
+def _long_reading(context: RunContext, length: int) -> Iterator[Row]:
+    """Read a prompt of the paper's 7B multi-head shape in pieces, and measure the peak memory."""
+    layers = LayerByLayer(chunk_tokens=context.chunk_tokens)
+    contender = replace(_caches(context.budget)["snapkv"], prefill=layers)
     bench = PrefillBench(
-        model=_model(given, given.paper_shape), contenders=[contender], lengths=[length]
+        model=_model(context, context.paper_shape), contenders=[contender], lengths=[length]
     )
     started = time.monotonic()
     for row in bench.peaks():
         yield row | {"reading_seconds": round(time.monotonic() - started, 1)}
 
 
-def _same_as_on_a_cpu(given: RunContext, name: str) -> Iterator[Row]:
-    """A small model in float32: how many of the kept tokens are those of a CPU, and the logits."""
-    policy: Policy = SnapKV(given.budget)
+def _same_as_on_a_cpu(context: RunContext, name: str) -> Iterator[Row]:
+    """Compare a small float32 model with a CPU: how many kept tokens agree, and the logits."""
+    policy: Policy = SnapKV(context.budget)
     if name != "int4":
-        policy = AdaKV(policy) if name == "adakv" else default_policy(given.budget)
+        policy = AdaKV(policy) if name == "adakv" else default_policy(context.budget)
     bits = name if name == "int4" else None
-    ids = torch.randint(1000, (1, given.same_tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1000, (1, context.same_tokens), generator=torch.Generator().manual_seed(0))
     kept, logits = _small_model(torch.device("cpu"), ids, policy, bits)
-    kept_there, logits_there = _small_model(_device(given), ids, policy, bits)
+    kept_there, logits_there = _small_model(_device(context), ids, policy, bits)
     pairs = zip(kept, kept_there, strict=True)
     shared = min(float(torch.isin(own[own >= 0], there).float().mean()) for own, there in pairs)
     differs = float((logits_there - logits).abs().max() / logits.abs().max())
     yield {
         "cache": name,
-        "tokens": given.same_tokens,
+        "tokens": context.same_tokens,
         "kept_alike": round(shared, 4),
         "logits_differ": float(f"{differs:.3g}"),
         "status": "ok" if shared > 0.97 else f"keeps {shared:.1%} of what a CPU keeps",
@@ -157,7 +159,7 @@ def _same_as_on_a_cpu(given: RunContext, name: str) -> Iterator[Row]:
 def _small_model(
     device: torch.device, ids: Tensor, policy: Policy, bits: str | None
 ) -> tuple[list[Tensor], Tensor]:
-    """What every head keeps of a prompt, -1 filled up with, and the logits of a step after it."""
+    """Return the kept tokens of every head, padded with -1, and the logits of a decode step."""
     made: dict[str, Any] = {"dtype": torch.float32, "layers": 2}
     model: Any = random_model("smollm2-135m", device=torch.device("cpu"), **made)
     model = model.to(device)
@@ -169,7 +171,7 @@ def _small_model(
 
 
 class Cell(NamedTuple):
-    """What is measured and stored at once, in about so many seconds on a large GPU.
+    """A measurement that is stored at once, and takes about `seconds` on a large GPU.
 
     Its name is unique among the rows of a part and a device.
     """
@@ -179,59 +181,66 @@ class Cell(NamedTuple):
     rows: Callable[[RunContext], Iterator[Row]]
 
 
-def _cells(given: RunContext, part: str) -> Iterator[Cell]:
-    device = _device_name(given)
-    for name, seconds, rows, *arguments in DECLARED[part](given):
+def _cells(context: RunContext, part: str) -> Iterator[Cell]:
+    device = _device_name(context)
+    for name, seconds, rows, *arguments in DECLARED[part](context):
         yield Cell(f"{name}, {device}", seconds, lambda g, r=rows, a=arguments: r(g, *a))
 
 
 DECLARED: dict[str, Callable[[RunContext], Iterator[tuple[Any, ...]]]] = {
-    "like a CPU": lambda given: (
+    "like a CPU": lambda context: (
         (name, 10, _same_as_on_a_cpu, name) for name in ("default", "adakv", "int4")
     ),
-    "token": lambda given: (
+    "token": lambda context: (
         (f"{batch} x {length}, {name}", 5, _token, batch, length, name)
-        for batch, length, names in given.cells
+        for batch, length, names in context.cells
         for name in names
     ),
-    "reading": lambda given: ((f"{length}", 40, _reading, length) for length in given.lengths),
-    "long reading": lambda given: (
-        (f"{length}", length / 4096, _long_reading, length) for length in given.long_lengths
+    "reading": lambda context: ((f"{length}", 40, _reading, length) for length in context.lengths),
+    "long reading": lambda context: (
+        (f"{length}", length / 4096, _long_reading, length) for length in context.long_lengths
     ),
-    "compiled": lambda given: (
+    "compiled": lambda context: (
         (f"1 x {length}", 45, _token, 1, length, "transformers-static")
-        for length in given.compiled_lengths
+        for length in context.compiled_lengths
     ),
 }
-"""By part: name, seconds, and what measures it with its arguments, for each cell."""
+"""For each part, a function that yields its cells: name, seconds, a function that measures the
+cell, and its arguments.
+"""
 
 
-def _measured(given: RunContext, cell: Cell) -> Iterator[Row]:
-    """The rows of a cell, or one that says how it failed; none where it is left to a later call."""
-    left = 60 * given.minutes - (time.monotonic() - given.started)
-    if left < cell.seconds and not given.over:
-        given.over = f"{left:.0f} seconds are left"
-    if given.over:
-        print(f"not measured: {cell.name}: {given.over}; the same command goes on", file=sys.stderr)
+def _measured(context: RunContext, cell: Cell) -> Iterator[Row]:
+    """Yield the rows of a cell, or one row that says how it failed.
+
+    Nothing is yielded if too little time is left for the cell.
+    """
+    left = 60 * context.minutes - (time.monotonic() - context.started)
+    if left < cell.seconds and not context.over:
+        context.over = f"{left:.0f} seconds are left"
+    if context.over:
+        print(
+            f"not measured: {cell.name}: {context.over}; the same command goes on", file=sys.stderr
+        )
         return
     started, rows = time.monotonic(), list[Row]()
     try:
-        rows.extend(cell.rows(given))
-    except Exception as error:  # whatever it is, the other cells are worth their time
+        rows.extend(cell.rows(context))
+    except Exception as error:  # the other cells can still be measured
         traceback.print_exc()
         rows = [{"status": f"failed: {type(error).__name__}: {first_line(error)[:300]}"}]
-        given.over = _lost()
-    torch.compiler.reset()  # a limit of compiled variants holds for all cells together
-    gc.collect()  # a cell's caches and graphs leave no holes for the next one's
+        context.over = _lost()
+    torch.compiler.reset()  # all cells share one limit of compiled variants
+    gc.collect()  # frees the cell's caches and graphs before the next cell allocates
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     seconds = round(time.monotonic() - started, 1)
-    named = {"text": cell.name, "device": _device_name(given)}
+    named = {"text": cell.name, "device": _device_name(context)}
     yield from (named | row | {"seconds": seconds} for row in rows)
 
 
 def _lost() -> str:
-    """Why the device answers no more, after which no other cell of this process can; or nothing."""
+    """Return why the device does not answer any more, or an empty text if it does."""
     if not torch.cuda.is_available():
         return ""
     try:
@@ -242,15 +251,15 @@ def _lost() -> str:
     return ""
 
 
-def _announce(own: Experiment, given: RunContext) -> None:
-    """Say what will run and how long that takes, about; end in one line where no GPU is."""
-    lines, total = [f"{_device_name(given)}, about, in this order:"], 0.0
-    for part in given.parts:
-        every = list(_cells(given, part))
-        left = [cell.seconds for cell in own.remaining(given, part)]
+def _announce(own: Experiment, context: RunContext) -> None:
+    """Print what will run and about how long it takes. End the run if there is no GPU."""
+    lines, total = [f"{_device_name(context)}, about, in this order:"], 0.0
+    for part in context.parts:
+        every = list(_cells(context, part))
+        left = [cell.seconds for cell in own.remaining(context, part)]
         lines.append(f"{part:<16}{len(left)} of {len(every)} cells, {sum(left) / 60:.1f} minutes")
         total += sum(left)
-    lines.append(f"{total / 60:.0f} minutes, of {given.minutes:.0f} at most, into {own.rows}")
+    lines.append(f"{total / 60:.0f} minutes, of {context.minutes:.0f} at most, into {own.rows}")
     print("\n".join(lines), file=sys.stderr)
 
 
@@ -265,7 +274,7 @@ def _pages(rows: list[Row]) -> Iterator[str]:
         yield from _FAILED.parts([row for row in own if not _is_measured(row)])
 
 
-def _measured_on(rows: list[Row]) -> str:
+def _describe_origin(rows: list[Row]) -> str:
     found = {str(row["environment"]): row["environment"] for row in rows if "run" in row}
     said = (
         "{processor}, torch {torch}, transformers {transformers}, snapkv {snapkv}".format_map(each)
@@ -335,11 +344,11 @@ _FAILED = Listing(
 GPU = Experiment(
     name="gpu",
     title="What a GPU user sees",
-    takes="at most ten minutes on one",
-    before=_announce,
+    duration="at most ten minutes on one",
+    prepare=_announce,
     measure=dict.fromkeys(DECLARED, _measured),
     cases=_cells,
-    described=lambda given: {"environment": describe_environment(_device(given))},
+    describe=lambda context: {"environment": describe_environment(_device(context))},
     options={
         "minutes": 10.0,
         "shape": Size("llama-3.1-8b", "smollm2-135m"),
@@ -367,6 +376,6 @@ GPU = Experiment(
         "model_held": None,  # by its shape
         "over": None,  # why nothing more is measured
     },
-    measured=_measured_on,
+    origin=_describe_origin,
     tables=_pages,
 )

@@ -1,8 +1,8 @@
 """kvpress's presses, driven by `snapkv_lab.experiments.kvpress` from another environment.
 
-Runs with that environment's Python and imports nothing of snapkv. Reads one JSON object a line from
-standard input and answers each with one: first the keyword arguments of `Worker`, then a method's
-name under "do" and its arguments.
+This file runs with that environment's Python and imports nothing of snapkv. It reads one JSON
+object per line from standard input and answers each with one: first the keyword arguments of
+`Worker`, then the name of a method under "do" with its arguments.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ Answer = dict[str, Any]
 
 
 class Worker:
-    """A model and a cache, compressed by kvpress or full.
+    """A model and a cache, which kvpress compresses or which is full.
 
-    The model is a folder, `options` its dtype and attn_implementation. The press is its window_size
-    and kernel_size; None for a full cache.
+    `model` is a folder, and `options` are its dtype and attn_implementation. `press` has
+    window_size and kernel_size; None for a full cache.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Worker:
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
 
     def versions(self) -> Answer:
+        """Return the versions of the software."""
         return {
             "kvpress": version("kvpress"),
             "transformers": transformers.__version__,
@@ -55,6 +56,7 @@ class Worker:
         }
 
     def read(self, ids: list[list[int]], kept_tokens: int) -> Answer:
+        """Read a prompt into a new cache, of which `kept_tokens` are kept."""
         prompt = torch.tensor(ids, device=self._device)
         press = self._pressing(prompt.shape[1], kept_tokens)
         hooks = contextlib.nullcontext() if press is None else press(self._model)
@@ -70,11 +72,11 @@ class Worker:
         return spent
 
     def decode(self, tokens: int) -> Answer:
-        """Some greedy tokens after the last prompt, in the loop of kvpress's pipeline."""
+        """Generate greedy tokens after the last prompt, in the loop of kvpress's pipeline."""
         generated: list[Tensor] = []
 
         def work() -> None:
-            for _ in range(tokens):  # a cache counts what it has, so positions are given
+            for _ in range(tokens):  # a cache counts what it has, so positions are context
                 generated.append(self._token)
                 positions = torch.tensor([[self._seen]], device=self._device)
                 logits = self._model(
@@ -89,7 +91,10 @@ class Worker:
     def compress(
         self, ids: list[list[int]], press: str | None, ratio: float, bits: int | None
     ) -> Answer:
-        """Read a prompt under a press with its defaults, `ratio` of it dropped; or in few bits."""
+        """Read a prompt with a press and its defaults, or into a quantized cache.
+
+        `ratio` is the share of the tokens that the press drops.
+        """
         cache: Any = DynamicCache(config=self._model.config)
         if bits is not None:
             cache = QuantizedCache("quanto", self._model.config, nbits=bits)
@@ -107,7 +112,9 @@ class Worker:
         return {"held_bytes": sum(map(_bytes, held))}
 
     def answer(self, between: list[int], answer: list[int]) -> Answer:
-        """The right answer fed to a copy of the cache; of each token its rank and its loss."""
+        """Feed the right answer to a copy of the cache; return whether each token is right, and its
+        loss.
+        """
         fed = torch.tensor([between + answer[:-1]], device=self._device)
         positions = torch.arange(self._seen, self._seen + fed.shape[1], device=self._device)[None]
         cache = copy.copy(self._cache)
@@ -121,13 +128,15 @@ class Worker:
         return {"likeliest": (logits.argmax(-1) == wanted).tolist(), "losses": losses.tolist()}
 
     def _pressing(self, length: int, kept_tokens: int) -> SnapKVPress | None:
-        """kvpress takes the share to remove: a little less, so that rounding down keeps enough."""
+        """Return the press. Its ratio is a little lower, so that rounding down keeps
+        enough tokens.
+        """
         if self._press is None or kept_tokens >= length:
             return None
         return SnapKVPress(1 - (kept_tokens + 0.5) / length, **self._press)
 
     def _spent_on(self, work: Callable[[], Any]) -> Answer:
-        """Time, and how many tokens are kept after it."""
+        """Run some work; return its time and how many tokens are kept after it."""
         self._synchronize()
         started = time.perf_counter()
         work()

@@ -43,7 +43,7 @@ _EXAMPLES = (
 
 
 class DocumentQuestion(NamedTuple):
-    """A question over several documents: how its answer has to go on after them and it."""
+    """A question about several documents, and how its answer must continue."""
 
     documents: Sequence[str]
     question: str
@@ -51,7 +51,7 @@ class DocumentQuestion(NamedTuple):
 
 
 def python_questions(count: int) -> list[DocumentQuestion]:
-    """The questions by hand, each over the document that answers it and others, in drawn order."""
+    """Return the questions written by hand, each with its document and others in drawn order."""
     rows, drawn = read_rows(QUESTIONS), random.Random(SEED)
     texts = {name: module_text(name) for name in dict.fromkeys(row["document"] for row in rows)}
     asked = []
@@ -66,13 +66,13 @@ def python_questions(count: int) -> list[DocumentQuestion]:
 
 
 def module_text(name: str) -> str:
-    """What a module of Python's standard library says of itself, as a document."""
+    """Return the documentation of a module of Python's standard library as a document."""
     text = inspect.getdoc(importlib.import_module(name)) or ""
     return f"Document: the module {name}\n{text.strip()}\n\n"
 
 
 class Way(NamedTuple):
-    """A way of keeping documents that were read: what is kept of each, and in which bits."""
+    """A way to store a document: what is kept of it, and in which bits."""
 
     name: str
     policy: Policy
@@ -80,9 +80,13 @@ class Way(NamedTuple):
 
 
 class JoinMethod(NamedTuple):
-    """How a question's documents get into a cache: kept in some way, or None, read in full.
+    """How the documents of a question get into a cache.
 
-    A fraction is read again, see `blend`; `policy` says what is kept of them for the question.
+    Attributes:
+        name: the name in tables.
+        way: how the documents are stored; None if they are read in full.
+        recompute: the share of tokens that is computed again, see `blend`.
+        policy: what is kept of the documents for the question.
     """
 
     name: str
@@ -113,11 +117,13 @@ IN_BITS = [
         for part in parts
     ),
 ]
-"""Where nothing is read again, all that is answered from is codes."""
+"""The methods of the table about bits. If nothing is computed again, all answers come from
+codes.
+"""
 
 
 class Shelf:
-    """Documents of one model in a folder, each read once for every way of keeping it."""
+    """The documents of one model in a folder. Each is read once for every way to store it."""
 
     def __init__(self, loaded: LoadedModel, folder: Path) -> None:
         self.loaded, self.folder = loaded, folder
@@ -125,12 +131,12 @@ class Shelf:
         self._files: dict[tuple[str, str], Path] = {}
 
     def ids(self, *texts: str) -> Tensor:
-        """(1, T) int64, the tokens of every text."""
+        """Return the tokens of all texts, (1, T) int64."""
         own = (token for text in texts for token in token_ids(self.loaded.tokenizer, text))
         return torch.tensor([list(own)])
 
     def file(self, text: str, way: Way) -> Path:
-        """Of a document; it is read where it was not yet."""
+        """Return the file of a document, which is read and saved first if necessary."""
         key = (text, way.name)
         if key not in self._files:
             path = self.folder / f"{len(self._files)}"
@@ -140,7 +146,10 @@ class Shelf:
         return self._files[key]
 
     def _read(self, ids: Tensor, way: Way) -> CompressedCache:
-        """After the prefix, which all heads keep, so that they hold as many tokens each."""
+        """Read a document after the prefix.
+
+        All heads keep the prefix, so that they hold equally many of its tokens.
+        """
         model, whole = self.loaded.model, isinstance(way.policy, FullCache)
         protect = None if whole else [(0, self.prefix.shape[1])]
         cache = CompressedCache(model, way.policy, protect=protect)
@@ -156,7 +165,7 @@ class Shelf:
         return Part(input_ids=beside["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
     def read(self, asked: DocumentQuestion, method: JoinMethod) -> tuple[CompressedCache, Tensor]:
-        """A cache that has seen documents and question, and the logits of the next token."""
+        """Return a cache that has seen documents and question, and the logits of the next token."""
         model, question = self.loaded.model, self.ids(asked.question)
         if method.way is None:
             cache = CompressedCache(model, method.policy)
@@ -170,6 +179,7 @@ class Shelf:
 
 @torch.inference_mode()
 def answer_question(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -> Row:
+    """Feed the right answer to a cache of the documents, and return time, loss and correctness."""
     for text in asked.documents:
         if method.way is not None:
             shelf.file(text, method.way)
@@ -188,11 +198,13 @@ def answer_question(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -
     }
 
 
-def _measure_answers(group: str, methods: Sequence[JoinMethod], given: RunContext) -> Iterator[Row]:
-    """A row for each question, and one for the files of each way of keeping documents."""
-    questions = python_questions(given.questions)
+def _measure_answers(
+    group: str, methods: Sequence[JoinMethod], context: RunContext
+) -> Iterator[Row]:
+    """Yield one row for each question, and one for the files of each way to store documents."""
+    questions = python_questions(context.questions)
     with tempfile.TemporaryDirectory() as folder:
-        shelf = Shelf(given.loaded, Path(folder))
+        shelf = Shelf(context.loaded, Path(folder))
         answer_question(shelf, questions[0], methods[0])  # warms up
         for number, asked in enumerate(questions):
             turn = number % len(methods)
@@ -252,7 +264,7 @@ def _tables(rows: list[Row]) -> Iterator[str]:
             continue
         ways = [row for row in own if "way" in row]
         asked = [row for row in own if "answers" in row]
-        yield from Listing(_ANSWERS, _TITLES[group], made=_answers).parts(asked)
+        yield from Listing(_ANSWERS, _TITLES[group], make_lines=_answers).parts(asked)
         files = {
             f"{ways[0]['files']} documents, {ways[0]['tokens']:,} tokens": "{way}",
             "on disk": lambda row: f"{row['bytes'] / 1e6:.1f} MB",
@@ -263,7 +275,7 @@ def _tables(rows: list[Row]) -> Iterator[str]:
 
 
 def _answers(asked: Sequence[Row]) -> Iterable[Row]:
-    """For each way of reading what its answers have in common."""
+    """Return one row per method, with the medians and means over its answers."""
     known = [row for row in asked if row["answers"][_FULL.name]["right"]]
     full = [row["answers"][_FULL.name]["seconds"] for row in asked]
     for name in asked[0]["answers"]:
@@ -284,7 +296,7 @@ def _answers(asked: Sequence[Row]) -> Iterable[Row]:
 LIBRARY = Experiment(
     name="library",
     title="Documents that were read once",
-    takes="two hours",
+    duration="two hours",
     measure={
         "python": partial(_measure_answers, "python", METHODS),
         "bits": partial(_measure_answers, "bits", IN_BITS),

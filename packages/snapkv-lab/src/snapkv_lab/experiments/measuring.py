@@ -1,4 +1,4 @@
-"""How experiments measure: contenders that take turns, and processes of their own."""
+"""How experiments measure: contenders that take turns, and functions in their own processes."""
 
 import json
 import os
@@ -20,9 +20,13 @@ Spread = dict[str, float]
 
 
 class InterleavedTimings:
-    """Contenders that took turns, so that noise hit all alike: medians, and ratios of pairs.
+    """The times of contenders that took turns, so that noise affected all of them alike.
 
-    Of `work`, by name, what gives milliseconds is taken at its word; all else is timed.
+    Args:
+        work: a function per contender, by name. If it returns a float, that is its time in
+            milliseconds; otherwise the call is timed.
+        rounds: how many rounds are measured.
+        warmup_rounds: how many rounds run before them.
     """
 
     def __init__(
@@ -35,15 +39,17 @@ class InterleavedTimings:
         return iter(self.runs)
 
     def samples(self, name: Any, clock: str = "wall_ms") -> list[float]:
-        """The milliseconds of every round: "wall_ms", or "cpu_ms" of all threads together."""
+        """Return the milliseconds of every round: "wall_ms", or "cpu_ms" of all threads
+        together.
+        """
         return [getattr(run, clock) for run in self.runs[name]]
 
     def ms(self, name: Any, digits: int) -> Spread:
-        """The median, with the 20th and 80th percentile."""
+        """Return the median of the times, with their 20th and 80th percentile."""
         return percentiles(self.samples(name), digits)
 
     def ratio(self, name: Any, base: Any, clock: str = "wall_ms") -> Spread:
-        """The same of the ratios of pairs."""
+        """Return the median of the ratios of pairs, with their 20th and 80th percentile."""
         return percentiles(pair_ratios(self.samples(name, clock), self.samples(base, clock)), 4)
 
 
@@ -54,7 +60,10 @@ def _timed(work: Callable[[], Any]) -> TimeSpent:
 
 
 def run_in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of a module gives, for its peak of memory: all as JSON, Linux only."""
+    """Run a function of a module in a new process, and return its result.
+
+    This is for measurements of peak memory. Arguments and result are passed as JSON. Linux only.
+    """
     code = (
         f"import json, {function.__module__} as module; "
         f"print(json.dumps(module.{function.__name__}(*json.loads({json.dumps(arguments)!r}))))"

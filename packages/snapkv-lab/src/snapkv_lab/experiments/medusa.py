@@ -1,4 +1,4 @@
-"""Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths."""
+"""Figure 9 on the demo model: drafts on full and compressed caches, for several prompt lengths."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ PLAIN, MEDUSA = "plain, full cache", "Medusa, full cache"
 
 
 class Decoded(NamedTuple):
-    """One text, and what it took after its first token."""
+    """A generated text, and the time that its tokens after the first took."""
 
     tokens: tuple[int, ...]
     ms_per_token: float
@@ -37,7 +37,7 @@ class Decoded(NamedTuple):
 
 
 class Clock(TextStreamer):
-    """Notes when the first and the last tokens came."""
+    """A streamer that records when tokens arrive."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -48,15 +48,15 @@ class Clock(TextStreamer):
         self.counts.append(value.numel())
 
     def end(self) -> None:
-        """No more will come."""
+        """Do nothing at the end of the text."""
 
     def ms_per_token(self) -> float:
-        """Of the tokens after the first step; the prompt itself is put first."""
+        """Return the milliseconds per token after the first step; the prompt is put first."""
         return 1000 * (self.times[-1] - self.times[1]) / sum(self.counts[2:])
 
 
 class DraftContender(NamedTuple):
-    """A cache and a way to decode on it, whose text must be that of `like`, token for token."""
+    """A cache and a way to decode. The text must equal that of the contender `like`."""
 
     name: str
     policy: Policy
@@ -65,7 +65,7 @@ class DraftContender(NamedTuple):
 
 
 def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[DraftContender]:
-    """Figure 9's three, and what SnapKV alone does."""
+    """Return the three contenders of Figure 9, and plain decoding with SnapKV."""
     full, kept = FullCache(), SnapKV(budget, window_size=16, kernel_size=13)
     compressed, medusa = "plain, SnapKV", Medusa(load_heads(heads, loaded.model))
     return [
@@ -76,26 +76,26 @@ def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[DraftConten
     ]
 
 
-def _measure(dtype: str, given: RunContext) -> Iterator[Row]:
-    """A row per contender and length."""
-    same = str(given.loaded.model.dtype) == f"torch.{dtype}"
-    loaded = given.loaded if same else load(given.model, dtype=dtype)
-    everyone = contenders(loaded, given.budget, given.heads)
-    for length in given.lengths[dtype]:
+def _measure(dtype: str, context: RunContext) -> Iterator[Row]:
+    """Yield one row per contender and length."""
+    same = str(context.loaded.model.dtype) == f"torch.{dtype}"
+    loaded = context.loaded if same else load(context.model, dtype=dtype)
+    everyone = contenders(loaded, context.budget, context.heads)
+    for length in context.lengths[dtype]:
         ids = _prompt(loaded, length)
         runs = run_alternating(
-            {one.name: partial(_decoded, loaded, one, ids, given.tokens) for one in everyone},
-            rounds=given.rounds,
-            warmup_rounds=0 if given.rounds > 2 else 1,
+            {one.name: partial(_decoded, loaded, one, ids, context.tokens) for one in everyone},
+            rounds=context.rounds,
+            warmup_rounds=0 if context.rounds > 2 else 1,
         )
         if dtype == "float32":
             require_same_texts(everyone, runs)
         for one in everyone:
-            yield _row(one, runs, ids.shape[1], given) | {"model": loaded.description()}
+            yield _row(one, runs, ids.shape[1], context) | {"model": loaded.description()}
 
 
 def _prompt(loaded: LoadedModel, length: int) -> Tensor:
-    """(1, length) int64: essays and a question after them."""
+    """Return a prompt of `length` tokens, (1, length) int64: essays and a question about them."""
     tokenizer = loaded.tokenizer
     frame = question_prompt(tokenizer, "", QUESTION).token_ids(tokenizer).shape[1]
     text = tokenizer.decode(token_ids(tokenizer, load_haystack().text)[: length - frame])
@@ -114,14 +114,18 @@ def _decoded(loaded: LoadedModel, one: DraftContender, ids: Tensor, tokens: int)
 
 
 def require_same_texts(everyone: Sequence[DraftContender], runs: dict[str, list[Decoded]]) -> None:
-    """No time counts of a decoding that gives another text."""
+    """Check that drafts did not change any text, since its time would not count.
+
+    Raises:
+        AssertionError: a contender gave another text than the one it must equal.
+    """
     for one in everyone:
         if {run.tokens for run in runs[one.name]} != {runs[one.like][0].tokens}:
             raise AssertionError(f"expected {one.name} to give the text of {one.like}")
 
 
 def _row(
-    one: DraftContender, runs: dict[str, list[Decoded]], length: int, given: RunContext
+    one: DraftContender, runs: dict[str, list[Decoded]], length: int, context: RunContext
 ) -> Row:
     times = {name: [run.ms_per_token for run in of_name] for name, of_name in runs.items()}
     own, found, like = times[one.name], runs[one.name][0], runs[one.like][0]
@@ -129,8 +133,8 @@ def _row(
         "benchmark": "medusa",
         "contender": one.name,
         "prompt_tokens": length,
-        "budget": given.budget,
-        "tokens": given.tokens,
+        "budget": context.budget,
+        "tokens": context.tokens,
         "ms_per_token": percentiles(own, 2),
         "samples_ms": [round(ms, 2) for ms in own],
         "faster_than": {

@@ -34,15 +34,15 @@ SETTINGS = {
 METHODS = Experiment(
     name="methods",
     title="Methods side by side, at equal budgets",
-    takes="an hour",
+    duration="an hour",
     measure=partial(compare_ways, SETTINGS, budget=lambda share, tokens: round(share * tokens)),
-    cases=lambda given, part: only_answerable(make_texts(given, 600)),
+    cases=lambda context, part: only_answerable(make_texts(context, 600)),
     options={"tokens": Size(1024, 512), "rounds": Size(10, 1)},
     tables=[
         Listing(
             Pivot("method", "{method}", "{setting}, {share}", right_cell),
             "Right answers, and the loss per token above the full cache's",
-            made=group_answers,
+            make_lines=group_answers,
         ),
     ],
 )

@@ -1,10 +1,9 @@
-"""Pages made of nothing but rows, and the small tables that other pages show of them.
+"""Pages of tables that consist only of rows, and small tables that other pages copy from them.
 
 A page of tables is `docs/results/tables/NAME.md`. The pages of `PAGES` are written by hand around
-tables between `<!-- shown: NAME | SECTION | KEYS -->` and `<!-- end -->`. Such a table says
-itself what it shows: its columns by its headings, its lines by their first cells, as many as KEYS;
-without KEYS it shows every line. All other cells are copied from the table below that section of
-that page.
+tables between `<!-- shown: NAME | SECTION | KEYS -->` and `<!-- end -->`. The headings of such a
+table say which columns it shows, and the first KEYS cells of a line say which line. Without KEYS it
+shows every line. All other cells are copied from the table in that section of that page.
 """
 
 import re
@@ -23,30 +22,34 @@ PAGES = *(ROOT / f"docs/{name}.md" for name in ("results", "paper", "gpu")), ROO
 
 @dataclass(frozen=True)
 class Listing:
-    """A heading, and a table of some of the rows; nothing where there are none of them.
+    """A heading and a table of some rows. It shows nothing if there are no such rows.
 
-    The columns are cells by their headings, or a pivot; the first row fills the title, if any. Of
-    the rows that have a value for each key of `where`, `made` makes what there is a line for.
+    Attributes:
+        columns: the cells of a line by their headings, or a pivot.
+        title: the heading; fields of the first row are filled in.
+        where: values that the fields of a shown row must have.
+        make_lines: turns the rows into what the lines are made of.
     """
 
     columns: Mapping[str, Cell] | Pivot
     title: str = ""
     where: Mapping[str, Any] = field(default_factory=dict)
-    made: Callable[[list[Row]], Iterable[Any]] = iter
+    make_lines: Callable[[list[Row]], Iterable[Any]] = iter
 
     def parts(self, rows: Sequence[Row]) -> Iterator[str]:
+        """Yield the heading and the table as Markdown."""
         own = select_rows(rows, **self.where) if self.where else list(rows)
         if own:
             if self.title:
                 yield f"## {format_cell(self.title, own[0])}"
-            yield render_rows(self.made(own), self.columns)
+            yield render_rows(self.make_lines(own), self.columns)
 
 
 def refresh_tables(text: str, tables: Path) -> str:
-    """The text of a page with its tables copied again from the pages in a folder.
+    """Return the text of a page with its tables copied again from the pages in a folder.
 
     Raises:
-        ValueError: a page has no such line or column, or a line is not the only one of its keys.
+        ValueError: a page has no such line or column, or several lines have the same keys.
     """
 
     def anew(mark: re.Match[str]) -> str:
@@ -60,7 +63,17 @@ def refresh_tables(text: str, tables: Path) -> str:
 
 
 def _copy_table(where: str, source: list[list[str]], shown: list[list[str]], keys: int) -> str:
-    """The columns of a table that another shows, of the lines that it shows."""
+    """Return those columns and lines of `source` that the table `shown` has.
+
+    Args:
+        where: the mark of the table, for error messages.
+        source: the cells of the table to copy from.
+        shown: the cells of the table as it is now.
+        keys: how many first cells identify a line; 0 for all lines.
+
+    Raises:
+        ValueError: the source has no such column or line.
+    """
     (header, _, *lines), (columns, _, *kept) = source, shown
     if missing := set(columns) - set(header):
         raise ValueError(f"{where}: expected columns of {header}, got {sorted(missing)}")
@@ -73,6 +86,11 @@ def _copy_table(where: str, source: list[list[str]], shown: list[list[str]], key
 def _find_line(
     where: str, lines: list[list[str]], places: list[int], first: list[str]
 ) -> list[str]:
+    """Return the line that begins with the cells `first`.
+
+    Raises:
+        ValueError: no line or several lines begin with them.
+    """
     found = [line for line in lines if [line[place] for place in places[: len(first)]] == first]
     if len(found) != 1:
         raise ValueError(f"{where}: expected one line {' | '.join(first)}, got {found}")

@@ -93,9 +93,9 @@ _COLUMNS = {
 PEERS = Experiment(
     name="peers",
     title="Against kvpress and quantized caches",
-    takes="an hour",
+    duration="an hour",
     measure=partial(compare_ways, SETTINGS),
-    cases=lambda given, part: only_answerable(make_texts(given, 400)),
+    cases=lambda context, part: only_answerable(make_texts(context, 400)),
     options={
         "python": str(PYTHON),
         "tokens": Size(1024, 512),

@@ -48,7 +48,7 @@ CODES: dict[str, Any] = {
 
 
 def _ways(counts: dict[str, int]) -> list[Ours]:
-    """Return each named method, once for every one of its first `count` entries of `CODES`."""
+    """Return each named method, with each of its first `count` entries of `CODES`."""
     return [
         Ours(name, POLICIES[name], bits, codes)
         for name, count in counts.items()
@@ -67,12 +67,12 @@ SETTINGS = {
 }
 
 
-def _texts(given: RunContext, setting: str) -> Iterable[QuestionedText]:
+def _texts(context: RunContext, setting: str) -> Iterable[QuestionedText]:
     """Return texts of all kinds; in the setting "long-tailed" only needles, which have a tail."""
     if setting == "long-tailed":
-        make, indices = TextMaker(given.loaded.tokenizer), range(FIRST, FIRST + given.rounds)
-        return (make.needles(given.tokens, index, tail=TAIL) for index in indices)
-    texts = make_texts(given, FIRST)
+        make, indices = TextMaker(context.loaded.tokenizer), range(FIRST, FIRST + context.rounds)
+        return (make.needles(context.tokens, index, tail=TAIL) for index in indices)
+    texts = make_texts(context, FIRST)
     return only_answerable(texts) if setting == "hidden" else texts
 
 
@@ -81,8 +81,8 @@ def _sizes(way: Ours, report: Any) -> Row:
     return {"codes": way.codes} | held
 
 
-def _measure(setting: str, given: RunContext, text: QuestionedText) -> Iterator[Row]:
-    return compare_ways({setting: SETTINGS[setting]}, given, text, sizes=_sizes)
+def _measure(setting: str, context: RunContext, text: QuestionedText) -> Iterator[Row]:
+    return compare_ways({setting: SETTINGS[setting]}, context, text, sizes=_sizes)
 
 
 _NAMES = {"paper's": "SnapKV", "as it came": "16 bits", "keys 8, values 4": "K8V4"}
@@ -112,7 +112,7 @@ _TABLES = (
 PER_BYTE = Experiment(
     name="per_byte",
     title="Right answers from the same bytes",
-    takes="an hour",
+    duration="an hour",
     measure={setting: partial(_measure, setting) for setting in SETTINGS},
     cases=_texts,
     part_key="setting",
@@ -129,6 +129,6 @@ PER_BYTE_LARGER = replace(
     PER_BYTE,
     name="per_byte_larger",
     title="Right answers from the same bytes, on a larger model",
-    takes="half an hour with 1.5 billion parameters; give it --model FOLDER or FILE.gguf",
+    duration="half an hour with 1.5 billion parameters; give it --model FOLDER or FILE.gguf",
     options={**PER_BYTE.options, "tokens": Size(768, 768), "rounds": Size(2, 1), "of_model": None},
 )

@@ -1,11 +1,12 @@
-"""What models are asked: prompts that are read once.
+"""The prompts of experiments that read each prompt once.
 
-The magic number: a number hidden in a long text and asked for at its end. The prompt ends with the
-start of the answer, so that a small model only has to copy the digits. Each digit is one token in
-the demo model's tokenizer, so a method must keep a cluster of neighbours to get the number right:
+The magic number is hidden in a long text and asked for at its end. The prompt ends with the
+beginning of the answer, so that a small model only has to copy the digits. Each digit is one token
+of the demo model's tokenizer, so a method must keep a cluster of neighbouring tokens to answer:
 this is what the paper's pooling is for (Fig. 8).
 
-Quotations: sentences from evenly spaced places of any text, each begun and to be continued.
+Quotations are sentences from evenly spaced places of any text, whose beginning is quoted and which
+the model continues.
 """
 
 import random
@@ -34,14 +35,14 @@ _QUESTION = (
 
 
 class NeedlePrompt(NamedTuple):
-    """A prompt, of exactly as many tokens as asked for, and the digits that it asks for."""
+    """A prompt of exactly the requested length, and the digits that it asks for."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
 
 
 def make_documents(tokenizer: Any, *, prompt_tokens: int, count: int = 1) -> list[NeedlePrompt]:
-    """Hide one number in each of `count` stretches of the haystack, at depths in turn."""
+    """Hide one number in each of `count` stretches of the haystack, at different depths."""
     text = load_haystack().text
     return [_make_document(tokenizer, text, prompt_tokens, index) for index in range(count)]
 
@@ -60,7 +61,7 @@ def _make_document(tokenizer: Any, text: str, prompt_tokens: int, index: int) ->
 
 
 def cut_stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
-    """That many tokens of the text, from the start of a sentence."""
+    """Return `tokens` tokens of the text, starting at the beginning of a drawn sentence."""
     characters = tokens * CHARACTERS_PER_TOKEN
     start = text.index(". ", draw.randrange(len(text) - 2 * characters)) + 2
     ids = token_ids(tokenizer, text[start : start + characters])
@@ -69,7 +70,10 @@ def cut_stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> 
 
 
 class Quote(NamedTuple):
-    """How a sentence at a depth, a fraction of its document, goes on after its first words."""
+    """The beginning of a sentence as a question, and how the sentence continues.
+
+    `depth` is the place of the sentence, as a fraction of its document.
+    """
 
     depth: float
     question_ids: list[int]
@@ -77,7 +81,7 @@ class Quote(NamedTuple):
 
 
 class QuotedDocument(NamedTuple):
-    """A document of exactly as many tokens as asked for, and the questions about it, in order."""
+    """A document of exactly the requested length, and the questions about it in order."""
 
     ids: list[int]
     quotes: list[Quote]
@@ -89,7 +93,7 @@ _START_WORDS, _LEAST_WORDS = 7, 14
 def quoted_document(
     tokenizer: Any, text: str, *, tokens: int, questions: int = 10, answer_tokens: int = 4
 ) -> QuotedDocument:
-    """The first tokens of a text, and questions from evenly spaced places in them.
+    """Return the first tokens of a text, and questions about evenly spaced sentences in them.
 
     Raises:
         ValueError: the text is too short, or has too few sentences to ask about.
@@ -130,7 +134,7 @@ def _tensor(model: Any, ids: Sequence[int]) -> Tensor:
 def read_prompt(
     model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = 64
 ) -> RecordedPrompt:
-    """Read one prompt with the full cache, recording it and its last queries."""
+    """Read a prompt with the full cache, and record it with its last queries."""
     recorder = RecordingPolicy(recorded_queries=recorded_queries)
     return record_prompt(model, _tensor(model, prompt_ids), recorder)
 
@@ -138,13 +142,13 @@ def read_prompt(
 def read_prompt_twice(
     model: Any, tokenizer: Any, prompt_ids: Sequence[int], policy: Policy
 ) -> RecordedPrompt:
-    """Read one prompt and have the model repeat it, for policies like this one."""
+    """Read a prompt and let the model repeat it, for policies that need a second reading."""
     ids, instruction = _tensor(model, prompt_ids), instruction_of(tokenizer)
     return record_prompt_twice(model, ids, policy, instruction_ids=instruction)
 
 
 def greedy_decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None]:
-    """A function that decodes one greedy token after a prompt."""
+    """Return a function that decodes one greedy token after a prompt."""
     token: Tensor = prompt.last_logits[:, -1:].argmax(dim=-1)
 
     def step() -> None:
@@ -156,6 +160,6 @@ def greedy_decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[
 
 
 def generate_greedily(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[int]:
-    """Exactly so many greedy tokens after a prompt whose cache this is."""
+    """Return exactly `tokens` greedy tokens after a prompt, for which the cache is."""
     said = generate_tokens(model, _tensor(model, ids), cache, tokens)
     return said[0, len(ids) :].tolist()

@@ -26,24 +26,25 @@ NAMES = {
 }
 
 Ask = Callable[[list[int]], tuple[list[int], CompressedCache]]
-"""Takes a question; gives the prompt that ends in it, and a cache for that."""
+"""Takes a question, and returns the prompt that ends with it and a cache for that prompt."""
 
 
-def _measure(given: RunContext) -> Iterator[Row]:
-    """All answers of all contenders, then a conversation, turn by turn."""
-    loaded, haystack = given.loaded, load_haystack()
-    for number in range(given.count):
-        start = len(haystack.pieces) * number // given.count
+def _measure(context: RunContext) -> Iterator[Row]:
+    """Yield the answers of all contenders, then a conversation turn by turn."""
+    loaded, haystack = context.loaded, load_haystack()
+    for number in range(context.count):
+        start = len(haystack.pieces) * number // context.count
         text = "\n\n".join(haystack.pieces[start:])
-        shape = {"tokens": given.tokens, "questions": given.questions}
+        shape = {"tokens": context.tokens, "questions": context.questions}
         document = quoted_document(loaded.tokenizer, text, **shape)
-        for row in questions_asked(loaded.model, document, given.budgets):
+        for row in questions_asked(loaded.model, document, context.budgets):
             yield {"document": number, **row, "text": haystack.name}
-    for row in _turns(given, haystack.text):
+    for row in _turns(context, haystack.text):
         yield row | {"text": haystack.name}
 
 
 def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]) -> Iterator[Row]:
+    """Yield a row for every contender, budget and question."""
     contenders: list[tuple[str, int | None]] = [(FULL, None)]
     contenders += [(name, budget) for budget in budgets for name in NAMES if name != FULL]
     for name, budget in contenders:
@@ -71,7 +72,9 @@ def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]
 
 
 def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None) -> Ask:
-    """What a question is asked of, once the document has been read; no question sees another."""
+    """Read the document, and return a function that asks a question. Questions do not affect each
+    other.
+    """
     policy: Policy = SnapKV(budget, window_size=16, kernel_size=13) if budget else FullCache()
     ids, first = document.ids, document.quotes[0].question_ids
     if name == RECALL:
@@ -95,7 +98,7 @@ def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None)
 
 
 class _Watched(CompressedCache):
-    """Notes the most bytes that all layers together have held at any moment."""
+    """A cache that records the most bytes that all of its layers held together."""
 
     most_bytes = 0
 
@@ -106,13 +109,13 @@ class _Watched(CompressedCache):
         return updated
 
 
-def _turns(given: RunContext, text: str) -> Iterator[Row]:
-    """A conversation in one cache with recall: what the device and the host hold, turn by turn."""
-    model, (budget, new_tokens, tokens) = given.loaded.model, given.turned
-    quoted = quoted_document(given.loaded.tokenizer, text, tokens=tokens, questions=5)
+def _turns(context: RunContext, text: str) -> Iterator[Row]:
+    """Yield a row per turn of a conversation with recall: what the device and the host hold."""
+    model, (budget, new_tokens, tokens) = context.loaded.model, context.turned
+    quoted = quoted_document(context.loaded.tokenizer, text, tokens=tokens, questions=5)
     policy = SnapKV(budget, window_size=16, kernel_size=13)
     cache, ids = _Watched(model, policy, recall="host"), list(quoted.ids)
-    for turn in range(given.turns):
+    for turn in range(context.turns):
         ids += quoted.quotes[turn % len(quoted.quotes)].question_ids
         begin, prompt_tokens = time.perf_counter(), len(ids)
         cache.most_bytes = 0
@@ -134,7 +137,7 @@ def _turns(given: RunContext, text: str) -> Iterator[Row]:
 
 
 def cap_bytes(row: Row) -> int:
-    """What a turn may hold: the budget and the new tokens, and one layer of all that was seen."""
+    """Return the limit for a turn: the budget, the new tokens, and one layer of all tokens."""
     per_token, tokens = row["bytes_per_token"], row["budget"] + row["new_tokens"]
     staged = row["prompt_tokens"] * per_token // row["layers"]
     return int(tokens * per_token + staged)
@@ -158,6 +161,7 @@ def _means(rows: list[Row]) -> Iterable[Row]:
 
 
 def right_share(rows: Sequence[Row], contender: str, budget: int | None) -> float:
+    """Return the share of right answers of one contender with one budget."""
     return fmean(row["right"] for row in select_rows(rows, contender=contender, budget=budget))
 
 

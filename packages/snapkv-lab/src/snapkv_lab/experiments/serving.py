@@ -1,7 +1,7 @@
-"""vLLM with compressed prompts against stock vLLM, over the demo model in this process, in turns.
+"""vLLM with compressed prompts against stock vLLM, with the demo model in this process, in turns.
 
-Import this before vLLM: one engine after the other, threads as the system gives them. Needs `make
-.venv-vllm/.installed`, whose Python runs this experiment.
+Import this module before vLLM. One engine works after the other, with the threads that the system
+gives them. It needs `make .venv-vllm/.installed`, whose Python runs this experiment.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ BLOCK_TOKENS = 128
 _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 DTYPE = torch.bfloat16 if _HAS_AVX512 else torch.float32
-"""Without AVX-512 a CPU computes bfloat16 many times slower than float32."""
+"""Without AVX-512, a CPU computes bfloat16 many times more slowly than float32."""
 
 
 class Engine:
-    """vLLM that works step by step, over a pool of blocks; without a budget it is stock vLLM."""
+    """vLLM that works step by step with a pool of blocks; without a budget it is stock vLLM."""
 
     def __init__(
         self,
-        given: RunContext,
+        context: RunContext,
         budget: int | None,
         blocks: int,
         cache_dtype: str = "auto",
@@ -54,13 +54,13 @@ class Engine:
     ) -> None:
         from vllm import LLM
 
-        text = given.loaded.model.config
+        text = context.loaded.model.config
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim  # of a token
         options: dict[str, Any] = {
             "dtype": str(DTYPE).removeprefix("torch."),
             "kv_cache_dtype": cache_dtype,
-            "max_model_len": given.prompt_tokens + given.new_tokens,
+            "max_model_len": context.prompt_tokens + context.new_tokens,
             "block_size": BLOCK_TOKENS,
             "kv_cache_memory_bytes": blocks * BLOCK_TOKENS * numbers * DTYPE.itemsize,
             "enable_prefix_caching": caches_prefixes,
@@ -70,7 +70,7 @@ class Engine:
         }
         if budget is not None:
             options = engine_args(budget=budget, policy="snapkv", parameters=VOTES, **options)
-        self.llm = LLM(place_of(given.model), **options)
+        self.llm = LLM(place_of(context.model), **options)
         self.core = self.llm.llm_engine.engine_core.engine_core
         schedule, self._computed = self.core.scheduler.schedule, list[int]()
 
@@ -82,7 +82,7 @@ class Engine:
         self.core.scheduler.schedule = schedule_and_note
 
     def answers(self, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], Row]:
-        """Greedy answers of all prompts sent at once, and what the steps took."""
+        """Return greedy answers to prompts that are sent at once, and the times of the steps."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
@@ -107,7 +107,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self.core.shutdown()
         del self.llm, self.core
         gc.collect()
@@ -115,11 +115,11 @@ class Engine:
 
 @contextlib.contextmanager
 def _warm_engines(
-    given: RunContext, blocks: int, prompt: list[int], **more: dict[str, Any]
+    context: RunContext, blocks: int, prompt: list[int], **more: dict[str, Any]
 ) -> Iterator[dict[str, Engine]]:
-    """Stock vLLM, the plugin, and others by their options, side by side, ready all the time."""
-    made = {"stock": {"budget": None}, "snapkv": {"budget": given.budget}} | more
-    engines = {name: Engine(given, blocks=blocks, **own) for name, own in made.items()}
+    """Open stock vLLM, the plugin, and further engines by their options; all are warmed up."""
+    made = {"stock": {"budget": None}, "snapkv": {"budget": context.budget}} | more
+    engines = {name: Engine(context, blocks=blocks, **own) for name, own in made.items()}
     for engine in engines.values():
         engine.answers([prompt], 2)
     yield engines
@@ -127,26 +127,26 @@ def _warm_engines(
         engine.close()
 
 
-def _describe_run(given: RunContext) -> Row:
+def _describe_run(context: RunContext) -> Row:
     own = {"attn_implementation": "vLLM CPU_ATTN", "dtype": str(DTYPE).removeprefix("torch.")}
     environment = describe_environment() | {"vllm": installed()}
-    return {"model": given.loaded.description() | own, "environment": environment}
+    return {"model": context.loaded.description() | own, "environment": environment}
 
 
-def _reading(given: RunContext) -> Iterator[Row]:
-    """Prompts, each alone, up to their first tokens by either engine in turns."""
-    documents = given.documents(given.prompt_tokens, given.requests)
+def _reading(context: RunContext) -> Iterator[Row]:
+    """Time prompts up to their first tokens, each alone, with both engines in turns."""
+    documents = context.documents(context.prompt_tokens, context.requests)
     prompts = [document.prompt_ids for document in documents]
-    tokens = given.prompt_tokens + given.new_tokens
-    blocks = given.requests * -(-tokens // BLOCK_TOKENS) + 1  # one that vLLM keeps for itself
-    with _warm_engines(given, blocks, prompts[0]) as engines:
+    tokens = context.prompt_tokens + context.new_tokens
+    blocks = context.requests * -(-tokens // BLOCK_TOKENS) + 1  # one that vLLM keeps for itself
+    with _warm_engines(context, blocks, prompts[0]) as engines:
         work = {name: _read(engine, prompts) for name, engine in engines.items()}
-        turns = InterleavedTimings(work, rounds=given.pairs)
+        turns = InterleavedTimings(work, rounds=context.pairs)
     row: Row = {
         "prompts_at_once": 1,
-        "prompt_tokens": given.prompt_tokens,
-        "pairs": given.pairs,
-        "budget": given.budget,
+        "prompt_tokens": context.prompt_tokens,
+        "pairs": context.pairs,
+        "budget": context.budget,
         "blocks": blocks,
     }
     for key, clock in (("", "wall_ms"), ("processor_", "cpu_ms")):
@@ -162,28 +162,28 @@ def _read(engine: Engine, prompts: list[list[int]]) -> Callable[[], object]:
     return lambda: engine.answers([next(again)], 1)
 
 
-def _speed(given: RunContext) -> Iterator[Row]:
-    """The same requests by every engine in turns, each in a pool of as many bytes."""
-    documents = given.documents(given.prompt_tokens, given.requests)
+def _speed(context: RunContext) -> Iterator[Row]:
+    """Send the same requests to every engine in turns; all pools have equally many bytes."""
+    documents = context.documents(context.prompt_tokens, context.requests)
     prompts = [document.prompt_ids for document in documents]
-    budgets = {"stock": None, "snapkv": given.budget}
+    budgets = {"stock": None, "snapkv": context.budget}
     fp8: dict[str, Any] = {}
     if _HAS_AVX512:  # vLLM has it on no other CPU
         coded = {"cache_dtype": "fp8"}
         fp8 = {f"{name}, fp8": coded | {"budget": own} for name, own in budgets.items()}
-    with _warm_engines(given, given.blocks, prompts[0], **fp8) as engines:
-        for number in range(given.rounds):
+    with _warm_engines(context, context.blocks, prompts[0], **fp8) as engines:
+        for number in range(context.rounds):
             for name in list(engines)[:: -1 if number % 2 else 1]:
                 start, processor = time.perf_counter(), time.process_time()
-                answers, steps = engines[name].answers(prompts, given.new_tokens)
+                answers, steps = engines[name].answers(prompts, context.new_tokens)
                 seconds = time.perf_counter() - start
                 yield {
                     "engine": name,
                     "round": number,
-                    "requests": given.requests,
-                    "prompt_tokens": given.prompt_tokens,
-                    "new_tokens": given.new_tokens,
-                    "blocks": given.blocks,
+                    "requests": context.requests,
+                    "prompt_tokens": context.prompt_tokens,
+                    "new_tokens": context.new_tokens,
+                    "blocks": context.blocks,
                     "budget": budgets[name.partition(",")[0]],
                     "seconds": round(seconds, 2),
                     "processor_seconds": round(time.process_time() - processor, 2),
@@ -192,25 +192,25 @@ def _speed(given: RunContext) -> Iterator[Row]:
                 }
 
 
-def _questions(given: RunContext) -> Iterator[Row]:
-    """Questions on one text, one after the other, of which the first reads the text."""
+def _questions(context: RunContext) -> Iterator[Row]:
+    """Ask questions about one text one after the other; only the first reads the text."""
     document = quoted_document(
-        given.loaded.tokenizer,
+        context.loaded.tokenizer,
         load_haystack().text,
-        tokens=given.prompt_tokens,
-        questions=given.questions,
+        tokens=context.prompt_tokens,
+        questions=context.questions,
     )
     prompts = [[*document.ids, *quote.question_ids] for quote in document.quotes]
-    blocks = 2 * -(-(given.prompt_tokens + given.new_tokens) // BLOCK_TOKENS) + 1
+    blocks = 2 * -(-(context.prompt_tokens + context.new_tokens) // BLOCK_TOKENS) + 1
     engines = {
-        name: Engine(given, budget, blocks, caches_prefixes=True)
-        for name, budget in (("stock", None), ("snapkv", given.budget))
+        name: Engine(context, budget, blocks, caches_prefixes=True)
+        for name, budget in (("stock", None), ("snapkv", context.budget))
     }
     took: dict[str, list[list[TimeSpent]]] = {name: [] for name in engines}
     right: dict[str, int] = {}
     for engine in engines.values():  # warms up, with a shorter text that is compressed, too
-        engine.answers([document.ids[: 2 * given.budget]], 2)
-    for _ in range(given.readings):
+        engine.answers([document.ids[: 2 * context.budget]], 2)
+    for _ in range(context.readings):
         for name, engine in engines.items():
             engine.llm.reset_prefix_cache()
             answered = [_time_answer(engine, ids) for ids in prompts]
@@ -221,10 +221,10 @@ def _questions(given: RunContext) -> Iterator[Row]:
         engine.close()
         yield {
             "engine": name,
-            "questions": given.questions,
-            "prompt_tokens": given.prompt_tokens,
-            "budget": given.budget if name == "snapkv" else None,
-            "readings": given.readings,
+            "questions": context.questions,
+            "prompt_tokens": context.prompt_tokens,
+            "budget": context.budget if name == "snapkv" else None,
+            "readings": context.readings,
             **_percentile_fields("first", [first for first, *_ in took[name]]),
             **_percentile_fields("other", [one for _, *others in took[name] for one in others]),
             "right": right[name],
@@ -232,7 +232,7 @@ def _questions(given: RunContext) -> Iterator[Row]:
 
 
 def _percentile_fields(which: str, spent: Sequence[TimeSpent]) -> Row:
-    """Seconds by the clock, and of all threads together."""
+    """Return the seconds by the clock and of all threads together, as fields of a row."""
     return {
         f"{which}_seconds": percentiles([one.wall_ms / 1000 for one in spent], 3),
         f"{which}_processor_seconds": percentiles([one.cpu_ms / 1000 for one in spent], 3),
@@ -240,7 +240,7 @@ def _percentile_fields(which: str, spent: Sequence[TimeSpent]) -> Row:
 
 
 def _time_answer(engine: Engine, ids: list[int]) -> tuple[list[int], TimeSpent]:
-    """The first four tokens of an answer, which are those of a quotation, and their time."""
+    """Return the first four tokens of an answer, as many as a quotation has, and their time."""
     answers: list[list[int]] = []
     spent = measure_time(lambda: answers.extend(engine.answers([ids], 4)[0]))
     return answers[0], spent
@@ -255,7 +255,7 @@ _MEDIANS = ("seconds", "prefill_seconds", "decode_seconds", "decode_steps", "mos
 
 
 def _median_rows(rows: list[Row]) -> Iterable[Row]:
-    """Of some rounds the first, with the medians of what was measured in all."""
+    """Return for each engine its first row, with the medians over all rounds."""
     for own in group_rows(rows, "engine").values():
         yield own[0] | {key: median(row[key] for row in own) for key in (*_MEDIANS, "needles")}
 
@@ -267,7 +267,7 @@ def _engine_name(row: Row) -> str:
 SERVING = Experiment(
     name="serving",
     title="Serving: stock vLLM and compressed prompts",
-    takes="hours",
+    duration="hours",
     measure={"reading": _reading, "speed": _speed, "questions": _questions},
     options={
         "requests": Size(16, 3),
@@ -281,7 +281,7 @@ SERVING = Experiment(
         "readings": Size(3, 2),
     },
     fields={"votes": VOTES},
-    described=_describe_run,
+    describe=_describe_run,
     tables=[
         Listing(
             {

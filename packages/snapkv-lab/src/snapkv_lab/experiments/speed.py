@@ -1,8 +1,8 @@
-"""What reading a prompt and decoding after it take, in time and memory.
+"""The time and the memory of reading a prompt and of decoding after it.
 
-`speed`: decoding after a short and a long prompt, and the peak of reading, which the planner is
-judged by. `by_default`: what `ask` does without an option, against the full cache, which it may not
-exceed.
+`speed` measures decoding after a short and a long prompt, and the peak memory of reading, which the
+planner is compared with. `by_default` compares `ask` without options with the full cache, which it
+must not exceed.
 """
 
 import functools
@@ -27,7 +27,7 @@ _WARMUP_TOKENS = 64
 
 
 def contenders(budget: int) -> dict[str, Contender]:
-    """transformers' own cache and attention; every token kept through snapkv; compressed."""
+    """Return three caches by label: transformers' own, snapkv with all tokens, and SnapKV."""
     found = (
         transformers_contender("transformers"),
         compressed_contender("full", FullCache()),
@@ -37,12 +37,12 @@ def contenders(budget: int) -> dict[str, Contender]:
 
 
 @torch.inference_mode()
-def _decoding(given: RunContext) -> Iterator[Row]:
-    """Times per token, then ratios of a long prompt to a short one; all caches in turn."""
+def _decoding(context: RunContext) -> Iterator[Row]:
+    """Yield the times per token, then the ratios of the long prompt to the short one."""
     steps, rows = {}, {}
-    for tokens in given.decode_behind:
-        prompt = read_prompt(given.loaded.model, given.prompt(tokens))
-        for policy in (SnapKV(given.budget), FullCache()):
+    for tokens in context.decode_behind:
+        prompt = read_prompt(context.loaded.model, context.prompt(tokens))
+        for policy in (SnapKV(context.budget), FullCache()):
             cache = prompt.compressed(policy)
             report = cache.report()
             steps[policy.name, tokens] = greedy_decoder(prompt, cache)
@@ -51,35 +51,35 @@ def _decoding(given: RunContext) -> Iterator[Row]:
                     "benchmark": "decode",
                     "cache": policy.name,
                     "prompt_tokens": tokens,
-                    "budget": None if policy.name == "full" else given.budget,
+                    "budget": None if policy.name == "full" else context.budget,
                 },
                 {"held_bytes": report.held_bytes, "full_bytes": report.full_bytes},
             )
-    turns = InterleavedTimings(steps, rounds=given.new_tokens, warmup_rounds=4)
+    turns = InterleavedTimings(steps, rounds=context.new_tokens, warmup_rounds=4)
     for name, (about, sizes) in rows.items():
-        yield about | {"ms_per_token": turns.ms(name, 2), "tokens": given.new_tokens} | sizes
-    short, long = given.decode_behind
+        yield about | {"ms_per_token": turns.ms(name, 2), "tokens": context.new_tokens} | sizes
+    short, long = context.decode_behind
     for policy in ("snapkv", "full"):
         yield rows[policy, long][0] | {
             "against_tokens": short,
-            "pairs": given.new_tokens,
+            "pairs": context.new_tokens,
             "ratio": turns.ratio((policy, long), (policy, short)),
         }
 
 
-def _peaks(given: RunContext) -> Iterator[Row]:
-    """A row per cache, each measured in a process of its own."""
-    for name in contenders(given.budget):
+def _peaks(context: RunContext) -> Iterator[Row]:
+    """Yield one row per cache, each measured in its own process."""
+    for name in contenders(context.budget):
         yield run_in_own_process(
-            peak_of_reading, given.model, name, given.peak_length, given.budget
+            peak_of_reading, context.model, name, context.peak_length, context.budget
         )
 
 
 @torch.inference_mode()
 def peak_of_reading(name: str, cache_name: str, tokens: int, budget: int) -> Row:
-    """Bytes the process grows by, at its peak, while it reads the prompt."""
-    given = RunContext(model=name)
-    model, ids = given.loaded.model, torch.tensor([given.prompt(tokens)])
+    """Return the bytes that the process grows by while it reads a prompt, at the peak."""
+    context = RunContext(model=name)
+    model, ids = context.loaded.model, torch.tensor([context.prompt(tokens)])
     cache = contenders(budget)[cache_name].make(model, tokens)
     model(ids[:, :_WARMUP_TOKENS], use_cache=False, logits_to_keep=1)
     before = resident_bytes("VmRSS")
@@ -115,7 +115,7 @@ def _against_short(rows: list[Row]) -> Iterable[Row]:
 SPEED = Experiment(
     name="speed",
     title="Speed and memory",
-    measure=lambda given: itertools.chain(_decoding(given), _peaks(given)),
+    measure=lambda context: itertools.chain(_decoding(context), _peaks(context)),
     options={
         "peak_length": Size(4096, 160),
         "decode_behind": Size((1024, 6144), (96, 160)),
@@ -150,16 +150,16 @@ SPEED = Experiment(
 
 
 @torch.inference_mode()
-def _by_default(given: RunContext) -> Iterator[Row]:
-    """What `ask` keeps without an option, against the full cache: prefill, then tokens, in turn."""
+def _by_default(context: RunContext) -> Iterator[Row]:
+    """Compare the default of `ask` with the full cache: the first token, then later tokens."""
     policies = {"default": default_policy(AUTO), "full": FullCache()}
-    for tokens in given.lengths:
-        prompt = read_prompt(given.loaded.model, given.prompt(tokens))
-        ids = torch.tensor([given.prompt(tokens)], device=prompt.model.device)
+    for tokens in context.lengths:
+        prompt = read_prompt(context.loaded.model, context.prompt(tokens))
+        ids = torch.tensor([context.prompt(tokens)], device=prompt.model.device)
 
         def read(policy: Policy, ids: Tensor = ids) -> None:
-            cache = CompressedCache(given.loaded.model, policy)
-            given.loaded.model(ids, past_key_values=cache, logits_to_keep=1)
+            cache = CompressedCache(context.loaded.model, policy)
+            context.loaded.model(ids, past_key_values=cache, logits_to_keep=1)
 
         caches = {name: prompt.compressed(policy) for name, policy in policies.items()}
         report = caches["default"].report()
@@ -169,8 +169,8 @@ def _by_default(given: RunContext) -> Iterator[Row]:
         row |= {"kept_tokens": report.kept_tokens, "held_bytes": report.held_bytes}
         row["full_bytes"] = report.full_bytes
         for what, work, rounds in (
-            ("first", reads, given.readings),
-            ("token", steps, given.new_tokens),
+            ("first", reads, context.readings),
+            ("token", steps, context.new_tokens),
         ):
             turns = InterleavedTimings(work, rounds=rounds, warmup_rounds=1)
             row |= {
@@ -184,7 +184,7 @@ def _by_default(given: RunContext) -> Iterator[Row]:
 BY_DEFAULT = Experiment(
     name="by_default",
     title="Without an option, against the full cache",
-    takes="ten minutes",
+    duration="ten minutes",
     measure=_by_default,
     threads=1,
     options={

@@ -1,7 +1,7 @@
-"""Texts of many kinds with questions about them, for what compares methods.
+"""Texts of many kinds with questions about them, for experiments that compare methods.
 
-A text carries many questions, so that it is read once, with the full cache, and each question is
-read after a branch of it. An answer is made of parts, each of which is right or wrong by itself.
+A text carries many questions. It is read once with the full cache, and each question is read after
+a copy of that cache. An answer consists of parts, each of which is right or wrong.
 """
 
 import contextlib
@@ -46,10 +46,18 @@ SEED = 7
 class TextQuestion:
     """One question about a text, and its right answer.
 
-    The question is read with the text, before it is compressed, or where it is hidden after it,
-    between text and answer. `parts` are the places of the tokens that must be right, for each part
-    of the answer; none where only the loss is looked at. The first token is among them only where
-    the question is hidden: else it is predicted before anything is dropped, the same for all.
+    The question is read with the text before the cache is compressed. A hidden question is read
+    after that, between the text and the answer.
+
+    Attributes:
+        group: the kind of the question.
+        answer_ids: the tokens of the right answer.
+        parts: for each part of the answer, the indices of the tokens that must be right. It is
+            empty if only the loss counts. The first token only belongs to a part if the question is
+            hidden; otherwise it is predicted before any token is evicted, and is the same for all
+            methods.
+        question_ids: the tokens of the question.
+        between_ids: the tokens of a hidden question.
     """
 
     group: str
@@ -61,7 +69,7 @@ class TextQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionedText:
-    """A text and the questions about it, with a name that is unique in a study."""
+    """A text and the questions about it; the name is unique in an experiment."""
 
     name: str
     ids: Sequence[int]
@@ -69,7 +77,7 @@ class QuestionedText:
 
 
 class TextMaker:
-    """Makes texts for one tokenizer, always the same ones."""
+    """Makes texts for one tokenizer; equal arguments give equal texts."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -78,7 +86,10 @@ class TextMaker:
         self._prose = [self._essays, load_python_topics().text]
 
     def needles(self, tokens: int, index: int, *, tail: str = "") -> QuestionedText:
-        """Six needles of different kinds in an essay, each asked for; with a tail, if any."""
+        """Make an essay with six needles of different kinds and a question about each.
+
+        `tail` is a text that follows every question.
+        """
         name = f"{'tails' if tail else 'needles'}/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         cities = draw.sample(CITIES, len(_KINDS))
@@ -93,7 +104,7 @@ class TextMaker:
         return QuestionedText(name=name, ids=self._hidden_in(tokens, hidden, draw), cases=cases)
 
     def _hidden_in(self, tokens: int, needles: list[list[int]], draw: random.Random) -> list[int]:
-        """A stretch of an essay with needles after sentences, in an order that is drawn."""
+        """Insert the needles into a stretch of an essay, after sentences and in a drawn order."""
         own = draw.sample(needles, len(needles))
         hay = cut_stretch(self._tokenizer, self._essays, tokens - sum(map(len, own)), draw)
         ends = [
@@ -107,6 +118,7 @@ class TextMaker:
         return hay
 
     def lines(self, tokens: int, index: int, questions: int) -> QuestionedText:
+        """Make a record of numbered lines, with questions about some of them."""
         name = f"lines/{tokens}/{index}"
         shape = {"lengths": (tokens,), "positions": 1, "samples_each": 1, "examples": 3}
         task = Lines(**shape, cloze=True, seed=SEED + index)
@@ -123,7 +135,7 @@ class TextMaker:
         return QuestionedText(name=name, ids=self._encode(sample.context), cases=cases)
 
     def rag(self, documents: int, index: int, questions: int) -> QuestionedText:
-        """Paragraphs of one article of SQuAD, and questions that they answer."""
+        """Make a text of paragraphs from one article of SQuAD, with questions that they answer."""
         name = f"rag/{documents}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         asked = draw.choice(_squad())
@@ -139,7 +151,7 @@ class TextMaker:
         return QuestionedText(name=name, ids=self._encode(context), cases=cases)
 
     def quotes(self, tokens: int, index: int, questions: int) -> QuestionedText:
-        """A natural text; sentences of it are begun and to be continued."""
+        """Make a natural text whose sentences are quoted and must be continued."""
         name = f"quotes/{tokens}/{index}"
         draw, source = random.Random(f"{SEED}/{name}"), self._prose[index % 2]
         document, shape = None, {"tokens": tokens, "questions": questions, "answer_tokens": 8}
@@ -151,14 +163,14 @@ class TextMaker:
         return QuestionedText(name=name, ids=document.ids, cases=cases)
 
     def prose(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
-        """A natural text that goes on, for its loss; essays and Python's manual in turn."""
+        """Make a natural text that continues, for its loss: essays and Python's manual in turn."""
         name = f"prose/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         ids = cut_stretch(self._tokenizer, self._prose[index % 2], tokens + answer_tokens, draw)
         return self._going_on(name, ids, answer_tokens)
 
     def code(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
-        """A file of Python's standard library that goes on, for its loss."""
+        """Make a part of a file of Python's standard library that continues, for its loss."""
         name = f"code/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         library = sorted(Path(random.__file__).parent.glob("*.py"))
@@ -184,14 +196,17 @@ def _case(group: str, asked: Sequence[int], ids: Sequence[int]) -> TextQuestion:
     return TextQuestion(group=group, question_ids=asked, answer_ids=ids, parts=parts)
 
 
-def make_texts(given: Any, first: int) -> Iterator[QuestionedText]:
-    """Round after round, so that a run that is stopped has some of every kind.
+def make_texts(context: Any, first: int) -> Iterator[QuestionedText]:
+    """Yield texts of all kinds in rounds, so that a stopped run has some of every kind.
 
-    Others than those that the pooling was chosen by, and than those from another first index;
-    `given` is what the run asks for: its model, `tokens` and `rounds`.
+    Another first index gives other texts than those that the pooling was chosen by.
+
+    Args:
+        context: the run, with the model, `tokens` and `rounds`.
+        first: the index of the first round.
     """
-    make, size = TextMaker(given.loaded.tokenizer), given.tokens
-    for index in range(first, first + given.rounds):
+    make, size = TextMaker(context.loaded.tokenizer), context.tokens
+    for index in range(first, first + context.rounds):
         yield make.needles(size, index)
         yield make.lines(size, index, questions=2)
         yield make.quotes(size, index, questions=2)
@@ -201,7 +216,7 @@ def make_texts(given: Any, first: int) -> Iterator[QuestionedText]:
 
 
 def only_answerable(texts: Iterable[QuestionedText]) -> Iterator[QuestionedText]:
-    """Those with answers that can be right; of prose and code there is only a loss."""
+    """Yield the texts whose answers can be right; prose and code only have a loss."""
     return (text for text in texts if any(case.parts for case in text.cases))
 
 
@@ -221,7 +236,7 @@ _KINDS = {
         "pair",
     ),
 }
-"""Kinds of needles: what is hidden, and what it is called in the text."""
+"""The kinds of needles: what is hidden, and what the text calls it."""
 
 
 @functools.cache
@@ -230,7 +245,7 @@ def _squad() -> list[Question]:
 
 
 class ReadText:
-    """A text that a model has read with the full cache; questions are read after branches of it.
+    """A text that a model has read with the full cache; questions are read after copies of it.
 
     The model must have full attention in every layer, as the demo model has.
     """
@@ -241,7 +256,7 @@ class ReadText:
         self.prompt = self._read(self._cache, context_ids)
 
     def asked(self, question_ids: Sequence[int]) -> RecordedPrompt:
-        """The text and a question after it as one prompt."""
+        """Return the text and a question after it as one prompt."""
         if not question_ids:
             return self.prompt
         read = self._read(copy.copy(self._cache), question_ids)
@@ -272,7 +287,7 @@ class AskedPrompt:
     _read_twice: dict[object, RecordedPrompt] = field(default_factory=dict)
 
     def read_for(self, policy: Policy, loaded: LoadedModel) -> RecordedPrompt:
-        """Return the prompt as the policy wants it read; a second reading is made only once."""
+        """Return the prompt as the policy needs it read. A second reading is made only once."""
         if not policy.needs_reconstruction_pass:
             return self.prompt
         if policy.needs not in self._read_twice:
@@ -283,7 +298,7 @@ class AskedPrompt:
 
 
 def asked_prompts(read: ReadText, text: QuestionedText, setting: str) -> Iterator[AskedPrompt]:
-    """Each question after its text, or all of them hidden until the text is compressed."""
+    """Yield a prompt for each question after its text, or one prompt for all hidden questions."""
     if setting == "hidden":
         hidden = [
             replace(each, between_ids=each.question_ids, parts=[range(len(each.answer_ids))])
@@ -299,12 +314,17 @@ def asked_prompts(read: ReadText, text: QuestionedText, setting: str) -> Iterato
 
 @torch.inference_mode()
 def score_answer(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuestion) -> Row:
-    """The right answer of a case fed to a cache after a prompt.
+    """Feed the right answer of a case to a cache, and score what the model predicts.
 
-    "right": for every part of the answer whether each of its tokens was the most likely one, 0 or
-    1. "nll": negative log-likelihood (nats) per answer token after the first; None where there is
-    one token only. What stands between prompt and answer is read in the same pass, but for methods
-    that evict at every step: they read the answer token by token.
+    Methods that evict at every step read the answer token by token. Other methods read the tokens
+    between prompt and answer, and the answer, in one pass. The cache is used up.
+
+    Returns:
+        "right": for every part of the answer, 1 if each of its tokens was the most likely one, else
+            0.
+        "nll": negative log-likelihood (nats) per answer token after the first, or None if there is
+            only one
+        token.
     """
     answer, between = list(case.answer_ids), list(case.between_ids)
     fed = torch.tensor([between + answer[:-1]], device=prompt.last_logits.device)
@@ -325,7 +345,7 @@ def score_answer(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuest
 
 
 def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
-    """Logits (1, N, V) after each of the tokens, which are read in one pass."""
+    """Read tokens in one pass, and return the logits after each of them, (1, N, V)."""
     cache.expect_tokens(ids)
     logits: Tensor = model(ids, past_key_values=cache).logits
     return logits
@@ -337,10 +357,16 @@ def question_rows(
     setting: str,
     answers: Callable[[AskedPrompt], Iterable[list[Row]]],
 ) -> Iterator[Row]:
-    """The row of every question about a text: what the full cache answers, and what others do.
+    """Yield a row for every question about a text: the answers of the full cache and of others.
 
-    `answers` gives a list for each of them, with a row for every case. Questions of which the full
-    cache has no part right tell nothing apart: others are not asked.
+    If the full cache has no part of an answer right, the question says nothing about other methods,
+    and they are not asked.
+
+    Args:
+        read: the text that was read.
+        text: the text with its questions.
+        setting: "hidden" or another name; hidden questions are asked after the compression.
+        answers: yields for each method a list with a row for every case of a prompt.
     """
     numbers = itertools.count()
     for asked in asked_prompts(read, text, setting):
@@ -360,22 +386,23 @@ def question_rows(
 
 
 def list_answers(rows: Iterable[Row]) -> list[Row]:
-    """Every answer of the rows of `questions`, with its row, "of"."""
+    """Return every answer in the rows of `question_rows`, with its row as the field "of"."""
     return [{**found, "of": row} for row in rows for found in row.get("answers", ())]
 
 
 class Count(NamedTuple):
-    """How many of how many."""
+    """A number of right answers, out of `of` answers."""
 
     right: int
     of: int
 
     @property
     def share(self) -> float:
+        """The share of right answers."""
         return self.right / self.of if self.of else 0.0
 
     def interval(self) -> tuple[float, float]:
-        """Wilson's interval at 95 percent; all there is for none."""
+        """Return Wilson's interval at 95 percent; without answers, 0 to 1."""
         if not self.of:
             return 0.0, 1.0
         z = 1.96
@@ -386,13 +413,13 @@ class Count(NamedTuple):
         return max(low / scale, 0.0), min(high / scale, 1.0)
 
     def __str__(self) -> str:
-        """Such as "0.50 of 10 (0.24 to 0.76)"."""
+        """Return a text such as "0.50 of 10 (0.24 to 0.76)"."""
         low, high = self.interval()
         return f"{self.share:.2f} of {self.of} ({low:.2f} to {high:.2f})"
 
 
 def count_right(answers: Iterable[Row]) -> Count:
-    """Parts of answers that are right, of those that the full cache has right."""
+    """Count the right parts of answers, out of those that the full cache has right."""
     known = [
         own
         for row in answers
@@ -403,5 +430,6 @@ def count_right(answers: Iterable[Row]) -> Count:
 
 
 def mean_loss_above(answers: Iterable[Row]) -> float:
+    """Return the mean loss per token minus that of the full cache."""
     pairs = ((row["nll"], row["of"]["full"]["nll"]) for row in answers)
     return fmean(own - full for own, full in pairs if full is not None)

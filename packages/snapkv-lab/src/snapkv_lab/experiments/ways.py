@@ -1,7 +1,7 @@
-"""Ways to keep a prompt, and the answers that each of them leaves right.
+"""Ways to compress a prompt, and how many answers are still right after each of them.
 
 A way is a policy of snapkv with the bits that keys and values are stored in, or a press of kvpress.
-A comparison says which ways answer from which share of the full cache, in which setting.
+A setting says which ways answer from which share of the full cache.
 """
 
 import contextlib
@@ -51,14 +51,15 @@ from snapkv_lab.experiments.texts import (
 from snapkv_lab.rows import Row, group_rows
 
 QUANTO_GROUP = 64
-"""transformers' quantized cache stores two extra numbers of the model's dtype for every group of
-this many quantized numbers."""
+"""The quantized cache of transformers stores two extra numbers of the model's dtype for every group
+of this many quantized numbers.
+"""
 
 
 class Ours(NamedTuple):
-    """A policy of snapkv, made from a budget, and how it stores keys and values.
+    """A policy of snapkv, which is made from a budget, and how keys and values are stored.
 
-    `codes` is what rows call the bits, in comparisons where one policy stores in several.
+    `codes` is the name of the storage in rows, if an experiment compares several.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Ours(NamedTuple):
 
 
 class Theirs(NamedTuple):
-    """A press of kvpress, or none, and how many bits its cache stores numbers in, or None."""
+    """A press of kvpress, or None, and the bits of its quantized cache, or None."""
 
     name: str
     press: str | None = None
@@ -98,18 +99,18 @@ POLICIES: dict[str, Callable[[Any], Policy]] = {
     "AdaKV(KVzap)": lambda budget: AdaKV(KVzap(budget)),
     "AcrossLayers(KVzap)": lambda budget: AcrossLayers(KVzap(budget)),
 }
-"""Makes a policy from a budget, by the name that rows have for it."""
+"""The functions that make a policy from a budget, by the method's name in rows."""
 
 
 def ours(*names: str) -> list[Ours]:
-    """Return the named `POLICIES`, which store keys and values as the model computes them."""
+    """Return the named `POLICIES`, with keys and values stored as the model computes them."""
     return [Ours(name, POLICIES[name]) for name in names]
 
 
 class Setting(NamedTuple):
-    """The ways that answer from each share, and those that answer from every token once.
+    """The ways that answer from each share of the cache, and those that answer from every token.
 
-    The shares are fractions of the full cache, by the name that rows have for them.
+    The keys of `shares` are the names of the shares in rows.
     """
 
     shares: Mapping[Any, float]
@@ -124,7 +125,7 @@ class Setting(NamedTuple):
 
 
 def percent_of_bytes(share: float, tokens: int) -> str:
-    """Return the budget that holds `share` of the full cache's bytes."""
+    """Return the budget that holds `share` of the bytes of the full cache."""
     del tokens
     return f"{100 * share:g}%"
 
@@ -137,13 +138,13 @@ def share_held(way: Ours, report: Any) -> Row:
 
 @dataclass(frozen=True)
 class Answers:
-    """Makes the rows of answers to a prompt; kvpress answers from a process of its own.
+    """Makes the rows of answers to a prompt. kvpress answers from a process of its own.
 
     Attributes:
         loaded: the model and its tokenizer.
         theirs: the process of kvpress; None if no way of kvpress takes part.
         budget: makes the budget of a policy from a share and the number of prompt tokens.
-        sizes: returns what a row says about the size of a compressed cache.
+        sizes: returns the fields of a row that describe the size of a compressed cache.
     """
 
     loaded: LoadedModel
@@ -152,7 +153,7 @@ class Answers:
     sizes: Callable[[Ours, Any], Row] = share_held
 
     def of(self, setting: Setting, asked: AskedPrompt) -> Iterator[list[Row]]:
-        """Yield the rows of each way in turn: one row for every case of the prompt."""
+        """Yield the rows of each way of a setting: a list with one row for every case."""
         for way, name, share in setting.compared:
             yield [{"share": name} | row for row in self.rows(way, share, asked)]
 
@@ -160,7 +161,7 @@ class Answers:
     def rows(self, way: Way, share: float, asked: AskedPrompt) -> list[Row]:
         """Compress the prompt in one way, and return a row for every case.
 
-        Each row has the method, the size of its cache, and the fields of `texts.scored`.
+        Each row has the method, the size of its cache, and the fields of `texts.score_answer`.
         """
         sizes, answers = (
             self._ours(way, share, asked)
@@ -198,22 +199,25 @@ def _answer(theirs: Kvpress, case: TextQuestion) -> Row:
 
 
 def compare_ways(
-    settings: Mapping[str, Setting], given: RunContext, text: QuestionedText, **how: Any
+    settings: Mapping[str, Setting], context: RunContext, text: QuestionedText, **how: Any
 ) -> Iterator[Row]:
     """Yield the rows of all questions about a text in these settings.
 
     Args:
         settings: what is compared, by the name of the setting.
-        given: the run; it names the Python of kvpress if a way of kvpress takes part.
+        context: the run; it names the Python of kvpress if a way of kvpress takes part.
         text: the text with its questions.
         how: `budget` and `sizes` of `Answers`.
+
+    Raises:
+        InvalidArgumentError: the environment with kvpress is missing, or kvpress failed.
     """
-    loaded, read = given.loaded, ReadText(given.loaded.model, text.ids)
+    loaded, read = context.loaded, ReadText(context.loaded.model, text.ids)
     ways = [way for setting in settings.values() for way, *_ in setting.compared]
     with contextlib.ExitStack() as stack:
         theirs = None
         if any(isinstance(way, Theirs) for way in ways):
-            peer = Kvpress(given.python, loaded.model, tokenizer=loaded.tokenizer)
+            peer = Kvpress(context.python, loaded.model, tokenizer=loaded.tokenizer)
             theirs = stack.enter_context(peer)
         answers = Answers(loaded, theirs, **how)
         for name, setting in settings.items():
@@ -221,7 +225,7 @@ def compare_ways(
 
 
 def group_answers(rows: list[Row]) -> Iterator[Row]:
-    """Group the answers that were given in one way, from one share, in one setting."""
+    """Group the answers by method, storage, share and setting: one group per table cell."""
     names = ("method", "codes", "share", "setting")
     groups = group_rows(
         list_answers(rows),
@@ -232,5 +236,5 @@ def group_answers(rows: list[Row]) -> Iterator[Row]:
 
 
 def right_cell(cell: Row) -> str:
-    """Show the right answers of a cell and their loss per token above the full cache's."""
+    """Return the text of a cell: its right answers, and the loss above the full cache's."""
     return f"{count_right(cell['answers'])}, {mean_loss_above(cell['answers']):+.2f}"

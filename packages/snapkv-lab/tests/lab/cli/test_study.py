@@ -27,5 +27,5 @@ def test_a_gate_is_in_the_folder_of_the_run(snapkv, tiny_only, tmp_path):
     assert done.status == 0, done.err
     assert "rank correlation" in done.out
     gate = tmp_path / "out" / "gate.safetensors"
-    assert done.err.splitlines()[-1] == f"--policy kvzap --set gate={gate} goes by it"
+    assert done.err.splitlines()[-1] == f"--policy kvzap --set gate={gate} uses it"
     assert gate.stat().st_size

@@ -241,10 +241,10 @@ def test_one_command_runs_local_tasks_by_every_method(evaluate):
 @pytest.mark.parametrize(
     ("tasks", "options", "message"),
     [
-        ("local_whole", {}, "got local_whole, which scores whole texts"),
+        ("local_whole", {}, "tasks: local_whole scores whole texts"),
         ("", {}, "tasks: expected names of lm-eval's tasks"),
         ("local_gate", {"include_path": "nowhere"}, "include_path: expected a folder"),
-        ("local_gate", {}, "tasks: expected the data of local_gate"),
+        ("local_gate", {}, "tasks: the data of local_gate cannot be loaded"),
     ],
 )
 def test_bad_input_is_named_in_one_line(evaluate, folder, tasks, options, message):
@@ -259,7 +259,7 @@ def test_without_the_package_its_command_is_named(evaluate, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     status, _, err = evaluate("local_gate")
     assert status == 2
-    assert "run pip install 'lm-eval" in err
+    assert "Run pip install 'lm-eval" in err
 
 
 # Runs that are continued.

@@ -69,7 +69,7 @@ def test_percents_words_and_draws():
     texts = iter(["a", "b", "a", "x", "b", "c"])
     assert draw_distinct(lambda: next(texts), 3, besides=["x"]) == ["a", "b", "c"]
     few = itertools.cycle("ab")
-    with pytest.raises(InvalidArgumentError, match="got 3, of which 2 were found"):
+    with pytest.raises(InvalidArgumentError, match="got 3, and only 2 could be drawn"):
         draw_distinct(lambda: next(few), 3)
 
 

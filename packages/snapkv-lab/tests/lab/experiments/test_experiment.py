@@ -25,8 +25,8 @@ def toy(tmp_path, monkeypatch):
     asked = []
 
     def measured(name):
-        def measure(given):
-            asked.append((name, given.small, given.tokens, given.budgets))
+        def measure(context):
+            asked.append((name, context.small, context.tokens, context.budgets))
             yield {"value": len(asked)}
 
         return measure
@@ -37,7 +37,7 @@ def toy(tmp_path, monkeypatch):
         measure={name: measured(name) for name in ("one", "two")},
         options={"tokens": Size(5, 3), "budgets": (1, 2)},
         fields={"seed": 1},
-        described=lambda given: ABOUT,
+        describe=lambda context: ABOUT,
         tables=[Listing({"part": "{part}", "value": "{value:.1f}"})],
     )
 
@@ -63,7 +63,7 @@ def test_rows_of_one_part_take_the_place_of_its_old_ones(toy):
 def test_what_is_read_from_elsewhere_is_not_stored_again(toy):
     """As of `evaluation`, whose answers lie in folders of their own."""
     asked, own = toy
-    elsewhere = replace(own, read=lambda: {"a": "summary"}, tables=None)
+    elsewhere = replace(own, load=lambda: {"a": "summary"}, tables=None)
     elsewhere.main([])
     assert len(asked) == 2
     assert not elsewhere.rows.exists()
@@ -86,7 +86,7 @@ def test_a_run_of_cases_goes_on_behind_those_that_have_rows(tmp_path, monkeypatc
     monkeypatch.setattr(experiment, "RESULTS", tmp_path)
     measured = []
 
-    def measure(given, case):
+    def measure(context, case):
         measured.append(case.name)
         if case.name == "b" and len(measured) == 2:
             raise KeyboardInterrupt
@@ -96,8 +96,8 @@ def test_a_run_of_cases_goes_on_behind_those_that_have_rows(tmp_path, monkeypatc
         name="toy",
         title="A toy",
         measure={"main": measure},
-        cases=lambda given, part: [Experiment(name=name, title=part) for name in "abc"],
-        described=lambda given: ABOUT,
+        cases=lambda context, part: [Experiment(name=name, title=part) for name in "abc"],
+        describe=lambda context: ABOUT,
         tables=[Listing({"text": "{text}"}, where={"part": "main"})],
     )
     with pytest.raises(KeyboardInterrupt):
@@ -149,8 +149,8 @@ SLOW = ["library", "methods"]
 )
 def test_rows_of_a_small_form_have_the_columns_of_the_stored_ones(name, saved):
     own = EXPERIMENTS[name]
-    rows = list(own.complete(own.given(small=True, model=saved)))
-    there = {frozenset(row) for row in own.known()}
+    rows = list(own.measure_rows(own.context(small=True, model=saved)))
+    there = {frozenset(row) for row in own.results()}
     assert rows
     assert {frozenset(row) for row in rows} <= there
     if name != "methods":

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers on static cach
 
 @pytest.mark.slow
 def test_every_part_measures_something_in_half_precision(monkeypatch):
-    monkeypatch.setattr(gpu, "_device", lambda given: torch.device("cpu"))
-    given = gpu.GPU.given(**SMALL, model="not stored")
-    rows = list(gpu.GPU.complete(given))
+    monkeypatch.setattr(gpu, "_device", lambda context: torch.device("cpu"))
+    context = gpu.GPU.context(**SMALL, model="not stored")
+    rows = list(gpu.GPU.measure_rows(context))
     assert {row["part"] for row in rows} == set(gpu.GPU.parts)
     assert all(row.get("status", "ok") == "ok" for row in rows), rows
     tokens = {row["cache"]: row for row in rows if row["part"] == "token" and row["batch"] == 1}
@@ -28,9 +28,9 @@ def test_every_part_measures_something_in_half_precision(monkeypatch):
 
 
 def test_all_of_it_takes_no_longer_than_it_says():
-    given = gpu.GPU.given()
-    seconds = sum(seconds for cells in gpu.DECLARED.values() for _, seconds, *_ in cells(given))
-    assert seconds <= 60 * given.minutes
+    context = gpu.GPU.context()
+    seconds = sum(seconds for cells in gpu.DECLARED.values() for _, seconds, *_ in cells(context))
+    assert seconds <= 60 * context.minutes
 
 
 def test_without_a_gpu_the_full_form_is_refused_in_a_line(monkeypatch, tmp_path):
@@ -45,16 +45,16 @@ def test_without_a_gpu_the_full_form_is_refused_in_a_line(monkeypatch, tmp_path)
 def day(tmp_path, monkeypatch):
     """A day with few cells that take no time; its rows, and what to call for another."""
     monkeypatch.setattr(experiment, "RESULTS", tmp_path)
-    monkeypatch.setattr(gpu, "_device", lambda given: torch.device("cpu"))
+    monkeypatch.setattr(gpu, "_device", lambda context: torch.device("cpu"))
     ran = []
 
-    def cell(given, name):
+    def cell(context, name):
         ran.append(name)
         if name in failing:
             raise failing.pop(name)
         yield {"cache": name, "length": 9, "ms": one, "ratio": one}
 
-    def declared(given):
+    def declared(context):
         return ((name, 60, cell, name) for name in "abc")
 
     failing: dict[str, BaseException] = {}

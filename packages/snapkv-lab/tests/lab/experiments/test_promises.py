@@ -12,21 +12,21 @@ from snapkv_lab.rows import select_rows
 
 
 def test_a_token_takes_as_long_behind_6k_as_behind_1k():
-    ratios = {row["cache"]: row for row in SPEED.known() if "ratio" in row}
+    ratios = {row["cache"]: row for row in SPEED.results() if "ratio" in row}
     ours = ratios["snapkv"]
     assert (ours["against_tokens"], ours["prompt_tokens"]) == (1024, 6144)
     assert ours["ratio"]["p50"] <= 1.05 < 1.5 < ratios["full"]["ratio"]["p50"]
 
 
 def test_an_answer_without_an_option_takes_no_longer_than_on_the_full_cache():
-    rows = BY_DEFAULT.known()
+    rows = BY_DEFAULT.results()
     assert tuple(row["prompt_tokens"] for row in rows) == (1024, 2048, 6144)
     assert all(row["token_cpu_ratio"]["p50"] <= 1 for row in rows)
     assert all(row["held_bytes"] < row["full_bytes"] for row in rows)
 
 
 def test_memory_peaks_no_higher_and_falls_by_prompt_over_budget():
-    rows = {row["cache"]: row for row in select_rows(SPEED.known(), benchmark="peak memory")}
+    rows = {row["cache"]: row for row in select_rows(SPEED.results(), benchmark="peak memory")}
     ours, plain = rows["snapkv"], rows["transformers"]
     assert ours["peak_growth_bytes"] <= plain["peak_growth_bytes"]
     assert plain["kept_bytes"] == ours["prompt_tokens"] / ours["budget"] * ours["kept_bytes"]
@@ -34,7 +34,7 @@ def test_memory_peaks_no_higher_and_falls_by_prompt_over_budget():
 
 
 def test_recall_answers_as_the_full_cache_does_where_plain_snapkv_loses_a_third():
-    rows = select_rows(recall.MANY_QUESTIONS.known(), task="questions")
+    rows = select_rows(recall.MANY_QUESTIONS.results(), task="questions")
     full = recall.right_share(rows, recall.FULL, None)
     assert full >= 0.6
     assert any(
@@ -50,7 +50,7 @@ def test_recall_answers_as_the_full_cache_does_where_plain_snapkv_loses_a_third(
 
 
 def test_fifty_turns_stay_below_the_cap_and_the_host_holds_what_was_seen():
-    turns = select_rows(recall.MANY_QUESTIONS.known(), task="turns")
+    turns = select_rows(recall.MANY_QUESTIONS.results(), task="turns")
     assert len(turns) >= 50
     for row in turns:
         assert row["held_bytes"] <= row["most_bytes"] <= recall.cap_bytes(row)
@@ -67,7 +67,7 @@ def test_every_method_whose_size_a_budget_sets_takes_part():
     without_size = {"full", "fastgen"}
     elsewhere = {"prompt-then-decode"}  # the prompt's method
     assert set().union(*map(names_inside, contenders)) == set(POLICIES) - without_size - elsewhere
-    found = list_answers(methods.METHODS.known())
+    found = list_answers(methods.METHODS.results())
     for setting, own in methods.SETTINGS.items():
         measured = {row["method"] for row in found if row["of"]["setting"] == setting}
         assert measured == {way.name for way in own.ways}
@@ -75,7 +75,7 @@ def test_every_method_whose_size_a_budget_sets_takes_part():
 
 def test_methods_of_a_column_hold_about_the_same_bytes():
     """StreamingLLM has a second copy of the keys of its sinks."""
-    for row in list_answers(methods.METHODS.known()):
+    for row in list_answers(methods.METHODS.results()):
         share = methods.SETTINGS[row["of"]["setting"]].shares[row["share"]]
         assert row["held"] == pytest.approx(
             share, rel=0.03 if row["method"] == "StreamingLLM" else 0.01

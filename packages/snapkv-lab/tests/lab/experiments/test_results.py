@@ -13,7 +13,7 @@ from snapkv_lab.rows import read_rows
 EXPERIMENTS = {  # but for those that were never run
     name: each
     for name, each in load_experiments().items()
-    if each.tables is not None and each.known()
+    if each.tables is not None and each.results()
 }
 TABLES = RESULTS / "tables"
 TEXTS = [page.read_text("utf-8") for page in PAGES if page.parent.name == "docs"]
@@ -25,7 +25,7 @@ SECTIONS = [
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_page_of_tables_is_what_its_rows_make(name):
     experiment = EXPERIMENTS[name]
-    assert experiment.page.read_text("utf-8") == experiment.render(experiment.known())
+    assert experiment.page.read_text("utf-8") == experiment.render(experiment.results())
 
 
 def test_no_page_of_tables_is_left_over():

@@ -21,9 +21,9 @@ def test_turns_take_a_time_at_its_word_and_time_all_else():
 def test_the_benchmark_of_drafts_measures_every_contender(tiny, tmp_path):
     save_heads(MedusaHeads.untrained(tiny.model, 2), tmp_path, base_model="tiny")
     own = medusa.DRAFTS
-    given = own.given(small=True, loaded=tiny, heads=str(tmp_path), parts=("float32",))
-    rows = list(own.complete(given))
-    assert {frozenset(row) for row in rows} == {frozenset(row) for row in own.known()}
+    context = own.context(small=True, loaded=tiny, heads=str(tmp_path), parts=("float32",))
+    rows = list(own.measure_rows(context))
+    assert {frozenset(row) for row in rows} == {frozenset(row) for row in own.results()}
     assert all(row["same_tokens"] == 6 for row in rows)
     plain, with_heads, kept, both = rows
     assert plain["acceptance_length"] == kept["acceptance_length"] == 1.0

@@ -154,7 +154,7 @@ def test_candidates_are_read_at_once_where_prompts_are_read_in_small_pieces():
 
 def test_heads_need_a_model_that_reads_the_prompt():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    medusa, refused = Medusa(random_heads(model)), "expected a model that reads the prompt"
+    medusa, refused = Medusa(random_heads(model)), "inside a SharedReading"
     with SharedReading(model, ids).given(), pytest.raises(InvalidArgumentError, match=refused):
         generate(model, ids, new_cache(model, "dynamic"), custom_generate=medusa)
 

@@ -52,8 +52,8 @@ def test_likeliest_takes_the_best_products():
 @pytest.mark.parametrize(
     ("choices", "fault"),
     [
-        (((0, 0),), "no path"),
-        (((0,), (0,)), "twice"),
+        (((0, 0),), "needs the path"),
+        (((0,), (0,)), "repeated"),
         (((10,),), "0 to 9"),
         (((-1,),), "0 to 9"),
         (((),), "empty"),

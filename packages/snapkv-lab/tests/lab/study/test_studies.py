@@ -89,7 +89,7 @@ def test_a_study_goes_on_where_it_was_stopped_and_leaves_another_alone(findings,
     monkeypatch.setattr("snapkv_lab.study.attention.read", None)  # nothing is read again
     found, study = findings["hit-rate"], READING["hit-rate"]
     assert study.measure(tiny, found.folder).rows == found.rows
-    with pytest.raises(InvalidArgumentError, match="results of the same run"):
+    with pytest.raises(InvalidArgumentError, match="results of another run"):
         replace(study, threshold=0.1).measure(tiny, found.folder)
 
 
