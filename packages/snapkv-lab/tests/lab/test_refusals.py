@@ -201,13 +201,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("refused", "message"), REFUSED, ids=[said[:30] for _, said in REFUSED])
-def test_what_cannot_be_is_refused_in_one_line(refused, message, tiny, tmp_path):
+def test_invalid_settings_are_refused_in_one_line(refused, message, tiny, tmp_path):
     with pytest.raises(SnapKVError, match=message) as caught:
         refused(tiny, tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_a_figure_without_the_package_is_refused_at_once(monkeypatch):
+def test_figure_without_matplotlib_is_refused_early(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'matplotlib"):
         drawing.require_drawable("a.svg")

@@ -166,9 +166,9 @@ class Answerer:
             try:
                 for given in self._answers(asked, method, reader, ends):
                     turn = left[0]
-                    said = given.text.removeprefix(turn.answer_start)
-                    found: Row = {"status": "ok", "prediction": said}
-                    found["score"] = asked.task.score(turn, said)
+                    prediction = given.text.removeprefix(turn.answer_start)
+                    found: Row = {"status": "ok", "prediction": prediction}
+                    found["score"] = asked.task.score(turn, prediction)
                     if wanted is not None and ends is not None:
                         found["loss"] = wanted[turn.name].loss(self.loaded, ends.pop())
                         ends.clear()
@@ -241,17 +241,17 @@ def converse(
     prompt = conversation.prompt(tokenizer, template, setting)
     spans = conversation.protection.spans(prompt, policy, tokenizer)
     cache = CompressedCache(loaded.model, policy, protect=spans, **method.cache_options)
-    said: torch.Tensor | None = None
+    read_ids: torch.Tensor | None = None
     for turn in conversation.turns:
-        if said is None:
+        if read_ids is None:
             ids = prompt_ids(loaded, prompt, turn.settings)
         else:
             prompt = turn.later_turn(tokenizer, template)
             is_chat = turn.is_chat(tokenizer, template)
-            ids = joined(loaded, said, prompt, turn.settings, is_chat=is_chat)
+            ids = joined(loaded, read_ids, prompt, turn.settings, is_chat=is_chat)
             require_positions(loaded, ids.shape[1], turn.settings)
         cache.expect_question(prompt.question_tokens(tokenizer))
-        found, said = answer_ids(
+        found, read_ids = answer_ids(
             loaded,
             ids,
             cache,

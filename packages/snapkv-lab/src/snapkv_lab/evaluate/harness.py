@@ -30,7 +30,7 @@ from snapkv_app.prompts import Prompt
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.runner import prepare_methods, require_same_policies
-from snapkv_lab.evaluate.store import Key, Progress, RunSummary, Store
+from snapkv_lab.evaluate.store import Key, Progress, RunSummary, Store, key_fields
 from snapkv_lab.measure.environment import software_versions
 from snapkv_lab.rows import Row, short_hash
 
@@ -317,8 +317,8 @@ class CompressedLM(LM):
             for _, group in itertools.groupby(sorted(places.values()), alike.__getitem__):
                 together = list(group)
                 for place, response in zip(together, give(together), strict=True):
-                    named = dict(zip(("sample", "method", "question"), keys[place], strict=True))
-                    yield named | {"policy": self._method.describe(), "response": response}
+                    own = {"policy": self._method.describe(), "response": response}
+                    yield key_fields(keys[place]) | own
 
         self._store.complete(keys, records(), self._on_progress)
         return [self._store[key]["response"] for key in keys]

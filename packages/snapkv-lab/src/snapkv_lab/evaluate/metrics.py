@@ -38,11 +38,11 @@ def normalize_answer(text: str) -> str:
 
 def qa_f1(prediction: str, reference: str) -> float:
     """Return the F1 score of the words of two answers, counted as often as they occur."""
-    said, wanted = (normalize_answer(text).split() for text in (prediction, reference))
-    same = (Counter(said) & Counter(wanted)).total()
+    predicted, wanted = (normalize_answer(text).split() for text in (prediction, reference))
+    same = (Counter(predicted) & Counter(wanted)).total()
     if same == 0:
         return 0.0
-    precision, recall = same / len(said), same / len(wanted)
+    precision, recall = same / len(predicted), same / len(wanted)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -103,16 +103,16 @@ def rouge_l(prediction: str, reference: str) -> float:
     about a thousand words, which LongBench scores as 0; here such a pair gets the score of the
     definition. The score is 0 if a text has no sentence.
     """
-    said, wanted = _sentences(prediction), _sentences(reference)
-    if not said or not wanted:
+    predicted, wanted = _sentences(prediction), _sentences(reference)
+    if not predicted or not wanted:
         return 0.0
     common = {
         word
         for reference_words in wanted
-        for words in said
+        for words in predicted
         for word in common_subsequence(reference_words, words)
     }
-    precision = len(common) / len(set().union(*said))
+    precision = len(common) / len(set().union(*predicted))
     recall = len(common) / len(set().union(*wanted))
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
 

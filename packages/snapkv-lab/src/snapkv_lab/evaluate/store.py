@@ -99,14 +99,14 @@ class Store:
         Raises:
             OutputError: a record cannot be written; those before it are stored.
         """
-        tell = on_progress or (lambda *_: None)
+        report = on_progress or (lambda *_: None)
         done = sum(one in self for one in wanted)
-        tell("", done, len(wanted))
+        report("", done, len(wanted))
         for record in records:
             if record_key(record) not in self:
                 self.add(record)
                 done += 1
-                tell(f"{record['sample']}, {record['method']}", done, len(wanted))
+                report(f"{record['sample']}, {record['method']}", done, len(wanted))
 
     def summarise(self, rows: Iterable[Row]) -> OutputError | None:
         """Write the summary.
@@ -183,6 +183,11 @@ def record_key(record: Row) -> Key:
     """Return the key of a record."""
     sample, method, question = (str(record[name]) for name in _KEY)
     return sample, method, question
+
+
+def key_fields(key: Key) -> Row:
+    """Return the fields of a record that hold its key."""
+    return dict(zip(_KEY, key, strict=True))
 
 
 def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:

@@ -276,12 +276,12 @@ def _pages(rows: list[Row]) -> Iterator[str]:
 
 def _describe_origin(rows: list[Row]) -> str:
     found = {str(row["environment"]): row["environment"] for row in rows if "run" in row}
-    said = (
+    sentences = (
         "{processor}, torch {torch}, transformers {transformers}, snapkv {snapkv}".format_map(each)
         + (f", commit {each['commit']}" if each["commit"] else "")
         for each in found.values()
     )
-    return "; ".join(dict.fromkeys(said))
+    return "; ".join(dict.fromkeys(sentences))
 
 
 _TOKENS: Mapping[str, Any] = {

@@ -80,7 +80,7 @@ class Kvpress:
         if self._process is not None:
             self._process.terminate()  # it may still work, although nobody waits for it
             self._process.communicate()
-            self._said.close()
+            self._output.close()
             self._folder.cleanup()
         self._process = None
 
@@ -113,10 +113,10 @@ class Kvpress:
     def _started(self) -> Any:
         if self._process is None:
             # Holds what libraries print, and the reason if the process ends.
-            self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed at the end
+            self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed at the end
             command = [self._python, "-I", str(_WORKER)]  # without this environment on its path
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self._process = subprocess.Popen(command, stderr=self._said, **pipes)
+            self._process = subprocess.Popen(command, stderr=self._output, **pipes)
             self._folder = tempfile.TemporaryDirectory()  # some presses read it later
             for own in (self._model, self._tokenizer):
                 if own is not None:
@@ -127,9 +127,9 @@ class Kvpress:
     def _last_words(self) -> str:
         """Describe how the process ended."""
         status = self._process.wait()
-        self._said.seek(0)
-        lines = self._said.read().strip().splitlines() or ["nothing"]
-        return f"status {status} from {self._python!r}, which said {lines[-1]}"
+        self._output.seek(0)
+        lines = self._output.read().strip().splitlines() or ["nothing"]
+        return f"status {status} from {self._python!r}, whose last output was {lines[-1]}"
 
 
 def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:

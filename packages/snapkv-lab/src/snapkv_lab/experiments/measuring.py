@@ -54,9 +54,9 @@ class InterleavedTimings:
 
 
 def _timed(work: Callable[[], Any]) -> TimeSpent:
-    said: list[Any] = []
-    spent = measure_time(lambda: said.append(work()))
-    return spent._replace(wall_ms=said[0]) if isinstance(said[0], float) else spent
+    results: list[Any] = []
+    spent = measure_time(lambda: results.append(work()))
+    return spent._replace(wall_ms=results[0]) if isinstance(results[0], float) else spent
 
 
 def run_in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:

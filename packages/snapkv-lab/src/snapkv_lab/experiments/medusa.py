@@ -108,9 +108,9 @@ def _decoded(loaded: LoadedModel, one: DraftContender, ids: Tensor, tokens: int)
     cache, clock = CompressedCache(loaded.model, one.policy), Clock()
     drafts = one.medusa and DraftMethod(name="medusa", options={"custom_generate": one.medusa})
     text = continue_ids(loaded, ids, cache, settings, streamer=clock, drafts=drafts)
-    said = tuple(text[0, ids.shape[1] :].tolist())
+    tokens_after = tuple(text[0, ids.shape[1] :].tolist())
     length = 1.0 if one.medusa is None else one.medusa.tally.acceptance_length
-    return Decoded(said, clock.ms_per_token(), length, cache.report().held_bytes)
+    return Decoded(tokens_after, clock.ms_per_token(), length, cache.report().held_bytes)
 
 
 def require_same_texts(everyone: Sequence[DraftContender], runs: dict[str, list[Decoded]]) -> None:

@@ -161,5 +161,5 @@ def greedy_decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[
 
 def generate_greedily(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[int]:
     """Return exactly `tokens` greedy tokens after a prompt, for which the cache is."""
-    said = generate_tokens(model, _tensor(model, ids), cache, tokens)
-    return said[0, len(ids) :].tolist()
+    generated = generate_tokens(model, _tensor(model, ids), cache, tokens)
+    return generated[0, len(ids) :].tolist()

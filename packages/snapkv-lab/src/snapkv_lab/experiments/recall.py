@@ -54,7 +54,7 @@ def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]
         for quote in document.quotes:
             begin = time.perf_counter()
             prompt, cache = ask(quote.question_ids)
-            said = generate_greedily(model, prompt, cache, len(quote.answer_ids))
+            answer = generate_greedily(model, prompt, cache, len(quote.answer_ids))
             seconds, report = time.perf_counter() - begin, cache.report()
             yield {
                 "task": "questions",
@@ -62,7 +62,7 @@ def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]
                 "budget": budget,
                 "document_tokens": len(document.ids),
                 "depth": quote.depth,
-                "right": said == quote.answer_ids,
+                "right": answer == quote.answer_ids,
                 "seconds": round(seconds, 3),
                 "read_seconds": round(read_seconds, 3),
                 "held_bytes": report.held_bytes,

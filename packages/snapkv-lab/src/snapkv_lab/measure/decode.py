@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,8 +13,9 @@ from snapkv.errors import OutOfMemoryError, wrong
 from snapkv.hf.device_memory import out_of_memory_explained
 from snapkv.validation import require_int
 from snapkv_app.plan.advice import weights_bytes
+from snapkv_lab.measure.bench import Bench, Timed
 from snapkv_lab.measure.contenders import ROOM_TOKENS, Contender, Decoder
-from snapkv_lab.measure.timing import measure_time, pair_ratios, percentiles, run_alternating
+from snapkv_lab.measure.timing import measure_time, percentiles
 from snapkv_lab.rows import Row
 
 _COPIED_BYTES = {"cuda": 2**31, "cpu": 2**28}
@@ -45,60 +46,16 @@ def least_ms_per_token(model: PreTrainedModel, cache_bytes: int, bytes_per_secon
     return float(1000 * (weights + cache_bytes) / bytes_per_second)
 
 
-def time_in_turns(
-    contenders: Iterable[Contender],
-    ready: Callable[[Contender], Callable[[], float]],
-    *,
-    rounds: int,
-    warmup_rounds: int,
-) -> Iterator[tuple[str, list[float], list[float]]]:
-    """Prepare every contender, and let those that fit take turns.
-
-    Args:
-        contenders: what is compared.
-        ready: prepares a contender, and returns a function that returns milliseconds.
-        rounds: how many rounds are measured.
-        warmup_rounds: how many rounds run before them.
-
-    Yields:
-        The label, its times, and the times of the first contender that fits. Contenders that run
-            out of
-        memory come first and have no times.
-    """
-    made = {}
-    for each in contenders:
-        try:
-            with out_of_memory_explained(lambda: "full"):
-                made[each.label] = ready(each)
-        except OutOfMemoryError:
-            yield each.label, [], []
-    runs = run_alternating(made, rounds=rounds, warmup_rounds=warmup_rounds) if made else {}
-    for name, samples in runs.items():
-        yield name, samples, next(iter(runs.values()))
-
-
 @dataclass(frozen=True, kw_only=True)
-class DecodeBench:
-    """Measures how long a token takes after a long prompt.
-
-    Ratios are relative to the first contender. One warm-up round is added to `rounds`.
+class DecodeBench(Bench):
+    """Measures how long a token takes after a long prompt. A warm-up round is added to `rounds`.
 
     Attributes:
-        model: the model that decodes.
-        contenders: the caches to compare.
-        lengths: prompt tokens.
-        batches: rows per batch.
         tokens: how many tokens are generated in every round.
-        rounds: how many rounds are measured.
         bytes_per_second: how fast the device copies; rows then have the share of this bandwidth.
     """
 
-    model: PreTrainedModel
-    contenders: Sequence[Contender]
-    lengths: Sequence[int]
-    batches: Sequence[int] = (1,)
     tokens: int = 16
-    rounds: int = 5
     bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
@@ -108,7 +65,7 @@ class DecodeBench:
             InvalidArgumentError: a number is too small, or the rounds need more than `ROOM_TOKENS`
                 tokens.
         """
-        require_int("rounds", self.rounds, minimum=2)
+        super().__post_init__()
         require_int("tokens", self.tokens, minimum=1)
         if self.tokens * (self.rounds + 1) > ROOM_TOKENS:
             raise wrong(
@@ -120,33 +77,29 @@ class DecodeBench:
 
     def rows(self) -> Iterator[Row]:
         """Yield one row per batch, length and cache. Its status says if the cache does not fit."""
-        for batch in self.batches:
-            for length in self.lengths:
-                yield from self._cell(batch, length)
+        for batch, length in itertools.product(self.batches, self.lengths):
+            yield from self._cell(batch, length)
 
     def _cell(self, batch: int, length: int) -> Iterator[Row]:
         decoders: dict[str, Decoder] = {}
 
-        def ready(contender: Contender) -> Callable[[], float]:
+        def ready(contender: Contender) -> Timed:
             decoder = decoders[contender.label] = Decoder(contender, self.model, batch, length)
             decoder(1)
             return partial(decoder, self.tokens)
 
-        turns = time_in_turns(self.contenders, ready, rounds=self.rounds, warmup_rounds=1)
-        for name, samples, base in turns:
-            row = {"bench": "decode", "cache": name, "batch": batch, "length": length}
-            if not samples:
-                yield row | {"status": "out of memory"}
-                continue
-            ms = percentiles(samples, 3)
-            row |= {"status": "ok", "filled": True, "held_bytes": decoders[name].held_bytes}
-            row |= {"ms_per_token": ms, "ratio": percentiles(pair_ratios(samples, base), 4)}
+        def finish(name: str, samples: list[float], ratio: Row) -> Row:
+            ms, decoder = percentiles(samples, 3), decoders[name]
+            row: Row = {"filled": True, "held_bytes": decoder.held_bytes}
+            row |= {"ms_per_token": ms, "ratio": ratio}
             row["tokens_per_second"] = round(1000 * batch / ms["p50"], 2)
             if self.bytes_per_second is not None:
-                read_bytes = decoders[name].read_bytes
-                least = least_ms_per_token(self.model, read_bytes, self.bytes_per_second)
+                least = least_ms_per_token(self.model, decoder.read_bytes, self.bytes_per_second)
                 row |= {"least_ms": round(least, 3), "of_ceiling": round(least / ms["p50"], 4)}
-            yield row
+            return row
+
+        named = partial(self._row, "decode", batch=batch, length=length)
+        yield from self._race(named, ready, finish, warmup_rounds=1)
 
 
 def throughput(

@@ -28,7 +28,7 @@ from snapkv_app.models import LoadedModel
 from snapkv_app.prompts import question_prompt
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.haystack import token_ids
-from snapkv_lab.evaluate.store import Progress, Store
+from snapkv_lab.evaluate.store import Progress, Store, key_fields
 from snapkv_lab.medusa.heads import (
     MedusaHeads,
     output_projection,
@@ -120,8 +120,7 @@ def generate_answers(
         part = left[start : start + plan.batch]
         answered = _generate_batch(loaded, [prompts[place] for place in part], plan)
         for place, answer in zip(part, answered, strict=True):
-            named = dict(zip(("sample", "method", "question"), keys[place], strict=True))
-            store.add(named | {"answer": answer})
+            store.add(key_fields(keys[place]) | {"answer": answer})
     answers = (tuple(store[each]["answer"]) for each in keys)
     return [Exchange(*each) for each in zip(prompts, answers, strict=True)]
 

@@ -16,7 +16,7 @@ from snapkv.validation import require_at_least
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.drawing import Panel, draw_curves
 from snapkv_lab.evaluate.sample import Sample, Template, data_hash
-from snapkv_lab.evaluate.store import Progress, Store, record_key
+from snapkv_lab.evaluate.store import Progress, Store, key_fields
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row, group_rows, select_rows
 from snapkv_lab.study.base import (
@@ -216,16 +216,14 @@ class ReadingStudy(Study):
         block = self.settings(loaded) | {"samples": len(samples), "data": data_hash(samples)}
         if notices:
             block |= {"document_tokens_read": study.document_tokens, "notices": list(notices)}
-        about = [
-            {"sample": part.name, "method": self.name, "question": part.variant} for part in parts
-        ]
+        keys = [(part.name, self.name, part.variant) for part in parts]
         with Store(folder, block) as store:
             records = (
-                own | study._record(loaded, part)
-                for own, part in zip(about, parts, strict=True)
-                if record_key(own) not in store
+                key_fields(key) | study._record(loaded, part)
+                for key, part in zip(keys, parts, strict=True)
+                if key not in store
             )
-            store.complete([record_key(own) for own in about], records, on_progress)
+            store.complete(keys, records, on_progress)
             found = (row for record in store.records for row in record["rows"])
             rows = mean_rows(found, self.by, self.numbers)
             return Findings.of(store, rows, warnings=warnings, notices=notices)
@@ -248,8 +246,8 @@ class ReadingStudy(Study):
             excess = study._excess_tokens(loaded, parts)
             if excess <= 0 or study.document_tokens - excess < LEAST_TOKENS:
                 tokens = f"{found.tokens:,} tokens instead of {self.document_tokens:,}"
-                said = (f"documents are cut to {tokens}: {why}",) if why else ()
-                return study, parts, said  # a document that does not fit is refused later
+                notices = (f"documents are cut to {tokens}: {why}",) if why else ()
+                return study, parts, notices  # a document that does not fit is refused later
             why = f"the model has {loaded.max_tokens:,} positions for prompt and answer"
             study = replace(study, document_tokens=study.document_tokens - excess)
 

@@ -85,10 +85,10 @@ class FitGate(Study):
         from snapkv.cache.saving.writing import replace_file
         from snapkv.hf.known_gates import remember_gate
 
-        tell = on_progress or (lambda *_: None)
+        report = on_progress or (lambda *_: None)
         fitted, left_out = Regression(), []
         for place, (kind, ids) in enumerate(self._read(loaded)):
-            tell(kind, place, self.texts)
+            report(kind, place, self.texts)
             layers = read_layers_twice(loaded, ids)
             if place < self.texts - len(KINDS):
                 fitted.add(layers)
@@ -96,7 +96,7 @@ class FitGate(Study):
                 left_out.append((kind, layers))
         gate = fitted.gate(loaded)
         rows = [row for kind, layers in left_out for row in _agreement(gate, kind, layers)]
-        tell("done", self.texts, self.texts)
+        report("done", self.texts, self.texts)
         with Store(folder, block := self.settings(loaded)) as store:
             unwritten = store.summarise(rows)
         replace_file(folder / FILE, gate.as_file())

@@ -36,7 +36,7 @@ LATE = [
 
 
 @pytest.mark.parametrize(("command", "message"), [*EARLY, *LATE], ids=lambda value: value[:40])
-def test_bad_input_is_one_line_and_status_2(snapkv, tiny_only, here, command, message):
+def test_bad_input_is_reported_in_one_line_with_status_2(snapkv, tiny_only, here, command, message):
     (here / "file").touch()
     done = snapkv(*command.split())
     assert (done.status, done.out) == (2, "")
@@ -50,7 +50,7 @@ def test_bad_input_is_one_line_and_status_2(snapkv, tiny_only, here, command, me
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "lokal", "head:", ""])
-def test_an_address_of_no_cluster_is_refused(snapkv, here, monkeypatch, address):
+def test_address_without_a_cluster_is_refused(snapkv, here, monkeypatch, address):
     monkeypatch.setattr("snapkv_lab.evaluate.on_ray._ray", lambda: None)
     done = snapkv("eval", "needle", "--ray", address)
     assert done.status == 2

@@ -60,7 +60,7 @@ def test_decode_gives_a_row_per_length_batch_and_cache(snapkv, tiny, tmp_path):
     assert stored[0]["environment"]["torch"] == torch.__version__
 
 
-def test_prefill_reads_in_the_pieces_that_are_asked_for(snapkv, tiny):
+def test_prefill_bench_reads_in_the_requested_pieces(snapkv, tiny):
     way = "layer-by-layer:chunk_tokens=32"
     rows = rows_of(snapkv("bench", "prefill", *SMALL, "--prefill", way, "--json"))
     caches = ("transformers", f"default@48 {way}")
@@ -93,7 +93,7 @@ def test_memory_holds_less_and_measures_each_cache_alone(snapkv, tiny, monkeypat
 
 
 @pytest.mark.slow
-def test_weights_that_are_mapped_do_not_count_where_they_are_first_used():
+def test_mapped_weights_do_not_count_as_memory_of_a_cache():
     """The real model, whose weights come into memory when they are used."""
     command = (
         sys.executable,

@@ -27,7 +27,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize(("name", "width"), [*((name, 20) for name in TABLES), ("eval", 80)])
-def test_nothing_is_lost_on_a_narrow_screen(name, width):
+def test_tables_lose_no_text_on_a_narrow_screen(name, width):
     grid = tables.to_grid(TABLES[name]())
     console = Console(file=io.StringIO(), width=width)
     console.print(grid)

@@ -5,7 +5,7 @@ from snapkv_lab.cli.workers import WorkerOptions
 from tests.lab.evaluate.tiny import save_tiny
 
 
-def test_a_folder_of_a_model_is_found_from_wherever_a_worker_is(demo, tmp_path, monkeypatch):
+def test_workers_get_the_absolute_path_of_a_model_folder(demo, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr("snapkv_lab.evaluate.on_ray.OnRay", lambda *given: made.append(given))
     monkeypatch.chdir(tmp_path)

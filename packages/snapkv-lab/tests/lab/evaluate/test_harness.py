@@ -149,9 +149,7 @@ WAYS = [*(({}, policy) for policy in EVERY_WAY), (HYBRID, AdaKV(SnapKV(40)))]
 
 
 @pytest.mark.parametrize(("changed", "policy"), WAYS, ids=lambda each: getattr(each, "name", ""))
-def test_continuations_that_share_a_context_have_the_scores_they_have_alone(
-    tiny, ids, changed, policy
-):
+def test_continuations_of_a_shared_context_score_as_they_do_alone(tiny, ids, changed, policy):
     """Of different lengths, the longest in the middle; one of them is greedy's."""
     loaded = tiny_loaded(tiny.tokenizer, **changed) if changed else tiny
     context, other = ids
@@ -196,7 +194,7 @@ TEXTS = [CONTEXT, CONTEXT[40:] * 2, "Short. " + CONTEXT[:90], CONTEXT[7:300], "T
 
 
 @pytest.mark.parametrize("policy", EVERY_WAY, ids=lambda policy: policy.name)
-def test_prompts_answered_together_have_the_answers_they_have_alone(tiny, tmp_path, policy):
+def test_prompts_in_a_batch_get_the_same_answers_as_alone(tiny, tmp_path, policy):
     """Of different lengths, some shorter than the budget; some end early at a stop string."""
     method = Method(label="own", policy=policy)
     alone = [
@@ -224,7 +222,7 @@ def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, tmp_path):
     assert empty[0] == pytest.approx(plain_log_likelihood(tiny.model, first, opens), abs=1e-4)
 
 
-def test_one_command_runs_local_tasks_by_every_method(evaluate):
+def test_lm_eval_command_runs_local_tasks_with_every_method(evaluate):
     status, out, _ = evaluate("local_gate,local_choice", "--policy", "snapkv", "--json")
     assert status == 0
     found = json.loads(out)
@@ -247,7 +245,7 @@ def test_one_command_runs_local_tasks_by_every_method(evaluate):
         ("local_gate", {}, "tasks: the data of local_gate cannot be loaded"),
     ],
 )
-def test_bad_input_is_named_in_one_line(evaluate, folder, tasks, options, message):
+def test_bad_input_of_lm_eval_is_reported_in_one_line(evaluate, folder, tasks, options, message):
     if "the data" in message:
         (folder / "rows.jsonl").unlink()
     status, _, err = evaluate(tasks, **options)
@@ -255,7 +253,7 @@ def test_bad_input_is_named_in_one_line(evaluate, folder, tasks, options, messag
     assert message in err.splitlines()[-1]
 
 
-def test_without_the_package_its_command_is_named(evaluate, monkeypatch):
+def test_missing_lm_eval_error_names_the_install_command(evaluate, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     status, _, err = evaluate("local_gate")
     assert status == 2
@@ -290,7 +288,7 @@ BOTH = "local_gate,local_choice"
 ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices of each of two
 
 
-def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, added, folder):
+def test_stopped_lm_eval_run_only_asks_missing_requests(evaluate, added, folder):
     stop, batches = 10, ("--batch-size", "2")
     _, whole, _ = evaluate(BOTH, "--json", "--results", "whole", *batches)
     assert len(added) == len(records(folder / "whole")) == ANSWERS
@@ -310,7 +308,7 @@ def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, added, folder):
 
 
 @pytest.mark.slow
-def test_a_changed_question_is_asked_anew(evaluate, added, folder):
+def test_changed_request_is_asked_again(evaluate, added, folder):
     evaluate("local_gate", "--results", "run")
     added.clear()
     rows = [ROWS[0], {**ROWS[1], "question": "Who opens the gate?"}]

@@ -13,7 +13,7 @@ def package_rouge_l(prediction, reference):
     return Rouge().get_scores([prediction], [reference], avg=True)["rouge-l"]["f"]
 
 
-def test_rouge_l_is_the_package_s_where_subsequences_are_ambiguous():
+def test_rouge_l_equals_the_rouge_package_for_ambiguous_subsequences():
     """Few words, many repeats: which of the equally long subsequences is taken decides."""
     draw = random.Random(0)
     for _ in range(200):
@@ -28,7 +28,7 @@ def test_rouge_l_is_the_package_s_where_subsequences_are_ambiguous():
 
 
 @pytest.mark.parametrize("text", ["", "..."])
-def test_a_text_without_a_sentence_has_no_rouge(text):
+def test_rouge_l_of_a_text_without_sentences_is_zero(text):
     """The package raises, and LongBench counts that as 0."""
     with pytest.raises(ValueError, match="Hypothesis is empty"):
         package_rouge_l(text, "a b")
@@ -42,7 +42,7 @@ def test_rouge_l_of_long_sentences_has_a_score():
     assert rouge_l(prediction, reference) == pytest.approx(2 / 3, abs=1e-6)
 
 
-def test_classification_skips_what_stands_behind_a_removed_class():
+def test_classification_skips_the_class_after_a_removed_one_as_published():
     """Both parts of the right class should go; the second is stepped over and halves the score."""
     classes = ("Number", "Number of", "Number of something")
     assert (
@@ -78,5 +78,5 @@ def subsequence(said, wanted):
         (code, "   \nx = 1", "x = 1", 0.5),  # a blank line counts, and 2 of its blanks are right
     ],
 )
-def test_scores_of_examples_by_hand(metric, said, wanted, score):
+def test_metrics_equal_scores_computed_by_hand(metric, said, wanted, score):
     assert metric(said, wanted) == pytest.approx(score, abs=1e-9)

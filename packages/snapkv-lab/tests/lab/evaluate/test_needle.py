@@ -51,7 +51,7 @@ def placed(folder, depths, *, tokens=20, **options):
     return {sample.cell["depth"]: haystack_of(sample).replace(SENTENCE, "|") for sample in samples}
 
 
-def test_the_needle_stands_behind_the_last_sentence_before_its_depth(folder):
+def test_needle_follows_the_last_sentence_before_its_depth(folder):
     # Of 20 characters, 25 % are "Ab. C", 50 % are "Ab. Cd! Ef", 75 % are "Ab. Cd! Ef\nGh? ".
     assert placed(folder, depths=5) == {
         0: "|Ab. Cd! Ef\nGh? Ij. A",
@@ -78,7 +78,9 @@ def test_the_needle_stands_behind_the_last_sentence_before_its_depth(folder):
     ("variant", "cloze", "template"),
     [("magic-number", True, "none"), ("sandwich", False, "tokenizer")],
 )
-def test_no_prompt_is_longer_than_asked_nor_much_shorter(demo, variant, cloze, template):
+def test_needle_prompts_are_never_longer_and_hardly_shorter_than_their_length(
+    demo, variant, cloze, template
+):
     task = Needle(lengths=(400, 1500), depths=3, variant=variant, cloze=cloze)
     for sample in task.samples(demo.tokenizer):
         tokens = sample.prompt(demo.tokenizer, template, "visible").token_ids(demo.tokenizer)
@@ -89,7 +91,7 @@ def test_no_prompt_is_longer_than_asked_nor_much_shorter(demo, variant, cloze, t
         assert haystack_of(sample).count(answer) == 1
 
 
-def test_permutations_permute_the_documents(folder):
+def test_each_permutation_has_another_order_of_documents(folder):
     for name in "bcdef":
         (folder / f"{name}.txt").write_text(f"{name * 3}. ")
     task = Needle(
@@ -105,7 +107,7 @@ def test_permutations_permute_the_documents(folder):
     assert len({s.references for s in samples}) > 4  # each with a number of its own
 
 
-def test_scores():
+def test_needle_scores_numbers_by_containment_and_sentences_by_words():
     number = SimpleNamespace(references=("1234567",))
     score = Needle(haystack=None).score
     assert score(number, "It is 1234567.") == 1
@@ -121,7 +123,7 @@ def test_scores():
     assert score(sandwich, "") == 0
 
 
-def test_python_topics_are_always_there(monkeypatch):
+def test_python_topics_are_the_haystack_without_other_packages(monkeypatch):
     monkeypatch.setattr("snapkv_lab.evaluate.haystack.find_package_file", lambda *_: None)
     assert load_essays() is None
     found = load_haystack()

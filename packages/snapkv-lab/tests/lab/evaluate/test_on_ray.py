@@ -109,7 +109,7 @@ def is_long(asked):
     return asked.sample.cell["sentences"] == 16
 
 
-def test_the_longest_come_first_each_once_and_all_actors_end(work, played):
+def test_longest_questions_come_first_and_all_actors_end(work, played):
     cluster, pool = played(workers=2)
     with pool:
         given = list(pool.answers(work))
@@ -119,7 +119,7 @@ def test_the_longest_come_first_each_once_and_all_actors_end(work, played):
     assert len(cluster.begun) == len(cluster.killed) == 2
 
 
-def test_a_question_that_ended_a_worker_is_asked_again_of_one_method_at_a_time(work, played):
+def test_question_that_ended_a_worker_is_repeated_with_one_method_at_a_time(work, played):
     cluster, pool = played(ends=lambda asked: asked.tries == 0 and asked.sample is work[0].sample)
     given = list(pool.answers(work))
     assert sorted(map(record_key, given)) == wanted(work)
@@ -128,7 +128,7 @@ def test_a_question_that_ended_a_worker_is_asked_again_of_one_method_at_a_time(w
     assert [asked.methods for asked in again] == [(method,) for method in METHODS]
 
 
-def test_a_question_that_ends_every_worker_is_lost_and_the_rest_goes_on(work, played):
+def test_question_that_ends_every_worker_is_recorded_as_lost_and_others_are_answered(work, played):
     cluster, pool = played(ends=lambda asked: METHODS[0] in asked.methods and is_long(asked))
     given = {record_key(record): record["status"] for record in pool.answers(work)}
     assert sorted(given) == wanted(work)
@@ -139,19 +139,19 @@ def test_a_question_that_ends_every_worker_is_lost_and_the_rest_goes_on(work, pl
     assert max(asked.tries for asked in cluster.asked) == MOST_TRIES - 1
 
 
-def test_no_place_for_any_worker_is_said(work, played):
+def test_error_says_that_no_machine_has_room_for_a_worker(work, played):
     cluster, pool = played(ends=lambda asked: cluster.there.clear() or True)
     with pytest.raises(OutOfMemoryError, match=r"no worker could start.*no machine has room"):
         list(pool.answers(work))
 
 
-def test_a_worker_that_ends_before_it_has_the_model_leaves_the_question_as_it_is(work, played):
+def test_worker_that_ends_before_loading_does_not_count_as_a_try(work, played):
     cluster, pool = played(unloaded=MOST_TRIES - 1)
     assert sorted(map(record_key, pool.answers(work))) == wanted(work)
     assert {asked.tries for asked in cluster.asked} == {0}
 
 
-def test_none_that_gets_the_model_is_said_and_no_question_is_lost(work, played):
+def test_error_says_that_no_worker_loads_the_model_and_no_question_is_lost(work, played):
     cluster, pool = played(workers=2, unloaded=99)
     with pytest.raises(OutOfMemoryError, match="start and load the model: it was killed"):
         list(pool.answers(work))
@@ -159,7 +159,7 @@ def test_none_that_gets_the_model_is_said_and_no_question_is_lost(work, played):
     assert not cluster.asked
 
 
-def test_one_that_waits_for_a_place_on_a_node_that_is_gone_gives_its_question_back(work, played):
+def test_question_of_a_worker_that_waits_for_a_lost_node_is_asked_again(work, played):
     cluster, pool = played({"CPU": 1.0}, {"CPU": 1.0})
     waits = []
 
@@ -174,7 +174,7 @@ def test_one_that_waits_for_a_place_on_a_node_that_is_gone_gives_its_question_ba
     assert len(cluster.killed) == 1
 
 
-def test_answers_that_nobody_waited_for_are_not_taken_for_those_of_the_next_run(work, played):
+def test_abandoned_answers_are_not_mixed_into_the_next_run(work, played):
     _, pool = played(workers=2)
     with pool:
         next(pool.answers(work))
@@ -190,7 +190,7 @@ WITH_GPUS = [*NODES, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}]
     [(NODES, None, 2), (NODES, 6, 6), (WITH_GPUS, None, 3), (WITH_GPUS, 1, 1)],
     ids=["nodes with processors", "as many as asked for", "a processor for each GPU", "one"],
 )
-def test_workers_are_as_many_as_have_a_place(played, nodes, workers, count):
+def test_number_of_workers_is_limited_by_the_cluster(played, nodes, workers, count):
     _, pool = played(*nodes, workers=workers)
     assert (pool._count, pool.device) == (count, "cuda:0" if nodes is WITH_GPUS else "cpu")
     with pytest.raises(InvalidArgumentError, match="workers: expected at most"):
@@ -215,7 +215,7 @@ def cluster():
 
 
 @pytest.mark.sweeps
-def test_killed_workers_and_a_node_that_is_gone_change_nothing(demo, cluster, tmp_path):
+def test_killed_workers_and_a_lost_node_do_not_change_the_results(demo, cluster, tmp_path):
     """The folder that they leave is the one that one process leaves."""
     import ray
 

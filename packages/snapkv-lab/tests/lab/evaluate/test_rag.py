@@ -54,7 +54,7 @@ def question_of(sample, corpus):
         ("", ["The The"], False),
     ],
 )
-def test_a_phrase_is_found_as_whole_words_without_punctuation_and_articles(text, phrases, is_found):
+def test_phrase_matches_whole_words_without_punctuation_and_articles(text, phrases, is_found):
     assert contains_phrase(text, phrases) is is_found
 
 
@@ -70,7 +70,7 @@ def test_a_phrase_is_found_as_whole_words_without_punctuation_and_articles(text,
         ("In 1999 there were 3 of them.", set()),
     ],
 )
-def test_citations_are_numbers_in_brackets_or_behind_the_word(text, numbers):
+def test_citations_are_numbers_in_brackets_or_after_the_word_document(text, numbers):
     assert cited_numbers(text) == numbers
 
 
@@ -102,7 +102,7 @@ def test_citation_numbers_are_those_of_the_gold_documents_among_near_ones(small,
     assert samples == list(task.samples(None)), "the same every time"
 
 
-def test_gold_documents_move_and_the_others_stay(small):
+def test_gold_documents_move_while_the_order_of_others_stays(small):
     task = RagPosition(documents=(5, 9), samples_each=3)
     samples = list(task.samples(None))
     assert len({sample.name for sample in samples}) == len(samples) == 2 * 3 * 3
@@ -122,7 +122,7 @@ def test_gold_documents_move_and_the_others_stay(small):
         assert rest == others[9, name][: count - 2], "more documents are the same and further ones"
 
 
-def test_the_pipeline_reads_the_first_of_what_was_reranked(small, index):
+def test_pipeline_reads_the_first_reranked_documents(small, index):
     task = RagPipeline(documents=(3, 6), retrieve=12, samples_each=2)
     samples = list(task.samples(None))
     assert [sample.cell["documents"] for sample in samples] == [3, 6, 3, 6]
@@ -151,7 +151,7 @@ def line(**changed):
     return {"question": "Who?", "answers": ["Ann", "Ann B."], "ctxs": documents} | changed
 
 
-def test_a_file_of_questions_takes_the_place_of_hotpotqa(tmp_path):
+def test_questions_from_a_file_replace_those_of_hotpotqa(tmp_path):
     file = tmp_path / "rows.jsonl.gz"
     lines = [json.dumps(line()), "", json.dumps(line(question="What?"))]
     file.write_bytes(gzip.compress("\n".join(lines).encode()))

@@ -60,7 +60,7 @@ def test_rows_of_one_part_take_the_place_of_its_old_ones(toy):
     assert [(row["part"], row["value"]) for row in read_rows(own.rows)] == [("one", 3), ("two", 2)]
 
 
-def test_what_is_read_from_elsewhere_is_not_stored_again(toy):
+def test_rows_loaded_from_elsewhere_are_not_stored_again(toy):
     """As of `evaluation`, whose answers lie in folders of their own."""
     asked, own = toy
     elsewhere = replace(own, load=lambda: {"a": "summary"}, tables=None)
@@ -69,7 +69,7 @@ def test_what_is_read_from_elsewhere_is_not_stored_again(toy):
     assert not elsewhere.rows.exists()
 
 
-def test_nothing_is_stored_of_a_look_and_nothing_measured_to_render(toy, capsys):
+def test_small_runs_store_nothing_and_rendering_measures_nothing(toy, capsys):
     asked, own = toy
     own.main(["--small", "--part", "two"])
     assert asked == [("two", True, 3, (1, 2))]
@@ -82,7 +82,7 @@ def test_nothing_is_stored_of_a_look_and_nothing_measured_to_render(toy, capsys)
     assert (len(asked), own.page.exists()) == (5, True)
 
 
-def test_a_run_of_cases_goes_on_behind_those_that_have_rows(tmp_path, monkeypatch):
+def test_run_of_cases_continues_after_the_cases_with_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "RESULTS", tmp_path)
     measured = []
 
@@ -121,14 +121,14 @@ def test_cells_are_patterns_or_functions_of_a_row():
     )
 
 
-def test_a_place_without_a_row_is_a_dash():
+def test_pivot_cell_without_a_row_shows_a_dash():
     rows = [{"a": 1, "b": 2, "c": 3}, {"a": 2, "b": 4, "c": 5}]
     lines = render_rows(rows, Pivot("a", "{a}", "b {b}", "{c}")).splitlines()
     assert lines == ["| a | b 2 | b 4 |", "| --- | ---: | ---: |", "| 1 | 3 | - |", "| 2 | - | 5 |"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_says_what_it_takes(name, capsys):
+def test_help_of_every_experiment_has_its_title(name, capsys):
     with pytest.raises(SystemExit) as ended:
         EXPERIMENTS[name].main(["--help"])
     assert ended.value.code == 0

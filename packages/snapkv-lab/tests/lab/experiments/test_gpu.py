@@ -27,13 +27,13 @@ def test_every_part_measures_something_in_half_precision(monkeypatch):
     assert tokens["snapkv"]["held_bytes"] < 0.7 * tokens["full"]["held_bytes"]
 
 
-def test_all_of_it_takes_no_longer_than_it_says():
+def test_gpu_experiment_fits_into_its_stated_time():
     context = gpu.GPU.context()
     seconds = sum(seconds for cells in gpu.DECLARED.values() for _, seconds, *_ in cells(context))
     assert seconds <= 60 * context.minutes
 
 
-def test_without_a_gpu_the_full_form_is_refused_in_a_line(monkeypatch, tmp_path):
+def test_gpu_experiment_without_a_gpu_is_refused_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(experiment, "RESULTS", tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match=r"device: expected .*, got none; pass --small.*CPU$"):
@@ -63,7 +63,7 @@ def day(tmp_path, monkeypatch):
     return ran, failing, lambda *arguments: gpu.GPU.main(["--part", "reading", *arguments])
 
 
-def test_a_call_goes_on_behind_the_one_that_was_cut_off(day, capsys):
+def test_gpu_experiment_continues_after_an_interruption(day, capsys):
     ran, failing, call = day
     failing["b"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -75,7 +75,7 @@ def test_a_call_goes_on_behind_the_one_that_was_cut_off(day, capsys):
     assert "| 9 | c | 1 | 1.000 (1.000 to 1.000) |" in gpu.GPU.page.read_text("utf-8")
 
 
-def test_a_cell_that_fails_has_a_row_and_one_that_the_time_is_too_short_for_has_none(day, capsys):
+def test_failed_cell_has_a_row_and_a_cell_without_time_has_none(day, capsys):
     ran, failing, call = day
     failing["a"] = ValueError("why\nmore")
     call("--minutes", "0.5")
@@ -90,7 +90,7 @@ def test_a_cell_that_fails_has_a_row_and_one_that_the_time_is_too_short_for_has_
     assert ran == ["a", "b", "c"]
 
 
-def test_nothing_more_is_measured_where_the_device_is_lost(day, monkeypatch):
+def test_no_cell_is_measured_after_the_device_is_lost(day, monkeypatch):
     ran, failing, call = day
     failing["a"] = RuntimeError("CUDA error: an illegal memory access")
     monkeypatch.setattr(gpu, "_lost", lambda: "the device is lost")

@@ -25,7 +25,7 @@ POLICY = SnapKV(64, window_size=16, kernel_size=5, pooling="avg")
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_the_same_tokens_come_out_as_here(family):
+def test_kvpress_generates_the_same_tokens_as_snapkv(family):
     """Behind the same budget, so the same positions were kept; behind all of them, others."""
     model, ids = tiny_model(family), random_ids(2, 300)
     cache = CompressedCache(model, POLICY)
@@ -39,7 +39,7 @@ def test_the_same_tokens_come_out_as_here(family):
     assert not torch.equal(full, ours)
 
 
-def test_what_it_does_not_take_is_said_and_it_goes_on():
+def test_kvpress_reports_bad_input_and_continues():
     model = tiny_model("llama")
     with Kvpress(PYTHON, model, SnapKV(20, window_size=8)) as theirs:
         with pytest.raises(InvalidArgumentError, match=r"it failed: .*index out of range"):
@@ -53,7 +53,7 @@ def test_what_it_does_not_take_is_said_and_it_goes_on():
 
 
 @pytest.mark.parametrize("between", [[], [5, 6]])
-def test_an_answer_is_judged_as_here(between):
+def test_kvpress_scores_an_answer_as_snapkv_does(between):
     """As the same choice of ours answers, from as many bytes; asked again, the same comes out."""
     model, ids = tiny_model("llama"), random_ids(1, 200)
     case = TextQuestion(group="g", answer_ids=[3, 7, 9], parts=[[0], [1, 2]], between_ids=between)

@@ -11,7 +11,7 @@ from snapkv_lab.experiments.texts import list_answers
 from snapkv_lab.rows import select_rows
 
 
-def test_a_token_takes_as_long_behind_6k_as_behind_1k():
+def test_token_takes_as_long_after_6k_as_after_1k_prompt_tokens():
     ratios = {row["cache"]: row for row in SPEED.results() if "ratio" in row}
     ours = ratios["snapkv"]
     assert (ours["against_tokens"], ours["prompt_tokens"]) == (1024, 6144)

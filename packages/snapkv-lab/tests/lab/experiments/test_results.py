@@ -23,12 +23,12 @@ SECTIONS = [
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_page_of_tables_is_what_its_rows_make(name):
+def test_page_of_tables_equals_the_one_rendered_from_its_rows(name):
     experiment = EXPERIMENTS[name]
     assert experiment.page.read_text("utf-8") == experiment.render(experiment.results())
 
 
-def test_no_page_of_tables_is_left_over():
+def test_every_page_of_tables_has_an_experiment():
     assert {*TABLES.glob("*")} == {each.page for each in EXPERIMENTS.values()}
 
 
@@ -45,7 +45,7 @@ def test_every_page_of_tables_is_linked():
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.partition("\n")[0])
-def test_a_number_in_the_words_of_a_section_stands_in_the_tables_that_it_links_to(section):
+def test_each_number_in_a_sections_words_is_in_a_linked_table(section):
     tables = "".join(
         (TABLES / f"{name}.md").read_text("utf-8")
         for name in re.findall(r"\(results/tables/(\w+)\.md\)", section)
@@ -69,7 +69,7 @@ _LONG = """# A
 """
 
 
-def test_a_shown_table_takes_its_cells_from_the_lines_that_it_names(tmp_path):
+def test_shown_table_copies_the_cells_of_the_named_lines(tmp_path):
     (tmp_path / "long.md").write_text(_LONG, "utf-8")
     table = "| name | two |\n| --- | --- |\n| {} | ? |"
     text = "x\n<!-- shown: long | B{} -->\n\n" + table + "\n\n<!-- end -->\ny"
@@ -83,7 +83,7 @@ def test_a_shown_table_takes_its_cells_from_the_lines_that_it_names(tmp_path):
 
 
 @pytest.mark.parametrize("name", evaluations.COMPARISONS)
-def test_every_answer_of_an_experiment_is_there_and_scored_as_the_task_scores_it(name):
+def test_evaluation_experiment_has_every_answer_with_its_tasks_score(name):
     found = evaluations.load_comparisons()[name]
     answers = read_rows(found.folder / "samples.jsonl")
     methods = evaluations.COMPARISONS[name].methods

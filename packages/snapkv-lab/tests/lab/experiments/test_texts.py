@@ -34,7 +34,7 @@ def read(tiny, text):
     return ReadText(tiny.model, text.ids)
 
 
-def test_a_question_behind_a_branch_is_read_as_if_it_were_one_prompt(tiny, text, read):
+def test_question_after_a_copied_cache_is_read_as_one_prompt(tiny, text, read):
     question = text.cases[0].question_ids
     both = [*text.ids, *question]
     branch, whole = read.asked(question), read_prompt(tiny.model, both, recorded_queries=len(both))
@@ -61,7 +61,7 @@ def by_hand(prompt, cache, case):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("policy", [FullCache(), default_policy(64), TOVA(64)], ids=repr)
-def test_an_answer_is_scored_as_by_hand(policy, text, read):
+def test_scored_answer_equals_one_by_hand(policy, text, read):
     (visible, *_), (hidden,) = (
         list(asked_prompts(read, text, each)) for each in ("visible", "hidden")
     )
@@ -106,14 +106,14 @@ def _made_rows():
         }
 
 
-def test_counts_are_of_what_the_full_cache_has_right():
+def test_right_answers_count_only_parts_that_the_full_cache_has_right():
     answers = list_answers(_made_rows())
     first, second = ([each for each in answers if each["method"] == name] for name in "ab")
     assert (count_right(first), count_right(second)) == (Count(1, 2), Count(2, 2))
     assert right_cell({"answers": first}) == "0.50 of 2 (0.09 to 0.91), +0.25"
 
 
-def test_an_interval_is_wilsons():
+def test_count_interval_equals_wilsons():
     assert Count(5, 10).interval() == pytest.approx((0.237, 0.763), abs=5e-4)
     assert Count(0, 0).interval() == (0, 1)
     assert Count(4, 4).interval()[1] == 1

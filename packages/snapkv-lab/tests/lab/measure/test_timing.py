@@ -32,7 +32,7 @@ def test_contenders_take_turns_and_each_round_starts_with_another():
 
 
 @pytest.mark.parametrize(("names", "rounds"), [("ab", 2), ("abc", 6), ("abcd", 4), ("abcde", 10)])
-def test_each_comes_behind_each_of_the_others_equally_often(names, rounds):
+def test_each_contender_follows_each_other_one_equally_often(names, rounds):
     order, _ = turns_of(names, rounds)
     turns = [order[start : start + len(names)] for start in range(0, len(order), len(names))]
     assert {"".join(sorted(turn)) for turn in turns} == {names}
@@ -46,7 +46,7 @@ def test_percentiles_and_ratios_of_pairs():
     assert pair_ratios([2, 9], [1, 3]) == [2, 3]
 
 
-def test_waiting_takes_time_on_the_clock_and_none_of_the_processor():
+def test_sleeping_takes_clock_time_but_no_processor_time():
     spent = measure_time(lambda: time.sleep(0.05))
     assert spent.wall_ms >= 49
     assert spent.cpu_ms < 25

@@ -55,7 +55,7 @@ def ignore(*_):
     pass
 
 
-def test_heads_learn_what_they_are_shown(tmp_path):
+def test_heads_learn_a_repeated_pattern(tmp_path):
     """Answers of random tokens can only be known by heart."""
     model = tiny_model("llama")
     shown = [
@@ -77,7 +77,7 @@ def test_heads_learn_what_they_are_shown(tmp_path):
     assert max(accuracies[0] for accuracies in untrained) < 0.3
 
 
-def test_a_run_leaves_heads_that_load_and_a_model_that_has_not_changed(loaded, tmp_path):
+def test_training_writes_loadable_heads_and_does_not_change_the_model(loaded, tmp_path):
     before = {name: weight.clone() for name, weight in loaded.model.named_parameters()}
     heads = training.train_heads(loaded, [WORDS], tmp_path, PLAN, ignore)
     for name, weight in loaded.model.named_parameters():
@@ -101,7 +101,7 @@ def test_a_stopped_run_ends_with_the_same_heads(loaded, tmp_path, stage, number)
     assert torch.equal(parts.biases, whole.biases)
 
 
-def test_the_answers_are_the_models_own(loaded, tmp_path):
+def test_training_answers_equal_the_models_greedy_answers(loaded, tmp_path):
     with pytest.raises(_StoppedError):
         training.train_heads(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
     prompts = training._make_prompts(loaded.tokenizer, [WORDS], PLAN)
@@ -112,7 +112,7 @@ def test_the_answers_are_the_models_own(loaded, tmp_path):
 
 
 @torch.no_grad()
-def test_head_k_learns_the_token_k_places_behind_the_next():
+def test_head_k_learns_the_token_k_positions_after_the_next():
     model = tiny_model("llama")
     exchange = Exchange(prompt=tuple(random_ids(1, 6)[0].tolist()), answer=(5, 6, 7, 8))
     hidden, labels = training._States(model, [exchange]).pairs([0], 2)

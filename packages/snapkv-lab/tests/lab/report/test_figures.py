@@ -88,7 +88,7 @@ def test_named_columns_are_groups_of_bars_and_a_mean():
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["full", "snapkv@512"]
 
 
-def test_several_budgets_are_a_curve_and_the_others_lines_across():
+def test_several_budgets_are_drawn_as_a_curve_and_other_methods_as_lines():
     made = figures.draw(grid(methods=("full", "snapkv@512", "snapkv@1024", "h2o@512")))
     (axes,) = made["budgets"].axes
     curve, *across = axes.lines
@@ -133,7 +133,7 @@ def test_the_same_rows_give_the_same_file(suffix):
     assert first == again
 
 
-def test_names_are_text_and_no_formula():
+def test_dollar_signs_in_names_start_no_formula():
     run = grid(methods=("$\\frac{1}$", "a_b^c"))
     run.run["model"] = {**run.run["model"], "name": "<b>$x$ & \\alpha</b>"}
     for figure in figures.draw(run).values():

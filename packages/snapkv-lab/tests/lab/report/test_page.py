@@ -32,7 +32,7 @@ def tables(page):
     ]
 
 
-def test_the_table_of_methods_with_the_best_of_every_column():
+def test_method_table_marks_the_best_score_of_every_column():
     table = method_table(sets())
     costs = ("cache", "ms/token")
     assert table.headings[:5] == ("method", "question", "qa", "code", "news")
@@ -52,7 +52,7 @@ def test_the_table_of_methods_with_the_best_of_every_column():
     assert table.bold == {(0, 2), (1, 2), (0, 3), (1, 4), (1, 5)}
 
 
-def test_nothing_on_the_page_is_fetched_from_elsewhere():
+def test_page_fetches_no_other_file():
     page = render_page(grid())
     assert not re.search(r"<(script|link|iframe|a|object|form)\b|<[^>]* on\w+=|url\(|@import", page)
     sources = re.findall(r'\bsrc="(.*?)"', page)
@@ -65,7 +65,7 @@ def test_nothing_on_the_page_is_fetched_from_elsewhere():
 NASTY = '<script>alert("x")</script>&amp;|*b*\n{{ 7 * 7 }}'
 
 
-def test_names_stay_text():
+def test_method_names_are_escaped_on_the_page():
     run = results(
         sets().task,
         [row(NASTY, {"set": NASTY}, None, status=NASTY), row("full", {"set": NASTY}, 1.0)],
@@ -97,11 +97,11 @@ def test_names_stay_text():
         ((-1e-9, 0.25), "0.0 to 25.0"),
     ],
 )
-def test_an_interval_as_text(interval, text):
+def test_intervals_are_written_as_text(interval, text):
     assert IN_PERCENT.interval(interval) == text
 
 
-def test_the_csv_has_the_numbers_as_they_are():
+def test_csv_has_unrounded_numbers():
     run = grid()
     rows = list(csv.DictReader(io.StringIO(render_csv(run))))
     assert len(rows) == len(run.rows) == len(cell_table(run))

@@ -26,7 +26,7 @@ def layers_of(gate, seed, tokens, noise=0.0):
     return made
 
 
-def test_the_regression_is_that_of_standardised_numbers_written_out():
+def test_regression_equals_ridge_regression_on_standardised_numbers():
     gate, fitted = drawn_gate(layers=2), Regression()
     texts = [layers_of(gate, 10 * n, tokens, noise=0.5) for n, tokens in enumerate((60, 90, 200))]
     for layers in texts:
@@ -46,7 +46,7 @@ def test_the_regression_is_that_of_standardised_numbers_written_out():
             torch.testing.assert_close(fitted.weights()[depth, head], expected)
 
 
-def test_a_fitted_gate_is_remembered_or_not_and_the_policy_goes_by_it(tiny, gates, tmp_path):
+def test_fitted_gate_is_stored_if_requested_and_used_by_the_policy(tiny, gates, tmp_path):
     found = SMALL.measure(tiny, tmp_path / "out")
     assert {row["kind"] for row in found.rows} == set(KINDS)
     assert len(SMALL.table(found.rows).rows) == len(KINDS)

@@ -18,7 +18,7 @@ def random_layer(tokens, queries):
 
 @pytest.mark.parametrize("first", [0, 4], ids=["all", "beyond the sinks"])
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_hit_rates_are_those_of_plain_loops(selection, first):
+def test_hit_rates_equal_those_of_plain_loops(selection, first):
     prompt, answer = 90, 70  # more queries than are looked at together
     layer, heads = random_layer(prompt + 2 * answer, 11 + 2 * answer)
     given = {"keep_ratio": 0.2, "threshold": 0.05}
@@ -44,7 +44,7 @@ def test_hit_rates_are_those_of_plain_loops(selection, first):
     assert nothing[selection, 1]["hit_rate"] is None  # where nothing is important
 
 
-def test_overlaps_are_those_of_plain_loops():
+def test_overlaps_equal_those_of_plain_loops():
     prompt, size = 80, 8
     layer, heads = random_layer(prompt + 2 * size, 5 * size)
     study = Overlap(keep_ratio=0.1, window_tokens=size, prompt_windows=3, generation_windows=2)
@@ -68,7 +68,7 @@ def test_overlaps_are_those_of_plain_loops():
             assert found[window][name] == pytest.approx(expected), (window, name)
 
 
-def test_votes_of_a_question_and_its_answer_are_those_of_plain_loops():
+def test_votes_of_a_question_and_its_answer_equal_those_of_plain_loops():
     document, tokens = 60, 150
     layer, heads = random_layer(tokens, tokens - document)
     whole, even, odd = Instructions(keep_ratio=0.1)._votes(layer, document)
@@ -83,7 +83,7 @@ def test_votes_of_a_question_and_its_answer_are_those_of_plain_loops():
             assert set(mask[head].nonzero().flatten().tolist()) == expected
 
 
-def test_what_several_texts_share():
+def test_common_tokens_are_counted_over_all_texts():
     assert count_common_tokens([[1, 2, 3, 9], [1, 2, 4], [1, 2, 3]]) == 2
     assert count_common_tokens([[1, 2], [1, 2, 3]]) == 2
     assert count_common_tokens([[5], [6]]) == 0

@@ -27,7 +27,7 @@ READING = {
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "cohere2"])
-def test_what_is_observed_is_the_models_own_attention(family):
+def test_observed_attention_equals_the_models_own(family):
     model, ids = tiny_model(family, "eager"), random_ids(1, 60)
     loaded = LoadedModel(model=model, tokenizer=None, name=family, revision=None)
     seen = observed(
@@ -85,7 +85,9 @@ def test_hit_rate_has_a_row_for_every_selection_window_and_layer(findings):
     assert reading["prompt_tokens"] > 200
 
 
-def test_a_study_goes_on_where_it_was_stopped_and_leaves_another_alone(findings, tiny, monkeypatch):
+def test_stopped_study_continues_and_refuses_the_folder_of_another_study(
+    findings, tiny, monkeypatch
+):
     monkeypatch.setattr("snapkv_lab.study.attention.read", None)  # nothing is read again
     found, study = findings["hit-rate"], READING["hit-rate"]
     assert study.measure(tiny, found.folder).rows == found.rows
@@ -93,7 +95,7 @@ def test_a_study_goes_on_where_it_was_stopped_and_leaves_another_alone(findings,
         replace(study, threshold=0.1).measure(tiny, found.folder)
 
 
-def test_rows_say_what_was_compared(findings):
+def test_rows_of_instructions_name_the_compared_questions(findings):
     rows = {name: found.rows for name, found in findings.items()}
     windows = {(row["of"], row["window"]) for row in rows["overlap"]}
     assert windows == {("prompt", -3), ("prompt", -2), ("prompt", -1), ("answer", 1)}
@@ -103,7 +105,7 @@ def test_rows_say_what_was_compared(findings):
     assert {row["question"] for row in rows["position"]} == {"first", "last"}
 
 
-def test_the_question_comes_first_and_the_document_last(demo):
+def test_position_study_puts_the_question_before_the_document(demo):
     parts = Position(**SMALL).parts([("text", "Long ago.")])
     texts = {
         part.variant: part.samples[0].prompt(demo.tokenizer, "tokenizer", "visible").text
@@ -123,13 +125,13 @@ def test_sensitivity_has_a_row_for_every_setting_and_the_full_cache(findings):
     assert table.headings == ("window", "pooling", "kernel 1", "kernel 5")
 
 
-def test_a_summary_that_cannot_be_written_is_said(tiny, tmp_path):
+def test_findings_report_a_summary_that_cannot_be_written(tiny, tmp_path):
     (tmp_path / "summary.jsonl").mkdir()
     given = {"windows": (16,), "kernels": (1,), "budget": 64, "length": 400, "depths": 1}
     assert Sensitivity(**given).measure(tiny, tmp_path).unwritten is not None
 
 
-def test_means_leave_out_what_is_not_known_and_count_a_layer_by_its_weight():
+def test_means_skip_none_and_weight_layers():
     rows = [{"layer": 1, "x": 0.5}, {"layer": 1, "x": None}, {"layer": 2, "x": None}]
     means = [{"layer": 1, "x": 0.5}, {"layer": 2, "x": None}]
     assert mean_rows(rows, ("layer",), ("x",)) == means
@@ -151,7 +153,7 @@ def fitted(study, loaded):
 
 
 @pytest.mark.parametrize("name", ["position", "instructions"])
-def test_documents_that_are_shorter_than_asked_for_are_read_as_they_are(demo, tmp_path, name):
+def test_documents_shorter_than_requested_are_read_completely(demo, tmp_path, name):
     files = documents_of(tmp_path, 900, 400, 5000)
     study, parts, (notice,) = fitted(
         replace(READING[name], documents=files, document_tokens=3072), demo
@@ -164,7 +166,7 @@ def test_documents_that_are_shorter_than_asked_for_are_read_as_they_are(demo, tm
 
 
 @pytest.mark.parametrize(("name", "positions"), [("position", 400), ("instructions", 700)])
-def test_documents_are_cut_to_what_the_model_has_positions_for(demo, tmp_path, name, positions):
+def test_documents_are_cut_to_the_models_positions(demo, tmp_path, name, positions):
     loaded = tiny_loaded(demo.tokenizer, positions=positions)
     files = documents_of(tmp_path, 3000, 2000)
     study, parts, notices = fitted(
@@ -180,7 +182,7 @@ def test_documents_are_cut_to_what_the_model_has_positions_for(demo, tmp_path, n
     assert f"cut to {study.document_tokens} tokens" in notices[0]
 
 
-def test_a_shortened_study_says_so_and_is_continued(tiny, tmp_path):
+def test_shortened_study_has_a_notice_and_can_continue(tiny, tmp_path):
     study = replace(READING["hit-rate"], documents=documents_of(tmp_path, 190))
     first = study.measure(tiny, tmp_path / "out")
     assert first.notices == tuple(first.run["notices"])

@@ -101,8 +101,8 @@ class Needle(HaystackTask):
         """Return 1 if the number is in the answer; for the sandwich, the share of its words."""
         if self.variant == "magic-number":
             return float(sample.references[0] in prediction)
-        wanted, said = (_words(text) for text in (sample.references[0], prediction))
-        return len(wanted & said) / len(wanted)
+        wanted, predicted = (_words(text) for text in (sample.references[0], prediction))
+        return len(wanted & predicted) / len(wanted)
 
     def _sample(self, tokenizer: Any, length: int, depth: int, order: int) -> Sample:
         name = f"{length}/{depth}/{order}"

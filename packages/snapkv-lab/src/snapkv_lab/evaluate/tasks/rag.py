@@ -100,8 +100,8 @@ class RagCitation(RagTask):
 
     def score(self, sample: Sample, prediction: str) -> float:
         """Return the F1 of the cited numbers."""
-        right, said = set(map(int, sample.references)), cited_numbers(prediction)
-        return 2 * len(right & said) / (len(right) + len(said))
+        right, predicted = set(map(int, sample.references)), cited_numbers(prediction)
+        return 2 * len(right & predicted) / (len(right) + len(predicted))
 
     def _sample(self, index: PassageIndex, question: Question, documents: int) -> Sample:
         name = f"{documents}/{question.name}"

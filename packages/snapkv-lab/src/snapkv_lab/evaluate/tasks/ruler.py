@@ -405,8 +405,8 @@ class Ruler(HaystackTask):
 
     def score(self, sample: Sample, prediction: str) -> float:
         """Return the share of references in the answer; for questions, whether any is in it."""
-        said = prediction.lower()
-        found = [reference.lower() in said for reference in sample.references]
+        predicted = prediction.lower()
+        found = [reference.lower() in predicted for reference in sample.references]
         if GENERATORS[str(sample.cell["task"])].any_reference:
             return float(any(found))
         return sum(found) / len(found)
