@@ -55,10 +55,10 @@ def new_figure(width: float, height: float) -> "Figure":
 
 def new_panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
     """Add a grid of panels to the figure, return the first `count`, and leave the others blank."""
-    found = list(figure.subplots(down, across, squeeze=False).flat)
-    for panel in found[count:]:
+    grid = list(figure.subplots(down, across, squeeze=False).flat)
+    for panel in grid[count:]:
         panel.set_axis_off()
-    return found[:count]
+    return grid[:count]
 
 
 def add_grid(panel: Any, axis: str) -> None:
@@ -106,10 +106,10 @@ class Panel(NamedTuple):
 
 def draw_curves(*panels: Panel) -> Any:
     """Return a figure with the panels side by side."""
-    drawn = new_figure(4.6 * len(panels), 4.2)
-    for place, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    result = new_figure(4.6 * len(panels), 4.2)
+    for place, panel in zip(result.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(place, panel)
-    return drawn
+    return result
 
 
 def _draw(place: Any, panel: Panel) -> None:
@@ -120,11 +120,11 @@ def _draw(place: Any, panel: Panel) -> None:
     place.set(title=panel.title, xlabel=panel.x, ylabel=panel.y.replace("_", " "), ylim=(0, 1.03))
     place.xaxis.set_major_locator(MaxNLocator(integer=True))
     place.grid(alpha=0.3)
-    shown, names = place.get_legend_handles_labels()
-    if len(shown) > _LEGEND_ENTRIES:
-        shown, names = [shown[0], shown[-1]], [names[0], names[-1]]
+    handles, names = place.get_legend_handles_labels()
+    if len(handles) > _LEGEND_ENTRIES:
+        handles, names = [handles[0], handles[-1]], [names[0], names[-1]]
     under = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
-    place.legend(shown, names, fontsize="x-small", frameon=False, **under)
+    place.legend(handles, names, fontsize="x-small", frameon=False, **under)
 
 
 def _draw_lines(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], style: str) -> None:
@@ -149,8 +149,8 @@ def draw_cells(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, v
     The fields `x` and `y` say where a number stands, and `value` is the number.
     """
     kinds = list(dict.fromkeys(row[panel] for row in rows))
-    drawn = new_figure(4.6 * len(kinds), 4.2)
-    for place, kind in zip(drawn.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+    result = new_figure(4.6 * len(kinds), 4.2)
+    for place, kind in zip(result.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         own = [row for row in rows if row[panel] == kind]
         columns, lines = (sorted({row[key] for row in own}) for key in (x, y))
         numbers = [[math.nan] * len(columns) for _ in lines]
@@ -166,4 +166,4 @@ def draw_cells(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, v
         place.set(title=f"{title}, {panel} {kind}", **labels)
         place.set_xticks(range(len(columns)), columns)
         place.set_yticks(range(len(lines)), lines)
-    return drawn
+    return result

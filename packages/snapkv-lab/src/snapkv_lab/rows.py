@@ -51,10 +51,10 @@ class RowFile:
         """
         self._file.seek(0)
         data = self._file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            self._file.truncate(len(whole))
-        lines = enumerate(whole.split(b"\n")[:-1], 1)
+        complete = data[: data.rfind(b"\n") + 1]
+        if len(complete) < len(data):
+            self._file.truncate(len(complete))
+        lines = enumerate(complete.split(b"\n")[:-1], 1)
         return [parse_row(self.path, number, line, fields) for number, line in lines]
 
     def add(self, *rows: Row) -> None:
@@ -146,8 +146,8 @@ def to_lines(rows: Iterable[Row]) -> str:
 
 def read_rows(path: Path) -> list[Row]:
     """Read the rows of a file, without an incomplete last line."""
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    complete, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in complete.splitlines()]
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
@@ -176,5 +176,5 @@ def group_rows(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any,
 
 def mean_value(rows: Sequence[Row], name: str, mean: Any = fmean) -> float | None:
     """Return the mean of a field over the rows where it is not None, or None if there are none."""
-    known = [row[name] for row in rows if row[name] is not None]
-    return float(mean(known)) if known else None
+    values = [row[name] for row in rows if row[name] is not None]
+    return float(mean(values)) if values else None

@@ -81,9 +81,9 @@ class BenchOptions(ComparedOptions, WritingOptions):
             require_each_at_least(name, integers(name, getattr(self, name)), 1)
         of_models = ("model", "revision", "trust_remote_code")
         for name in of_models if self.shape else ("num_layers",):
-            if given := getattr(self, name):
+            if value := getattr(self, name):
                 expected = "none with --shape" if self.shape else "--shape with it"
-                raise wrong(name, f"expected {expected}, got {given}", "Leave it out")
+                raise wrong(name, f"expected {expected}, got {value}", "Leave it out")
         super().__post_init__()
 
 
@@ -210,10 +210,10 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
         drawing.require_drawable(plot)
     if options.shape is None:
         loaded = load_model(options)
-        model, named = loaded.model, loaded.description()
+        model, description = loaded.model, loaded.description()
     else:
-        model, named = _shaped(options, options.shape)
-    block = {"model": named, "environment": describe_device(model.device)}
+        model, description = _shaped(options, options.shape)
+    block = {"model": description, "environment": describe_device(model.device)}
     lengths = integers("lengths", options.lengths)
     rows: list[dict[str, Any]] = []
     unwritten: OutputError | None = None
@@ -226,8 +226,8 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
             status.update(f"measuring: {len(rows)} rows")
             if output is not None and unwritten is None:
                 unwritten = _append(Path(output), row | block)
-    found = block | {"rows": rows}
-    print_results(found, lambda: bench_table(rows), as_json=options.json, unwritten=unwritten)
+    results = block | {"rows": rows}
+    print_results(results, lambda: bench_table(rows), as_json=options.json, unwritten=unwritten)
     if plot is not None:
         drawing.save_figure(draw_bench(rows), Path(plot))
 

@@ -188,10 +188,10 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     )
     with answers_progress("lm-eval") as advance:
         folder = results_folder(options.results, "lm-eval", loaded.name, run.fingerprint())
-        found = run.evaluate(folder, advance)
+        summary = run.evaluate(folder, advance)
     print_summary(
-        found,
-        lambda: metrics_table("lm-eval", found.rows),
+        summary,
+        lambda: metrics_table("lm-eval", summary.rows),
         as_json=options.json,
         place=f"answers: {folder}",
     )

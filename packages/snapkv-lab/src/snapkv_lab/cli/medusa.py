@@ -62,8 +62,8 @@ def train(
     with answers_progress("medusa train") as advance:
         heads = train_heads(loaded, texts, Path(options.to), settings, advance)
     if options.json:
-        found = {"heads": options.to, "accuracies": heads.accuracies, "warnings": warnings}
-        write_json(found)
+        results = {"heads": options.to, "accuracies": heads.accuracies, "warnings": warnings}
+        write_json(results)
         return
     for number, (first, *others) in enumerate(heads.accuracies, start=1):
         typer.echo(

@@ -66,8 +66,8 @@ def make_methods(
 
     A policy appears once if it has no budget or if its parameters set one.
     """
-    named = named_policies(baselines, policies, budgets)
-    return [Method(label=label, policy=policy) for label, policy in named]
+    policies_by_label = named_policies(baselines, policies, budgets)
+    return [Method(label=label, policy=policy) for label, policy in policies_by_label]
 
 
 def combine_with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
@@ -85,13 +85,13 @@ def combine_with_turns(compared: Sequence[Method], texts: Sequence[str] | None) 
     if not ways or len(ways) > len(set(ways)):
         problem = f"expected some of {', '.join(LATER)}, each once, got {', '.join(ways) or 'none'}"
         raise wrong("turns", problem, "Leave the repeated one out")
-    made = []
+    methods = []
     for method, (place, way) in itertools.product(compared, enumerate(ways)):
         if way == "compress" and method.label.startswith(DEFAULT):
             method = replace(method, policy=by_layer(method.policy))
         if not isinstance(method.policy, FullCache):
             label = method.label + ("" if way == "append" else f" {way}")
-            made.append(replace(method, label=label, later=cast(Later, way)))
+            methods.append(replace(method, label=label, later=cast(Later, way)))
         elif place == 0:
-            made.append(method)
-    return made
+            methods.append(method)
+    return methods

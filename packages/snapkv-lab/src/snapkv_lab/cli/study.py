@@ -75,12 +75,12 @@ _OF_OPTIONS = {"documents": "document", "questions": "question"}
 
 
 def _study(*, settings: Study, options: StudyOptions) -> None:
-    given = {
+    changes = {
         field: tuple(value)
         for field, option in _OF_OPTIONS.items()
         if (value := getattr(options, option, None))
     }
-    study = replace(settings, **given)
+    study = replace(settings, **changes)
     if options.plot is not None:
         drawing.require_drawable(options.plot)
 

@@ -14,7 +14,7 @@ from snapkv_lab.rows import Row
 
 
 def print_results(
-    found: Row,
+    results: Row,
     table: Callable[[], Table],
     *,
     as_json: bool,
@@ -24,7 +24,7 @@ def print_results(
     """Print the results, and only then fail if a part could not be written.
 
     Args:
-        found: the results as JSON.
+        results: the results as JSON.
         table: makes the table, if JSON is not wanted.
         as_json: whether to print JSON.
         place: a line about where the results are stored.
@@ -33,21 +33,21 @@ def print_results(
     Raises:
         OutputError: `unwritten`, after the results are printed.
     """
-    give(found, lambda: to_grid(table()), as_json=as_json, place=place)
+    give(results, lambda: to_grid(table()), as_json=as_json, place=place)
     if unwritten is not None:  # the results of a long run are printed before it fails
         raise unwritten
 
 
 def print_summary(
-    given: RunSummary, table: Callable[[], Table], *, as_json: bool, place: str, **more: Any
+    summary: RunSummary, table: Callable[[], Table], *, as_json: bool, place: str, **more: Any
 ) -> None:
     """Print the result of a run; `more` are further fields of its JSON.
 
     Raises:
         OutputError: the summary could not be written.
     """
-    found = {"run": given.run, "folder": str(given.folder), "rows": given.rows} | more
-    print_results(found, table, as_json=as_json, place=place, unwritten=given.unwritten)
+    results = {"run": summary.run, "folder": str(summary.folder), "rows": summary.rows} | more
+    print_results(results, table, as_json=as_json, place=place, unwritten=summary.unwritten)
 
 
 def to_grid(table: Table) -> Grid:
@@ -80,11 +80,11 @@ def metrics_table(title: str, rows: Sequence[Row]) -> Table:
 
 def bench_table(rows: Sequence[Row]) -> Table:
     """Return a table with a row per measurement, and all columns that any measurement has."""
-    shown = [_format_measurement(row) for row in rows]
-    names = list(dict.fromkeys(name for row in shown for name in row))
+    lines = [_format_measurement(row) for row in rows]
+    names = list(dict.fromkeys(name for row in lines for name in row))
     if rows and all(row["status"] == "ok" for row in rows):
         names.remove("status")
-    texts = [tuple(row.get(name, "") for name in names) for row in shown]
+    texts = [tuple(row.get(name, "") for name in names) for row in lines]
     return Table(headings=names, rows=texts, caption="times and ratios are medians")
 
 

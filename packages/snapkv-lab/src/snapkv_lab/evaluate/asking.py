@@ -157,23 +157,23 @@ class Answerer:
         The status of such a record is "too long", "budget too small" or `LOST`.
         """
         prompt = asked.sample.prompt(self.loaded.tokenizer, asked.template, asked.question)
-        wanted = self._references(asked, prompt) if asked.reference_loss else None
+        references = self._references(asked, prompt) if asked.reference_loss else None
         ways = [method.prefill for method in asked.methods]
         reader = PromptReader(self.loaded, prompt, asked.sample.settings, ways)
         for method in asked.methods:
-            left, status = list(asked.sample.turns), ""
-            ends: list[PromptEnd] | None = None if wanted is None else []
+            remaining, status = list(asked.sample.turns), ""
+            ends: list[PromptEnd] | None = None if references is None else []
             try:
-                for given in self._answers(asked, method, reader, ends):
-                    turn = left[0]
-                    prediction = given.text.removeprefix(turn.answer_start)
-                    found: Row = {"status": "ok", "prediction": prediction}
-                    found["score"] = asked.task.score(turn, prediction)
-                    if wanted is not None and ends is not None:
-                        found["loss"] = wanted[turn.name].loss(self.loaded, ends.pop())
+                for answer in self._answers(asked, method, reader, ends):
+                    turn = remaining[0]
+                    prediction = answer.text.removeprefix(turn.answer_start)
+                    outcome: Row = {"status": "ok", "prediction": prediction}
+                    outcome["score"] = asked.task.score(turn, prediction)
+                    if references is not None and ends is not None:
+                        outcome["loss"] = references[turn.name].loss(self.loaded, ends.pop())
                         ends.clear()
-                    del left[0]
-                    yield asked.record(turn, method) | found | costs(given)
+                    del remaining[0]
+                    yield asked.record(turn, method) | outcome | costs(answer)
             except PromptTooLongError:
                 status = "too long"
             except BudgetTooSmallError:
@@ -181,7 +181,7 @@ class Answerer:
             except OutOfMemoryError:
                 status = LOST
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
-            for turn in left:
+            for turn in remaining:
                 yield asked.record(turn, method) | {"status": status}
 
     def _answers(
@@ -200,12 +200,12 @@ class Answerer:
             yield reader.answer(*way, ends, method.bits)
 
     def _references(self, asked: AskedSample, prompt: Prompt) -> dict[str, References]:
-        found = {}
+        references = {}
         for turn in asked.sample.turns:
             if turn is not asked.sample:
                 prompt = turn.later_turn(self.loaded.tokenizer, asked.template)
-            found[turn.name] = References.after(prompt, turn.references, self.loaded)
-        return found
+            references[turn.name] = References.after(prompt, turn.references, self.loaded)
+        return references
 
 
 def converse(
@@ -251,7 +251,7 @@ def converse(
             ids = joined(loaded, read_ids, prompt, turn.settings, is_chat=is_chat)
             require_positions(loaded, ids.shape[1], turn.settings)
         cache.expect_question(prompt.question_tokens(tokenizer))
-        found, read_ids = answer_ids(
+        answer, read_ids = answer_ids(
             loaded,
             ids,
             cache,
@@ -261,4 +261,4 @@ def converse(
             prefill=method.prefill,
             on_prompt_end=None if ends is None else ends.append,
         )
-        yield found
+        yield answer

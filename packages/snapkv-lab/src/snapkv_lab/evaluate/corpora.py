@@ -73,8 +73,8 @@ def load_corpus(name: CorpusName) -> Corpus:
 def _hotpotqa(rows: list[dict[str, Any]]) -> Corpus:
     questions, passages = [], dict[Passage, None]()
     for row in rows:
-        shown = [Passage(title=title, text="".join(text)) for title, text in row["context"]]
-        passages |= dict.fromkeys(shown)
+        paragraphs = [Passage(title=title, text="".join(text)) for title, text in row["context"]]
+        passages |= dict.fromkeys(paragraphs)
         supporting = {title for title, _ in row["supporting_facts"]}
         questions.append(
             Question(
@@ -82,8 +82,8 @@ def _hotpotqa(rows: list[dict[str, Any]]) -> Corpus:
                 text=row["question"],
                 asked=row["question"],
                 answers=(row["answer"],),
-                gold=tuple(passage for passage in shown if passage.title in supporting),
-                near=tuple(passage for passage in shown if passage.title not in supporting),
+                gold=tuple(passage for passage in paragraphs if passage.title in supporting),
+                near=tuple(passage for passage in paragraphs if passage.title not in supporting),
             )
         )
     return Corpus(questions=tuple(questions), passages=tuple(passages))
@@ -102,15 +102,15 @@ def _squad(content: dict[str, Any]) -> Corpus:
             near = tuple(other for other in own if other is not passage)
             questions += [
                 Question(
-                    name=asked["id"],
-                    text=asked["question"].strip(),
-                    asked=asked["question"],
-                    answers=tuple(dict.fromkeys(answer["text"] for answer in asked["answers"])),
+                    name=entry["id"],
+                    text=entry["question"].strip(),
+                    asked=entry["question"],
+                    answers=tuple(dict.fromkeys(answer["text"] for answer in entry["answers"])),
                     gold=(passage,),
                     near=near,
                 )
-                for asked in paragraph["qas"]
-                if asked["answers"]
+                for entry in paragraph["qas"]
+                if entry["answers"]
             ]
     return Corpus(questions=tuple(questions), passages=tuple(passages))
 
@@ -162,15 +162,15 @@ def parse_json_lines(
     Raises:
         DocumentError: a line is not an object with these fields, or there is no line.
     """
-    found = {}
+    records = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
             place = f"{path}, line {number}"
-            found[number] = _parse_line(line, place, remedy)
-            require_fields(found[number], checks, place, remedy)
-    if not found:
+            records[number] = _parse_line(line, place, remedy)
+            require_fields(records[number], checks, place, remedy)
+    if not records:
         raise wrong("data", f"expected rows in {path}, got none", remedy, DocumentError)
-    return found
+    return records
 
 
 def _parse_line(line: str | bytes, place: str, remedy: str) -> Row:
@@ -184,8 +184,8 @@ def _parse_line(line: str | bytes, place: str, remedy: str) -> Row:
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
-        found = (line if isinstance(line, str) else line.decode(errors="replace")).strip()[:40]
-        problem = f"expected a JSON object in {place}, got {found!r}"
+        beginning = (line if isinstance(line, str) else line.decode(errors="replace")).strip()[:40]
+        problem = f"expected a JSON object in {place}, got {beginning!r}"
         raise wrong("data", problem, remedy, DocumentError)
     return record
 
@@ -205,10 +205,10 @@ def require_fields(
     Raises:
         DocumentError: a field is missing or is something else.
     """
-    for field, (wanted, is_right) in checks.items():
+    for field, (expected, is_right) in checks.items():
         if not is_right(record.get(field)):
             got = repr(record[field])[:40] if field in record else "no such field"
-            problem = f"expected {prefix}{field} to be {wanted} in {place}, got {got}"
+            problem = f"expected {prefix}{field} to be {expected} in {place}, got {got}"
             raise wrong("data", problem, remedy, DocumentError)
 
 

@@ -42,7 +42,7 @@ class TextEmbeddings:
         """Return the embeddings of texts, (N, 384) float32 on the CPU, with rows of length 1."""
         ids = self._tokenizer(list(texts), truncation=True, max_length=_TEXT_TOKENS)["input_ids"]
         by_length = sorted(range(len(ids)), key=lambda place: len(ids[place]))
-        found = torch.empty(len(ids), self._model.config.hidden_size, dtype=torch.float32)
+        result = torch.empty(len(ids), self._model.config.hidden_size, dtype=torch.float32)
         for first in range(0, len(ids), _BATCH):
             places = by_length[first : first + _BATCH]  # of about one length: little padding
             batch = self._tokenizer.pad(
@@ -51,5 +51,5 @@ class TextEmbeddings:
             states = self._model(**batch).last_hidden_state
             mask = batch["attention_mask"].unsqueeze(-1)
             mean = (states * mask).sum(dim=1) / mask.sum(dim=1)
-            found[places] = normalize(mean, dim=-1).cpu()
-        return found
+            result[places] = normalize(mean, dim=-1).cpu()
+        return result

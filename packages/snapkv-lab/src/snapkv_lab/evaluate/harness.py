@@ -87,7 +87,7 @@ class HarnessRun:
             OutputError: an answer cannot be written; the answers before it are in the folder.
         """
         manager = self._manager()
-        found = []
+        rows = []
         with Store(folder, self.description(), fields=("policy", "response")) as store:
             require_same_policies(self.methods, store.records)
             for method in self.methods:
@@ -99,8 +99,8 @@ class HarnessRun:
                     batch_size=self.batch_size,
                     on_progress=on_progress,
                 )
-                found += _rows(self._results(model, manager), method)
-            return RunSummary.of(store, found)
+                rows += _rows(self._results(model, manager), method)
+            return RunSummary.of(store, rows)
 
     def fingerprint(self) -> str:
         """Return a short name for all settings that the results depend on, except the methods."""
@@ -229,10 +229,10 @@ class CompressedLM(LM):
         pairs = [self._pair(*request.args) for request in requests]
         for request, (context, continuation) in zip(requests, pairs, strict=True):
             if not continuation.shape[1]:
-                before, behind = request.args
+                before, after = request.args
                 raise wrong(
                     "tasks",
-                    f"the tokenizer makes no separate token of the continuation {behind!r} after "
+                    f"the tokenizer makes no separate token of the continuation {after!r} after "
                     f"{before[-20:]!r}",
                     "Give the task a target_delimiter that separates them",
                 )
@@ -293,9 +293,9 @@ class CompressedLM(LM):
         """Return the key of a response: its place in the task, and a hash of all that it depends
         on.
         """
-        asked = [request.task_name, request.doc_id, request.idx]
-        named = {"kind": request.request_type, "asked": asked, "content": content}
-        name = "/".join(map(str, [*asked, short_hash(named, digits=16)]))
+        place = [request.task_name, request.doc_id, request.idx]
+        request_fields = {"kind": request.request_type, "asked": place, "content": content}
+        name = "/".join(map(str, [*place, short_hash(request_fields, digits=16)]))
         return name, self._method.label, "visible"  # a task's question votes, as part of its prompt
 
     def _responses(
@@ -351,9 +351,9 @@ class CompressedLM(LM):
             nothing = Prompt(text="", has_special_tokens=True)
             ids = self._ids(nothing.followed_by(tokenizer, context + continuation))
             return ids.new_tensor([[first]]), ids
-        whole = self._ids(self._prompt(context).followed_by(self._loaded.tokenizer, continuation))
+        both = self._ids(self._prompt(context).followed_by(self._loaded.tokenizer, continuation))
         place = self._ids(self._prompt(stripped)).shape[1]
-        return whole[:, :place], whole[:, place:]
+        return both[:, :place], both[:, place:]
 
     def _require_positions(self, tokens: int) -> None:
         """Check that the model has enough positions.
@@ -377,10 +377,10 @@ def _settings(given: dict[str, Any], task: str | None, seed: int) -> GenerationS
     Raises:
         InvalidArgumentError: the task uses settings that are not supported.
     """
-    asked = dict(normalize_gen_kwargs(given, _ANSWER_TOKENS))
-    stops, tokens = asked.pop("until"), asked.pop("max_gen_toks")
-    sampled, temperature = asked.pop("do_sample"), asked.pop("temperature", 0.0)
-    unknown = set(asked) - (frozenset() if sampled else _WITHOUT_EFFECT)
+    settings = dict(normalize_gen_kwargs(given, _ANSWER_TOKENS))
+    stops, tokens = settings.pop("until"), settings.pop("max_gen_toks")
+    sampled, temperature = settings.pop("do_sample"), settings.pop("temperature", 0.0)
+    unknown = set(settings) - (frozenset() if sampled else _WITHOUT_EFFECT)
     if unknown:
         raise wrong(
             "tasks",

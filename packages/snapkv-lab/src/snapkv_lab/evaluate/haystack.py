@@ -158,8 +158,8 @@ def load_words(*kinds: WordList) -> tuple[str, ...]:
         MissingDependencyError: wonderwords is not installed.
     """
     files = [package_file("wonderwords", "assets", f"{kind}list.txt") for kind in kinds]
-    found = {word for file in files for word in file.read_text("utf-8").splitlines()}
-    return tuple(sorted(found - {""}))
+    distinct = {word for file in files for word in file.read_text("utf-8").splitlines()}
+    return tuple(sorted(distinct - {""}))
 
 
 def draw_word_key(draw: random.Random) -> str:
@@ -196,14 +196,14 @@ def draw_distinct(make: Callable[[], str], count: int, besides: Collection[str] 
     Raises:
         InvalidArgumentError: many draws in turn gave no new text.
     """
-    made: dict[str, None] = {}
+    drawn: dict[str, None] = {}
     misses = 0
-    while len(made) < count:
+    while len(drawn) < count:
         text = make()
-        misses = misses + 1 if text in made or text in besides else 0
+        misses = misses + 1 if text in drawn or text in besides else 0
         if misses > _MOST_MISSES:
             problem = f"expected fewer different names in a prompt, got {count:,}, and only "
-            raise wrong("task", f"{problem}{len(made):,} could be drawn", "Pass smaller numbers")
+            raise wrong("task", f"{problem}{len(drawn):,} could be drawn", "Pass smaller numbers")
         if not misses:
-            made[text] = None
-    return list(made)
+            drawn[text] = None
+    return list(drawn)

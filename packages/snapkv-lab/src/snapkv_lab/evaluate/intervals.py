@@ -58,10 +58,10 @@ def mean_interval(columns: Iterable[Sequence[Cell]]) -> Interval | None:
     Returns:
         The interval, or None without columns or with a column of one sample.
     """
-    drawn = [_drawn_from(cells) for cells in columns]
-    if not drawn or any(len(samples) < 2 for cells in drawn for samples, _ in cells):
+    groups = [_drawn_from(cells) for cells in columns]
+    if not groups or any(len(samples) < 2 for cells in groups for samples, _ in cells):
         return None
-    ordered = _resampled_means(drawn)
+    ordered = _resampled_means(groups)
     tail = round(RESAMPLES * (1 - LEVEL) / 2)
     return ordered[tail], ordered[-1 - tail]
 
@@ -78,15 +78,15 @@ def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
     import numpy as np  # only where there is a mean: it takes its time
 
     # By numpy's own policy these are the same in every version of it.
-    draws, known = np.random.RandomState(seed=0), dict[tuple[str, ...], Any]()
+    draws, draws_of = np.random.RandomState(seed=0), dict[tuple[str, ...], Any]()
 
     def resampled(samples: Sequence[float], conversations: tuple[str, ...] | None) -> Any:
         """Return (resamples,) means of a cell; equal conversations reuse the same draws."""
-        places = None if conversations is None else known.get(conversations)
+        places = None if conversations is None else draws_of.get(conversations)
         if places is None:
             places = draws.randint(len(samples), size=(RESAMPLES, len(samples)))
         if conversations is not None:
-            known[conversations] = places
+            draws_of[conversations] = places
         return np.asarray(samples)[places].mean(axis=1)
 
     means = [np.mean([resampled(*cell) for cell in cells], axis=0) for cells in columns]
@@ -102,9 +102,11 @@ def sample_cell(row: Row, of: Measure, samples: Iterable[str] | None = None) -> 
         of: the field to take.
         samples: names of the samples; None for all.
     """
-    found, known = row[BY_SAMPLE[of]], row.get("conversations")
-    names = list(found if samples is None else samples)
-    return [found[name] for name in names], known and tuple(known[name] for name in names)
+    values, conversations = row[BY_SAMPLE[of]], row.get("conversations")
+    names = list(values if samples is None else samples)
+    return [values[name] for name in names], conversations and tuple(
+        conversations[name] for name in names
+    )
 
 
 def cell_differences(rows: Sequence[Row], of: Measure = "score") -> list[Row | None]:

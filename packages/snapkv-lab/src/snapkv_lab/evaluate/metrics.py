@@ -38,11 +38,11 @@ def normalize_answer(text: str) -> str:
 
 def qa_f1(prediction: str, reference: str) -> float:
     """Return the F1 score of the words of two answers, counted as often as they occur."""
-    predicted, wanted = (normalize_answer(text).split() for text in (prediction, reference))
-    same = (Counter(predicted) & Counter(wanted)).total()
+    predicted, right = (normalize_answer(text).split() for text in (prediction, reference))
+    same = (Counter(predicted) & Counter(right)).total()
     if same == 0:
         return 0.0
-    precision, recall = same / len(predicted), same / len(wanted)
+    precision, recall = same / len(predicted), same / len(right)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -103,17 +103,17 @@ def rouge_l(prediction: str, reference: str) -> float:
     about a thousand words, which LongBench scores as 0; here such a pair gets the score of the
     definition. The score is 0 if a text has no sentence.
     """
-    predicted, wanted = _sentences(prediction), _sentences(reference)
-    if not predicted or not wanted:
+    predicted, right = _sentences(prediction), _sentences(reference)
+    if not predicted or not right:
         return 0.0
     common = {
         word
-        for reference_words in wanted
+        for reference_words in right
         for words in predicted
         for word in common_subsequence(reference_words, words)
     }
     precision = len(common) / len(set().union(*predicted))
-    recall = len(common) / len(set().union(*wanted))
+    recall = len(common) / len(set().union(*right))
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
 
 
@@ -134,14 +134,14 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> list[str]
         for j, other in enumerate(second):
             row.append(above[j] + 1 if item == other else max(above[j + 1], row[j]))
         lengths.append(row)
-    found = []
+    common = []
     i, j = len(first), len(second)
     while i and j:
         if first[i - 1] == second[j - 1]:
             i, j = i - 1, j - 1
-            found.append(first[i])
+            common.append(first[i])
         elif lengths[i - 1][j] > lengths[i][j - 1]:
             i -= 1
         else:
             j -= 1
-    return found
+    return common

@@ -140,9 +140,9 @@ class OnRay:
         """Wait for a worker whose answers are complete, or will never come."""
         coming = {worker.answers: worker for worker in self._busy}
         while True:
-            there, _ = _ray().wait(list(coming), num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
-            if there:
-                return coming[there[0]]
+            complete, _ = _ray().wait(list(coming), num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
+            if complete:
+                return coming[complete[0]]
             if self._room() < 0:  # a node is gone, and one may wait for a place on it
                 for worker in self._busy:
                     if not worker.is_loaded:
@@ -254,8 +254,8 @@ def _nodes() -> list[dict[str, Any]]:
 
 
 def _places(node: dict[str, Any], needs: dict[str, int]) -> int:
-    named = {"num_cpus": "CPU", "num_gpus": "GPU"}
-    return min(int(node.get(named[key], 0) // count) for key, count in needs.items() if count)
+    names = {"num_cpus": "CPU", "num_gpus": "GPU"}
+    return min(int(node.get(names[key], 0) // count) for key, count in needs.items() if count)
 
 
 def _last_line(error: Exception) -> str:

@@ -92,12 +92,12 @@ class Run:
             OutputError: an answer cannot be written; the answers before it are in the folder.
         """
         samples = self._samples()
-        whole = self._asked(samples)
+        questions = self._asked(samples)
         block = self._settings() | {"samples": len(samples), "data": data_hash(samples)}
-        wanted = _keys(whole)
+        wanted = _keys(questions)
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
             require_same_policies(self.methods, store.records)
-            work = [missing for asked in whole if (missing := asked.without(store)).methods]
+            work = [missing for asked in questions if (missing := asked.without(store)).methods]
             answering = executor or Answerer(loaded=self.loaded)
             store.complete(wanted, answering.answers(work), on_progress)
             rows = summarise(store.records, wanted, self.task)
@@ -212,8 +212,8 @@ def require_same_policies(methods: Sequence[Method], records: Iterable[Row]) -> 
             )
 
 
-def _keys(whole: Iterable[AskedSample]) -> list[Key]:
-    return [one for asked in whole for one in asked.keys_of(asked.methods)]
+def _keys(questions: Iterable[AskedSample]) -> list[Key]:
+    return [one for asked in questions for one in asked.keys_of(asked.methods)]
 
 
 def _limit_samples(samples: Iterable[Sample], limit: int | None) -> list[Sample]:

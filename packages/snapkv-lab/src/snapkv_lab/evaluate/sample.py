@@ -124,8 +124,8 @@ class Sample:
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
         """Return a turn without a chat template, followed by the beginning of the answer."""
         if template == "longbench" and self.chat:
-            before, behind = turn_markers(tokenizer)
-            text = before + text + behind
+            before, after = turn_markers(tokenizer)
+            text = before + text + after
         space = " " if self.answer_start and not text[-1:].isspace() else ""
         return text + space + self.answer_start
 

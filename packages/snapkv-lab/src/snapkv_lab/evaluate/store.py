@@ -129,8 +129,8 @@ class Store:
         """
         if (self.folder / "run.json").exists():
             return
-        if found := foreign_files(self.folder, ("run.json", "samples.jsonl")):
-            problem = f"the folder {self.folder} holds the file {found[0]!r}, which is of no run"
+        if foreign := foreign_files(self.folder, ("run.json", "samples.jsonl")):
+            problem = f"the folder {self.folder} holds the file {foreign[0]!r}, which is of no run"
             raise wrong("results", problem, "Choose a new or empty folder")
 
     def _claim(self) -> None:
@@ -190,11 +190,11 @@ def key_fields(key: Key) -> Row:
     return dict(zip(_KEY, key, strict=True))
 
 
-def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
+def _differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
     """Yield every setting in which two runs differ: its dotted name with both values."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for part in here | there:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for part in new | old:
             inner = f"{name}.{part}" if name else part
-            yield from _differences(there.get(part), here.get(part), inner)
-    elif (one := json.dumps(there)) != (other := json.dumps(here)):
+            yield from _differences(old.get(part), new.get(part), inner)
+    elif (one := json.dumps(old)) != (other := json.dumps(new)):
         yield f"{name}: {one[:60]} there, {other[:60]} here"

@@ -41,15 +41,15 @@ def summarise(records: Iterable[Row], keys: Iterable[Key], task: Task) -> list[R
         keys: the keys of the wanted answers, in order; missing ones are skipped.
         task: the task that was run.
     """
-    known = {record_key(record): record for record in records}
-    found = [known[wanted] for wanted in keys if wanted in known]
+    by_key = {record_key(record): record for record in records}
+    ordered = [by_key[wanted] for wanted in keys if wanted in by_key]
     groups = group_rows(
-        found, lambda each: json.dumps([each["method"], each["question"], each["cell"]])
+        ordered, lambda each: json.dumps([each["method"], each["question"], each["cell"]])
     )
     rows = [_row(group, task) for group in groups.values()]
     for row, difference in zip(rows, cell_differences(rows), strict=True):
         row["difference"] = difference
-    if any("loss" in record for record in found):
+    if any("loss" in record for record in ordered):
         for row, group in zip(rows, groups.values(), strict=True):
             row |= _measured(group, "loss")
         for row, difference in zip(rows, cell_differences(rows, "loss"), strict=True):
@@ -78,12 +78,12 @@ def _row(records: list[Row], task: Task) -> Row:
 
 def _measured(records: Iterable[Row], of: Measure) -> Row:
     """Return the mean of scores or losses, its interval, and each value by sample."""
-    found = {each["sample"]: each[of] for each in records if each.get(of) is not None}
-    interval = mean_interval([[(list(found.values()), None)]])
+    values = {each["sample"]: each[of] for each in records if each.get(of) is not None}
+    interval = mean_interval([[(list(values.values()), None)]])
     return {
-        of: fmean(found.values()) if found else None,
+        of: fmean(values.values()) if values else None,
         "interval" if of == "score" else f"{of}_interval": interval and list(interval),
-        BY_SAMPLE[of]: found,
+        BY_SAMPLE[of]: values,
     }
 
 

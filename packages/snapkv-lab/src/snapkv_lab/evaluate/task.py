@@ -140,11 +140,11 @@ def fit_samples(
     """
     hint = None
     for build in builds:
-        found = fit_sample(build, tokenizer, length, least=least, most=most, hint=hint)
-        if found is None:
+        fitted = fit_sample(build, tokenizer, length, least=least, most=most, hint=hint)
+        if fitted is None:
             problem = f"expected room for {what}, got {length} tokens"
             raise wrong("lengths", problem, "Pass a larger length")
-        sample, hint = found
+        sample, hint = fitted
         yield sample
 
 

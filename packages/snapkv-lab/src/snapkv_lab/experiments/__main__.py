@@ -12,15 +12,16 @@ from snapkv_lab.experiments.experiment import load_experiments
 
 
 def main() -> None:
-    known, name = load_experiments(), sys.argv[1] if len(sys.argv) > 1 else ""
-    if name in known:
-        known[name].main(sys.argv[2:])
+    experiments, name = load_experiments(), sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in experiments:
+        experiments[name].main(sys.argv[2:])
     elif name in ("", "--list", "--help", "-h"):
-        for each in known.values():
+        for each in experiments.values():
             print(f"{each.name:<24}{each.title}")
     else:
         sys.exit(
-            f"experiments: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
+            f"experiments: expected one of {', '.join(experiments)}, got {name!r}"
+            f"{nearest(name, experiments)}"
         )
 
 

@@ -93,42 +93,42 @@ def _compare(name: str, context: RunContext) -> Iterator[Row]:
 
 def load_comparisons() -> dict[str, Results]:
     """Return the completed comparisons, summarised from their stored answers."""
-    found = {}
+    comparisons = {}
     for name, comparison in COMPARISONS.items():
         folder, task = FOLDER / name, comparison.task()
         if (folder / "summary.jsonl").exists():
             answers = read_rows(folder / "samples.jsonl")
-            found[name] = Results(
+            comparisons[name] = Results(
                 folder=folder,
                 run=json.loads((folder / "run.json").read_text("utf-8")),
                 task=task,
                 rows=summarise(answers, [record_key(answer) for answer in answers], task),
             )
-    return found
+    return comparisons
 
 
 _NOT_SHOWN = ("question", "ms/token")
 """Columns that are equal in every row, and times, which `speed.md` compares better."""
 
 
-def _evaluation_tables(found: dict[str, Results]) -> Iterator[str]:
-    for name, results in found.items():
-        shown, title = method_table(results), COMPARISONS[name].title
-        places = [place for place, each in enumerate(shown.headings) if each not in _NOT_SHOWN]
+def _evaluation_tables(comparisons: dict[str, Results]) -> Iterator[str]:
+    for name, results in comparisons.items():
+        table, title = method_table(results), COMPARISONS[name].title
+        places = [place for place, each in enumerate(table.headings) if each not in _NOT_SHOWN]
         yield f"## {title}"
         yield (
             "{model[name]} ({model[dtype]}, {model[attn_implementation]}), {samples} samples, "
             "data {data}, torch {torch}, transformers {transformers}.".format_map(results.run)
         )
         yield markdown_table(
-            [shown.headings[place] for place in places],
-            [[row[place] for place in places] for row in shown.rows],
+            [table.headings[place] for place in places],
+            [[row[place] for place in places] for row in table.rows],
         )
         yield f"![{title}: score by method](../{FOLDER.name}/{name}.png)"
 
 
-def _evaluation_drawn(found: dict[str, Results]) -> None:
-    for name, results in found.items():
+def _evaluation_drawn(comparisons: dict[str, Results]) -> None:
+    for name, results in comparisons.items():
         write_rows(FOLDER / name / "summary.jsonl", results.rows)
         Path(FOLDER / f"{name}.png").write_bytes(
             drawing.encode_figure(draw(results)["scores"], ".png")
@@ -179,11 +179,11 @@ def _findings(rows: list[Row]) -> Iterator[tuple[str, Study, list[Row]]]:
 
 def _studies_tables(rows: list[Row]) -> Iterator[str]:
     for name, study, own in _findings(rows):
-        found = study.table(own)
+        table = study.table(own)
         yield f"## {name}"
         yield f"![{name}](../studies/{name}.svg)"
-        yield f"{found.title[0].upper()}{found.title[1:]}."
-        yield markdown_table(found.headings, found.rows)
+        yield f"{table.title[0].upper()}{table.title[1:]}."
+        yield markdown_table(table.headings, table.rows)
 
 
 def _studies_drawn(rows: list[Row]) -> None:

@@ -143,12 +143,12 @@ class Experiment:
 
     def render(self, rows: Any) -> str:
         """Return the page as Markdown."""
-        made = f"Made by `python -m snapkv_lab.experiments {self.name}`. {self.origin(rows)}."
+        origin = f"Made by `python -m snapkv_lab.experiments {self.name}`. {self.origin(rows)}."
         if callable(self.tables):
             parts = self.tables(rows)
         else:
             parts = itertools.chain.from_iterable(each.parts(rows) for each in self.tables or ())
-        return "\n\n".join([f"# {self.title}", made, *parts]) + "\n"
+        return "\n\n".join([f"# {self.title}", origin, *parts]) + "\n"
 
     def context(self, **parameters: Any) -> RunContext:
         """Return the settings of a run, with defaults for all that are not given."""
@@ -170,8 +170,8 @@ class Experiment:
         if self.cases is not None:
             rows = self._measure_cases(context, part, measure)
         else:
-            named = self._part_fields(part)
-            rows = (named | row | self.fields for row in measure(context))
+            fields = self._part_fields(part)
+            rows = (fields | row | self.fields for row in measure(context))
         about: Row = {}
         for row in rows:
             print(row, file=sys.stderr)
@@ -230,10 +230,10 @@ class Experiment:
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Run the command: measure and store the rows, then draw figures and write the page."""
-        asked = vars(self._parser().parse_args(arguments))
-        render = asked.pop("render", False)
-        asked["parts"] = asked.get("parts") or self.parts
-        context = self.context(**{name: each for name, each in asked.items() if each is not None})
+        options = vars(self._parser().parse_args(arguments))
+        render = options.pop("render", False)
+        options["parts"] = options.get("parts") or self.parts
+        context = self.context(**{name: each for name, each in options.items() if each is not None})
         if self.threads is not None:
             torch.set_num_threads(self.threads)
             os.environ["OMP_NUM_THREADS"] = str(self.threads)
@@ -287,7 +287,7 @@ def load_experiments() -> dict[str, Experiment]:
 
     Without the plugin for vLLM, experiments that need it are left out.
     """
-    found: dict[str, Experiment] = {}
+    experiments: dict[str, Experiment] = {}
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
         if " = Experiment(" in path.read_text("utf-8"):
             try:
@@ -297,8 +297,8 @@ def load_experiments() -> dict[str, Experiment]:
                     raise
                 continue  # the plugin for vLLM is not installed
             own = (each for each in vars(module).values() if isinstance(each, Experiment))
-            found |= {each.name: each for each in own}
-    return dict(sorted(found.items()))
+            experiments |= {each.name: each for each in own}
+    return dict(sorted(experiments.items()))
 
 
 def _write_all(known: object) -> None:

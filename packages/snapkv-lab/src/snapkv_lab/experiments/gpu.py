@@ -62,16 +62,16 @@ def _model(context: RunContext, shape: str) -> Any:
     """Return the model of a shape; only one is held, because a second may not fit."""
     if context.model_held is None or context.model_held[0] != shape:
         context.model_held = None
-        made = {"device": _device(context), "layers": context.layers or None}
-        made["dtype"] = torch.float32 if context.small else torch.bfloat16
-        context.model_held = shape, random_model(shape, **made)
+        options = {"device": _device(context), "layers": context.layers or None}
+        options["dtype"] = torch.float32 if context.small else torch.bfloat16
+        context.model_held = shape, random_model(shape, **options)
     return context.model_held[1]
 
 
 def _caches(budget: int) -> dict[str, Contender]:
     """Return the contenders by their names in rows."""
     snapkv, default = SnapKV(budget), default_policy(budget)
-    made = (
+    declared = (
         ("full", FullCache(), None),
         ("snapkv", snapkv, None),
         ("snapkv, eager", snapkv, None),
@@ -85,7 +85,7 @@ def _caches(budget: int) -> dict[str, Contender]:
         name: transformers_contender(name) for name in ("transformers", "transformers-static")
     } | {
         name: compressed_contender(name, policy, codes=bits and KVCodes.of(bits))
-        for name, policy, bits in made
+        for name, policy, bits in declared
     }
 
 
@@ -160,8 +160,8 @@ def _small_model(
     device: torch.device, ids: Tensor, policy: Policy, bits: str | None
 ) -> tuple[list[Tensor], Tensor]:
     """Return the kept tokens of every head, padded with -1, and the logits of a decode step."""
-    made: dict[str, Any] = {"dtype": torch.float32, "layers": 2}
-    model: Any = random_model("smollm2-135m", device=torch.device("cpu"), **made)
+    options: dict[str, Any] = {"dtype": torch.float32, "layers": 2}
+    model: Any = random_model("smollm2-135m", device=torch.device("cpu"), **options)
     model = model.to(device)
     cache = CompressedCache(model, policy, quantize=bits)  # type: ignore[arg-type]
     model(ids.to(device), past_key_values=cache, logits_to_keep=1)
@@ -215,9 +215,9 @@ def _measured(context: RunContext, cell: Cell) -> Iterator[Row]:
 
     Nothing is yielded if too little time is left for the cell.
     """
-    left = 60 * context.minutes - (time.monotonic() - context.started)
-    if left < cell.seconds and not context.over:
-        context.over = f"{left:.0f} seconds are left"
+    seconds_left = 60 * context.minutes - (time.monotonic() - context.started)
+    if seconds_left < cell.seconds and not context.over:
+        context.over = f"{seconds_left:.0f} seconds are left"
     if context.over:
         print(
             f"not measured: {cell.name}: {context.over}; the same command goes on", file=sys.stderr
@@ -235,8 +235,8 @@ def _measured(context: RunContext, cell: Cell) -> Iterator[Row]:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     seconds = round(time.monotonic() - started, 1)
-    named = {"text": cell.name, "device": _device_name(context)}
-    yield from (named | row | {"seconds": seconds} for row in rows)
+    fields = {"text": cell.name, "device": _device_name(context)}
+    yield from (fields | row | {"seconds": seconds} for row in rows)
 
 
 def _lost() -> str:
@@ -256,9 +256,9 @@ def _announce(own: Experiment, context: RunContext) -> None:
     lines, total = [f"{_device_name(context)}, about, in this order:"], 0.0
     for part in context.parts:
         every = list(_cells(context, part))
-        left = [cell.seconds for cell in own.remaining(context, part)]
-        lines.append(f"{part:<16}{len(left)} of {len(every)} cells, {sum(left) / 60:.1f} minutes")
-        total += sum(left)
+        todo = [cell.seconds for cell in own.remaining(context, part)]
+        lines.append(f"{part:<16}{len(todo)} of {len(every)} cells, {sum(todo) / 60:.1f} minutes")
+        total += sum(todo)
     lines.append(f"{total / 60:.0f} minutes, of {context.minutes:.0f} at most, into {own.rows}")
     print("\n".join(lines), file=sys.stderr)
 
@@ -275,11 +275,11 @@ def _pages(rows: list[Row]) -> Iterator[str]:
 
 
 def _describe_origin(rows: list[Row]) -> str:
-    found = {str(row["environment"]): row["environment"] for row in rows if "run" in row}
+    environments = {str(row["environment"]): row["environment"] for row in rows if "run" in row}
     sentences = (
         "{processor}, torch {torch}, transformers {transformers}, snapkv {snapkv}".format_map(each)
         + (f", commit {each['commit']}" if each["commit"] else "")
-        for each in found.values()
+        for each in environments.values()
     )
     return "; ".join(dict.fromkeys(sentences))
 

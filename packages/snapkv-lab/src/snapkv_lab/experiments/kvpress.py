@@ -170,33 +170,33 @@ def _measure(context: RunContext) -> Iterator[Row]:
             prompt = torch.tensor([ids])
             theirs.read(prompt)
             peer = theirs.versions | {"kept_tokens": theirs.last["kept_tokens"]}
-            named = {"prompt_tokens": length, "policy": policy.describe(), "peer": peer}
+            fields = {"prompt_tokens": length, "policy": policy.describe(), "peer": peer}
             read = {
                 "kvpress": partial(theirs.read, prompt),
                 "kvpress full": partial(theirs_full.read, prompt),
                 "snapkv": compressed_contender("snapkv", policy).reader(model, prompt),
                 "transformers": transformers_contender("transformers").reader(model, prompt),
             }
-            yield from _rows("prefill", read, context.prefill_rounds, named)
-            whole = read_prompt(model, ids)
+            yield from _rows("prefill", read, context.prefill_rounds, fields)
+            recorded = read_prompt(model, ids)
             steps = {
                 "kvpress": theirs,
                 "kvpress full": theirs_full,
-                "snapkv": greedy_decoder(whole, whole.compressed(policy)),
-                "transformers": greedy_decoder(whole, whole.compressed(FullCache())),
+                "snapkv": greedy_decoder(recorded, recorded.compressed(policy)),
+                "transformers": greedy_decoder(recorded, recorded.compressed(FullCache())),
             }
-            yield from _rows("decode", steps, context.decode_rounds, named)
+            yield from _rows("decode", steps, context.decode_rounds, fields)
 
 
 def _rows(
-    benchmark: str, work: dict[str, Callable[[], Any]], rounds: int, named: Row
+    benchmark: str, work: dict[str, Callable[[], Any]], rounds: int, fields: Row
 ) -> Iterator[Row]:
     turns = InterleavedTimings(work, rounds=rounds)
     for name in turns:
         yield {
             "benchmark": benchmark,
             "cache": name,
-            **named,
+            **fields,
             "rounds": rounds,
             "ms": turns.ms(name, 2),
             "against_kvpress": turns.ratio(name, "kvpress"),

@@ -121,11 +121,11 @@ class Worker:
         cache.layers = [
             copy.copy(layer) for layer in cache.layers
         ]  # tensors are replaced, not written
-        behind = self._model(fed, past_key_values=cache, position_ids=positions).logits
-        logits = torch.cat([self._last_logits, behind], dim=1)[0, len(between) :].float()
-        wanted = torch.tensor(answer, device=self._device)
-        losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
-        return {"likeliest": (logits.argmax(-1) == wanted).tolist(), "losses": losses.tolist()}
+        after = self._model(fed, past_key_values=cache, position_ids=positions).logits
+        logits = torch.cat([self._last_logits, after], dim=1)[0, len(between) :].float()
+        right = torch.tensor(answer, device=self._device)
+        losses = torch.nn.functional.cross_entropy(logits, right, reduction="none")
+        return {"likeliest": (logits.argmax(-1) == right).tolist(), "losses": losses.tolist()}
 
     def _pressing(self, length: int, kept_tokens: int) -> SnapKVPress | None:
         """Return the press. Its ratio is a little lower, so that rounding down keeps
@@ -161,16 +161,16 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     worker: Worker | None = None
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
             if worker is None:
-                worker = Worker(**asked)
-                found = worker.versions()
+                worker = Worker(**request)
+                response = worker.versions()
             else:
-                found = getattr(worker, asked.pop("do"))(**asked)
+                response = getattr(worker, request.pop("do"))(**request)
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(found), file=_ANSWERS, flush=True)
+            response = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(response), file=_ANSWERS, flush=True)
 
 
 if __name__ == "__main__":

@@ -52,17 +52,17 @@ class DocumentQuestion(NamedTuple):
 
 def python_questions(count: int) -> list[DocumentQuestion]:
     """Return the questions written by hand, each with its document and others in drawn order."""
-    rows, drawn = read_rows(QUESTIONS), random.Random(SEED)
+    rows, draw = read_rows(QUESTIONS), random.Random(SEED)
     texts = {name: module_text(name) for name in dict.fromkeys(row["document"] for row in rows)}
-    asked = []
+    questions = []
     for row in rows[:count]:
         free = [name for name in texts if name != row["document"]]
-        own = [row["document"], *drawn.sample(free, DOCUMENTS_EACH - 1)]
-        documents = [texts[name] for name in drawn.sample(own, DOCUMENTS_EACH)]
+        own = [row["document"], *draw.sample(free, DOCUMENTS_EACH - 1)]
+        documents = [texts[name] for name in draw.sample(own, DOCUMENTS_EACH)]
         lead = f" {row['lead']}" if row["lead"] else ""
         question = f"{_EXAMPLES}Question: {row['question']}\nAnswer:{lead}"
-        asked.append(DocumentQuestion(documents, question, f" {row['answer']}"))
-    return asked
+        questions.append(DocumentQuestion(documents, question, f" {row['answer']}"))
+    return questions
 
 
 def module_text(name: str) -> str:
@@ -150,8 +150,8 @@ class Shelf:
 
         All heads keep the prefix, so that they hold equally many of its tokens.
         """
-        model, whole = self.loaded.model, isinstance(way.policy, FullCache)
-        protect = None if whole else [(0, self.prefix.shape[1])]
+        model, is_full = self.loaded.model, isinstance(way.policy, FullCache)
+        protect = None if is_full else [(0, self.prefix.shape[1])]
         cache = CompressedCache(model, way.policy, protect=protect)
         if way.policy.needs_reconstruction_pass:
             instruction = instruction_of(self.loaded.tokenizer)
@@ -161,8 +161,8 @@ class Shelf:
         return cache
 
     def _part(self, text: str, way: Way) -> Part:
-        cache, beside = CompressedCache.load_with(self.file(text, way), self.loaded.model)
-        return Part(input_ids=beside["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
+        cache, tensors = CompressedCache.load_with(self.file(text, way), self.loaded.model)
+        return Part(input_ids=tensors["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
     def read(self, asked: DocumentQuestion, method: JoinMethod) -> tuple[CompressedCache, Tensor]:
         """Return a cache that has seen documents and question, and the logits of the next token."""
@@ -187,8 +187,8 @@ def answer_question(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -
     cache, logits = shelf.read(asked, method)
     seconds = time.perf_counter() - started
     if answer.shape[1] > 1:
-        behind = shelf.loaded.model(answer[:, :-1], past_key_values=cache).logits
-        logits = torch.cat([logits, behind], dim=1)
+        after = shelf.loaded.model(answer[:, :-1], past_key_values=cache).logits
+        logits = torch.cat([logits, after], dim=1)
     chances = logits.log_softmax(dim=-1).gather(2, answer[..., None])
     return {
         "seconds": round(seconds, 4),
@@ -276,20 +276,20 @@ def _tables(rows: list[Row]) -> Iterator[str]:
 
 def _answers(asked: Sequence[Row]) -> Iterable[Row]:
     """Return one row per method, with the medians and means over its answers."""
-    known = [row for row in asked if row["answers"][_FULL.name]["right"]]
+    right_in_full = [row for row in asked if row["answers"][_FULL.name]["right"]]
     full = [row["answers"][_FULL.name]["seconds"] for row in asked]
     for name in asked[0]["answers"]:
-        found = [row["answers"][name] for row in asked]
+        answers = [row["answers"][name] for row in asked]
         yield {
             "name": name,
-            "seconds": median(each["seconds"] for each in found),
-            "share": median(pair_ratios([each["seconds"] for each in found], full)),
-            "right": sum(each["right"] for each in found),
-            "asked": len(found),
-            "kept": sum(row["answers"][name]["right"] for row in known),
-            "known": len(known),
-            "loss": fmean(each["loss"] for each in found),
-            "tokens": fmean(each["kept_tokens"] for each in found),
+            "seconds": median(each["seconds"] for each in answers),
+            "share": median(pair_ratios([each["seconds"] for each in answers], full)),
+            "right": sum(each["right"] for each in answers),
+            "asked": len(answers),
+            "kept": sum(row["answers"][name]["right"] for row in right_in_full),
+            "known": len(right_in_full),
+            "loss": fmean(each["loss"] for each in answers),
+            "tokens": fmean(each["kept_tokens"] for each in answers),
         }
 
 

@@ -32,17 +32,17 @@ def rows_by_size(context: RunContext) -> Iterator[Row]:
     """Yield one row per size of the library."""
     corpus, tokenizer = load_corpus("squad"), context.loaded.tokenizer
     model = _small_model(len(tokenizer))
-    drawn = random.Random(SEED).sample(list(corpus.questions), QUESTIONS)
-    questions = [each.text for each in drawn]
+    chosen = random.Random(SEED).sample(list(corpus.questions), QUESTIONS)
+    questions = [each.text for each in chosen]
     copies = (
         (f"{passage.title}, copy {number}", passage.text)
         for number in itertools.count()
         for passage in corpus.passages
     )
     with tempfile.TemporaryDirectory() as folder:
-        there = 0
+        added = 0
         for size in context.documents_added:
-            new = list(itertools.islice(copies, size - there))
+            new = list(itertools.islice(copies, size - added))
             library = Library(folder)
             seconds = _seconds(library.add, model, tokenizer, new)
             yield {
@@ -53,7 +53,7 @@ def rows_by_size(context: RunContext) -> Iterator[Row]:
                 "record_bytes": _bytes(Path(folder) / "documents") // size,
                 "index_bytes": (Path(folder) / "words.sqlite").stat().st_size // size,
             }
-            there = size
+            added = size
 
 
 def _searched(folder: str, questions: Sequence[str]) -> Row:

@@ -128,7 +128,7 @@ def _row(
     one: DraftContender, runs: dict[str, list[Decoded]], length: int, context: RunContext
 ) -> Row:
     times = {name: [run.ms_per_token for run in of_name] for name, of_name in runs.items()}
-    own, found, like = times[one.name], runs[one.name][0], runs[one.like][0]
+    own, first, like = times[one.name], runs[one.name][0], runs[one.like][0]
     return {
         "benchmark": "medusa",
         "contender": one.name,
@@ -142,9 +142,9 @@ def _row(
             for base in (PLAIN, MEDUSA)
             if base != one.name
         },
-        "acceptance_length": round(found.acceptance_length, 3),
-        "held_bytes": found.held_bytes,
-        "same_tokens": sum(map(int.__eq__, found.tokens, like.tokens)),
+        "acceptance_length": round(first.acceptance_length, 3),
+        "held_bytes": first.held_bytes,
+        "same_tokens": sum(map(int.__eq__, first.tokens, like.tokens)),
     }
 
 
@@ -161,8 +161,8 @@ def _tables(rows: list[Row]) -> Iterator[str]:
 
 
 def _faster(base: str, row: Row) -> str:
-    found = row["faster_than"].get(base)
-    return "" if found is None else f"{found['p50']:.2f}"
+    ratio = row["faster_than"].get(base)
+    return "" if ratio is None else f"{ratio['p50']:.2f}"
 
 
 DRAFTS = Experiment(

@@ -91,10 +91,10 @@ def _find_line(
     Raises:
         ValueError: no line or several lines begin with them.
     """
-    found = [line for line in lines if [line[place] for place in places[: len(first)]] == first]
-    if len(found) != 1:
-        raise ValueError(f"{where}: expected one line {' | '.join(first)}, got {found}")
-    return found[0]
+    matching = [line for line in lines if [line[place] for place in places[: len(first)]] == first]
+    if len(matching) != 1:
+        raise ValueError(f"{where}: expected one line {' | '.join(first)}, got {matching}")
+    return matching[0]
 
 
 def _read_table(page: str, section: str) -> list[list[str]]:

@@ -112,8 +112,8 @@ def quoted_document(
     if len(candidates) < questions:
         raise ValueError(f"expected {questions} sentences to ask about, got {len(candidates)}")
     quotes = []
-    for wanted in ((number + 0.5) / questions for number in range(questions)):
-        nearest = min(candidates, key=lambda candidate: abs(candidate[0] - wanted))  # at once
+    for depth_wanted in ((number + 0.5) / questions for number in range(questions)):
+        nearest = min(candidates, key=lambda candidate: abs(candidate[0] - depth_wanted))  # at once
         candidates.remove(nearest)
         depth, sentence = nearest
         start = _first_words(sentence)

@@ -83,16 +83,16 @@ def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None)
     if name == AGAIN:
         return lambda asked: ([*ids, *asked], CompressedCache(model, policy))
     # Compressed after the first question, the others are asked of what that one left.
-    known, read = [*ids, *first] if name == PLAIN else ids, CompressedCache(model, policy)
+    known_ids, read = [*ids, *first] if name == PLAIN else ids, CompressedCache(model, policy)
     with torch.no_grad():
-        model(torch.tensor([known]), past_key_values=read, logits_to_keep=1)
+        model(torch.tensor([known_ids]), past_key_values=read, logits_to_keep=1)
 
     def ask(question: list[int]) -> tuple[list[int], CompressedCache]:
         own = copy.deepcopy(read)
         if name == PLAIN and question == first:
             own.crop(-1)  # the last token is read again, for its logits
-            return known, own
-        return [*known, *question], own
+            return known_ids, own
+        return [*known_ids, *question], own
 
     return ask
 
@@ -166,7 +166,7 @@ def right_share(rows: Sequence[Row], contender: str, budget: int | None) -> floa
 
 
 def _turns_table(rows: list[Row]) -> Iterator[str]:
-    some = [row for row in rows if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)]
+    shown_rows = [row for row in rows if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)]
     columns = {
         "turn": "{turn}",
         "tokens seen": lambda row: f"{row['prompt_tokens'] + row['new_tokens'] - 1:,}",
@@ -176,7 +176,7 @@ def _turns_table(rows: list[Row]) -> Iterator[str]:
         "host": "{host_bytes:bytes}",
         "s": "{seconds:.2f}",
     }
-    return Listing(columns, f"{len(rows)} turns in one cache").parts(some)
+    return Listing(columns, f"{len(rows)} turns in one cache").parts(shown_rows)
 
 
 _QUESTIONS = Listing(

@@ -89,17 +89,17 @@ class Engine:
         engine = self.llm.llm_engine
         for number, ids in enumerate(prompts):
             engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
-        found: dict[int, list[int]] = {}
+        answers: dict[int, list[int]] = {}
         prefill, decode, running = [], [], []
         while engine.has_unfinished_requests():
             start = time.perf_counter()
             outputs = engine.step()
-            some = prefill if any(count > 1 for count in self._computed) else decode
-            some.append(time.perf_counter() - start)
+            times = prefill if any(count > 1 for count in self._computed) else decode
+            times.append(time.perf_counter() - start)
             running.append(len(self._computed))
             for one in outputs:
-                found[int(one.request_id)] = list(one.outputs[0].token_ids)
-        return [found[number] for number in range(len(prompts))], {
+                answers[int(one.request_id)] = list(one.outputs[0].token_ids)
+        return [answers[number] for number in range(len(prompts))], {
             "prefill_seconds": round(sum(prefill), 2),
             "decode_seconds": round(sum(decode), 2),
             "decode_steps": len(decode),
@@ -118,8 +118,8 @@ def _warm_engines(
     context: RunContext, blocks: int, prompt: list[int], **more: dict[str, Any]
 ) -> Iterator[dict[str, Engine]]:
     """Open stock vLLM, the plugin, and further engines by their options; all are warmed up."""
-    made = {"stock": {"budget": None}, "snapkv": {"budget": context.budget}} | more
-    engines = {name: Engine(context, blocks=blocks, **own) for name, own in made.items()}
+    options = {"stock": {"budget": None}, "snapkv": {"budget": context.budget}} | more
+    engines = {name: Engine(context, blocks=blocks, **own) for name, own in options.items()}
     for engine in engines.values():
         engine.answers([prompt], 2)
     yield engines

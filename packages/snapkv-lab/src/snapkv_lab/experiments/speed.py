@@ -28,12 +28,12 @@ _WARMUP_TOKENS = 64
 
 def contenders(budget: int) -> dict[str, Contender]:
     """Return three caches by label: transformers' own, snapkv with all tokens, and SnapKV."""
-    found = (
+    caches = (
         transformers_contender("transformers"),
         compressed_contender("full", FullCache()),
         compressed_contender("snapkv", SnapKV(budget)),
     )
-    return {each.label: each for each in found}
+    return {each.label: each for each in caches}
 
 
 @torch.inference_mode()

@@ -333,11 +333,11 @@ def score_answer(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuest
         parts: Sequence[Tensor] = [fed]
         if isinstance(cache.policy, EvictingPolicy):
             parts = [fed[:, : len(between)], *fed[:, len(between) :].split(1, dim=1)]
-        behind = torch.cat([_read(prompt.model, cache, each) for each in parts if each.numel()], 1)
-        logits = behind[:, len(between) - 1 :] if between else torch.cat([logits, behind], dim=1)
-    wanted = torch.tensor(answer, device=logits.device)
-    is_right = logits[0].argmax(dim=-1) == wanted
-    losses = torch.nn.functional.cross_entropy(logits[0].float(), wanted, reduction="none")
+        after = torch.cat([_read(prompt.model, cache, each) for each in parts if each.numel()], 1)
+        logits = after[:, len(between) - 1 :] if between else torch.cat([logits, after], dim=1)
+    right = torch.tensor(answer, device=logits.device)
+    is_right = logits[0].argmax(dim=-1) == right
+    losses = torch.nn.functional.cross_entropy(logits[0].float(), right, reduction="none")
     return {
         "right": [int(is_right[list(part)].all()) for part in case.parts],
         "nll": round(float(losses[1:].mean()), 4) if len(answer) > 1 else None,
@@ -372,8 +372,8 @@ def question_rows(
     for asked in asked_prompts(read, text, setting):
         prompt = asked.prompt
         full = [score_answer(prompt, prompt.compressed(FullCache()), case) for case in asked.cases]
-        known = [any(each["right"]) or not each["right"] for each in full]
-        found = list(answers(asked)) if any(known) else []
+        is_known = [any(each["right"]) or not each["right"] for each in full]
+        answers_by_way = list(answers(asked)) if any(is_known) else []
         for place, case in enumerate(asked.cases):
             yield {
                 "setting": setting,
@@ -381,13 +381,13 @@ def question_rows(
                 "question": next(numbers),
                 "group": case.group,
                 "full": full[place],
-                "answers": [rows[place] for rows in found] if known[place] else [],
+                "answers": [rows[place] for rows in answers_by_way] if is_known[place] else [],
             }
 
 
 def list_answers(rows: Iterable[Row]) -> list[Row]:
     """Return every answer in the rows of `question_rows`, with its row as the field "of"."""
-    return [{**found, "of": row} for row in rows for found in row.get("answers", ())]
+    return [{**answer, "of": row} for row in rows for answer in row.get("answers", ())]
 
 
 class Count(NamedTuple):
@@ -420,13 +420,13 @@ class Count(NamedTuple):
 
 def count_right(answers: Iterable[Row]) -> Count:
     """Count the right parts of answers, out of those that the full cache has right."""
-    known = [
+    counted = [
         own
         for row in answers
         for own, full in zip(row["right"], row["of"]["full"]["right"], strict=True)
         if full
     ]
-    return Count(sum(known), len(known))
+    return Count(sum(counted), len(counted))
 
 
 def mean_loss_above(answers: Iterable[Row]) -> float:

@@ -43,7 +43,7 @@ class Bench:
 
     def _race(
         self,
-        named: Callable[[Contender], Row],
+        fields_of: Callable[[Contender], Row],
         ready: Callable[[Contender], Timed],
         finish: Callable[[str, list[float], Any], Row],
         *,
@@ -52,7 +52,7 @@ class Bench:
         """Prepare every contender, let those that fit take turns, and yield a row for each.
 
         Args:
-            named: returns the fields that a contender's row begins with.
+            fields_of: returns the fields that a contender's row begins with.
             ready: prepares a contender, and returns its work.
             finish: returns the further fields of a row, from the contender's label, its times, and
                 their ratios to the first contender that fits.
@@ -64,10 +64,10 @@ class Bench:
                 with out_of_memory_explained(lambda: "full"):
                     work[each.label] = ready(each)
             except OutOfMemoryError:
-                yield named(each) | {"status": "out of memory"}
+                yield fields_of(each) | {"status": "out of memory"}
         runs = run_alternating(work, rounds=self.rounds, warmup_rounds=warmup_rounds)
         first = next(iter(runs.values()), [])
         for each in self.contenders:
             if (samples := runs.get(each.label)) is not None:
                 ratio = percentiles(pair_ratios(samples, first), 4)
-                yield named(each) | {"status": "ok"} | finish(each.label, samples, ratio)
+                yield fields_of(each) | {"status": "ok"} | finish(each.label, samples, ratio)

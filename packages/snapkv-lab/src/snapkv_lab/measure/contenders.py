@@ -170,7 +170,7 @@ def generate_tokens(model: Any, ids: Tensor, cache: Any, tokens: int, **options:
     Returns:
         (B, T + tokens) int64, the prompt and the new tokens.
     """
-    found: Tensor = model.generate(
+    result: Tensor = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
@@ -180,7 +180,7 @@ def generate_tokens(model: Any, ids: Tensor, cache: Any, tokens: int, **options:
         pad_token_id=0,
         **options,
     )
-    return found
+    return result
 
 
 def compressed_contender(label: str, policy: Policy, *, codes: KVCodes | None = None) -> Contender:

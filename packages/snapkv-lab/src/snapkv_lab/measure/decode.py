@@ -98,8 +98,8 @@ class DecodeBench(Bench):
                 row |= {"least_ms": round(least, 3), "of_ceiling": round(least / ms["p50"], 4)}
             return row
 
-        named = partial(self._row, "decode", batch=batch, length=length)
-        yield from self._race(named, ready, finish, warmup_rounds=1)
+        fields_of = partial(self._row, "decode", batch=batch, length=length)
+        yield from self._race(fields_of, ready, finish, warmup_rounds=1)
 
 
 def throughput(
@@ -126,14 +126,14 @@ def throughput(
     """
     room = memory_bytes - weights_bytes(model)
     for length, contender in itertools.product(lengths, contenders):
-        named: Row = {"bench": "throughput", "cache": contender.label, "length": length}
-        named["memory_bytes"] = memory_bytes
+        fields: Row = {"bench": "throughput", "cache": contender.label, "length": length}
+        fields["memory_bytes"] = memory_bytes
         requests = 0
         with contextlib.suppress(OutOfMemoryError), out_of_memory_explained(lambda: "one"):
             one = Decoder(contender, model, 1, length).held_bytes
             requests = min(room // one, MOST_REQUESTS)
         if requests < 1:
-            yield named | {"status": "out of memory", "batch": 0}
+            yield fields | {"status": "out of memory", "batch": 0}
             continue
         limit = "most_requests" if requests == MOST_REQUESTS else "memory"
         shape: Row = {
@@ -143,4 +143,4 @@ def throughput(
             "rounds": rounds,
         }
         for row in DecodeBench(model=model, contenders=[contender], **shape).rows():
-            yield row | named | {"limited_by": limit}
+            yield row | fields | {"limited_by": limit}

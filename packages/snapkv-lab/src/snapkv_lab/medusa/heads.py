@@ -131,9 +131,9 @@ class LastStates:
 @contextlib.contextmanager
 def record_last_states(model: Any) -> Iterator[LastStates]:
     """Record the input of the output projection in forward passes of this thread, in this block."""
-    found = LastStates()
-    with noting_inputs(output_projection(model), lambda states: setattr(found, "value", states)):
-        yield found
+    last = LastStates()
+    with noting_inputs(output_projection(model), lambda states: setattr(last, "value", states)):
+        yield last
 
 
 def output_projection(model: Any) -> Any:
@@ -182,8 +182,8 @@ def load_heads(source: str, model: Any) -> MedusaHeads:
         projections = torch.stack([tensors[f"{head}.{layers}.weight"] for head in range(heads)])
     accuracies = tuple(map(tuple, config.get(_ACCURACIES) or ())) or None
     shared = output_projection(model)
-    made = MedusaHeads(weights, biases, projections, model, accuracies)
-    return made.to(device=device_of(shared), dtype=shared.weight.dtype)
+    result = MedusaHeads(weights, biases, projections, model, accuracies)
+    return result.to(device=device_of(shared), dtype=shared.weight.dtype)
 
 
 def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: Any) -> None:

@@ -29,11 +29,11 @@ class TreeBranches(Branches):
             UnsupportedModelError: the attention is neither sdpa nor eager.
         """
         slots = call.key.shape[2]
-        given = (id(call.mask), slots, call.query.device)
-        if given not in self._made:
-            made = tree_mask(call.implementation, call.mask, self.own_visible, call.query, slots)
-            self._made[given] = call.mask, made  # keeps the mask alive, so its id stays unique
-        return self._made[given][1]
+        key = (id(call.mask), slots, call.query.device)
+        if key not in self._made:
+            mask = tree_mask(call.implementation, call.mask, self.own_visible, call.query, slots)
+            self._made[key] = call.mask, mask  # keeps the mask alive, so its id stays unique
+        return self._made[key][1]
 
 
 def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, slots: int) -> Any:

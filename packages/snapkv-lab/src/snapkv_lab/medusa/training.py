@@ -114,10 +114,10 @@ def generate_answers(
 ) -> list[Exchange]:
     """Return the model's answers to all prompts, and generate those that the store lacks."""
     keys = [(str(number), "medusa", "answer") for number in range(len(prompts))]
-    left = [place for place, each in enumerate(keys) if each not in store]
-    for start in range(0, len(left), plan.batch):
-        progress("answering", left[start], plan.answers)
-        part = left[start : start + plan.batch]
+    missing = [place for place, each in enumerate(keys) if each not in store]
+    for start in range(0, len(missing), plan.batch):
+        progress("answering", missing[start], plan.answers)
+        part = missing[start : start + plan.batch]
         answered = _generate_batch(loaded, [prompts[place] for place in part], plan)
         for place, answer in zip(part, answered, strict=True):
             store.add(key_fields(keys[place]) | {"answer": answer})
@@ -144,8 +144,8 @@ def _make_prompts(
         )
         raise wrong("data", problem, "Pass more documents, or ask for fewer answers")
     random.Random(plan.seed).shuffle(passages)
-    asked = zip(passages[: plan.answers], itertools.cycle(QUESTIONS), strict=False)
-    prompts = (question_prompt(tokenizer, passage, question) for passage, question in asked)
+    pairs = zip(passages[: plan.answers], itertools.cycle(QUESTIONS), strict=False)
+    prompts = (question_prompt(tokenizer, passage, question) for passage, question in pairs)
     return [tuple(prompt.token_ids(tokenizer)[0].tolist()) for prompt in prompts]
 
 
@@ -188,11 +188,11 @@ class _States:
         ids = torch.tensor([[*exchange.prompt, *exchange.answer[:-1]]], device=self.model.device)
         with record_last_states(self.model) as states:
             self.model(ids, use_cache=False, logits_to_keep=len(exchange.answer))
-        found = states.value[0].float()
-        if self._held_bytes + found.nbytes <= HELD_BYTES:
-            self._held[place] = found
-            self._held_bytes += found.nbytes
-        return found
+        before = states.value[0].float()
+        if self._held_bytes + before.nbytes <= HELD_BYTES:
+            self._held[place] = before
+            self._held_bytes += before.nbytes
+        return before
 
     def pairs(self, places: Sequence[int], num_heads: int) -> tuple[Tensor, Tensor]:
         """Return (N, d) states and (N, heads) int64 labels, which are -100 after the end of an

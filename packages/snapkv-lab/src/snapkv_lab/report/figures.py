@@ -95,13 +95,13 @@ def _heat_map(
     from matplotlib.patches import Rectangle
 
     x_axis, y_axis = results.task.axes[:2]
-    found: dict[tuple[Any, Any], list[Row]] = {}
+    rows_at: dict[tuple[Any, Any], list[Row]] = {}
     for row in results.rows:
         if (row["method"], row["question"]) == (line.method, line.question):
             place = (columns.index(row["cell"][x_axis]), rows.index(row["cell"][y_axis]))
-            found.setdefault(place, []).append(row)
+            rows_at.setdefault(place, []).append(row)
     grid = [[float("nan")] * len(columns) for _ in rows]
-    for (x, y), cell in found.items():
+    for (x, y), cell in rows_at.items():
         scores = [row["score"] for row in cell if row["score"] is not None]
         if scores:
             grid[y][x] = fmean(scores)
@@ -168,9 +168,9 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
     heights = [100 * (score or 0.0) for score in scores]
     panel.bar(places, heights, width, color=line_style(index)["color"], label=_name(line))
     intervals = [*(line.intervals.get(column) for column in columns), line.interval]
-    known = [(place, ends) for place, ends in zip(places, intervals, strict=True) if ends]
-    lows, highs = ([100 * ends[side] for _, ends in known] for side in (0, 1))
-    panel.vlines([place for place, _ in known], lows, highs, color="black", linewidth=0.8)
+    with_interval = [(place, ends) for place, ends in zip(places, intervals, strict=True) if ends]
+    lows, highs = ([100 * ends[side] for _, ends in with_interval] for side in (0, 1))
+    panel.vlines([place for place, _ in with_interval], lows, highs, color="black", linewidth=0.8)
     for place, column, score in zip(places, columns, scores, strict=False):
         if score is None and column in line.reasons:
             text = line.reasons[column].replace("out of memory", "OOM")
@@ -181,13 +181,13 @@ def _families(lines: Sequence[ScoreLine]) -> dict[str, dict[int, ScoreLine]]:
     """Group the methods that ran with several budgets: by name and question, one line per
     budget.
     """
-    found: dict[str, dict[int, ScoreLine]] = {}
+    families: dict[str, dict[int, ScoreLine]] = {}
     for line in lines:
         labelled = re.fullmatch(r"(.+)@(\d+)", line.method)
         if labelled and line.scores:
             name = _name(line, method=labelled[1])
-            found.setdefault(name, {})[int(labelled[2])] = line
-    return {name: by_budget for name, by_budget in found.items() if len(by_budget) > 1}
+            families.setdefault(name, {})[int(labelled[2])] = line
+    return {name: by_budget for name, by_budget in families.items() if len(by_budget) > 1}
 
 
 def _budgets(
@@ -351,12 +351,12 @@ def draw_bench(rows: Sequence[Row]) -> "Figure":
 def _bench_panel(panel: "Axes", rows: Sequence[Row], measured: _Measured) -> None:
     for index, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = sorted((row for row in rows if row["cache"] == cache), key=itemgetter("length"))
-        there = [row for row in own if row["status"] == "ok"]
-        style, lengths = line_style(index), [row["length"] for row in there]
-        values = [_value(row, measured.key) / measured.unit for row in there]
+        measured_rows = [row for row in own if row["status"] == "ok"]
+        style, lengths = line_style(index), [row["length"] for row in measured_rows]
+        values = [_value(row, measured.key) / measured.unit for row in measured_rows]
         panel.plot(lengths, values, label=cache, **style)
         if measured.also is not None:
-            held = [_value(row, measured.also) / measured.unit for row in there]
+            held = [_value(row, measured.also) / measured.unit for row in measured_rows]
             panel.plot(lengths, held, linestyle=":", **style)
         place: dict[str, Any] = {"transform": panel.get_xaxis_transform(), "fontsize": 7}
         place |= {"ha": "center", "va": "top", "color": style["color"]}

@@ -139,9 +139,9 @@ def method_table(results: Results) -> Table:
 
 def _split_pairs(lines: Iterable[Pairs]) -> dict[str, Any]:
     """Split the pairs of every row into the headings and the rows of a table."""
-    made = [list(line) for line in lines]
-    headings = tuple(heading for heading, _ in made[0]) if made else ()
-    return {"headings": headings, "rows": [tuple(text for _, text in line) for line in made]}
+    rows = [list(line) for line in lines]
+    headings = tuple(heading for heading, _ in rows[0]) if rows else ()
+    return {"headings": headings, "rows": [tuple(text for _, text in line) for line in rows]}
 
 
 def has_losses(results: Results) -> bool:
@@ -151,23 +151,23 @@ def has_losses(results: Results) -> bool:
 
 def _describe_unpruned(rows: Sequence[Row]) -> str:
     """Say for each method how many prompts were too short for anything to be evicted."""
-    asked, whole = Counter[str](), Counter[str]()
+    prompts, unpruned = Counter[str](), Counter[str]()
     for row in rows:
         if (
             row["policy"]["name"] != FullCache.name and "compressed" in row
         ):  # rows of early releases lack it
-            asked[row["method"]] += row["samples"]
-            whole[row["method"]] += row["samples"] - row["compressed"]
+            prompts[row["method"]] += row["samples"]
+            unpruned[row["method"]] += row["samples"] - row["compressed"]
     return "".join(
-        f"; {name}: nothing was dropped of {n:,} of {asked[name]:,} prompts"
-        for name, n in whole.items()
+        f"; {name}: nothing was dropped of {n:,} of {prompts[name]:,} prompts"
+        for name, n in unpruned.items()
         if n
     )
 
 
 def _published_lines(results: Results, columns: Sequence[Any]) -> list[ScoreLine]:
     """Return the scores that a paper published for the model in the columns of the run."""
-    given = results.task.published(results.run["model"]["name"])
+    published = results.task.published(results.run["model"]["name"])
     return [
         ScoreLine(
             method=f"paper: {method}",
@@ -176,7 +176,7 @@ def _published_lines(results: Results, columns: Sequence[Any]) -> list[ScoreLine
             intervals={},
             reasons={},
         )
-        for method, scores in given.items()
+        for method, scores in published.items()
     ]
 
 
@@ -191,15 +191,15 @@ def _find_best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[
         + [line.mean if len(line.scores) == most else None]
         for line in lines
     ]
-    found = set()
+    places = set()
     for place, column in enumerate(zip(*values, strict=True), 2):
         highest = max((score for score in column if score is not None), default=None)
-        found |= {
+        places |= {
             (row, place)
             for row, score in enumerate(column)
             if score is not None and IN_PERCENT.text(score) == IN_PERCENT.text(highest)
         }
-    return frozenset(found)
+    return frozenset(places)
 
 
 def _loss_cells(loss: float | None, interval: Sequence[float] | None) -> Pairs:
@@ -223,9 +223,9 @@ def cell_table(results: Results) -> list[Row]:
     ]
 
 
-def _difference_fields(name: str, found: Row | None, of: str) -> Row:
-    given = found or {of: None, "interval": None}
-    return {name: given[of]} | _interval_fields(name, given["interval"])
+def _difference_fields(name: str, measured: Row | None, of: str) -> Row:
+    difference = measured or {of: None, "interval": None}
+    return {name: difference[of]} | _interval_fields(name, difference["interval"])
 
 
 def _interval_fields(name: str, interval: Sequence[float] | None) -> Row:
@@ -347,13 +347,13 @@ def _cells(results: Results) -> Table:
 def _failures(results: Results) -> Table:
     """Count the samples without an answer by method, question and reason, with their columns."""
     axis = results.task.axes[0]
-    found: dict[tuple[str, str, str], Counter[Any]] = {}
+    counts: dict[tuple[str, str, str], Counter[Any]] = {}
     for row in results.rows:
         for reason, count in row["failed"].items():
-            columns = found.setdefault((row["method"], row["question"], reason), Counter())
+            columns = counts.setdefault((row["method"], row["question"], reason), Counter())
             columns[row["cell"][axis]] += count
     rows = []
-    for (method, question, reason), columns in found.items():
+    for (method, question, reason), columns in counts.items():
         why = f"{reason}: {_REASONS[reason]}" if reason in _REASONS else reason
         where = f"{axis} {', '.join(map(str, columns))}"
         rows.append((method, question, why, str(columns.total()), where))

@@ -114,13 +114,13 @@ def render_rows(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str
 
 
 def _render_pivot(rows: Sequence[Row], by: Pivot) -> str:
-    found: dict[str, dict[str, str]] = {}
+    cells: dict[str, dict[str, str]] = {}
     for row in rows:
-        found.setdefault(format_cell(by.line, row), {})[format_cell(by.heading, row)] = format_cell(
+        cells.setdefault(format_cell(by.line, row), {})[format_cell(by.heading, row)] = format_cell(
             by.of, row
         )
     headings = list(dict.fromkeys(format_cell(by.heading, row) for row in rows))
-    lines = ([name, *(own.get(each, by.empty) for each in headings)] for name, own in found.items())
+    lines = ([name, *(own.get(each, by.empty) for each in headings)] for name, own in cells.items())
     return markdown_table([by.first, *headings], lines)
 
 

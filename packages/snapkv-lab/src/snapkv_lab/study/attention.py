@@ -189,12 +189,12 @@ class ReadingStudy(Study):
             temperature=self.temperature,
             seed=self.seed,
         )
-        before, behind = (f"{question}\n\n", "") if first else ("", f"\n\n{question}")
+        before, after = (f"{question}\n\n", "") if first else ("", f"\n\n{question}")
         return Sample(
             name=name,
             cell={},
             context=before + document,
-            question=behind,
+            question=after,
             plain_question="\n\nAnswer:" if first else f"\n\nQuestion: {question}\nAnswer:",
             references=(),
             settings=settings,
@@ -224,8 +224,8 @@ class ReadingStudy(Study):
                 if key not in store
             )
             store.complete(keys, records, on_progress)
-            found = (row for record in store.records for row in record["rows"])
-            rows = mean_rows(found, self.by, self.numbers)
+            rows_of_parts = (row for record in store.records for row in record["rows"])
+            rows = mean_rows(rows_of_parts, self.by, self.numbers)
             return Findings.of(store, rows, warnings=warnings, notices=notices)
 
     def _fitted(
@@ -238,14 +238,14 @@ class ReadingStudy(Study):
         """
         study, why = self, ""
         while True:  # a text can have one more token after it was cut and tokenized again
-            found = cut_documents(loaded.tokenizer, documents, study.document_tokens)
-            if found.tokens < study.document_tokens:
-                why = f"{found.shortest} has no more"
-                study = replace(study, document_tokens=found.tokens)
-            parts = list(study.parts(found.texts))
+            cut = cut_documents(loaded.tokenizer, documents, study.document_tokens)
+            if cut.tokens < study.document_tokens:
+                why = f"{cut.shortest} has no more"
+                study = replace(study, document_tokens=cut.tokens)
+            parts = list(study.parts(cut.texts))
             excess = study._excess_tokens(loaded, parts)
             if excess <= 0 or study.document_tokens - excess < LEAST_TOKENS:
-                tokens = f"{found.tokens:,} tokens instead of {self.document_tokens:,}"
+                tokens = f"{cut.tokens:,} tokens instead of {self.document_tokens:,}"
                 notices = (f"documents are cut to {tokens}: {why}",) if why else ()
                 return study, parts, notices  # a document that does not fit is refused later
             why = f"the model has {loaded.max_tokens:,} positions for prompt and answer"
@@ -544,13 +544,13 @@ class Overlap(ReadingStudy):
             for window, start in starts.items()
         }
         answer = [a for (of, _), a in attention.items() if of == "answer"]
-        whole = torch.stack(answer).mean(dim=0)
+        mean_answer = torch.stack(answer).mean(dim=0)
         rows: LayerNumbers = {window: {} for window in starts}
         for name, tokens in candidates.items():
             keep_tokens = int(self.keep_ratio * tokens)
             ours = {w: most_attended(a[:, :tokens], keep_tokens) for w, a in attention.items()}
             against = {
-                "prompt": most_attended(whole[:, :tokens], keep_tokens),
+                "prompt": most_attended(mean_answer[:, :tokens], keep_tokens),
                 "answer": ours["prompt", -1],
             }
             for window in starts:

@@ -96,14 +96,14 @@ def group_by_label(rows: Iterable[Row], by: str, label: str = "{}") -> dict[str,
 
 def format_range_over_layers(rows: Sequence[Row], name: str) -> str:
     """Return the mean of a number over layers, with its lowest and highest value, as text."""
-    known = [row[name] for row in rows if row[name] is not None]
-    if not known:
+    values = [row[name] for row in rows if row[name] is not None]
+    if not values:
         return "-"
-    return f"{fmean(known):.2f} ({min(known):.2f} to {max(known):.2f})"
+    return f"{fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def format_weighted_mean(rows: Sequence[Row], name: str, weight: str) -> str:
     """Return the mean of a number over layers, weighted by another number, as text."""
-    known = [row for row in rows if row[name] is not None]
-    total = sum(row[weight] for row in known)
-    return f"{sum(row[name] * row[weight] for row in known) / total:.2f}" if total else "-"
+    known_rows = [row for row in rows if row[name] is not None]
+    total = sum(row[weight] for row in known_rows)
+    return f"{sum(row[name] * row[weight] for row in known_rows) / total:.2f}" if total else "-"

@@ -113,11 +113,11 @@ class FitGate(Study):
         for place in range(self.texts):
             kind, make = kinds[place % len(kinds)]
             draw = random.Random(f"{self.seed}/{kind}/{place}")
-            wanted = min(most, self.lengths[(place + place // len(kinds)) % len(self.lengths)])
+            tokens = min(most, self.lengths[(place + place // len(kinds)) % len(self.lengths)])
             ids: list[int] = []
-            while len(ids) < wanted:
+            while len(ids) < tokens:
                 ids += token_ids(loaded.tokenizer, make(draw) + "\n\n")
-            yield kind, ids[:wanted]
+            yield kind, ids[:tokens]
 
     def table(self, rows: Sequence[Row]) -> Table:
         """Return the agreement by kind of text, as means over layers and heads."""
@@ -172,8 +172,8 @@ class Regression:
         variances = products.diagonal(dim1=-2, dim2=-1) / tokens[..., 0] - means.square()
         added = RIDGE * tokens[..., 0] * variances.clamp(min=1e-9)
         added[..., -1] = 0.0
-        found: Tensor = torch.linalg.solve(products + torch.diag_embed(added), targets)[..., 0]
-        return found
+        solution: Tensor = torch.linalg.solve(products + torch.diag_embed(added), targets)[..., 0]
+        return solution
 
     def gate(self, loaded: "LoadedModel") -> "Gate":
         """Return the gate for the model that has read the texts."""
@@ -196,9 +196,9 @@ def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[Prompt
         needs = KVzip(plus=True).needs | {"rotation"}
 
     cache = CompressedCache(loaded.model, Teacher(SINKS + LAST + 1, window_size=LAST, plus=True))
-    given = torch.tensor([list(ids)], device=loaded.model.device)
+    tokens = torch.tensor([list(ids)], device=loaded.model.device)
     instruction = instruction_of(loaded.tokenizer)
-    return read_layers(loaded.model, given, cache, instruction_ids=instruction)
+    return read_layers(loaded.model, tokens, cache, instruction_ids=instruction)
 
 
 def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
@@ -218,9 +218,9 @@ def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list
     rows = []
     for depth, layer in enumerate(layers):
         _, scores = _examples(layer)
-        given = gate.log_scores(layer)[0, :, SINKS : layer.keys.shape[2] - LAST].double()
+        predicted = gate.log_scores(layer)[0, :, SINKS : layer.keys.shape[2] - LAST].double()
         best = max(1, scores.shape[1] // 4)
-        ranks = [each.argsort(dim=-1).argsort(dim=-1).double() for each in (given, scores)]
+        ranks = [each.argsort(dim=-1).argsort(dim=-1).double() for each in (predicted, scores)]
         pairs = [torch.stack(pair) for pair in zip(*ranks, strict=True)]
         both = [int((pair >= scores.shape[1] - best).all(dim=0).sum()) for pair in pairs]
         rows.append(

@@ -80,8 +80,8 @@ def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Te
     received = ops.attention_received(
         part.queries, part.keys, part.score_options, block_tokens=_BLOCK_TOKENS
     )[0, :, :tokens]
-    behind = tokens - received.shape[-1]
-    return torch.nn.functional.pad(received, (0, behind)) / (stop - start)
+    padding = tokens - received.shape[-1]
+    return torch.nn.functional.pad(received, (0, padding)) / (stop - start)
 
 
 def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:

@@ -118,8 +118,8 @@ class Sensitivity(Study):
                 kind = "no pooling" if kernel == 1 else f"{pooling} {kernel}"
                 settings: Row = {"kernel_size": kernel, "pooling": pooling}
                 policy = SnapKV(self.budget, window_size=window, **settings)
-                made = Method(label=f"window {window}, {kind}", policy=policy)
-                methods.append(made.stored_in(codes))
+                method = Method(label=f"window {window}, {kind}", policy=policy)
+                methods.append(method.stored_in(codes))
         return methods
 
     def table(self, rows: Sequence[Row]) -> Table:

@@ -104,9 +104,9 @@ class Instructions(HaystackTask):
         """Return `tokens` tokens of the haystack from a drawn place on; after its end it is
         repeated.
         """
-        whole, characters = self.text.text, tokens * CHARACTERS_PER_TOKEN
-        start = draw.randrange(len(whole))
-        piece = (whole[start:] + whole * (1 + characters // len(whole)))[:characters]
+        source, characters = self.text.text, tokens * CHARACTERS_PER_TOKEN
+        start = draw.randrange(len(source))
+        piece = (source[start:] + source * (1 + characters // len(source)))[:characters]
         ids = token_ids(tokenizer, piece)[:tokens]
         text: str = tokenizer.decode(ids, skip_special_tokens=True)
         return text

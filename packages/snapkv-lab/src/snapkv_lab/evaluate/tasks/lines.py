@@ -92,14 +92,14 @@ class Lines(Task):
         values = [draw_number(draw, _DIGITS) for _ in keys]
         others = draw.sample([i for i in range(count) if i != asked], self.examples)
         lines = [_LINE.format(name=key) + value for key, value in zip(keys, values, strict=True)]
-        shown = "".join(f"\n{lines[i]}>" for i in others)
-        question = _QUESTION.format(name=keys[asked]) + shown
+        shown_examples = "".join(f"\n{lines[i]}>" for i in others)
+        question = _QUESTION.format(name=keys[asked]) + shown_examples
         return Sample(
             name=name,
             cell={"length": length, "position": position},
             context=_HEADER + "".join(f"{line}{_END}" for line in lines),
             question=question,
-            plain_question=f"{question}\n" if shown or self.cloze else question,
+            plain_question=f"{question}\n" if shown_examples or self.cloze else question,
             answer_start=_LINE.format(name=keys[asked]) if self.cloze else "",
             references=(values[asked],),
             settings=self._settings,

@@ -89,18 +89,18 @@ class LongBench(Task):
 
     def published(self, model: str) -> dict[str, dict[str, float]]:
         """Return the scores of the paper's Table 1, which has none for LongBench-E."""
-        found = {} if self.extended else _PUBLISHED["published"].get(_model_key(model), {})
+        by_method = {} if self.extended else _PUBLISHED["published"].get(_model_key(model), {})
         return {
             method: {name: score / 100 for name, score in zip(SETS, scores, strict=True)}
-            for method, scores in found.items()
+            for method, scores in by_method.items()
         }
 
     def _samples(self, tokenizer: Any, data: Path, data_set: "DataSet") -> Iterator[Sample]:
-        before, behind = prompt_format(data_set)
+        before, after = prompt_format(data_set)
         rows = read_rows(data, data_set, extended=self.extended)
         settings = self._settings(tokenizer, data_set)
         for number, row in enumerate(rows, 1):
-            context, question = before + row["context"], behind.replace("{input}", row["input"])
+            context, question = before + row["context"], after.replace("{input}", row["input"])
             if self.max_prompt_tokens is not None:
                 context, question = cut_middle(tokenizer, context, question, self.max_prompt_tokens)
             cell: Cell = {"dataset": data_set.name}
@@ -140,9 +140,9 @@ def max_prompt_tokens(model: str, max_tokens: int | None) -> int | None:
         model: a hub id, or a folder with that name.
         max_tokens: the positions of the model; None if they are not limited.
     """
-    known: int | None = _PUBLISHED["max_prompt_tokens"].get(_model_key(model))
-    if known is not None or max_tokens is None:
-        return known
+    published: int | None = _PUBLISHED["max_prompt_tokens"].get(_model_key(model))
+    if published is not None or max_tokens is None:
+        return published
     answer_tokens = max(one.max_new_tokens for one in SETS.values())
     return max(max_tokens - answer_tokens - _TEMPLATE_TOKENS, max_tokens // 2)
 
@@ -165,11 +165,11 @@ def cut_middle(
         return context, question
     half = max_prompt_tokens // 2
     # The tokenizer may decode some characters of the question differently.
-    head, tail, asked = (
+    head, tail, decoded_question = (
         tokenizer.decode(part, skip_special_tokens=True)
         for part in (ids[:half], ids[-half:], _encode(tokenizer, question))
     )
-    place = len(head) + _start_of(asked, tail)
+    place = len(head) + _start_of(decoded_question, tail)
     text = head + tail
     return text[:place], text[place:]
 
@@ -249,15 +249,15 @@ def choose_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
     Raises:
         InvalidArgumentError: a set does not exist, or is not in LongBench-E.
     """
-    known = {name: one for name, one in SETS.items() if one.extended or not extended}
+    available = {name: one for name, one in SETS.items() if one.extended or not extended}
     for name in names:
-        if name not in known:
+        if name not in available:
             which = "LongBench-E" if extended else "LongBench"
             problem = (
-                f"expected English or code sets of {which}, got {name!r}{nearest(name, known)}"
+                f"expected English or code sets of {which}, got {name!r}{nearest(name, available)}"
             )
-            raise wrong("datasets", problem, f"Choose from {', '.join(known)}")
-    return [one for name, one in known.items() if name in names or not names]
+            raise wrong("datasets", problem, f"Choose from {', '.join(available)}")
+    return [one for name, one in available.items() if name in names or not names]
 
 
 def prompt_format(data_set: DataSet) -> tuple[str, str]:
@@ -281,10 +281,10 @@ def prompt_format(data_set: DataSet) -> tuple[str, str]:
         repaired = text.replace("{context}\n{input}", "{context}\n\n{input}")
     elif name in ("passage_count", "passage_retrieval_en", "lcc", "repobench-p"):
         repaired += " " if name.startswith("passage") else "\n"
-    for found in (text, repaired):
-        if hashlib.sha256(found.encode()).hexdigest().startswith(data_set.prompt_sha256):
-            before, _, behind = found.partition("{context}")
-            return before, behind
+    for candidate in (text, repaired):
+        if hashlib.sha256(candidate.encode()).hexdigest().startswith(data_set.prompt_sha256):
+            before, _, after = candidate.partition("{context}")
+            return before, after
     problem = f"the installed lm-eval has another prompt of {name} than the published one"
     raise wrong("data", problem, f"Run {INSTALL['lm_eval']}", MissingDependencyError)
 

@@ -101,8 +101,8 @@ class Needle(HaystackTask):
         """Return 1 if the number is in the answer; for the sandwich, the share of its words."""
         if self.variant == "magic-number":
             return float(sample.references[0] in prediction)
-        wanted, predicted = (_words(text) for text in (sample.references[0], prediction))
-        return len(wanted & predicted) / len(wanted)
+        right, predicted = (_words(text) for text in (sample.references[0], prediction))
+        return len(right & predicted) / len(right)
 
     def _sample(self, tokenizer: Any, length: int, depth: int, order: int) -> Sample:
         name = f"{length}/{depth}/{order}"
@@ -147,9 +147,9 @@ def _cut_beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
     """
     if tokens < 1:
         raise wrong("lengths", "there is no room for text beside the needle", "Pass larger lengths")
-    whole, characters = text.text, tokens * CHARACTERS_PER_TOKEN
+    source, characters = text.text, tokens * CHARACTERS_PER_TOKEN
     while True:
-        ids = token_ids(tokenizer, (whole * (1 + characters // len(whole)))[:characters])
+        ids = token_ids(tokenizer, (source * (1 + characters // len(source)))[:characters])
         if len(ids) >= tokens:
             return ids[:tokens]
         if not ids:

@@ -193,7 +193,7 @@ class RagPosition(PhraseTask):
         if self.data is not None:
             return draw_questions(read_rows(Path(self.data)), self.samples_each, self.seed)
         questions = phrase_questions(load_corpus(self.corpus).questions)
-        made, index = [], corpus_index(self.corpus)
+        questions_with_others, index = [], corpus_index(self.corpus)
         for question in draw_questions(questions, self.samples_each, self.seed):
             without = (
                 p
@@ -201,8 +201,8 @@ class RagPosition(PhraseTask):
                 if not contains_phrase(p, question.answers)
             )
             near = tuple(itertools.islice(without, max(self.documents)))
-            made.append(replace(question, near=near))
-        return made
+            questions_with_others.append(replace(question, near=near))
+        return questions_with_others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,13 +351,13 @@ def _place_gold(row: Question, documents: int, position: str) -> list[Passage]:
     Raises:
         InvalidArgumentError: the question has too few or too many documents.
     """
-    wanted = documents - len(row.gold)
-    if not 0 <= wanted <= len(row.near):
+    other_count = documents - len(row.gold)
+    if not 0 <= other_count <= len(row.near):
         most = len(row.gold) + len(row.near)
         problem = f"expected {len(row.gold)} to {most}, which {row.name} has, got {documents}"
         raise wrong("documents", problem, "Pass another --documents")
-    before = {"beginning": 0, "middle": wanted // 2, "end": wanted}[position]
-    others = row.near[:wanted]
+    before = {"beginning": 0, "middle": other_count // 2, "end": other_count}[position]
+    others = row.near[:other_count]
     return [*others[:before], *row.gold, *others[before:]]
 
 

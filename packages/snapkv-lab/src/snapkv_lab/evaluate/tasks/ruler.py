@@ -131,7 +131,7 @@ def _needles(
     def puzzle(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
         names = draw_distinct(lambda: _draw_text(key, draw), keys)
         hidden = {name: draw_distinct(lambda: _draw_text(value, draw), values) for name in names}
-        asked = draw.sample(names, queries)
+        asked_names = draw.sample(names, queries)
         needles = [needle(name, each) for name in names for each in hidden[name]]
         draw.shuffle(needles)
         if haystack == "essay":
@@ -144,24 +144,24 @@ def _needles(
             places = sorted(draw.sample(range(len(others)), len(needles)), reverse=True)
             text = "\n".join(_insert(others, needles, places))
         return _phrase_needles(
-            value, text, asked, tuple(each for name in asked for each in hidden[name])
+            value, text, asked_names, tuple(each for name in asked_names for each in hidden[name])
         )
 
     return Generator(draw=puzzle, new_tokens=128, least=keys * values)
 
 
 def _phrase_needles(
-    value: Kind, text: str, asked: list[str], references: tuple[str, ...]
+    value: Kind, text: str, names: list[str], references: tuple[str, ...]
 ) -> Puzzle:
     """Write the prompt in the published words, in the singular if one value is asked for."""
-    keys = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+    keys = names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
     if len(references) == 1:
-        kind, some, verb, ask = value.removesuffix("s"), "A", "is", "is"
+        kind, article, verb, ask = value.removesuffix("s"), "A", "is", "is"
     else:
-        kind, some, verb, ask = str(value), "Some", "are", "are all"
+        kind, article, verb, ask = str(value), "Some", "are", "are all"
     sought = f"the special magic {kind} for {keys} mentioned in the provided text"
     return Puzzle(
-        context=f"{some} special magic {kind} {verb} hidden within the following text. Make "
+        context=f"{article} special magic {kind} {verb} hidden within the following text. Make "
         f"sure to memorize it. I will quiz you about the {kind} afterwards.\n{text}",
         question=f"\nWhat {ask} {sought}?",
         answer_start=f"T{sought[1:]} {verb}",
@@ -182,9 +182,9 @@ def _in_essay(wanted: PuzzleRequest, count: int, needles: list[str], draw: rando
     """
     times, rest = divmod(count, len(wanted.essay))
     text = " ".join([*wanted.essay * times, *wanted.essay[:rest]])
-    whole = re.split(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+", text.strip())
+    sentences = re.split(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+", text.strip())
     depths = sorted(draw.sample(_DEPTHS, len(needles)), reverse=True)
-    return " ".join(_insert(whole, needles, [int(len(whole) * d / 100) for d in depths]))
+    return " ".join(_insert(sentences, needles, [int(len(sentences) * d / 100) for d in depths]))
 
 
 def _insert(texts: list[str], needles: list[str], places: list[int]) -> list[str]:
@@ -239,8 +239,8 @@ def _common_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puz
 
 def _make_word_list(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
     """Make a list of `count` words: common ones appear `often` times, and others `seldom` times."""
-    drawn = draw.sample(load_words("noun", "adjective", "verb"), count)
-    common, others = drawn[:_COMMON], drawn[_COMMON:]
+    chosen = draw.sample(load_words("noun", "adjective", "verb"), count)
+    common, others = chosen[:_COMMON], chosen[_COMMON:]
     entries = common * often + others * seldom
     draw.shuffle(entries)
     return Puzzle(
@@ -265,11 +265,11 @@ def _frequent_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> P
         lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), wanted.length // 50
     )
     vocabulary = ["...", *coded[1:]]
-    whole = math.pi**2 / 6  # what 1/1 + 1/4 + 1/9 ... add up to
+    total = math.pi**2 / 6  # what 1/1 + 1/4 + 1/9 ... add up to
     text = [
         word
         for rank, word in enumerate(vocabulary, 1)
-        for _ in range(int(parts / (whole * rank**2)))
+        for _ in range(int(parts / (total * rank**2)))
     ]
     draw.shuffle(text)
     return Puzzle(
@@ -304,11 +304,11 @@ def _question_answering(dataset: CorpusName) -> Generator:
         own, near = ([places[one] for one in some] for some in (question.gold, question.near))
         if dataset == "hotpotqa":  # as the official suite draws from them
             own, near = sorted(own), sorted(near)
-        shown = own + _others(own, near, len(documents), parts, draw)
-        draw.shuffle(shown)
+        chosen = own + _others(own, near, len(documents), parts, draw)
+        draw.shuffle(chosen)
         text = "\n\n".join(
             f"Document {number}:\n{_document_text(dataset, documents[place])}"
-            for number, place in enumerate(shown, 1)
+            for number, place in enumerate(chosen, 1)
         )
         return Puzzle(
             context=f"{_TASK}The following are given documents.\n\n{text}",
@@ -329,9 +329,9 @@ def _others(
     """Return the places of other documents: first those near the question, then any."""
     first = draw.sample(near, min(count, len(near)))
     taken = {*own, *near}
-    wanted = count - len(first)
-    drawn = draw.sample(range(documents), min(wanted + len(taken), documents))
-    return first + [place for place in drawn if place not in taken][:wanted]
+    missing = count - len(first)
+    candidates = draw.sample(range(documents), min(missing + len(taken), documents))
+    return first + [place for place in candidates if place not in taken][:missing]
 
 
 @functools.cache
@@ -406,10 +406,10 @@ class Ruler(HaystackTask):
     def score(self, sample: Sample, prediction: str) -> float:
         """Return the share of references in the answer; for questions, whether any is in it."""
         predicted = prediction.lower()
-        found = [reference.lower() in predicted for reference in sample.references]
+        matches = [reference.lower() in predicted for reference in sample.references]
         if GENERATORS[str(sample.cell["task"])].any_reference:
-            return float(any(found))
-        return sum(found) / len(found)
+            return float(any(matches))
+        return sum(matches) / len(matches)
 
     def _cell(
         self, tokenizer: Any, task: str, length: int, essay: tuple[str, ...]
@@ -419,7 +419,7 @@ class Ruler(HaystackTask):
         Raises:
             InvalidArgumentError: too many samples in turn do not fit.
         """
-        generator, hint, made = GENERATORS[task], None, 0
+        generator, hint, count = GENERATORS[task], None, 0
         for index in itertools.count():
             name = f"{task}/{length}/{index}"
             wanted = PuzzleRequest(
@@ -427,14 +427,14 @@ class Ruler(HaystackTask):
             )
             build = partial(_sample, task, name, wanted)
             least, most = generator.least, generator.most()
-            found = fit_sample(build, tokenizer, length, least=least, most=most, hint=hint)
-            if found is not None:
-                sample, hint = found
+            fitted = fit_sample(build, tokenizer, length, least=least, most=most, hint=hint)
+            if fitted is not None:
+                sample, hint = fitted
                 yield sample
-                made += 1
-                if made == self.samples_each:
+                count += 1
+                if count == self.samples_each:
                     return
-            elif index + 1 - made > _PATIENCE + made:
+            elif index + 1 - count > _PATIENCE + count:
                 problem = f"expected room for a sample of {task}, got {length} tokens"
                 raise wrong("lengths", problem, "Pass a larger length, or leave the task out")
 
