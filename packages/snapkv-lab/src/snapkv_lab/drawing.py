@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".pdf")
 
-# Labels are other people's text: no dollar sign begins a formula. Ids in an SVG must not be random,
-# or the same rows would give another file.
+# Labels are texts of users, in which a dollar sign begins no formula. Ids in an SVG must not be
+# random, so that the same rows give the same file.
 STYLE: dict[Any, Any] = {"text.parse_math": False, "svg.hashsalt": "snapkv", "font.size": 9}
 
 PLAIN: dict[Any, Any] = {"svg.hashsalt": "snapkv", "svg.fonttype": "none"}

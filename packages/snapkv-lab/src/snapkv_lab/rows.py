@@ -69,7 +69,7 @@ class RowFile:
     def _opened(self) -> IO[bytes]:
         """Open and lock the file."""
         with explain_folder_errors(self.path.parent):
-            file = self.path.open("a+b", buffering=0)  # closing it writes nothing
+            file = self.path.open("a+b", buffering=0)  # so that closing it writes nothing
         try:
             _lock(file, self.path.parent)
         except BaseException:
@@ -86,7 +86,7 @@ def _lock(file: IO[bytes], folder: Path) -> None:
     """
     try:
         import fcntl
-    except ImportError:  # on Windows, where two runs in one folder are up to the user
+    except ImportError:  # on Windows, where the user must not start two runs in one folder
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

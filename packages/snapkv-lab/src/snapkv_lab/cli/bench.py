@@ -51,19 +51,23 @@ class BenchOptions(ComparedOptions, WritingOptions):
         ),
     ] = None
     num_layers: Annotated[
-        int | None, panels.model(help="Fewer layers than the shape has"), WholeNumber(1)
+        int | None,
+        panels.model(help="Number of layers, if fewer than in the shape"),
+        WholeNumber(1),
     ] = None
     baseline: Annotated[
         str,
         panels.sweep(
-            help="transformers' caches to compare with: transformers, also -static and -int4"
+            help="Caches of transformers to compare with: transformers, also -static and -int4"
         ),
     ] = "transformers"
     lengths: Annotated[
         str, panels.work(metavar="INTEGER,...", help="Prompt tokens, with commas: 1k,8k")
     ] = "1k,4k"
     batch: Annotated[str, panels.work(metavar="INTEGER,...", help="Batch sizes, with commas")] = "1"
-    rounds: Annotated[int, panels.work(help="Measured rounds of every cache"), WholeNumber(2)] = 5
+    rounds: Annotated[
+        int, panels.work(help="How often every cache is measured"), WholeNumber(2)
+    ] = 5
     output: Annotated[
         str | None, panels.output(help="File to add the rows to, as JSON"), RowsFile(key="bench")
     ] = None
@@ -160,7 +164,7 @@ def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[st
             check=False,
         )
         if done.returncode:
-            raise typer.Exit(done.returncode)  # it has printed why
+            raise typer.Exit(done.returncode)  # the process has printed the reason
         yield from json_format.loads(done.stdout)["rows"]
 
 

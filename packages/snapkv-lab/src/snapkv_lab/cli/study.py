@@ -59,7 +59,7 @@ class ReadingStudyOptions(StudyOptions):
         panels.material(
             "--question",
             "-q",
-            help="A question; again for more",
+            help="A question; repeat the option for more",
             show_default="four questions that suit any text",
         ),
     ] = None

@@ -38,11 +38,14 @@ class WorkerOptions(ModelOptions):
     """The options that say where answers are computed; by default it is this process."""
 
     ray: Annotated[
-        str | None, panels.sweep(help="Workers on Ray: local, auto or the address of a cluster")
+        str | None,
+        panels.sweep(help="Answer with workers on Ray: local, auto or the address of a cluster"),
     ] = None
     workers: Annotated[
         int | None,
-        panels.sweep(help="With --ray", show_default="one for each GPU, else for each node"),
+        panels.sweep(
+            help="Number of workers with --ray", show_default="one for each GPU, else for each node"
+        ),
         WholeNumber(1),
     ] = None
 

@@ -180,7 +180,7 @@ class Answerer:
                 status = "budget too small"
             except OutOfMemoryError:
                 status = LOST
-            torch.cuda.empty_cache()  # does nothing where CUDA was not used
+            torch.cuda.empty_cache()  # does nothing without CUDA
             for turn in remaining:
                 yield asked.record(turn, method) | {"status": status}
 

@@ -119,7 +119,7 @@ class PassageIndex:
     """An index of titles and texts, which ranks passages by BM25 over stemmed words."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
-        import bm25s  # which loads numba
+        import bm25s  # slow, because it loads numba
         import Stemmer
 
         self._tokenize = functools.partial(

@@ -44,7 +44,7 @@ class TextEmbeddings:
         by_length = sorted(range(len(ids)), key=lambda place: len(ids[place]))
         result = torch.empty(len(ids), self._model.config.hidden_size, dtype=torch.float32)
         for first in range(0, len(ids), _BATCH):
-            places = by_length[first : first + _BATCH]  # of about one length: little padding
+            places = by_length[first : first + _BATCH]  # similar lengths need little padding
             batch = self._tokenizer.pad(
                 {"input_ids": [ids[place] for place in places]}, return_tensors="pt"
             ).to(self._model.device)

@@ -205,7 +205,7 @@ class CompressedLM(LM):
             for request, prompt, setting in zip(requests, prompts, settings, strict=True)
         ]
 
-        # Where the most likely token is taken, the seed has no meaning.
+        # Greedy decoding does not depend on the seed.
         alike = [each if each.temperature else replace(each, seed=0) for each in settings]
 
         def give(places: Sequence[int]) -> Iterator[str]:
@@ -296,7 +296,7 @@ class CompressedLM(LM):
         place = [request.task_name, request.doc_id, request.idx]
         request_fields = {"kind": request.request_type, "asked": place, "content": content}
         name = "/".join(map(str, [*place, short_hash(request_fields, digits=16)]))
-        return name, self._method.label, "visible"  # a task's question votes, as part of its prompt
+        return name, self._method.label, "visible"  # the question is a part of its prompt
 
     def _responses(
         self,

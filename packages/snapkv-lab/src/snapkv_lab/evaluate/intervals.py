@@ -20,7 +20,7 @@ METHOD = (
 )
 """How the intervals were computed, as tables and pages describe it."""
 
-_DIGITS = 12  # sums of differences that cancel out are zero, and not what rounding leaves of them
+_DIGITS = 12  # rounds sums of differences that cancel out to zero
 
 Cell = tuple[Sequence[float], tuple[str, ...] | None]
 """The scores, losses or differences of a cell's samples, and the conversation of each sample."""
@@ -75,9 +75,9 @@ def _drawn_from(cells: Sequence[Cell]) -> Sequence[Cell]:
 
 def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
     """Draw the samples again many times, and return the means in ascending order."""
-    import numpy as np  # only where there is a mean: it takes its time
+    import numpy as np  # slow, and only needed for means
 
-    # By numpy's own policy these are the same in every version of it.
+    # numpy guarantees that this generator draws the same numbers in every version.
     draws, draws_of = np.random.RandomState(seed=0), dict[tuple[str, ...], Any]()
 
     def resampled(samples: Sequence[float], conversations: tuple[str, ...] | None) -> Any:
@@ -160,7 +160,7 @@ def relative_differences(rows: Iterable[Row]) -> dict[Line, float]:
 
 def is_full_cache(row: Row) -> bool:
     """Return whether a row is of the full cache after an exact prefill."""
-    from snapkv.policies import FullCache  # imports torch, which tables do without
+    from snapkv.policies import FullCache  # imports torch, which tables do not need
 
     return row["policy"]["name"] == FullCache.name and "prefill" not in row["policy"]
 

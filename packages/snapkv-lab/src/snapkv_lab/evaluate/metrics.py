@@ -128,7 +128,7 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> list[str]
     If several are equally long, it is the one that `rouge` finds: starting at the ends, an item of
     `first` is skipped only if that loses nothing that skipping an item of `second` would keep.
     """
-    lengths = [[0] * (len(second) + 1)]  # of every pair of prefixes
+    lengths = [[0] * (len(second) + 1)]  # one for every pair of prefixes
     for item in first:
         above, row = lengths[-1], [0]
         for j, other in enumerate(second):

@@ -143,7 +143,7 @@ class OnRay:
             complete, _ = _ray().wait(list(coming), num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
             if complete:
                 return coming[complete[0]]
-            if self._room() < 0:  # a node is gone, and one may wait for a place on it
+            if self._room() < 0:  # a node is gone, and a worker may still wait for it
                 for worker in self._busy:
                     if not worker.is_loaded:
                         worker.end()
@@ -241,7 +241,7 @@ class _Answering:
 
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()  # its lock is left behind by a killed process
+        transformers.logging.disable_progress_bar()  # a killed process would leave its lock behind
         torch.set_num_threads(self._threads)
         self._answerer = Answerer(loaded=load(**self._load))
 

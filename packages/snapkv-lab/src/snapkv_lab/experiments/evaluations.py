@@ -197,7 +197,7 @@ OBSERVATIONS = Experiment(
     title="The paper's observations",
     measure={name: partial(_study, name) for name in STUDIES},
     part_key="study",
-    describe=lambda _: {},  # the line of the run says it for all its rows
+    describe=lambda _: {},  # the row of the run has it for all rows
     tables=_studies_tables,
     draw=_studies_drawn,
 )

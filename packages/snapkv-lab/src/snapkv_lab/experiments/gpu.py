@@ -94,7 +94,7 @@ def _token(context: RunContext, batch: int, length: int, name: str) -> Iterator[
     contender = _caches(context.budget)[name]
     decoder = Decoder(contender, _model(context, context.shape), batch, length)
     if name == "transformers-static":
-        decoder(4)  # compiled in another call
+        decoder(4)  # compiles the steps before they are timed
     is_eager = name.endswith("eager")
     first, gaps = decoder.first_and_gaps(context.tokens, disable_compile=is_eager)
     ms = percentiles(gaps, 3)
@@ -373,8 +373,8 @@ GPU = Experiment(
         "chunk_tokens": Size(16 * K, 128),
         "tokens": Size(48, 6),
         "rounds": Size(4, 2),
-        "model_held": None,  # by its shape
-        "over": None,  # why nothing more is measured
+        "model_held": None,  # the shape and its model
+        "over": None,  # the reason if nothing more is measured
     },
     origin=_describe_origin,
     tables=_pages,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-# Whatever a library prints is no answer, from its import on.
+# Libraries may print to standard output, which must only carry answers.
 _ANSWERS = os.fdopen(os.dup(sys.stdout.fileno()), "w")
 os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -76,7 +76,7 @@ class Worker:
         generated: list[Tensor] = []
 
         def work() -> None:
-            for _ in range(tokens):  # a cache counts what it has, so positions are context
+            for _ in range(tokens):  # the cache counts only kept tokens, so positions are passed
                 generated.append(self._token)
                 positions = torch.tensor([[self._seen]], device=self._device)
                 logits = self._model(

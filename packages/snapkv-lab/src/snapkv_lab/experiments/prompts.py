@@ -55,7 +55,7 @@ def _make_document(tokenizer: Any, text: str, prompt_tokens: int, index: int) ->
     hay = cut_stretch(tokenizer, text, prompt_tokens - len(needle) - len(question), draw)
     split = int(DEPTHS[index % len(DEPTHS)] * len(hay))
     while split and not tokenizer.decode(hay[split - 1]).endswith((".", "?", "!")):
-        split -= 1  # to where a sentence has just ended
+        split -= 1  # back to the end of a sentence
     ids = [*hay[:split], *needle, *hay[split:], *question]
     return NeedlePrompt(ids, token_ids(tokenizer, f" {number}"))
 
@@ -98,7 +98,9 @@ def quoted_document(
     Raises:
         ValueError: the text is too short, or has too few sentences to ask about.
     """
-    plain = " ".join(text[: tokens * CHARACTERS_PER_TOKEN].split())  # lines may break anywhere
+    plain = " ".join(
+        text[: tokens * CHARACTERS_PER_TOKEN].split()
+    )  # joins lines that break within sentences
     ids = token_ids(tokenizer, plain)[:tokens]
     if len(ids) < tokens:
         raise ValueError(f"expected a text of {tokens} tokens, got {len(ids)}")
@@ -113,7 +115,7 @@ def quoted_document(
         raise ValueError(f"expected {questions} sentences to ask about, got {len(candidates)}")
     quotes = []
     for depth_wanted in ((number + 0.5) / questions for number in range(questions)):
-        nearest = min(candidates, key=lambda candidate: abs(candidate[0] - depth_wanted))  # at once
+        nearest = min(candidates, key=lambda candidate: abs(candidate[0] - depth_wanted))
         candidates.remove(nearest)
         depth, sentence = nearest
         start = _first_words(sentence)

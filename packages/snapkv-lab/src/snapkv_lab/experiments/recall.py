@@ -82,7 +82,7 @@ def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None)
         return lambda asked: ([*ids, *asked], read_once.inputs([asked])["past_key_values"])
     if name == AGAIN:
         return lambda asked: ([*ids, *asked], CompressedCache(model, policy))
-    # Compressed after the first question, the others are asked of what that one left.
+    # With PLAIN, later questions are asked of the cache that the first question left.
     known_ids, read = [*ids, *first] if name == PLAIN else ids, CompressedCache(model, policy)
     with torch.no_grad():
         model(torch.tensor([known_ids]), past_key_values=read, logits_to_keep=1)

@@ -56,7 +56,7 @@ class Engine:
 
         text = context.loaded.model.config
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim  # of a token
+        numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim  # per token
         options: dict[str, Any] = {
             "dtype": str(DTYPE).removeprefix("torch."),
             "kv_cache_dtype": cache_dtype,
@@ -138,7 +138,7 @@ def _reading(context: RunContext) -> Iterator[Row]:
     documents = context.documents(context.prompt_tokens, context.requests)
     prompts = [document.prompt_ids for document in documents]
     tokens = context.prompt_tokens + context.new_tokens
-    blocks = context.requests * -(-tokens // BLOCK_TOKENS) + 1  # one that vLLM keeps for itself
+    blocks = context.requests * -(-tokens // BLOCK_TOKENS) + 1  # vLLM keeps one for itself
     with _warm_engines(context, blocks, prompts[0]) as engines:
         work = {name: _read(engine, prompts) for name, engine in engines.items()}
         turns = InterleavedTimings(work, rounds=context.pairs)
@@ -168,7 +168,7 @@ def _speed(context: RunContext) -> Iterator[Row]:
     prompts = [document.prompt_ids for document in documents]
     budgets = {"stock": None, "snapkv": context.budget}
     fp8: dict[str, Any] = {}
-    if _HAS_AVX512:  # vLLM has it on no other CPU
+    if _HAS_AVX512:  # vLLM supports fp8 on no other CPU
         coded = {"cache_dtype": "fp8"}
         fp8 = {f"{name}, fp8": coded | {"budget": own} for name, own in budgets.items()}
     with _warm_engines(context, context.blocks, prompts[0], **fp8) as engines:
@@ -208,7 +208,7 @@ def _questions(context: RunContext) -> Iterator[Row]:
     }
     took: dict[str, list[list[TimeSpent]]] = {name: [] for name in engines}
     right: dict[str, int] = {}
-    for engine in engines.values():  # warms up, with a shorter text that is compressed, too
+    for engine in engines.values():  # warms up with a shorter text, which is also compressed
         engine.answers([document.ids[: 2 * context.budget]], 2)
     for _ in range(context.readings):
         for name, engine in engines.items():

@@ -102,7 +102,7 @@ class Decoder:
         self, contender: Contender, model: PreTrainedModel, batch: int, length: int
     ) -> None:
         self._contender, self._model = contender, model
-        shape = (batch, length + 1)  # of a prompt and the token that it gave
+        shape = (batch, length + 1)  # the prompt, and the first token after it
         self._ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self._cache = fill_cache(contender, model, batch=batch, tokens=length)
 

@@ -59,7 +59,7 @@ def peak_growth_bytes(work: Callable[[], Any], device: torch.device) -> int:
         work()
         return torch.cuda.max_memory_allocated(device) - before
     before = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # start the peak again from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     work()
     return resident_bytes("VmHWM") - before
 

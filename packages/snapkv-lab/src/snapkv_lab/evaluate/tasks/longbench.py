@@ -115,7 +115,7 @@ class LongBench(Task):
                 references=tuple(row["answers"]),
                 settings=settings,
                 chat=data_set.chat,
-                # as published: of the last row
+                # the published code uses those of the last row
                 details={"classes": tuple(rows[-1].get("all_classes") or ())},
             )
 

@@ -45,10 +45,10 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 _DEPTHS = [round(100 * i / 39) for i in range(40)]  # percent of the sentences
 _DIGITS = 7
-_HOPS = 4  # assignments of vt after the first
+_HOPS = 4  # the assignments of vt after the first
 _EXAMPLE_NOISES = 10  # the result of fitting vt's example to 500 tokens, as officially done
-_COMMON = 10  # words that cwe asks for
-_SHORT = 4096  # tokens below which cwe repeats less
+_COMMON = 10  # how many words cwe asks for
+_SHORT = 4096  # cwe repeats words less often below this length
 _TASK = (
     "Answer the question based on the given documents. Only give me the answer and do not output "
     "any other words.\n\n"
@@ -265,7 +265,7 @@ def _frequent_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> P
         lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), wanted.length // 50
     )
     vocabulary = ["...", *coded[1:]]
-    total = math.pi**2 / 6  # what 1/1 + 1/4 + 1/9 ... add up to
+    total = math.pi**2 / 6  # the sum of 1/1 + 1/4 + 1/9 + ...
     text = [
         word
         for rank, word in enumerate(vocabulary, 1)
@@ -302,7 +302,7 @@ def _question_answering(dataset: CorpusName) -> Generator:
             raise wrong("samples_each", problem, "Pass a smaller number")
         question, documents, places = questions[wanted.index], _documents(dataset), _places(dataset)
         own, near = ([places[one] for one in some] for some in (question.gold, question.near))
-        if dataset == "hotpotqa":  # as the official suite draws from them
+        if dataset == "hotpotqa":  # the official suite draws from them in this order
             own, near = sorted(own), sorted(near)
         chosen = own + _others(own, near, len(documents), parts, draw)
         draw.shuffle(chosen)
