@@ -61,9 +61,7 @@ class OnRay:
             self._needs = {"num_gpus": 1 if has_gpus else 0, "num_cpus": 1}
             self._count = self._workers(workers)
             cpus = sum(int(node.get("CPU", 0)) for node in _nodes())
-            self.device = (
-                "cuda:0" if has_gpus else "cpu"
-            )  # each worker sees its own GPU as the first
+            self.device = "cuda:0" if has_gpus else "cpu"  # a worker only sees its own GPU
             self._answering = (dict(load), self.device, max(1, cpus // self._count))
             self._idle, self._busy = list[_Worker](), list[_Worker]()
         except BaseException:

@@ -118,9 +118,7 @@ class Worker:
         fed = torch.tensor([between + answer[:-1]], device=self._device)
         positions = torch.arange(self._seen, self._seen + fed.shape[1], device=self._device)[None]
         cache = copy.copy(self._cache)
-        cache.layers = [
-            copy.copy(layer) for layer in cache.layers
-        ]  # tensors are replaced, not written
+        cache.layers = [copy.copy(layer) for layer in cache.layers]  # updates replace tensors
         after = self._model(fed, past_key_values=cache, position_ids=positions).logits
         logits = torch.cat([self._last_logits, after], dim=1)[0, len(between) :].float()
         right = torch.tensor(answer, device=self._device)

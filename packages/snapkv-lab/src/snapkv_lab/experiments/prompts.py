@@ -98,9 +98,7 @@ def quoted_document(
     Raises:
         ValueError: the text is too short, or has too few sentences to ask about.
     """
-    plain = " ".join(
-        text[: tokens * CHARACTERS_PER_TOKEN].split()
-    )  # joins lines that break within sentences
+    plain = " ".join(text[: tokens * CHARACTERS_PER_TOKEN].split())  # joins lines
     ids = token_ids(tokenizer, plain)[:tokens]
     if len(ids) < tokens:
         raise ValueError(f"expected a text of {tokens} tokens, got {len(ids)}")

@@ -153,9 +153,8 @@ def _describe_unpruned(rows: Sequence[Row]) -> str:
     """Say for each method how many prompts were too short for anything to be evicted."""
     prompts, unpruned = Counter[str](), Counter[str]()
     for row in rows:
-        if (
-            row["policy"]["name"] != FullCache.name and "compressed" in row
-        ):  # rows of early releases lack it
+        # Rows of early releases do not say how many prompts were compressed.
+        if row["policy"]["name"] != FullCache.name and "compressed" in row:
             prompts[row["method"]] += row["samples"]
             unpruned[row["method"]] += row["samples"] - row["compressed"]
     return "".join(
