@@ -1,4 +1,4 @@
-"""What cannot be is said in one line, with what was expected, before anything is answered."""
+"""Bad settings and files are refused in one line with the reason, before anything is answered."""
 
 import gzip
 import json
@@ -40,7 +40,7 @@ SMALL = Turns(cloze=True, lengths=(200,), questions=2, samples_each=1)
 
 
 def run(task, *methods, **options):
-    """Refused before its folder is made."""
+    """Run a task that must be refused before its folder is made."""
 
     def refused(tiny, folder):
         try:
@@ -60,7 +60,7 @@ def samples(task):
 
 
 def data(kind, name, *lines, **settings):
-    """Lines of a user's file: rows, text or bytes; of LongBench its folder is read."""
+    """Make a task read a user's file with these lines: rows, text or bytes."""
 
     def refused(tiny, folder):
         texts = (line if isinstance(line, str | bytes) else json.dumps(line) for line in lines)
@@ -73,7 +73,7 @@ def data(kind, name, *lines, **settings):
 
 
 def study(of, words=None):
-    """Of the material that there is, or of a document of so many words."""
+    """Run a study of the haystack, or of a document with `words` words."""
 
     def refused(tiny, folder):
         (folder / "note.txt").write_text("word " * (words or 0))

@@ -1,4 +1,4 @@
-"""What cannot be is said in one line, before a model is loaded where that can be known."""
+"""Bad input is reported in one line, before a model is loaded if that is possible."""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""`snapkv bench` on a tiny model: rows, tables, files, figures; what does not fit keeps a row."""
+"""`snapkv bench` on a tiny model: rows, tables, files, figures, and rows of caches that do
+not fit.
+"""
 
 import json
 import subprocess
@@ -19,7 +21,7 @@ SMALL = ("--lengths", "64,128", "--budget", "48", "--rounds", "2")
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """The command loads a tiny model and copies little to measure the bandwidth."""
+    """Let the command load a tiny model, and copy few bytes to measure the bandwidth."""
     loaded = SimpleNamespace(model=tiny_model("llama"), description=lambda: {"name": "tiny"})
     monkeypatch.setattr("snapkv_app.cli.loading.load", lambda **options: loaded)
     monkeypatch.setattr("snapkv_lab.measure.decode._COPIED_BYTES", {"cpu": 2**20})
@@ -71,7 +73,7 @@ def test_prefill_bench_reads_in_the_requested_pieces(snapkv, tiny):
 
 
 def test_memory_holds_less_and_measures_each_cache_alone(snapkv, tiny, monkeypatch, tmp_path):
-    """The processes are played by this one."""
+    """The commands of separate processes run in this one."""
     started = []
 
     def run(command, *, env, **options):
@@ -94,7 +96,7 @@ def test_memory_holds_less_and_measures_each_cache_alone(snapkv, tiny, monkeypat
 
 @pytest.mark.slow
 def test_mapped_weights_do_not_count_as_memory_of_a_cache():
-    """The real model, whose weights come into memory when they are used."""
+    """The real demo model maps its weights, which come into memory when they are used."""
     command = (
         sys.executable,
         "-m",

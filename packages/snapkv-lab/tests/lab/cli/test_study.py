@@ -1,4 +1,4 @@
-"""`snapkv study`: options out of each study, rows and figures where the user says."""
+"""`snapkv study`: the options of each study, and rows and figures where the user wants them."""
 
 import json
 

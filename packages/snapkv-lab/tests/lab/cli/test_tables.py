@@ -1,4 +1,4 @@
-"""Tables of the laboratory's commands, on narrow screens: nothing is cut off."""
+"""Tables of the laboratory's commands on narrow screens, where no text is cut off."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Where workers find a model that is a folder here."""
+"""How workers find a model that is a folder on this machine."""
 
 from snapkv_lab.cli import workers
 from snapkv_lab.cli.workers import WorkerOptions

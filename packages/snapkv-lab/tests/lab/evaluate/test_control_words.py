@@ -1,4 +1,4 @@
-"""Words of a chat template in a task's text are text, in every template and through lm-eval."""
+"""Words of a chat template in a task's text stay text, in every template and through lm-eval."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""lm-eval's tasks from compressed caches: likelihoods by hand, local tasks, and one command."""
+"""lm-eval's tasks with compressed caches: likelihoods by hand, local tasks, and one command."""
 
 import json
 
@@ -83,7 +83,7 @@ def tiny(demo):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Task files over a local file of rows."""
+    """Task files with a local file of rows."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     data = TASK.replace("ROWS", str(rows)).replace("CACHE", str(tmp_path / "cache"))
@@ -94,7 +94,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def evaluate(tiny, folder, monkeypatch, capsys):
-    """Run the command on the tiny model; returns its status and what it printed."""
+    """Run the command on the tiny model, and return its status and its output."""
 
     monkeypatch.chdir(folder)
 
@@ -115,7 +115,7 @@ def requests(kind, *arguments):
 
 
 def plain_log_likelihood(model, context, continuation):
-    """Without any cache: all tokens in one pass."""
+    """Score a continuation without a cache: all tokens in one pass."""
     whole = torch.cat([context, continuation], dim=1)
     with torch.no_grad():
         scores = model(whole).logits.log_softmax(dim=-1)
@@ -124,7 +124,7 @@ def plain_log_likelihood(model, context, continuation):
 
 
 def stepwise_log_likelihood(model, context, continuation, policy):
-    """From a compressed cache, as generation would go on: a token at a time."""
+    """Score a continuation after a compressed cache, one token at a time."""
     cache = CompressedCache(model, policy)
     total, fed = 0.0, context
     with torch.no_grad():
@@ -150,7 +150,9 @@ WAYS = [*(({}, policy) for policy in EVERY_WAY), (HYBRID, AdaKV(SnapKV(40)))]
 
 @pytest.mark.parametrize(("changed", "policy"), WAYS, ids=lambda each: getattr(each, "name", ""))
 def test_continuations_of_a_shared_context_score_as_they_do_alone(tiny, ids, changed, policy):
-    """Of different lengths, the longest in the middle; one of them is greedy's."""
+    """They have different lengths, the longest in the middle, and one is what greedy decoding
+    gives.
+    """
     loaded = tiny_loaded(tiny.tokenizer, **changed) if changed else tiny
     context, other = ids
     completed = loaded.completed(policy)
@@ -195,7 +197,7 @@ TEXTS = [CONTEXT, CONTEXT[40:] * 2, "Short. " + CONTEXT[:90], CONTEXT[7:300], "T
 
 @pytest.mark.parametrize("policy", EVERY_WAY, ids=lambda policy: policy.name)
 def test_prompts_in_a_batch_get_the_same_answers_as_alone(tiny, tmp_path, policy):
-    """Of different lengths, some shorter than the budget; some end early at a stop string."""
+    """They have different lengths, some are shorter than the budget, and some stop early."""
     method = Method(label="own", policy=policy)
     alone = [
         answer(tiny, Prompt(text=text), policy, GenerationSettings(max_new_tokens=9)).text
@@ -211,7 +213,7 @@ def test_prompts_in_a_batch_get_the_same_answers_as_alone(tiny, tmp_path, policy
 
 
 def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, tmp_path):
-    """Blanks at the end belong to what follows; an empty context is one token."""
+    """Blanks at the end belong to the continuation, and an empty context is one token."""
     asked = ("The gate ", "opens"), ("The gate", " opens"), ("", "opens")
     with Store(tmp_path, {}) as store:
         model = CompressedLM(tiny, FULL, store)
@@ -264,14 +266,14 @@ def test_missing_lm_eval_error_names_the_install_command(evaluate, monkeypatch):
 
 
 class Added(list):
-    """Responses that were stored; where there are `fails_at` of them, memory runs out."""
+    """The stored responses. After `fails_at` of them, memory runs out."""
 
     fails_at = None
 
 
 @pytest.fixture
 def added(monkeypatch):
-    """What is answered from now on, since every response is stored as soon as it is there."""
+    """Record every response from now on, since each is stored as soon as it is known."""
     given, real = Added(), Store.add
 
     def add(self, record):

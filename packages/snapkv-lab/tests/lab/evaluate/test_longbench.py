@@ -40,7 +40,7 @@ INPUTS = {
 
 
 def row(name, **changed):
-    """A row in the published schema."""
+    """Return a row in the published schema."""
     answers = {"passage_retrieval_en": ["Paragraph 3"], "passage_count": ["3"], "trec": ["Date"]}
     return {
         "input": INPUTS.get(name, "Where is the key?"),
@@ -136,7 +136,7 @@ def test_a_dialogue_is_summarised_on_one_line_that_is_not_empty(demo, data):
 def test_each_set_uses_its_published_metric_and_first_line_rule(
     demo, data, name, prediction, score
 ):
-    """F1 of qasper: said under, blue, stone, and, more; 3 of 5 and 3 of 3."""
+    """The F1 of qasper: the answer has 5 words, and all 3 right words are among them."""
     task = LongBench(data=str(data), datasets=(name,))
     sample = next(iter(task.samples(demo.tokenizer)))
     assert task.score(sample, prediction) == pytest.approx(score, abs=1e-6)
@@ -146,7 +146,7 @@ def test_each_set_uses_its_published_metric_and_first_line_rule(
 
 
 def published_cut(tokenizer, prompt, max_length):
-    """As LongBench does it."""
+    """Cut a prompt as LongBench does it."""
     ids = tokenizer(prompt, truncation=False).input_ids
     if len(ids) <= max_length:
         return prompt
@@ -170,7 +170,7 @@ def test_a_long_prompt_loses_its_middle_as_published(demo, data, length):
 
 
 class Normalising:
-    """A tokenizer of words that writes ligatures out, drops spaces and adds special tokens."""
+    """A tokenizer of words that writes out ligatures, drops spaces and adds special tokens."""
 
     def __call__(self, text, **_):
         return {"input_ids": ["<s>", *text.replace("ﬁ", "fi").split()]}

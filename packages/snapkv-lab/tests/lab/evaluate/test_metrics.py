@@ -1,4 +1,4 @@
-"""Scores are the published ones to 1e-9: on drawn pairs of texts, and on examples by hand."""
+"""Scores equal the published ones to 1e-9, on drawn pairs of texts and on examples by hand."""
 
 import random
 
@@ -14,7 +14,7 @@ def package_rouge_l(prediction, reference):
 
 
 def test_rouge_l_equals_the_rouge_package_for_ambiguous_subsequences():
-    """Few words, many repeats: which of the equally long subsequences is taken decides."""
+    """With few words and many repeats, the score depends on which longest subsequence is found."""
     draw = random.Random(0)
     for _ in range(200):
         texts = [
@@ -29,21 +29,23 @@ def test_rouge_l_equals_the_rouge_package_for_ambiguous_subsequences():
 
 @pytest.mark.parametrize("text", ["", "..."])
 def test_rouge_l_of_a_text_without_sentences_is_zero(text):
-    """The package raises, and LongBench counts that as 0."""
+    """The package raises an error, which LongBench counts as 0."""
     with pytest.raises(ValueError, match="Hypothesis is empty"):
         package_rouge_l(text, "a b")
     assert rouge_l(text, "a b") == rouge_l("a b", text) == 0.0
 
 
 def test_rouge_l_of_long_sentences_has_a_score():
-    """500 words, all found among 1,000: precision 1/2, recall 1. The package recurses by words."""
+    """500 words, all found among 1,000: precision 1/2, recall 1. The package fails by recursion."""
     words = [f"w{number}" for number in range(500)]
     reference, prediction = " ".join(words), " ".join([*words, *(f"x{word}" for word in words)])
     assert rouge_l(prediction, reference) == pytest.approx(2 / 3, abs=1e-6)
 
 
 def test_classification_skips_the_class_after_a_removed_one_as_published():
-    """Both parts of the right class should go; the second is stepped over and halves the score."""
+    """Both parts of the right class should be removed, but the second is skipped and halves the
+    score.
+    """
     classes = ("Number", "Number of", "Number of something")
     assert (
         metrics.classification_score("Number of something", "Number of something", classes) == 0.5

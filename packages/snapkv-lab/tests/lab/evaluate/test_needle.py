@@ -1,4 +1,4 @@
-"""The needle stands where it should, the prompt is never longer than asked, and answers score."""
+"""The position of the needle, the length of the prompt, and the score of answers."""
 
 import json
 import re
@@ -17,7 +17,7 @@ SENTENCE = (
 
 
 class Letters:
-    """A tokenizer with a token per character."""
+    """A tokenizer with one token per character."""
 
     chat_template = None
 
@@ -36,12 +36,12 @@ def folder(tmp_path):
 
 
 def haystack_of(sample):
-    """A sample's text with the needle, without the instructions."""
+    """Return a sample's text with the needle, without the instructions."""
     return sample.context.partition("direct.\n\n")[2]
 
 
 def placed(folder, depths, *, tokens=20, **options):
-    """By depth, the text with a bar where the sandwich stands."""
+    """Return the text by depth, with a bar in place of the sandwich."""
     task = Needle(
         lengths=(tokens + len(SENTENCE),), depths=depths, variant="sandwich", buffer_tokens=0,
         haystack=str(folder), **options,

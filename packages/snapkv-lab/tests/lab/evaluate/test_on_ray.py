@@ -1,6 +1,6 @@
-"""Workers on Ray, whoever dies: on a Ray that is played here, and on the real one.
+"""Workers on Ray and their failures, on a simulated Ray and on the real one.
 
-`make test-sweeps` brings that.
+`make test-sweeps` installs the real one.
 """
 
 from types import SimpleNamespace
@@ -23,15 +23,15 @@ TASK = Keys(each=3)
 
 
 class EndedError(Exception):
-    """What Ray says of an actor that is no more."""
+    """The error that Ray raises for an actor that has ended."""
 
 
 class RaisedError(Exception):
-    """What Ray says of an error within an actor."""
+    """The error that Ray raises for an error inside an actor."""
 
 
 class Actor:
-    """Loads and answers, or ends, as its cluster says."""
+    """An actor that loads and answers, or ends, as its cluster decides."""
 
     def __init__(self, cluster):
         self.cluster = cluster
@@ -40,7 +40,7 @@ class Actor:
 
 
 class Played:
-    """As much of Ray as is used: one of it is a module and a cluster."""
+    """The part of Ray that is used, as one object that is both the module and the cluster."""
 
     exceptions = SimpleNamespace(RayError=EndedError, RayTaskError=RaisedError)
 
@@ -84,7 +84,7 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch):
-    """A pool of the workers of a cluster that is played."""
+    """Open the workers of a simulated cluster."""
 
     def made(*nodes, workers=None, **script):
         cluster = Played(*nodes or [{"CPU": 2.0}], **script)
@@ -216,7 +216,7 @@ def cluster():
 
 @pytest.mark.sweeps
 def test_killed_workers_and_a_lost_node_do_not_change_the_results(demo, cluster, tmp_path):
-    """The folder that they leave is the one that one process leaves."""
+    """The folder equals that of a run in one process."""
     import ray
 
     model = save_tiny(tmp_path / "model", demo.tokenizer)

@@ -1,4 +1,4 @@
-"""The three experiments with retrieved documents: what is asked, and what is right."""
+"""The three experiments with retrieved documents: prompts and scores."""
 
 import gzip
 import itertools
@@ -14,7 +14,7 @@ from snapkv_lab.evaluate.tasks.rag import cited_numbers, contains_phrase
 
 @pytest.fixture(scope="module")
 def corpus():
-    """The first fifty questions of HotpotQA with the paragraphs they were published with."""
+    """The first fifty questions of HotpotQA with their published paragraphs."""
     whole = load_corpus("hotpotqa")
     return Corpus(questions=whole.questions[:50], passages=whole.passages[:498])
 
@@ -26,14 +26,14 @@ def index(corpus):
 
 @pytest.fixture
 def small(monkeypatch, corpus, index):
-    """The tasks ask the small corpus."""
+    """Let the tasks use the small corpus."""
     monkeypatch.setattr(rag, "load_corpus", lambda _: corpus)
     monkeypatch.setattr(rag, "corpus_index", lambda _: index)
     return corpus
 
 
 def shown(sample):
-    """The documents of a prompt: (number, title, text)."""
+    """Return the documents of a prompt as (number, title, text)."""
     pattern = r"^Document: (.*) \[(\d+)\]\n(.*)$"
     found_ones = re.findall(pattern, sample.context, re.MULTILINE)
     return [(int(number), title, text) for title, number, text in found_ones]

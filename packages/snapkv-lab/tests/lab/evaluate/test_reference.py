@@ -1,4 +1,4 @@
-"""The loss of the references: what it is behind a full cache, and behind what was kept of one."""
+"""The loss of the references after a full cache and after compressed ones."""
 
 from dataclasses import dataclass, replace
 
@@ -28,7 +28,7 @@ REFERENCE = "under the blue stone, behind the gate"
 
 @dataclass(frozen=True, kw_only=True)
 class TwoReferences(Keys):
-    """Two right answers to every question."""
+    """A task with two right answers to every question."""
 
     references: tuple[str, ...] = (REFERENCE, "the blue stone")
 
@@ -39,7 +39,7 @@ class TwoReferences(Keys):
 
 
 def records_with_loss(folder, **given):
-    """Of a run that takes the losses; its answers are those of one that does not."""
+    """Return the records of a run with losses, whose answers equal those of a run without."""
     Run(**given).evaluate(folder / "plain")
     Run(**given, reference_loss=True).evaluate(folder / "loss")
     found = records(folder / "loss")
@@ -49,7 +49,7 @@ def records_with_loss(folder, **given):
 
 
 def plain_loss(model, ids, own):
-    """Without any cache: one pass over all of it."""
+    """Compute the loss without a cache, in one pass."""
     whole = torch.tensor([[*ids, *own]])
     with torch.no_grad():
         logits = model(whole).logits[0]
@@ -57,7 +57,7 @@ def plain_loss(model, ids, own):
 
 
 def generated_loss(loaded, ids, own, cache, context_tokens=None, prefill=None):
-    """As generation says it: `generate` itself, which is allowed no other token."""
+    """Compute the loss with `generate`, which may only choose the reference's tokens."""
     with (prefill or Exact()).installed(loaded.model):
         if context_tokens is not None:
             read_as_wanted(loaded.model, loaded.tokenizer, ids[:, :context_tokens], cache)
@@ -123,7 +123,9 @@ CASES = [
 def test_reference_loss_equals_that_of_generation_and_leaves_the_answer_unchanged(
     tiny, tmp_path, policy, way, question
 ):
-    """Of the reference that loses less; with nothing dropped it is that of one plain pass."""
+    """The reference with the lower loss counts. If nothing is evicted, it equals that of
+    one pass.
+    """
     template, space = ("none", " ") if question == "hidden" else ("tokenizer", "")
     own = Method(label="own", policy=policy, prefill=way)
     task = TwoReferences(sentences=(14,), each=1)
@@ -188,7 +190,7 @@ def test_reference_beyond_the_models_positions_has_no_loss(demo, tmp_path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_loss_that_is_not_a_number_is_none(tiny, tmp_path, monkeypatch, bad):
-    """As of a model whose logits overflow; a smallest loss beside it would go by the order."""
+    """Logits may overflow, and a minimum with such a loss would depend on the order."""
     real = reference_module._loss
 
     def loss(loaded, end, token_ids):

@@ -1,4 +1,4 @@
-"""RULER's thirteen tasks: worded as the official ones, of the right length, scored as they are."""
+"""RULER's thirteen tasks: official wording, length and scores."""
 
 import re
 import runpy
@@ -31,13 +31,13 @@ def whole(made):
 
 @pytest.fixture(scope="module")
 def official():
-    """Templates and answer lengths of the official suite, out of the installed package."""
+    """Templates and answer lengths of the official suite, from the installed package."""
     path = package_file("long_context_eval", "data", "synthetic", "constants.py")
     return runpy.run_path(str(path))["TASKS"]
 
 
 def pattern(template, **filled):
-    """The official template as a regular expression that captures what is filled in."""
+    """Return the official template as a regular expression that captures what is filled in."""
     parts = re.split(r"\{(\w+)\}", template.replace("assgined", "assigned"))
     texts = [re.escape(text) for text in parts[::2]]
     groups = [re.escape(filled[name]) if name in filled else "(.*)" for name in parts[1::2]]

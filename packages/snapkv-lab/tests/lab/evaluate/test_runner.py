@@ -1,4 +1,4 @@
-"""Every sample from the cache of every method: what is asked, recorded, refused."""
+"""Runs of samples with all methods: prompts, records and refusals."""
 
 import pytest
 
@@ -22,7 +22,9 @@ def run(tiny, folder, task=None, methods=METHODS[:2], **options):
 
 
 def answering(monkeypatch, policy=None, times=0):
-    """Prompts answered from now on; so many of a policy's first ones are lost."""
+    """Record the prompts that are answered, and let the first answers of a policy run out of
+    memory.
+    """
     prompts, lost = [], []
 
     def sometimes(loaded, prompt, asked, settings, **options):

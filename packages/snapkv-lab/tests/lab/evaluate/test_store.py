@@ -1,4 +1,4 @@
-"""A folder holds one run's answers, whole lines only, and one process adds to it."""
+"""A folder holds the answers of one run in complete lines, and one process adds to it."""
 
 import json
 

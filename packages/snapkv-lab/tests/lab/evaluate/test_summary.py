@@ -1,4 +1,4 @@
-"""Rows and their lines by hand, and how sure they are: by hand and by plain loops."""
+"""Rows, lines and their intervals, compared with results by hand and by plain loops."""
 
 from statistics import fmean
 
@@ -162,7 +162,7 @@ def test_relative_differences_compare_means_over_the_same_cells():
 
 
 def test_a_difference_is_paired_sample_by_sample():
-    """Both score one half, of other samples or of the same ones."""
+    """Both methods score one half, on different samples or on the same ones."""
     full = row("full", 10, (1.0, 0.0, 1.0, 0.0))
     same, other = row("h2o", 10, (1.0, 0.0, 1.0, 0.0)), row("tova", 10, (0.0, 1.0) * 2)
     found = line_differences([full, same, other], "documents")
@@ -185,7 +185,7 @@ def test_a_lines_difference_is_the_mean_of_its_columns():
 
 
 def test_the_difference_of_turns_is_drawn_by_conversations():
-    """Two conversations of four turns: one is lost in all of them, the other in none."""
+    """Of two conversations with four turns, one is wrong in all turns and the other in none."""
     rows = [
         (own := row(method, turn, scores))
         | {"conversations": dict(zip(own["scores"], "ab", strict=True))}
@@ -216,7 +216,7 @@ def interval(columns, conversations=None):
 
 
 def by_loops(columns):
-    """One draw after the other."""
+    """Compute an interval with one draw after the other."""
     drawn = []
     for cells in columns:
         if any(len(cell) == 1 for cell in cells):
@@ -260,9 +260,10 @@ def test_interval_equals_the_one_by_hand_and_cancelled_differences_are_zero():
 
 
 def test_turns_of_a_conversation_are_drawn_together():
-    """Of two conversations one is right in both turns: a draw has the right one 0, 1 or 2 times.
+    """One of two conversations is right in both turns, so a draw has it 0, 1 or 2 times.
 
-    Apart, a draw of neither turn would have it with a chance of 1/16; together it is 1/4.
+    A draw with neither right turn has a chance of 1/4. If turns were drawn separately, it would be
+    1/16.
     """
     turn, of_turn = [0.0, 1.0], ("a", "b")
     four = [[turn]] * 4

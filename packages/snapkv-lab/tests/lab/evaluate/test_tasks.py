@@ -1,4 +1,4 @@
-"""What every task of drawn samples promises; and lines, instructions and tracking by hand."""
+"""What all generated tasks have in common; and lines, instructions and tracking by hand."""
 
 import itertools
 import re
@@ -86,7 +86,7 @@ LINE = re.compile(r"line (\S.*): REGISTER_CONTENT is <(\d{5})>")
 
 
 def record(context):
-    """Names and numbers of the lines, in order."""
+    """Return the names and numbers of the lines, in order."""
     head, _, body = context.partition("Now the record start:\n\n")
     assert head.startswith("Below is a record of lines I want you to remember. Each line begins ")
     assert body.endswith(">\n")
@@ -164,7 +164,9 @@ def test_every_instruction_is_asked_of_the_same_text_and_checked_without_a_judge
 
 
 def test_protected_instructions_are_kept(demo):
-    """A window that knows no question drops them, unless they are protected."""
+    """The window does not know the question, so instructions are evicted unless they are
+    protected.
+    """
     task = Instructions(protect=True, cloze=True, **SMALL)
     sample = next(iter(task.samples(demo.tokenizer)))
     prompt = sample.prompt(demo.tokenizer, "tokenizer", "hidden")

@@ -1,4 +1,4 @@
-"""Several questions in one cache: the samples, what every way keeps, and going on after a stop."""
+"""Several questions in one cache: the samples, the kept tokens, and stopped runs."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def test_question_of_every_turn_votes(tiny):
 
 
 def test_full_cache_answers_each_turn_as_if_the_conversation_were_read_again(tiny, tmp_path):
-    """The slow way: every turn's text is read from its start, and continued greedily."""
+    """The reference reads every turn's text from its start, and continues greedily."""
     template = "tokenizer"
     run = run_of(tiny, [Method(label="full", policy=FullCache())], template=template)
     run.evaluate(tmp_path / "out")

@@ -61,7 +61,7 @@ def test_rows_of_one_part_take_the_place_of_its_old_ones(toy):
 
 
 def test_rows_loaded_from_elsewhere_are_not_stored_again(toy):
-    """As of `evaluation`, whose answers lie in folders of their own."""
+    """`evaluation` is such an experiment: its answers are in folders of their own."""
     asked, own = toy
     elsewhere = replace(own, load=lambda: {"a": "summary"}, tables=None)
     elsewhere.main([])

@@ -1,4 +1,4 @@
-"""The day with a GPU: tried on a CPU in its small form, cut off, and out of time."""
+"""The experiment for a GPU: its small form on a CPU, interruptions, and the end of its time."""
 
 import re
 
@@ -43,7 +43,7 @@ def test_gpu_experiment_without_a_gpu_is_refused_in_one_line(monkeypatch, tmp_pa
 
 @pytest.fixture
 def day(tmp_path, monkeypatch):
-    """A day with few cells that take no time; its rows, and what to call for another."""
+    """A run with few cells that take no time: what ran, what fails, and a function that runs it."""
     monkeypatch.setattr(experiment, "RESULTS", tmp_path)
     monkeypatch.setattr(gpu, "_device", lambda context: torch.device("cpu"))
     ran = []

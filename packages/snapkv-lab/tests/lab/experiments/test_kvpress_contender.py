@@ -26,7 +26,7 @@ POLICY = SnapKV(64, window_size=16, kernel_size=5, pooling="avg")
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_kvpress_generates_the_same_tokens_as_snapkv(family):
-    """Behind the same budget, so the same positions were kept; behind all of them, others."""
+    """With the same budget the same positions are kept, and the full cache gives other tokens."""
     model, ids = tiny_model(family), random_ids(2, 300)
     cache = CompressedCache(model, POLICY)
     ours = model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False)[:, 300:]
@@ -54,7 +54,7 @@ def test_kvpress_reports_bad_input_and_continues():
 
 @pytest.mark.parametrize("between", [[], [5, 6]])
 def test_kvpress_scores_an_answer_as_snapkv_does(between):
-    """As the same choice of ours answers, from as many bytes; asked again, the same comes out."""
+    """The same selection with equally many bytes gives the same answers, also if asked again."""
     model, ids = tiny_model("llama"), random_ids(1, 200)
     case = TextQuestion(group="g", answer_ids=[3, 7, 9], parts=[[0], [1, 2]], between_ids=between)
     prompt = ReadText(model, ids[0].tolist()).prompt

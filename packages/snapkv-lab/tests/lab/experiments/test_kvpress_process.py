@@ -1,4 +1,4 @@
-"""What is said where the process beside us fails; its part is played by a script."""
+"""Errors of the process with kvpress, whose part a script plays."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Margins that are promised of a machine with two cores, and more, held on the committed rows."""
+"""The margins that are promised for a machine with two cores, checked on the committed rows."""
 
 from dataclasses import fields
 

@@ -22,7 +22,7 @@ TOKENS = 256
 
 
 def asked(document):
-    """The question of a document that is read as a whole."""
+    """Return the question of a document that is read completely."""
     answer = document.answer_ids
     return TextQuestion(group="", answer_ids=answer, parts=[range(len(answer))])
 

@@ -1,4 +1,4 @@
-"""Every number of the results comes from a committed row: the tables, and the words around them."""
+"""Every number in tables, and in the words around them, comes from a committed row."""
 
 import re
 

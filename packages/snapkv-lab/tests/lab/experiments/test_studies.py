@@ -1,4 +1,4 @@
-"""What single experiments measure: by hand, or held against what is known."""
+"""The measurements of single experiments, compared with results by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What compares methods: what is read, what is asked, and how it is counted."""
+"""The texts and questions that compare methods, and how answers are counted."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def test_question_after_a_copied_cache_is_read_as_one_prompt(tiny, text, read):
 
 
 def by_hand(prompt, cache, case):
-    """Whether the whole answer is the likeliest, and its loss behind its first token."""
+    """Return whether the whole answer is most likely, and its loss after the first token."""
     last, answer = prompt.last_logits[0, -1], case.answer_ids
     if case.between_ids:
         ids = torch.tensor([case.between_ids])
@@ -89,7 +89,7 @@ def test_texts_hold_the_answers_to_their_questions(demo, make):
 
 
 def _made_rows():
-    """Two questions of one group and one text of which only the loss is measured."""
+    """Yield two questions of one group, and one text of which only the loss is measured."""
     for text, full, of_methods in (
         ("a", [1], [[0], [1]]),
         ("b", [1], [[1], [1]]),

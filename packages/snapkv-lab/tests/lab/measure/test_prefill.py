@@ -1,4 +1,4 @@
-"""Measuring the memory of reading, whatever the weights are."""
+"""The memory of reading a prompt, with weights of any shape and type."""
 
 import copy
 

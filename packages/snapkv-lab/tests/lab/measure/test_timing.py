@@ -8,7 +8,7 @@ from snapkv_lab.measure.timing import measure_time, pair_ratios, percentiles, ru
 
 
 def turns_of(names, rounds, warmup_rounds=0):
-    """The names in the order of their runs, and what came back: the number of the run."""
+    """Return the names in the order of their runs, and the numbers of the runs by name."""
     order = []
 
     def contender(name):

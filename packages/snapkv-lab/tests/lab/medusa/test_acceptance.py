@@ -1,4 +1,4 @@
-"""Acceptance by hand, against a loop, and over many draws."""
+"""Acceptance of drafts: by hand, against a loop, and over many draws."""
 
 import math
 
@@ -26,8 +26,9 @@ def test_greedy_acceptance_returns_the_first_of_equal_paths():
 
 @pytest.mark.parametrize("pad", [0, 7])
 def test_padding_of_short_paths_is_never_accepted(pad):
-    """The reference pads with token 0: where the model takes token 0 behind a short leaf, it
-    accepts the pad and stores a row too many."""
+    """The reference pads with token 0. If the model chooses token 0 after a short leaf, it accepts
+    the padding and stores a row too many.
+    """
     tokens = torch.tensor([5, 6, 7, pad])
     chosen = torch.tensor([7, 1, pad, pad])
     assert accept_greedily(TREE.paths, tokens, chosen) == [0, 2]

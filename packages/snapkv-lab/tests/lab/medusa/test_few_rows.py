@@ -1,4 +1,4 @@
-"""Products of few rows: the same numbers, only where torch is slow, and undone at the end."""
+"""Products of few rows: equal numbers, used only where torch is slow, and removed at the end."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.pairs import pairs
 
 
 class Doubled(Linear):
-    """A layer of somebody else's that happens to be linear."""
+    """A linear layer of another package."""
 
     def forward(self, states):
         return 2 * super().forward(states)

@@ -1,4 +1,4 @@
-"""Heads: what they compute, and files in every published layout or refused with the reason."""
+"""Heads: their computation, files in every published layout, and refusals with their reason."""
 
 import io
 import json
@@ -20,7 +20,7 @@ D = 64
 
 
 def own_layout(heads=2, layers=1):
-    """{k}.{i}.linear.* and a vocabulary matrix per head."""
+    """Return tensors {k}.{i}.linear.* with a vocabulary matrix per head."""
     tensors = shared_layout(heads, layers)
     for head in range(heads):
         tensors[f"{head}.{layers}.weight"] = torch.randn(VOCABULARY, D)

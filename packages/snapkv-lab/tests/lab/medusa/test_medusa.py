@@ -1,4 +1,4 @@
-"""Medusa on every kind of storage: the tokens of greedy decoding on the same cache."""
+"""Medusa on every kind of storage gives the tokens of greedy decoding on the same cache."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def generate(model, ids, cache, **options):
 
 
 def verified(model, ids, storage="dynamic", tree=BUSHY, **options):
-    """The cache, and the heads that know what plain decoding says, which is what is said."""
+    """Decode with heads that know the plain text, and return the cache and the text."""
     plain, cache = new_cache(model, storage), new_cache(model, storage)
     text = generate(model, ids, plain, **options)
     medusa = Medusa(KnowingHeads.of(model, cache, text), tree)
@@ -74,7 +74,7 @@ def verified(model, ids, storage="dynamic", tree=BUSHY, **options):
 
 
 def stored(cache):
-    """What every layer holds behind the prompt's part, keys and values."""
+    """Return the keys and values of every layer after the prompt's part."""
     for layer in cache.layers:
         filled = layer.store.tail.tokens if hasattr(layer, "store") else layer.keys.shape[-2]
         yield layer.keys[..., :filled, :], layer.values[..., :filled, :]
@@ -128,7 +128,7 @@ def test_second_turn_continues_with_the_same_cache(family):
 @pytest.mark.parametrize("question_tokens", [1, 3, 12])
 @pytest.mark.parametrize("tree", [BUSHY, CandidateTree.chain(3)], ids=["tree", "chain"])
 def test_window_of_a_short_turn_includes_accepted_drafts(options, question_tokens, tree):
-    """The votes of the next turn are those of the text, not of candidates that were rejected."""
+    """The next turn's votes are those of the text, not of rejected candidates."""
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     policy, kept = SnapKV(16, window_size=8, kernel_size=1), []
     plain = CompressedCache(model, policy, **options)

@@ -1,4 +1,4 @@
-"""Training heads: they learn, a run that was stopped goes on, and another run is not mixed in."""
+"""Training of heads: they learn, a stopped run continues, and another run is refused."""
 
 import json
 from typing import ClassVar
@@ -56,7 +56,7 @@ def ignore(*_):
 
 
 def test_heads_learn_a_repeated_pattern(tmp_path):
-    """Answers of random tokens can only be known by heart."""
+    """Answers of random tokens can only be learned by heart."""
     model = tiny_model("llama")
     shown = [
         Exchange(

@@ -1,4 +1,4 @@
-"""Candidate trees: the worked examples by hand, the properties on random trees."""
+"""Candidate trees: worked examples by hand, and properties of random trees."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_tree_without_candidates_has_only_the_root():
 
 
 def test_a_tree_deeper_than_the_heads_is_pruned():
-    """The reference takes a rank of a fourth head out of what three heads have guessed."""
+    """The reference reads a rank of a fourth head from the drafts of three heads."""
     deep = CandidateTree.likeliest([(0.5, 0.2)] * 4, 20)
     assert deep.depth == 4
     pruned = deep.pruned(3)

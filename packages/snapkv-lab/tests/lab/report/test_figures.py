@@ -1,4 +1,4 @@
-"""What a figure shows is what the rows say."""
+"""Figures show what the rows contain."""
 
 import math
 import xml.etree.ElementTree as ElementTree
@@ -103,7 +103,7 @@ def test_several_budgets_are_drawn_as_a_curve_and_other_methods_as_lines():
 
 
 def shaded(axes):
-    """Where the bands of a panel lie, from the lowest to the highest point of each."""
+    """Return the lowest and the highest point of each shaded band of a panel."""
     return [
         tuple(round(end, 6) for end in (points[:, 1].min(), points[:, 1].max()))
         for band in axes.collections

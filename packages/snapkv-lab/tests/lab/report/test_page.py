@@ -1,4 +1,4 @@
-"""The page is one file that shows what the rows say, to everybody; its tables are beside it."""
+"""The page is one file that shows the rows and is readable for everybody, with tables beside it."""
 
 import csv
 import html
@@ -22,7 +22,7 @@ pytest.importorskip("jinja2")
 
 
 def tables(page):
-    """The texts of the cells of every table, line by line."""
+    """Return the texts of the cells of every table, line by line."""
     return [
         [
             [html.unescape(text) for text in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", line, re.S)]

@@ -1,4 +1,4 @@
-"""The study of the gate: its regression against one written out, and what becomes of it."""
+"""The study of the gate: its regression against one written out, and the use of the gate."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ SMALL = FitGate(texts=2 * len(KINDS), lengths=(128, 140))
 
 
 def layers_of(gate, seed, tokens, noise=0.0):
-    """Layers that a second reading has scored as the gate does, or nearly so."""
+    """Return layers whose scores from a second reading nearly equal those of the gate."""
     made = []
     for depth in range(gate.layers):
         layer = random_layer(seed + depth, prompt_tokens=tokens, query_tokens=0)

@@ -9,7 +9,7 @@ from tests.ops import states
 
 
 def random_layer(tokens, queries):
-    """A layer, and as lists what each of its query heads has; of its first queries nothing."""
+    """Return a layer, and the states of each query head as lists; the first queries are missing."""
     layer = states.random_layer(0, prompt_tokens=tokens, query_tokens=queries)
     own, keys = layer.queries[0].tolist(), layer.keys[0].tolist()
     unknown = [None] * (tokens - queries)

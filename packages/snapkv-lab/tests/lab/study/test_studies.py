@@ -1,4 +1,4 @@
-"""Studies of answered documents: what is looked at, what is written, what is refused."""
+"""Studies of documents and answers: measurements, files and refusals."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ def test_observed_attention_equals_the_models_own(family):
 
 @pytest.fixture(scope="module")
 def findings(demo, tiny, tmp_path_factory):
-    """Of small runs of all studies of documents, and of the one of answers, by name."""
+    """The results of small runs of all studies, by name."""
     found = {
         name: study.measure(tiny, tmp_path_factory.mktemp(name)) for name, study in READING.items()
     }
