@@ -65,7 +65,10 @@ def generate(model, ids, cache, **options):
 
 
 def verified(model, ids, storage="dynamic", tree=BUSHY, **options):
-    """Decode with heads that know the plain text, and return the cache and the text."""
+    """Check that Medusa gives the plain text, with heads that know it.
+
+    Returns the cache, the Medusa object, the cache of plain decoding, and the text.
+    """
     plain, cache = new_cache(model, storage), new_cache(model, storage)
     text = generate(model, ids, plain, **options)
     medusa = Medusa(KnowingHeads.of(model, cache, text), tree)
@@ -74,7 +77,7 @@ def verified(model, ids, storage="dynamic", tree=BUSHY, **options):
 
 
 def stored(cache):
-    """Return the keys and values of every layer after the prompt's part."""
+    """Yield the stored keys and values of every layer, without unused slots."""
     for layer in cache.layers:
         filled = layer.store.tail.tokens if hasattr(layer, "store") else layer.keys.shape[-2]
         yield layer.keys[..., :filled, :], layer.values[..., :filled, :]
