@@ -163,9 +163,9 @@ class HarnessRun:
         manager = TaskManager(include_path=self.include_path)
         for name in self.tasks:
             if name not in manager.all_tasks:
-                known = manager.all_tasks
-                problem = f"expected tasks that lm-eval knows, got {name!r}{nearest(name, known)}"
-                raise wrong("tasks", problem, "Add your own folder of tasks with --include-path")
+                remedy = "Add your own folder of tasks with --include-path"
+                remedy += nearest(name, manager.all_tasks)
+                raise wrong("tasks", f"expected tasks that lm-eval knows, got {name!r}", remedy)
         return manager
 
 

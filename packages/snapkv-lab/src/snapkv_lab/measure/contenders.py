@@ -200,10 +200,8 @@ def transformers_contender(name: str) -> Contender:
         InvalidArgumentError: `name` is not a key of `FULL_CACHES`.
     """
     if name not in FULL_CACHES:
-        known = (
-            f"expected one of {', '.join(FULL_CACHES)}, got {name!r}{nearest(name, FULL_CACHES)}"
-        )
-        raise wrong("baseline", known, "Choose a cache from this list")
+        problem = f"expected one of {', '.join(FULL_CACHES)}, got {name!r}"
+        raise wrong("baseline", problem, f"Choose one of them{nearest(name, FULL_CACHES)}")
     return Contender(label=name, make=FULL_CACHES[name])
 
 

@@ -52,7 +52,7 @@ def shape_config(shape: str, layers: int | None = None) -> Any:
         InvalidArgumentError: the shape is not known.
     """
     if shape not in SHAPES:
-        problem = f"expected one of {', '.join(SHAPES)}, got {shape!r}{nearest(shape, SHAPES)}"
-        raise wrong("shape", problem, "Choose a shape from this list")
+        problem = f"expected one of {', '.join(SHAPES)}, got {shape!r}"
+        raise wrong("shape", problem, f"Choose one of them{nearest(shape, SHAPES)}")
     changes = {} if layers is None else {"num_hidden_layers": layers}
     return AutoConfig.for_model(SHAPES[shape].family, **SHAPES[shape].config | changes)
