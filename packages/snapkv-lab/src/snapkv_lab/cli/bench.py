@@ -104,7 +104,7 @@ app = typer.Typer(name="bench", help="Measure time and memory.", no_args_is_help
 @app.command()
 @with_options(BenchOptions)
 def decode(tokens: Tokens = 16, *, options: BenchOptions) -> None:
-    """Time per generated token after prompts of several lengths."""
+    """Measure the time per generated token after prompts of several lengths."""
     from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 
     def rows(model: Any, **compared: Any) -> Rows:
@@ -118,14 +118,14 @@ def decode(tokens: Tokens = 16, *, options: BenchOptions) -> None:
 @app.command()
 @with_options(PrefillOptions)
 def prefill(*, options: PrefillOptions) -> None:
-    """Time to read a prompt."""
+    """Measure the time to read a prompt."""
     _run(options, lambda **compared: _prefill_bench(options, compared).times())
 
 
 @app.command()
 @with_options(PrefillOptions)
 def memory(*, options: PrefillOptions) -> None:
-    """Peak memory while a prompt is read, and memory after it."""
+    """Measure the peak memory while a prompt is read, and the memory after it."""
 
     def rows(**compared: Any) -> Rows:
         if compared["model"].device.type == "cuda" or os.environ.get(_ALONE):
@@ -190,7 +190,7 @@ def throughput(
     *,
     options: BenchOptions,
 ) -> None:
-    """Tokens per second at the largest batch whose caches fit into the same memory."""
+    """Measure the tokens per second at the largest batch that fits into the same memory."""
     _require_search(memory_gb, options)
     from snapkv_lab.measure.decode import throughput as rows
 

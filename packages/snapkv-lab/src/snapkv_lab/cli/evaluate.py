@@ -165,7 +165,7 @@ def _require_tasks(tasks: list[str], options: LmEvalOptions) -> None:
 
 @with_options(LmEvalOptions)
 def lm_eval(*, options: LmEvalOptions) -> None:
-    """Any task of lm-eval, with the cache of every method."""
+    """Run any task of lm-eval with the cache of every method."""
     tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
     _require_tasks(tasks, options)
 

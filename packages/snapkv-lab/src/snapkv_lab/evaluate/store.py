@@ -62,9 +62,7 @@ class Store:
         self._rows.__exit__()
 
     def __contains__(self, wanted: Key) -> bool:
-        """Whether the answer is stored, or was lost to a lack of memory since the store
-        was opened.
-        """
+        """Return whether the answer is stored, or was lost to a lack of memory in this run."""
         return wanted in self._records
 
     def __getitem__(self, wanted: Key) -> Row:

@@ -148,7 +148,7 @@ class Worker:
 
 
 def _bytes(tensor: Any) -> int:
-    """Of a tensor, or of all that a tensor of codes is made of."""
+    """Return the bytes of a tensor, or of all tensors that a quantized tensor consists of."""
     if hasattr(tensor, "__tensor_flatten__"):
         return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return int(tensor.nbytes)
