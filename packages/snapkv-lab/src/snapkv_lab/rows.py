@@ -32,7 +32,7 @@ class RowFile:
         self.path = path
         with explain_folder_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._opened()
+        self._file = self._open_file()
 
     def __enter__(self) -> Self:
         return self
@@ -66,7 +66,7 @@ class RowFile:
         if rows:
             append_line(self._file, to_lines(rows).removesuffix("\n"), self.path)
 
-    def _opened(self) -> IO[bytes]:
+    def _open_file(self) -> IO[bytes]:
         """Open and lock the file."""
         with explain_folder_errors(self.path.parent):
             file = self.path.open("a+b", buffering=0)  # so that closing it writes nothing

@@ -104,17 +104,17 @@ class AskedSample:
         pairs = itertools.product(methods, self.sample.turns)
         return [(turn.name, method.label, self.question) for method, turn in pairs]
 
-    def without(self, store: Store) -> Self:
+    def missing_from(self, store: Store) -> Self:
         """Return the sample with only those methods that lack a record in the store."""
         missing = [m for m in self.methods if not all(key in store for key in self.keys_of([m]))]
         return replace(self, methods=missing)
 
-    def by_method(self) -> Iterator[Self]:
+    def split_by_method(self) -> Iterator[Self]:
         """Yield the sample with one method at a time, and count one more try."""
         for method in self.methods:
             yield replace(self, methods=(method,), tries=self.tries + 1)
 
-    def lost(self) -> Iterator[Row]:
+    def lost_records(self) -> Iterator[Row]:
         """Yield the records that say that the answers were lost to a lack of memory."""
         for method, turn in itertools.product(self.methods, self.sample.turns):
             yield self.record(turn, method) | {"status": LOST}

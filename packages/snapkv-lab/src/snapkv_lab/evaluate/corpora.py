@@ -129,7 +129,7 @@ class PassageIndex:
         texts = [f"{passage.title} {passage.text}" for passage in passages]
         self._bm25.index(self._tokenize(texts), show_progress=False)
 
-    def ranked(self, query: str) -> Iterator[Passage]:
+    def rank(self, query: str) -> Iterator[Passage]:
         """Yield all passages, the most likely first; equal ones keep their order."""
         words: Any = self._tokenize([query], return_ids=False)[0]
         scores = self._bm25.get_scores_from_ids(self._bm25.get_tokens_ids(words))

@@ -54,7 +54,7 @@ class Haystack:
         """All pieces, with blank lines between them."""
         return "\n\n".join(self.pieces)
 
-    def permuted(self, seed: str) -> "Haystack":
+    def permute(self, seed: str) -> "Haystack":
         """Return the same pieces in an order drawn from `seed`."""
         pieces = list(self.pieces)
         random.Random(seed).shuffle(pieces)

@@ -65,7 +65,7 @@ class OnRay:
             self._answering = (dict(load), self.device, max(1, cpus // self._count))
             self._idle, self._busy = list[_Worker](), list[_Worker]()
         except BaseException:
-            self._leave()
+            self._disconnect()
             raise
 
     def _workers(self, wanted: int | None) -> int:
@@ -93,8 +93,8 @@ class OnRay:
         unloaded, why = 0, "no machine has room for one"
         try:
             while waiting or self._busy:
-                while waiting and (self._idle or self._room() > 0):
-                    worker = self._idle.pop() if self._idle else self._begun()
+                while waiting and (self._idle or self._free_places() > 0):
+                    worker = self._idle.pop() if self._idle else self._start_worker()
                     worker.ask(waiting.popleft())
                     self._busy.append(worker)
                 if not self._busy or unloaded == MOST_TRIES * self._count:
@@ -105,7 +105,7 @@ class OnRay:
                         "every machine, and repeat the command, which continues the run",
                         OutOfMemoryError,
                     )
-                worker = self._ready()
+                worker = self._wait_for_worker()
                 self._busy.remove(worker)
                 asked = worker.asked
                 try:
@@ -115,9 +115,9 @@ class OnRay:
                     unloaded, why = unloaded + 1, str(error)
                 except _EndedError:  # a question that ended a worker comes first, or is lost
                     if asked.tries + 1 < MOST_TRIES:
-                        waiting.extendleft(reversed(list(asked.by_method())))
+                        waiting.extendleft(reversed(list(asked.split_by_method())))
                     else:
-                        yield from asked.lost()
+                        yield from asked.lost_records()
                 else:
                     self._idle.append(worker)
                     unloaded = 0
@@ -125,23 +125,23 @@ class OnRay:
         finally:
             self._end(self._busy)  # nobody waits for their answers any more
 
-    def _room(self) -> int:
+    def _free_places(self) -> int:
         """Return how many more workers can start; negative if a node with a worker is gone."""
         places = sum(_places(node, self._needs) for node in _nodes())
         return min(self._count, places) - len(self._idle) - len(self._busy)
 
-    def _begun(self) -> "_Worker":
+    def _start_worker(self) -> "_Worker":
         actor = _ray().remote(max_restarts=0, **self._needs)(_Answering).remote(*self._answering)
         return _Worker(actor)
 
-    def _ready(self) -> "_Worker":
+    def _wait_for_worker(self) -> "_Worker":
         """Wait for a worker whose answers are complete, or will never come."""
         coming = {worker.answers: worker for worker in self._busy}
         while True:
             complete, _ = _ray().wait(list(coming), num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
             if complete:
                 return coming[complete[0]]
-            if self._room() < 0:  # a node is gone, and a worker may still wait for it
+            if self._free_places() < 0:  # a node is gone, and a worker may still wait for it
                 for worker in self._busy:
                     if not worker.is_loaded:
                         worker.end()
@@ -155,13 +155,13 @@ class OnRay:
             self._end(self._idle)
             self._end(self._busy)
         finally:
-            self._leave()
+            self._disconnect()
 
     def _end(self, workers: "list[_Worker]") -> None:
         while workers:
             workers.pop().end()
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         if self._joined:
             _ray().shutdown()
 
@@ -191,11 +191,11 @@ class _Worker:
         """
         if self._actor is None:
             raise _NotLoadedError("its node is gone")
-        self._given(self._loaded, _NotLoadedError)
-        records: list[Row] = self._given(self.answers, _EndedError)
+        self._wait_for(self._loaded, _NotLoadedError)
+        records: list[Row] = self._wait_for(self.answers, _EndedError)
         return records
 
-    def _given(self, ref: Any, ended: type[Exception]) -> Any:
+    def _wait_for(self, ref: Any, ended: type[Exception]) -> Any:
         """Wait for the result of a call, or raise the error that the call raised.
 
         Args:

@@ -97,7 +97,9 @@ class Run:
         wanted = _keys(questions)
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
             require_same_policies(self.methods, store.records)
-            work = [missing for asked in questions if (missing := asked.without(store)).methods]
+            work = [
+                missing for asked in questions if (missing := asked.missing_from(store)).methods
+            ]
             answering = executor or Answerer(loaded=self.loaded)
             store.complete(wanted, answering.answers(work), on_progress)
             rows = summarise(store.records, wanted, self.task)

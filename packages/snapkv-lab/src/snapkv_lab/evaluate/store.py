@@ -45,10 +45,10 @@ class Store:
         self.folder, self.run = folder, run
         with explain_folder_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._require_own()
+            self._require_no_other_files()
         self._rows = RowFile(folder / "samples.jsonl")
         try:
-            self._claim()
+            self._write_or_compare_run()
             lines = self._rows.read((*_KEY, *fields))
         except BaseException:
             self._rows.__exit__()
@@ -119,7 +119,7 @@ class Store:
             return error
         return None
 
-    def _require_own(self) -> None:
+    def _require_no_other_files(self) -> None:
         """Check that the folder holds no files of anybody else.
 
         Raises:
@@ -131,7 +131,7 @@ class Store:
             problem = f"the folder {self.folder} holds the file {foreign[0]!r}, which is of no run"
             raise wrong("results", problem, "Choose a new or empty folder")
 
-    def _claim(self) -> None:
+    def _write_or_compare_run(self) -> None:
         """Write `run.json`, or compare the run with the `run.json` that is there.
 
         Raises:

@@ -99,18 +99,18 @@ class Kvpress:
         Raises:
             InvalidArgumentError: the method failed, or the process ended.
         """
-        process = self._started()
+        process = self._start_process()
         with contextlib.suppress(BrokenPipeError):  # no answer will come either
             process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
         line = process.stdout.readline()
-        answer: Row = json.loads(line) if line else {"error": self._last_words()}
+        answer: Row = json.loads(line) if line else {"error": self._describe_end()}
         if "error" in answer:
             raise wrong("kvpress", f"it failed: {answer['error']}", "Leave it out")
         self.last = answer
         return answer
 
-    def _started(self) -> Any:
+    def _start_process(self) -> Any:
         if self._process is None:
             # Holds what libraries print, and the reason if the process ends.
             self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed at the end
@@ -124,7 +124,7 @@ class Kvpress:
             self.versions = self.ask(**_settings(self._model, self._folder.name, self._policy))
         return self._process
 
-    def _last_words(self) -> str:
+    def _describe_end(self) -> str:
         """Describe how the process ended."""
         status = self._process.wait()
         self._output.seek(0)

@@ -58,7 +58,7 @@ class Worker:
     def read(self, ids: list[list[int]], kept_tokens: int) -> Answer:
         """Read a prompt into a new cache, of which `kept_tokens` are kept."""
         prompt = torch.tensor(ids, device=self._device)
-        press = self._pressing(prompt.shape[1], kept_tokens)
+        press = self._make_press(prompt.shape[1], kept_tokens)
         hooks = contextlib.nullcontext() if press is None else press(self._model)
 
         def work() -> None:
@@ -67,7 +67,7 @@ class Worker:
                 logits = self._model(prompt, past_key_values=cache, logits_to_keep=1).logits
             self._cache, self._token = cache, logits[:, -1:].argmax(dim=-1)
 
-        spent = self._spent_on(work)
+        spent = self._measure_time(work)
         self._seen = prompt.shape[1]
         return spent
 
@@ -85,7 +85,7 @@ class Worker:
                 self._token = logits[:, -1:].argmax(dim=-1)
                 self._seen += 1
 
-        spent = self._spent_on(work)
+        spent = self._measure_time(work)
         return spent | {"tokens": torch.cat(generated, dim=1).tolist()}
 
     def compress(
@@ -125,7 +125,7 @@ class Worker:
         losses = torch.nn.functional.cross_entropy(logits, right, reduction="none")
         return {"likeliest": (logits.argmax(-1) == right).tolist(), "losses": losses.tolist()}
 
-    def _pressing(self, length: int, kept_tokens: int) -> SnapKVPress | None:
+    def _make_press(self, length: int, kept_tokens: int) -> SnapKVPress | None:
         """Return the press. Its ratio is a little lower, so that rounding down keeps
         enough tokens.
         """
@@ -133,7 +133,7 @@ class Worker:
             return None
         return SnapKVPress(1 - (kept_tokens + 0.5) / length, **self._press)
 
-    def _spent_on(self, work: Callable[[], Any]) -> Answer:
+    def _measure_time(self, work: Callable[[], Any]) -> Answer:
         """Run some work; return its time and how many tokens are kept after it."""
         self._synchronize()
         started = time.perf_counter()

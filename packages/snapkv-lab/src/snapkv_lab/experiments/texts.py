@@ -101,9 +101,11 @@ class TextMaker:
             answer = f" {tail}\nAnswer: It is" if tail else f"\nAnswer: The {start} is"
             question = f"\n\nQuestion: What is the {start}?{answer}"
             cases.append(self._asked(group, question, f" {value}"))
-        return QuestionedText(name=name, ids=self._hidden_in(tokens, hidden, draw), cases=cases)
+        return QuestionedText(name=name, ids=self._hide_needles(tokens, hidden, draw), cases=cases)
 
-    def _hidden_in(self, tokens: int, needles: list[list[int]], draw: random.Random) -> list[int]:
+    def _hide_needles(
+        self, tokens: int, needles: list[list[int]], draw: random.Random
+    ) -> list[int]:
         """Insert the needles into a stretch of an essay, after sentences and in a drawn order."""
         own = draw.sample(needles, len(needles))
         hay = cut_stretch(self._tokenizer, self._essays, tokens - sum(map(len, own)), draw)
@@ -167,7 +169,7 @@ class TextMaker:
         name = f"prose/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         ids = cut_stretch(self._tokenizer, self._prose[index % 2], tokens + answer_tokens, draw)
-        return self._going_on(name, ids, answer_tokens)
+        return self._make_continuation(name, ids, answer_tokens)
 
     def code(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
         """Make a part of a file of Python's standard library that continues, for its loss."""
@@ -181,9 +183,9 @@ class TextMaker:
         while seen < begin:
             seen += len(lines.pop(0))
         ids = self._encode("".join(lines))[: tokens + answer_tokens]
-        return self._going_on(name, ids, answer_tokens)
+        return self._make_continuation(name, ids, answer_tokens)
 
-    def _going_on(self, name: str, ids: list[int], answer_tokens: int) -> QuestionedText:
+    def _make_continuation(self, name: str, ids: list[int], answer_tokens: int) -> QuestionedText:
         case = TextQuestion(group=name.partition("/")[0], answer_ids=ids[-answer_tokens:], parts=())
         return QuestionedText(name=name, ids=ids[:-answer_tokens], cases=[case])
 

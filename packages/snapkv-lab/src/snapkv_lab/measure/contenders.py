@@ -72,7 +72,7 @@ class Contender:
         return {"peak_growth_bytes": peak, "held_bytes": cache_bytes(caches[0])}
 
     @contextlib.contextmanager
-    def at_work(self, model: PreTrainedModel) -> Iterator[None]:
+    def prepared(self, model: PreTrainedModel) -> Iterator[None]:
         """Install in the model what this cache needs, and nothing else, for this block.
 
         Caches of other contenders stay valid, and are used in blocks of their own.
@@ -84,7 +84,7 @@ class Contender:
     @torch.no_grad()
     def _read(self, model: PreTrainedModel, ids: Tensor) -> Cache:
         explained = out_of_memory_explained(lambda: self.label)
-        with self.at_work(model), explained, self.prefill.installed(model):
+        with self.prepared(model), explained, self.prefill.installed(model):
             cache = self.make(model, ids.shape[1])
             model(ids, past_key_values=cache, logits_to_keep=1)
         return cache
@@ -129,7 +129,7 @@ class Decoder:
 
     def __call__(self, tokens: int) -> float:
         """Generate `tokens` tokens greedily, and return the milliseconds per token."""
-        with self._contender.at_work(self._model):
+        with self._contender.prepared(self._model):
             return measure_time(lambda: self._generate(tokens)).wall_ms / tokens
 
     def first_and_gaps(self, tokens: int, **options: Any) -> tuple[float, list[float]]:
@@ -148,7 +148,7 @@ class Decoder:
             at.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-        with self._contender.at_work(self._model):
+        with self._contender.prepared(self._model):
             self._generate(tokens, stopping_criteria=[note], **options)
         gaps = [1000 * (later - before) for before, later in itertools.pairwise(at)]
         return sum(gaps[:3]), gaps[3:]

@@ -111,7 +111,7 @@ class ReadingStudy(Study):
     numbers: ClassVar[tuple[str, ...]]
     """The numbers of a row, which are averaged over documents; None is left out."""
 
-    parted: ClassVar[tuple[str, str]]
+    row_keys: ClassVar[tuple[str, str]]
     """The two fields that distinguish the rows of one layer."""
 
     documents: tuple[str, ...] = ()
@@ -139,17 +139,17 @@ class ReadingStudy(Study):
     def answer_tokens(self) -> int:
         """The tokens of every answer, which does not end before."""
 
-    def look(
-        self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
+    def measure_step(
+        self, loaded: "LoadedModel", step: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
         """Return the rows of every layer for one step, with the fields of `by` and `numbers`."""
         from snapkv_app.observing import observed
 
         (reading,) = readings
-        measured = partial(self.measured, prompt_tokens=reading.prompt_tokens)
+        measured = partial(self.measure_layer, prompt_tokens=reading.prompt_tokens)
         seen = observed(loaded, reading.ids, self.query_tokens, measured)
         return [
-            dict(zip(self.parted, key, strict=True)) | {"layer": layer} | numbers
+            dict(zip(self.row_keys, key, strict=True)) | {"layer": layer} | numbers
             for layer, rows in seen.items()
             for key, numbers in rows.items()
         ]
@@ -163,8 +163,8 @@ class ReadingStudy(Study):
         """
         raise NotImplementedError
 
-    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Return the numbers of one layer, by the two fields of `parted`.
+    def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
+        """Return the numbers of one layer, by the two fields of `row_keys`.
 
         Args:
             layer: the layer with the states of prompt and answer.
@@ -175,7 +175,7 @@ class ReadingStudy(Study):
         """
         raise NotImplementedError
 
-    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
+    def steps(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
         """Yield one step per document; each asks one of the questions, in turns."""
         for number, (name, text) in enumerate(texts):
             question = self.questions[number % len(self.questions)]
@@ -211,24 +211,24 @@ class ReadingStudy(Study):
             PromptTooLongError: the model has too few positions.
         """
         texts, warnings = load_long_texts(self.documents, count=self.samples)
-        study, parts, notices = self._fitted(loaded, texts)
-        samples = [sample for part in parts for sample in part.samples]
+        study, steps, notices = self._fit_documents(loaded, texts)
+        samples = [sample for step in steps for sample in step.samples]
         block = self.settings(loaded) | {"samples": len(samples), "data": data_hash(samples)}
         if notices:
             block |= {"document_tokens_read": study.document_tokens, "notices": list(notices)}
-        keys = [(part.name, self.name, part.variant) for part in parts]
+        keys = [(step.name, self.name, step.variant) for step in steps]
         with Store(folder, block) as store:
             records = (
-                key_fields(key) | study._record(loaded, part)
-                for key, part in zip(keys, parts, strict=True)
+                key_fields(key) | study._record(loaded, step)
+                for key, step in zip(keys, steps, strict=True)
                 if key not in store
             )
             store.complete(keys, records, on_progress)
-            rows_of_parts = (row for record in store.records for row in record["rows"])
-            rows = mean_rows(rows_of_parts, self.by, self.numbers)
+            step_rows = (row for record in store.records for row in record["rows"])
+            rows = mean_rows(step_rows, self.by, self.numbers)
             return Findings.of(store, rows, warnings=warnings, notices=notices)
 
-    def _fitted(
+    def _fit_documents(
         self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
     ) -> tuple["ReadingStudy", list[ReadingStep], tuple[str, ...]]:
         """Shorten the documents to what they and the model allow.
@@ -242,29 +242,29 @@ class ReadingStudy(Study):
             if cut.tokens < study.document_tokens:
                 why = f"{cut.shortest} has no more"
                 study = replace(study, document_tokens=cut.tokens)
-            parts = list(study.parts(cut.texts))
-            excess = study._excess_tokens(loaded, parts)
+            steps = list(study.steps(cut.texts))
+            excess = study._excess_tokens(loaded, steps)
             if excess <= 0 or study.document_tokens - excess < LEAST_TOKENS:
                 tokens = f"{cut.tokens:,} tokens instead of {self.document_tokens:,}"
                 notices = (f"documents are cut to {tokens}: {why}",) if why else ()
-                return study, parts, notices  # a document that does not fit is refused later
+                return study, steps, notices  # a document that does not fit is refused later
             why = f"the model has {loaded.max_tokens:,} positions for prompt and answer"
             study = replace(study, document_tokens=study.document_tokens - excess)
 
-    def _excess_tokens(self, loaded: "LoadedModel", parts: Sequence[ReadingStep]) -> int:
+    def _excess_tokens(self, loaded: "LoadedModel", steps: Sequence[ReadingStep]) -> int:
         """Return how many tokens the longest prompt and its answer exceed the positions by."""
         if loaded.max_tokens is None:
             return 0
-        samples = (sample for part in parts for sample in part.samples)
+        samples = (sample for step in steps for sample in step.samples)
         prompts = (each.prompt(loaded.tokenizer, self.template, "visible") for each in samples)
         longest = max(int(each.token_ids(loaded.tokenizer).shape[1]) for each in prompts)
         return longest + self.answer_tokens - loaded.max_tokens
 
-    def _record(self, loaded: "LoadedModel", part: ReadingStep) -> Row:
-        readings = [read_sample(loaded, sample, self.template) for sample in part.samples]
+    def _record(self, loaded: "LoadedModel", step: ReadingStep) -> Row:
+        readings = [read_sample(loaded, sample, self.template) for sample in step.samples]
         return {
             "readings": [reading.describe() for reading in readings],
-            "rows": self.look(loaded, part, readings),
+            "rows": self.measure_step(loaded, step, readings),
         }
 
 
@@ -297,7 +297,7 @@ class HitRate(ReadingStudy):
     name: ClassVar[str] = "hit-rate"
     compared: ClassVar[str] = "window"
     by: ClassVar[tuple[str, ...]] = ("selection", "window", "layer")
-    parted: ClassVar[tuple[str, str]] = ("selection", "window")
+    row_keys: ClassVar[tuple[str, str]] = ("selection", "window")
     numbers: ClassVar[tuple[str, ...]] = (
         "hit_rate",
         "hit_rate_beyond_sinks",
@@ -327,7 +327,7 @@ class HitRate(ReadingStudy):
         if not 0 < self.threshold < 1:
             problem = f"expected attention between 0 and 1, got {self.threshold}"
             raise wrong("threshold", problem, "Pass 0.05")
-        self._vote()
+        self._voting_policy()
         if int(self.keep_ratio * (self.document_tokens - self.window_size)) <= self.sink_tokens:
             raise wrong(
                 "keep_ratio",
@@ -344,11 +344,11 @@ class HitRate(ReadingStudy):
     def query_tokens(self) -> int:
         return self.window_size + self.answer_tokens
 
-    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
+    def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
         """Return the hit rates of one layer by selection and window; windows count from 1."""
         from snapkv_lab.study.measures import important_and_hit
 
-        masks = self._selected(layer, prompt_tokens)
+        masks = self._select_positions(layer, prompt_tokens)
         rows: LayerNumbers = {}
         for window in range(self.generation_windows):
             start = prompt_tokens + window * self.generation_tokens
@@ -362,21 +362,23 @@ class HitRate(ReadingStudy):
                     numbers[f"important{beyond}"] = int(important[first:].sum()) / queries
         return rows
 
-    def _selected(self, layer: "PromptLayer", prompt_tokens: int) -> "Tensor":
+    def _select_positions(self, layer: "PromptLayer", prompt_tokens: int) -> "Tensor":
         """Return (2, Hq, prefix) bool: what each of `SELECTIONS` keeps of the prefix."""
         import torch
 
         from snapkv_lab.study.measures import layer_between, selected_mask
 
         prefix = prompt_tokens - self.window_size
-        voted = selected_mask(self._vote(), layer_between(layer, prefix, prompt_tokens), prefix)
+        voted = selected_mask(
+            self._voting_policy(), layer_between(layer, prefix, prompt_tokens), prefix
+        )
         recent = torch.arange(prefix, device=voted.device) >= (
             prefix - int(voted[0].sum()) + self.sink_tokens
         )
         recent[: self.sink_tokens] = True
         return torch.stack([voted, recent.expand_as(voted)])
 
-    def _vote(self) -> "SnapKV":
+    def _voting_policy(self) -> "SnapKV":
         from snapkv.policies import SnapKV
 
         return SnapKV(
@@ -453,18 +455,21 @@ class Position(HitRate):
 
     generation_windows: int = 2
 
-    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
-        for part in super().parts(texts):
-            yield part
-            (last,) = part.samples
+    def steps(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
+        for step in super().steps(texts):
+            yield step
+            (last,) = step.samples
             question = last.question.strip()
-            first = self.sample(part.name, last.context, question, first=True)
-            yield ReadingStep(part.name, "first", (first,))
+            first = self.sample(step.name, last.context, question, first=True)
+            yield ReadingStep(step.name, "first", (first,))
 
-    def look(
-        self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
+    def measure_step(
+        self, loaded: "LoadedModel", step: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
-        return [{"question": part.variant, **row} for row in super().look(loaded, part, readings)]
+        return [
+            {"question": step.variant, **row}
+            for row in super().measure_step(loaded, step, readings)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -490,7 +495,7 @@ class Overlap(ReadingStudy):
 
     name: ClassVar[str] = "overlap"
     by: ClassVar[tuple[str, ...]] = ("of", "window", "layer")
-    parted: ClassVar[tuple[str, str]] = ("of", "window")
+    row_keys: ClassVar[tuple[str, str]] = ("of", "window")
     numbers: ClassVar[tuple[str, ...]] = ("overlap", "overlap_of_common")
 
     keep_ratio: float = 0.05
@@ -524,7 +529,7 @@ class Overlap(ReadingStudy):
     def query_tokens(self) -> int:
         return self.prompt_windows * self.window_tokens + self.answer_tokens
 
-    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
+    def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
         """Return the overlaps of one layer by "prompt" or "answer" and the number of the window.
 
         Windows of the prompt count from ``-prompt_windows`` to -1, and those of the answer from 1.
@@ -624,13 +629,13 @@ class Instructions(ReadingStudy):
     def answer_tokens(self) -> int:
         return self.answer_length
 
-    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
+    def steps(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
         for name, text in texts:
             samples = tuple(self.sample(name, text, question) for question in self.questions)
             yield ReadingStep(name, "all", samples)
 
-    def look(
-        self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
+    def measure_step(
+        self, loaded: "LoadedModel", step: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
         """Return one row per pair of questions and layer."""
         from snapkv_app.observing import observed

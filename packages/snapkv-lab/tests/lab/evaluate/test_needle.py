@@ -139,6 +139,6 @@ def test_essays_are_cut_without_losing_anything():
     path = package_file("long_context_eval", "data", "synthetic", "json", "PaulGrahamEssays.json")
     assert found.text == json.loads(path.read_text("utf-8"))["text"]  # as in docs/results
     assert len(found.pieces) > 50
-    shuffled = found.permuted("1")
+    shuffled = found.permute("1")
     assert shuffled.pieces != found.pieces
     assert sorted(shuffled.pieces) == sorted(found.pieces)

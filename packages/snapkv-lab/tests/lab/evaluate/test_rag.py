@@ -94,7 +94,7 @@ def test_citation_numbers_are_those_of_the_gold_documents_among_near_ones(small,
         assert [number for number, *_ in documents] == [*range(1, sample.cell["documents"] + 1)]
         gold = {title for number, title, _ in documents if str(number) in sample.references}
         assert gold == {passage.title for passage in question.gold}
-        near = [p.title for p in index.ranked(question.text)][: len(documents) + 2]
+        near = [p.title for p in index.rank(question.text)][: len(documents) + 2]
         assert {title for _, title, _ in documents} - gold <= set(near)
         places.update(map(int, sample.references))
     assert len(samples) == 40
@@ -128,7 +128,7 @@ def test_pipeline_reads_the_first_reranked_documents(small, index):
     assert [sample.cell["documents"] for sample in samples] == [3, 6, 3, 6]
     for few, more in zip(samples[::2], samples[1::2], strict=True):
         question = question_of(few, small)
-        retrieved = [p.title for p in itertools.islice(index.ranked(question.text), 12)]
+        retrieved = [p.title for p in itertools.islice(index.rank(question.text), 12)]
         titles = [[title for _, title, _ in shown(sample)] for sample in (few, more)]
         assert titles[0] == titles[1][:3]
         assert set(titles[1]) <= set(retrieved)

@@ -32,7 +32,7 @@ def test_each_hotpotqa_question_has_two_paragraphs_that_answer_it():
 
 def test_passages_are_ranked_by_the_stems_of_title_and_text():
     """BM25 ranks a rare word twice in a short text first, then two words, then one among many."""
-    ranked = PassageIndex(PASSAGES).ranked("Hamburg, Dresden, harbours?")
+    ranked = PassageIndex(PASSAGES).rank("Hamburg, Dresden, harbours?")
     titles = [passage.title for passage in ranked]
     assert titles == ["Hamburg", "Rivers", "Bridges", "Cats", "Cats"]
 

@@ -23,7 +23,7 @@ def test_hit_rates_equal_those_of_plain_loops(selection, first):
     layer, heads = random_layer(prompt + 2 * answer, 11 + 2 * answer)
     given = {"keep_ratio": 0.2, "threshold": 0.05}
     shape = {"window_size": 11, "generation_windows": 2, "generation_tokens": answer}
-    found = HitRate(**given, **shape).measured(layer, prompt)
+    found = HitRate(**given, **shape).measure_layer(layer, prompt)
     beyond = "_beyond_sinks" if first else ""
     for window in (1, 2):
         start = prompt + (window - 1) * answer
@@ -40,7 +40,7 @@ def test_hit_rates_equal_those_of_plain_loops(selection, first):
         assert 0 < rate < 1
         assert found[selection, window][f"hit_rate{beyond}"] == pytest.approx(rate)
         assert found[selection, window][f"important{beyond}"] == pytest.approx(important)
-    nothing = HitRate(**given | {"threshold": 0.9999}, **shape).measured(layer, prompt)
+    nothing = HitRate(**given | {"threshold": 0.9999}, **shape).measure_layer(layer, prompt)
     assert nothing[selection, 1]["hit_rate"] is None  # where nothing is important
 
 
@@ -48,7 +48,7 @@ def test_overlaps_equal_those_of_plain_loops():
     prompt, size = 80, 8
     layer, heads = random_layer(prompt + 2 * size, 5 * size)
     study = Overlap(keep_ratio=0.1, window_tokens=size, prompt_windows=3, generation_windows=2)
-    found = study.measured(layer, prompt)
+    found = study.measure_layer(layer, prompt)
     assert list(found) == [*(("prompt", at) for at in (-3, -2, -1)), ("answer", 1), ("answer", 2)]
     last, answer = range(72, 80), range(80, 96)
     for window, one, other in [

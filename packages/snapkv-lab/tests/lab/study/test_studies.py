@@ -106,7 +106,7 @@ def test_rows_of_instructions_name_the_compared_questions(findings):
 
 
 def test_position_study_puts_the_question_before_the_document(demo):
-    parts = Position(**SMALL).parts([("text", "Long ago.")])
+    parts = Position(**SMALL).steps([("text", "Long ago.")])
     texts = {
         part.variant: part.samples[0].prompt(demo.tokenizer, "tokenizer", "visible").text
         for part in parts
@@ -149,7 +149,7 @@ def documents_of(tmp_path, *lengths):
 
 
 def fitted(study, loaded):
-    return study._fitted(loaded, load_long_texts(study.documents, count=study.samples)[0])
+    return study._fit_documents(loaded, load_long_texts(study.documents, count=study.samples)[0])
 
 
 @pytest.mark.parametrize("name", ["position", "instructions"])

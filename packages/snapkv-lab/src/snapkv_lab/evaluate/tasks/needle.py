@@ -107,7 +107,7 @@ class Needle(HaystackTask):
     def _sample(self, tokenizer: Any, length: int, depth: int, order: int) -> Sample:
         name = f"{length}/{depth}/{order}"
         hidden = self._hidden(random.Random(f"{self.seed}/{name}"))
-        text = self.text.permuted(f"{self.seed}/{name}") if self.permutations > 1 else self.text
+        text = self.text.permute(f"{self.seed}/{name}") if self.permutations > 1 else self.text
         needle = token_ids(tokenizer, hidden.needle)
         ids = _cut_beginning(tokenizer, text, length - self.buffer_tokens - len(needle))
         place = len(ids)

@@ -242,7 +242,7 @@ class RagPipeline(PhraseTask):
         embeddings, index = TextEmbeddings(), corpus_index(self.corpus)
         questions = phrase_questions(load_corpus(self.corpus).questions)
         for question in draw_questions(questions, self.samples_each, self.seed):
-            retrieved = list(itertools.islice(index.ranked(question.text), self.retrieve))
+            retrieved = list(itertools.islice(index.rank(question.text), self.retrieve))
             texts = [f"{passage.title}. {passage.text}" for passage in retrieved]
             passages = [retrieved[place] for place in embeddings.nearest(question.text, texts)]
             for documents in self.documents:
@@ -290,7 +290,7 @@ def nearest_passages(index: PassageIndex, question: Question) -> Iterator[Passag
     of an answering one are left out too.
     """
     titles = {passage.title for passage in question.gold}
-    return (passage for passage in index.ranked(question.text) if passage.title not in titles)
+    return (passage for passage in index.rank(question.text) if passage.title not in titles)
 
 
 def phrase_questions(questions: Iterable[Question]) -> list[Question]:
