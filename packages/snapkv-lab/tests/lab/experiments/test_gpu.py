@@ -85,7 +85,7 @@ def test_failed_cell_has_a_row_and_a_cell_without_time_has_none(day, capsys):
     failed = read_rows(gpu.GPU.rows)[1]
     assert failed["status"] == "failed: ValueError: why"
     assert "failed: ValueError: why" in gpu.GPU.page.read_text("utf-8")
-    assert "30 seconds are left; the same command goes on" in capsys.readouterr().err
+    assert "30 seconds are left; the same command continues" in capsys.readouterr().err
     call()
     assert ran == ["a", "b", "c"]
 
