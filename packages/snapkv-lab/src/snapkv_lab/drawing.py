@@ -47,14 +47,17 @@ def require_drawable(path: str | None = None) -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Return an empty figure of this size in inches, without opening a window."""
+    """Return a new figure of the given size in inches, without opening a window."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def new_panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
-    """Add a grid of panels to the figure, return the first `count`, and leave the others blank."""
+    """Add a grid of panels to the figure and return the first `count` of them.
+
+    The other panels are left blank.
+    """
     grid = list(figure.subplots(down, across, squeeze=False).flat)
     for panel in grid[count:]:
         panel.set_axis_off()
@@ -62,7 +65,7 @@ def new_panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
 
 
 def add_grid(panel: Any, axis: str) -> None:
-    """Add grey grid lines across an axis, behind what is drawn."""
+    """Add grey grid lines to one axis of the panel."""
     panel.grid(axis=axis, color="#dddddd")
     panel.set_axisbelow(True)
 
@@ -70,7 +73,7 @@ def add_grid(panel: Any, axis: str) -> None:
 def encode_figure(
     figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int = 150
 ) -> bytes:
-    """Return the figure as the contents of a file with that suffix.
+    """Return the contents of a file that shows the figure in the given format.
 
     The same figure always gives the same bytes: no date and no random ids are written.
     """
@@ -84,7 +87,10 @@ def encode_figure(
 
 
 def save_figure(figure: Any, path: Path, style: dict[Any, Any] = STYLE, *, dpi: int = 150) -> None:
-    """Write the figure to a file, completely or not at all; the suffix chooses the format."""
+    """Write the figure to a file in the format that the file name's suffix names.
+
+    The file is written completely or not at all.
+    """
     replace_file(path, encode_figure(figure, path.suffix.lower(), style, dpi=dpi))
 
 
@@ -95,7 +101,10 @@ _LEGEND_ENTRIES = 10
 
 
 class Panel(NamedTuple):
-    """One pair of axes with labelled curves of the field `y`, from 0 to 1, over the field `x`."""
+    """A pair of axes with labelled curves of one field of the rows over another field.
+
+    The values of `y` are from 0 to 1.
+    """
 
     title: str
     x: str
@@ -144,9 +153,10 @@ def _draw_lines(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], s
 
 
 def draw_cells(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, value: str) -> Any:
-    """Draw numbers from 0 to 1 as heat maps, one for each value of the field `panel`.
+    """Draw the numbers in the rows as heat maps, with one heat map for each value of `panel`.
 
-    The fields `x` and `y` say where a number stands, and `value` is the number.
+    The fields `x` and `y` say where a number stands, and the field `value` is the number, from 0 to
+    1.
     """
     kinds = list(dict.fromkeys(row[panel] for row in rows))
     result = new_figure(4.6 * len(kinds), 4.2)

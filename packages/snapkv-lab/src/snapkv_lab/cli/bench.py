@@ -42,7 +42,7 @@ Rows = Iterable[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(ComparedOptions, WritingOptions):
-    """The options of every bench."""
+    """The command-line options that all benches have."""
 
     shape: Annotated[
         str | None,
@@ -93,7 +93,7 @@ class BenchOptions(ComparedOptions, WritingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(BenchOptions, ReadingOptions):
-    """The options of a bench that reads prompts."""
+    """The command-line options of the benches that read prompts."""
 
 
 Tokens = Annotated[int, typer.Option(help="Tokens generated per round"), WholeNumber(1)]
@@ -169,7 +169,7 @@ def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[st
 
 
 def _require_search(memory_gb: float, options: BenchOptions) -> None:
-    """Check the options of `throughput`.
+    """Check the options of the command `throughput`.
 
     Raises:
         InvalidArgumentError: the memory is out of range, or a batch size is given.
@@ -198,7 +198,7 @@ def throughput(
 
 
 def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
-    """Load the model, measure, and print or store the rows."""
+    """Load the model, run the measurements, and print or store the rows."""
     from rich.console import Console
 
     from snapkv_app.cli.loading import load_model
@@ -237,7 +237,7 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
 
 
 def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
-    """Return a model with random weights, and its description for rows."""
+    """Return a model with random weights and a description of the model."""
     from rich.console import Console
 
     from snapkv_app.cli.loading import begin

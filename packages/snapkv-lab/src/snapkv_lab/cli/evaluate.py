@@ -38,7 +38,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
-    """The options of every task."""
+    """The command-line options that all tasks have."""
 
     setting: SettingWord = "visible"
     turns: Annotated[
@@ -119,7 +119,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LmEvalOptions(SweepOptions):
-    """The options of `snapkv eval lm-eval`."""
+    """The command-line options for running tasks of lm-eval."""
 
     tasks: Annotated[
         str, panels.task(help="Names of lm-eval's tasks, groups or tags, with commas")

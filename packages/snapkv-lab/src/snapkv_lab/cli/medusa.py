@@ -30,7 +30,7 @@ _FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(ModelOptions):
-    """The options of `train` besides the settings of the training."""
+    """The command-line options of `train`, in addition to the settings of the training."""
 
     to: Annotated[
         str,

@@ -30,7 +30,7 @@ def compared_methods(options: SweepOptions) -> list[Method]:
 
 
 def compared_caches(options: Any) -> list[Contender]:
-    """Return the baselines of a bench, then every policy with every budget."""
+    """Return the baselines of a benchmark, followed by every policy with every budget."""
     return [
         *map(transformers_contender, specs([options.baseline])),
         *(
@@ -55,14 +55,14 @@ def _read_in_every_way(options: Any) -> list[Method]:
 
 
 def parse_storages(text: str) -> list[KVCodes | None]:
-    """Return the storage that each word of `storage_bits` names; None for unquantized."""
+    """Return the storage that each word in the text names, or None for unquantized storage."""
     return [None if word == EXACT else KVCodes.of(word) for word in storage_bits(text)]  # type: ignore[arg-type] # checked
 
 
 def make_methods(
     baselines: Iterable[str], policies: Iterable[str], budgets: Sequence[int | str | dict[str, Any]]
 ) -> list[Method]:
-    """Return the baselines, then every policy with every budget.
+    """Return a list of the baselines, followed by every policy with every budget.
 
     A policy appears once if it has no budget or if its parameters set one.
     """
@@ -71,7 +71,7 @@ def make_methods(
 
 
 def combine_with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
-    """Return every method with every way to handle later questions.
+    """Return a list of all methods with every way of handling later questions.
 
     Labels name the way, unless it is "append". A full cache handles them in one way only.
 

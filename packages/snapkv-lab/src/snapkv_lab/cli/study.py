@@ -35,7 +35,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions(ModelOptions, WritingOptions):
-    """The options of every study."""
+    """The command-line options that all studies have."""
 
     results: Annotated[str | None, results_option("study-NAME", "rows; a study"), RESULTS] = None
     plot: Plot = None
@@ -44,7 +44,7 @@ class StudyOptions(ModelOptions, WritingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingStudyOptions(StudyOptions):
-    """The options of every study of documents."""
+    """The command-line options of studies that read documents."""
 
     document: Annotated[
         list[str] | None,
@@ -67,7 +67,7 @@ class ReadingStudyOptions(StudyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweringOptions(StudyOptions, WorkerOptions):
-    """The options of the study that only compares answers."""
+    """The command-line options of the study that compares the scores of answers."""
 
 
 _OF_OPTIONS = {"documents": "document", "questions": "question"}
@@ -101,7 +101,7 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
 
 
 def _findings(study: Study, options: StudyOptions) -> "Findings":
-    """Return the findings of the study, computed in this process or by workers."""
+    """Return the findings of a study, computed either in this process or by workers."""
     from snapkv_app.cli.loading import answers_progress, load_model
 
     def folder(loaded: "LoadedModel") -> Path:

@@ -41,7 +41,9 @@ def print_results(
 def print_summary(
     summary: RunSummary, table: Callable[[], Table], *, as_json: bool, place: str, **more: Any
 ) -> None:
-    """Print the result of a run; `more` are further fields of its JSON.
+    """Print the result of a run as a table or as JSON.
+
+    `more` are further fields of the JSON object.
 
     Raises:
         OutputError: the summary could not be written.
@@ -51,7 +53,7 @@ def print_summary(
 
 
 def to_grid(table: Table) -> Grid:
-    """Convert a table for the terminal, with its bold cells in bold."""
+    """Convert a table to a grid that can be shown on the terminal, with its bold cells."""
     return Grid(
         title=table.title,
         caption=table.caption,
@@ -68,7 +70,7 @@ def to_grid(table: Table) -> Grid:
 
 
 def metrics_table(title: str, rows: Sequence[Row]) -> Table:
-    """Return a table of lm-eval's scores: one row per task and metric, one column per method."""
+    """Return a table of the scores from lm-eval, with a row for each metric of each task."""
     methods = tuple(dict.fromkeys(row["method"] for row in rows))
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
@@ -89,7 +91,7 @@ def bench_table(rows: Sequence[Row]) -> Table:
 
 
 def _format_measurement(row: Row) -> dict[str, str]:
-    """Return the cells of a measurement as text: medians of percentiles, bytes with a unit."""
+    """Return the cells of a measurement as text. Percentiles are shown by their median."""
     cells = {}
     for name, value in row.items():
         if name in ("bench", "filled", "least_ms") or value is None:

@@ -35,7 +35,7 @@ def results_option(kind: str, what: str = "answers; a run") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions(ModelOptions):
-    """The options that say where answers are computed; by default it is this process."""
+    """The command-line options that choose where the answers are computed."""
 
     ray: Annotated[
         str | None,
@@ -52,10 +52,10 @@ class WorkerOptions(ModelOptions):
 
 @contextlib.contextmanager
 def open_executor(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor"]]:
-    """Load the model, and open the executor for this block: this process, or workers.
+    """Load the model and open the executor that answers questions within this block.
 
-    With workers, the model of this process is on the CPU and only used to check and to cut texts.
-    The workers end with the block.
+    The executor is this process, or a group of workers. With workers, the model of this process is
+    on the CPU and only used to check and to cut texts. The workers end with the block.
 
     Yields:
         The model and the executor.

@@ -58,8 +58,9 @@ class Method:
     bits: KVCodes | None = None
 
     def stored_in(self, bits: KVCodes | None) -> Self:
-        """Return the method with this storage, which is added to its label; None for
-        unquantized.
+        """Return a copy of the method that uses the given storage, which its label names.
+
+        None means unquantized storage and leaves the label as it is.
         """
         label = self.label if bits is None else f"{self.label} {bits}"
         return replace(self, label=label, bits=bits)
@@ -73,7 +74,7 @@ class Method:
 
     @property
     def cache_options(self) -> dict[str, Any]:
-        """The options of `CompressedCache` for the storage and for later questions."""
+        """The options for creating the method's `CompressedCache`."""
         return LATER[self.later] | ({} if self.bits is None else {"quantize": self.bits})
 
 
@@ -100,27 +101,27 @@ class AskedSample:
     tries: int = 0
 
     def keys_of(self, methods: Sequence[Method]) -> list[Key]:
-        """Return the keys of the records that these methods give."""
+        """Return the keys of the records for the given methods."""
         pairs = itertools.product(methods, self.sample.turns)
         return [(turn.name, method.label, self.question) for method, turn in pairs]
 
     def missing_from(self, store: Store) -> Self:
-        """Return the sample with only those methods that lack a record in the store."""
+        """Return a copy with only the methods that do not have a record in the store."""
         missing = [m for m in self.methods if not all(key in store for key in self.keys_of([m]))]
         return replace(self, methods=missing)
 
     def split_by_method(self) -> Iterator[Self]:
-        """Yield the sample with one method at a time, and count one more try."""
+        """Yield a copy for each method, and count one more try."""
         for method in self.methods:
             yield replace(self, methods=(method,), tries=self.tries + 1)
 
     def lost_records(self) -> Iterator[Row]:
-        """Yield the records that say that the answers were lost to a lack of memory."""
+        """Yield records which say that the answers were lost because memory ran out."""
         for method, turn in itertools.product(self.methods, self.sample.turns):
             yield self.record(turn, method) | {"status": LOST}
 
     def record(self, turn: Sample, method: Method) -> Row:
-        """Return the fields that the record of an answer begins with."""
+        """Return the first fields of the record of an answer."""
         spoken = {"conversation": self.sample.name} if len(self.sample.turns) > 1 else {}
         return {
             "sample": turn.name,
@@ -133,16 +134,19 @@ class AskedSample:
 
 
 class Executor(Protocol):
-    """Answers the questions of a run: an `Answerer`, or workers on Ray."""
+    """An interface for the objects that answer the questions of a run.
+
+    It is an `Answerer`, or a group of workers on Ray.
+    """
 
     def answers(self, work: Sequence[AskedSample]) -> Iterator[Row]:
-        """Yield a record for every method of every question, in any order."""
+        """Yield a record for each method and each question, in any order."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
-    """Answers questions with a model in this process, one after the other."""
+    """An executor that answers questions in this process, one after the other."""
 
     loaded: LoadedModel
 

@@ -29,7 +29,7 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question, its right answers, and the paragraphs that they follow from.
+    """A question, its right answers, and the paragraphs that contain the answers.
 
     `asked` is the text as the data set has it; in SQuAD it sometimes has blanks around it. HotpotQA
     has two `gold` paragraphs per question, and SQuAD has one. `near` holds the other paragraphs
@@ -56,7 +56,7 @@ class Corpus:
 
 @functools.cache
 def load_corpus(name: CorpusName) -> Corpus:
-    """Read a data set once; later calls return the same object.
+    """Read a data set and return it. The data set is only read at the first call.
 
     Raises:
         InvalidArgumentError: the name is not known.
@@ -130,7 +130,10 @@ class PassageIndex:
         self._bm25.index(self._tokenize(texts), show_progress=False)
 
     def rank(self, query: str) -> Iterator[Passage]:
-        """Yield all passages, the most likely first; equal ones keep their order."""
+        """Yield all passages in the order of their relevance to the query.
+
+        Passages that are equally relevant keep their order.
+        """
         words: Any = self._tokenize([query], return_ids=False)[0]
         scores = self._bm25.get_scores_from_ids(self._bm25.get_tokens_ids(words))
         return (self._passages[place] for place in (-scores).argsort(kind="stable"))
@@ -193,7 +196,7 @@ def _parse_line(line: str | bytes, place: str, remedy: str) -> Row:
 def require_fields(
     record: Row, checks: Mapping[str, Check], place: str, remedy: str, prefix: str = ""
 ) -> None:
-    """Check that every field is what it must be.
+    """Check that all fields of a record have values of the right type.
 
     Args:
         record: the object.
@@ -213,5 +216,5 @@ def require_fields(
 
 
 def is_text_list(value: Any) -> bool:
-    """Return whether a value is a list of texts."""
+    """Return whether the value is a list of strings."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)

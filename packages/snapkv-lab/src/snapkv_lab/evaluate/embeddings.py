@@ -15,7 +15,7 @@ _BATCH = 32
 
 
 class TextEmbeddings:
-    """The embedding model, on a GPU if there is one.
+    """A model that computes embeddings of texts, on a GPU if there is one.
 
     The embedding of a text is the mean of the last hidden states of its tokens, scaled to length 1.
     The similarity of two texts is the dot product of their embeddings. Both definitions, and the
@@ -32,14 +32,21 @@ class TextEmbeddings:
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
     def nearest(self, query: str, texts: Sequence[str]) -> list[int]:
-        """Return the index of every text, the most similar first; equal ones keep their order."""
+        """Return the indices of the texts, sorted by their similarity to the query.
+
+        Texts that are equally similar keep their order.
+        """
         near = self.embeddings([query, *texts])
         order: list[int] = (near[1:] @ near[0]).argsort(descending=True, stable=True).tolist()
         return order
 
     @torch.inference_mode()
     def embeddings(self, texts: Sequence[str]) -> Tensor:
-        """Return the embeddings of texts, (N, 384) float32 on the CPU, with rows of length 1."""
+        """Compute the embeddings of a list of texts.
+
+        Returns:
+            (N, 384) float32 on the CPU, with rows of length 1.
+        """
         ids = self._tokenizer(list(texts), truncation=True, max_length=_TEXT_TOKENS)["input_ids"]
         by_length = sorted(range(len(ids)), key=lambda place: len(ids[place]))
         result = torch.empty(len(ids), self._model.config.hidden_size, dtype=torch.float32)

@@ -43,7 +43,7 @@ _WITHOUT_EFFECT = frozenset({"top_p", "top_k", "min_p", "typical_p"})
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessRun:
-    """Tasks of lm-eval on a model, answered by several methods.
+    """A run of tasks from lm-eval on a model, with several methods.
 
     Args:
         loaded: the model and its tokenizer.
@@ -107,7 +107,7 @@ class HarnessRun:
         return short_hash(self.description())
 
     def description(self) -> Row:
-        """Return the description that a result needs to be reproducible."""
+        """Return a description of the run, which makes its results reproducible."""
         return {
             "tasks": list(self.tasks),
             "model": self.loaded.description(),
@@ -119,7 +119,7 @@ class HarnessRun:
         }
 
     def _results(self, model: "CompressedLM", manager: Any) -> dict[str, Any]:
-        """Let lm-eval run the tasks.
+        """Run the tasks with lm-eval and return the results.
 
         Raises:
             DocumentError: the data of the tasks cannot be loaded.
@@ -148,7 +148,7 @@ class HarnessRun:
         return results
 
     def _manager(self) -> Any:
-        """Return lm-eval's index of tasks.
+        """Return the index of the tasks that lm-eval knows.
 
         The thousands of tasks that come with lm-eval are only indexed if a task is not in the
         user's folder.
@@ -187,7 +187,7 @@ class CompressedLM(LM):
         self._chat, self._batch_size, self._on_progress = chat, batch_size, on_progress
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Answer every context, up to the first of the task's stop strings.
+        """Generate an answer to each context, up to the first stop string of the task.
 
         Raises:
             InvalidArgumentError: a task uses settings that are not supported.
@@ -216,7 +216,7 @@ class CompressedLM(LM):
         return self._responses(keys, alike, give)
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Score every continuation after its compressed context.
+        """Compute the log-likelihood of each continuation after its compressed context.
 
         Returns:
             For each request the log-likelihood, and whether greedy decoding would give the
@@ -258,11 +258,13 @@ class CompressedLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The name under which lm-eval caches requests."""
+        """The name of the tokenizer, which lm-eval uses to cache requests."""
         return str(self._loaded.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Return the tokenizer's chat template, which lm-eval asks for before it wraps prompts.
+        """Return the chat template of the tokenizer.
+
+        lm-eval asks for it before it wraps prompts.
 
         Raises:
             InvalidArgumentError: the tokenizer has no chat template.
@@ -290,8 +292,9 @@ class CompressedLM(LM):
         return text
 
     def _key(self, request: Instance, content: list[Any]) -> Key:
-        """Return the key of a response: its place in the task, and a hash of all that it depends
-        on.
+        """Return the key of the response to a request.
+
+        It consists of the place in the task, and a hash of all that the response depends on.
         """
         place = [request.task_name, request.doc_id, request.idx]
         request_fields = {"kind": request.request_type, "asked": place, "content": content}
@@ -337,11 +340,13 @@ class CompressedLM(LM):
         return ids
 
     def _pair(self, context: str, continuation: str) -> tuple[Tensor, Tensor]:
-        """Return the token ids of context and continuation, each (1, T), cut where lm-eval cuts
-        them.
+        """Return the token ids of the context and of the continuation.
 
         Blanks at the end of the context belong to the continuation, and the ids are those of both
         read as one text. An empty context is one token: the beginning of a text, or else its end.
+
+        Returns:
+            Two tensors, each (1, T), cut where lm-eval cuts them.
         """
         stripped = context.rstrip()
         if not stripped:
@@ -356,7 +361,7 @@ class CompressedLM(LM):
         return both[:, :place], both[:, place:]
 
     def _require_positions(self, tokens: int) -> None:
-        """Check that the model has enough positions.
+        """Check that the model has enough positions for the given number of tokens.
 
         Raises:
             PromptTooLongError: it has fewer than `tokens`.

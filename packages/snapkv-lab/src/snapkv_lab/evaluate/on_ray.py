@@ -24,21 +24,26 @@ _SECONDS_BETWEEN_LOOKS = 10
 
 
 class _EndedError(Exception):
-    """A worker ended before it had answered: it was killed, or ran out of memory, or lost its
-    machine.
+    """An error which says that a worker ended before it could answer.
+
+    It was killed, ran out of memory, or lost its machine.
     """
 
 
 class _NotLoadedError(Exception):
-    """A worker ended before it had loaded the model, so no question is the cause."""
+    """An error which says that a worker ended before it had loaded the model.
+
+    So no question is the cause.
+    """
 
 
 class OnRay:
-    """Answers questions with workers on Ray: one for each GPU, or one for each node without GPUs.
+    """An executor that answers questions with workers on a Ray cluster.
 
-    The longest questions come first, and each goes to a worker that is free. If a worker ends, its
-    question is asked again with one method at a time, which needs less memory. If that ends workers
-    too, the answers are recorded as lost.
+    There is one worker for each GPU, or one for each node without GPUs. The longest questions come
+    first, and each goes to a worker that is free. If a worker ends, its question is asked again
+    with one method at a time, which needs less memory. If that ends workers too, the answers are
+    recorded as lost.
 
     Args:
         address: "local", "auto" or the address of a cluster.
@@ -69,7 +74,7 @@ class OnRay:
             raise
 
     def _workers(self, wanted: int | None) -> int:
-        """Return the number of workers.
+        """Return the number of workers that will be started.
 
         Raises:
             InvalidArgumentError: the cluster has no room for `wanted` workers.
@@ -126,7 +131,10 @@ class OnRay:
             self._end(self._busy)  # nobody waits for their answers any more
 
     def _free_places(self) -> int:
-        """Return how many more workers can start; negative if a node with a worker is gone."""
+        """Return the number of workers that can still be started.
+
+        It is negative if a node with a worker is gone.
+        """
         places = sum(_places(node, self._needs) for node in _nodes())
         return min(self._count, places) - len(self._idle) - len(self._busy)
 
@@ -135,7 +143,10 @@ class OnRay:
         return _Worker(actor)
 
     def _wait_for_worker(self) -> "_Worker":
-        """Wait for a worker whose answers are complete, or will never come."""
+        """Wait until a worker is ready, and return it.
+
+        Its answers are complete, or will never come.
+        """
         coming = {worker.answers: worker for worker in self._busy}
         while True:
             complete, _ = _ray().wait(list(coming), num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
@@ -183,7 +194,7 @@ class _Worker:
         self.asked, self.answers = asked, self._actor.records.remote(asked)
 
     def records(self) -> list[Row]:
-        """Wait for the answers to the last question.
+        """Wait for the answers to the last question and return them.
 
         Raises:
             _NotLoadedError: the worker ended before it had loaded the model.
@@ -196,7 +207,7 @@ class _Worker:
         return records
 
     def _wait_for(self, ref: Any, ended: type[Exception]) -> Any:
-        """Wait for the result of a call, or raise the error that the call raised.
+        """Wait for the result of a remote call and return it.
 
         Args:
             ref: the reference to the result.
@@ -225,7 +236,7 @@ class _Worker:
 
 
 class _Answering:
-    """The actor: it loads the model before its first question."""
+    """The remote actor, which loads the model and answers questions with it."""
 
     def __init__(self, load: dict[str, Any], device: str, threads: int) -> None:
         self._load, self._threads = load | {"device": device}, threads

@@ -26,7 +26,7 @@ _MOST_TIMES_POSITIONS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A task on a model, answered by several methods.
+    """A run of a task on a model with several methods.
 
     Args:
         loaded: the model and its tokenizer.
@@ -70,13 +70,18 @@ class Run:
         return short_hash(self._settings())
 
     def keys(self) -> list[Key]:
-        """Return the keys of the answers. Raises the errors of `evaluate`."""
+        """Return the keys of all answers in this run.
+
+        Raises:
+            InvalidArgumentError: the settings give no sample, or one sample twice.
+            MissingDependencyError: the package with the task's data is not installed.
+        """
         return _keys(self._asked(self._samples()))
 
     def evaluate(
         self, folder: Path, on_progress: Progress | None = None, executor: Executor | None = None
     ) -> "Results":
-        """Answer what the folder does not hold yet, and summarise all answers.
+        """Answer all questions that are not answered yet, and return the results.
 
         Answers that were lost to a lack of memory before are tried again.
 
@@ -137,7 +142,7 @@ class Run:
         }
 
     def _require_turns(self, method: Method) -> None:
-        """Check that the method's handling of later questions has an effect.
+        """Check that the task has later questions if the method handles them.
 
         Raises:
             InvalidArgumentError: the task has no later questions.
@@ -147,7 +152,7 @@ class Run:
             raise wrong("turns", problem, "Leave it out, or choose a task such as turns")
 
     def _require_lengths(self) -> None:
-        """Check that prompts are not far longer than the model's positions.
+        """Check that the prompts are not much longer than the model allows.
 
         Slightly longer prompts are allowed, and are recorded as too long.
 
@@ -169,8 +174,9 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Results(RunSummary):
-    """The result of a run: a row per method, setting and cell, see
-    `snapkv_lab.evaluate.summary`.
+    """The result of a run, with a row for each method, setting and cell.
+
+    See `snapkv_lab.evaluate.summary`.
     """
 
     task: Task
@@ -197,7 +203,7 @@ def prepare_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
 
 
 def require_same_policies(methods: Sequence[Method], records: Iterable[Row]) -> None:
-    """Check that stored answers were made by the same policies.
+    """Check that the stored answers were made with the same policies.
 
     Raises:
         InvalidArgumentError: an answer was made by another policy with the same label.
@@ -229,7 +235,7 @@ def _limit_samples(samples: Iterable[Sample], limit: int | None) -> list[Sample]
 
 
 def _require_distinct(turns: Sequence[Sample]) -> None:
-    """Check that there are samples and that their names differ.
+    """Check that there is at least one sample and that all names are different.
 
     Raises:
         InvalidArgumentError: there is no sample, or two samples have one name.
@@ -243,7 +249,7 @@ def _require_distinct(turns: Sequence[Sample]) -> None:
 
 
 def _require_references(turns: Sequence[Sample]) -> None:
-    """Check that every sample has references whose loss can be measured.
+    """Check that every sample has at least one reference.
 
     Raises:
         InvalidArgumentError: a sample has no reference, or an empty one.

@@ -77,12 +77,12 @@ class Sample:
 
     @property
     def turns(self) -> "tuple[Sample, ...]":
-        """The sample itself, and the questions that follow in the same cache."""
+        """All questions of the conversation, starting with the sample itself."""
         return (self,)
 
     @property
     def protection(self) -> "Protection":
-        """The texts of the prompt that are kept whatever their votes."""
+        """The parts of the prompt that must always be kept."""
         from snapkv_app.protection import Protection  # imports torch
 
         return Protection(texts=tuple(self.details.get("protect", ())))
@@ -122,7 +122,10 @@ class Sample:
         return replace(turn.followed_by(tokenizer, rest), answer_start=self.answer_start)
 
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
-        """Return a turn without a chat template, followed by the beginning of the answer."""
+        """Return the text of a turn without a chat template.
+
+        The beginning of the answer follows it.
+        """
         if template == "longbench" and self.chat:
             before, after = turn_markers(tokenizer)
             text = before + text + after
@@ -142,7 +145,7 @@ class Conversation(Sample):
 
 
 def turn_markers(tokenizer: Any) -> tuple[str, str]:
-    """Return the texts before and after a prompt in the paper's LongBench run.
+    """Return the texts before and after a prompt, as in the LongBench run of the paper.
 
     The model's name decides. These are not the templates of the tokenizers: Mistral and Mixtral got
     the bare text, Llama 2 and LWM got brackets without a system message, and Vicuna and LongChat
@@ -160,7 +163,10 @@ def turn_markers(tokenizer: Any) -> tuple[str, str]:
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
-    """Return a hash of the samples' contents, as "sha256:..."."""
+    """Return a hash of the contents of all samples.
+
+    It has the form "sha256:...".
+    """
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(json.dumps(asdict(sample), sort_keys=True).encode())

@@ -120,7 +120,7 @@ class Store:
         return None
 
     def _require_no_other_files(self) -> None:
-        """Check that the folder holds no files of anybody else.
+        """Check that the folder does not contain other files.
 
         Raises:
             InvalidArgumentError: it holds other files and no `run.json`.
@@ -132,7 +132,7 @@ class Store:
             raise wrong("results", problem, "Choose a new or empty folder")
 
     def _write_or_compare_run(self) -> None:
-        """Write `run.json`, or compare the run with the `run.json` that is there.
+        """Write the description of the run, or compare it with the one in the folder.
 
         Raises:
             InvalidArgumentError: it describes another run, or it is missing next to stored answers.
@@ -172,7 +172,10 @@ class RunSummary:
 
     @classmethod
     def of(cls, store: Store, rows: list[Row], **more: Any) -> Self:
-        """Write the summary of a store, and return it with further fields."""
+        """Write the summary of a run and return it.
+
+        `more` are the further fields of the result.
+        """
         unwritten = store.summarise(rows)
         return cls(folder=store.folder, run=store.run, rows=rows, unwritten=unwritten, **more)
 
@@ -189,7 +192,10 @@ def key_fields(key: Key) -> Row:
 
 
 def _differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
-    """Yield every setting in which two runs differ: its dotted name with both values."""
+    """Yield a description of each setting in which two runs differ.
+
+    It has the dotted name of the setting and both values.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         for part in new | old:
             inner = f"{name}.{part}" if name else part

@@ -77,7 +77,7 @@ def _row(records: list[Row], task: Task) -> Row:
 
 
 def _measured(records: Iterable[Row], of: Measure) -> Row:
-    """Return the mean of scores or losses, its interval, and each value by sample."""
+    """Return the mean of the scores or losses, with the confidence interval and all values."""
     values = {each["sample"]: each[of] for each in records if each.get(of) is not None}
     interval = mean_interval([[(list(values.values()), None)]])
     return {
@@ -89,7 +89,7 @@ def _measured(records: Iterable[Row], of: Measure) -> Row:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLine:
-    """The line of one method in a table: its scores by column, and its cost.
+    """One line of a table, with the scores and the costs of a method.
 
     Columns without an answer are in `reasons` and not in `scores`. An interval is None if its
     column has one sample only, and `intervals` is empty if single answers are not known. `mean` and

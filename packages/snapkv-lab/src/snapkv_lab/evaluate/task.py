@@ -32,32 +32,33 @@ class Task(ABC):
     has_turns: ClassVar[bool] = False
 
     def for_model(self, name: str, max_tokens: int | None) -> Self:
-        """Return the task with the settings that depend on the model filled in."""
+        """Return a copy of the task with the settings that depend on the model."""
         del name, max_tokens
         return self
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The parts of the user's files that were not read, one line each."""
+        """A list of warnings about files that could not be read."""
         return ()
 
     @abstractmethod
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Yield the samples, always the same ones in the same order."""
+        """Yield all samples of the task, always in the same order."""
 
     @abstractmethod
     def score(self, sample: Sample, prediction: str) -> float:
-        """Score an answer from 0 to 1."""
+        """Return the score of an answer, which is a number between 0 and 1."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the task's name and settings, ready for JSON."""
+        """Return the name and the settings of the task as a dictionary for JSON."""
         settings = json.dumps({"name": self.name, **asdict(self)}, default=str)
         plain: dict[str, Any] = json.loads(settings)
         return plain
 
     def published(self, model: str) -> dict[str, dict[str, float]]:
-        """Return the scores from 0 to 1 that a paper gives for a model, by method and
-        first axis.
+        """Return the scores that a paper has published for the model.
+
+        They are from 0 to 1, by method and by the value of the first axis.
         """
         del model
         return {}
@@ -98,7 +99,7 @@ same number always gives the same sample.
 def fit_sample(
     build: Build, tokenizer: Any, length: int, *, least: int, most: int, hint: int | None = None
 ) -> tuple[Sample, int] | None:
-    """Find the sample with most parts whose prompt and answer fit into `length` tokens.
+    """Find the largest sample that fits into the given number of tokens.
 
     Args:
         build: makes the sample from a number of parts.
@@ -133,7 +134,9 @@ def fit_sample(
 def fit_samples(
     builds: Iterable[Build], tokenizer: Any, length: int, *, least: int, most: int, what: str
 ) -> Iterator[Sample]:
-    """Yield one sample of `length` tokens for each of `builds`, see `fit_sample`.
+    """Yield the largest samples that fit into the given number of tokens.
+
+    There is one sample for each of `builds`, see `fit_sample`.
 
     Raises:
         InvalidArgumentError: the length has no room for `what`.
@@ -149,11 +152,17 @@ def fit_samples(
 
 
 def needed_tokens(sample: Sample, tokenizer: Any) -> int:
-    """Count the tokens of prompt and answer together, chat template included."""
+    """Return the number of tokens in the prompt and the answer together.
+
+    The chat template is included.
+    """
     prompt = sample.prompt(tokenizer, "tokenizer", "visible")
     return int(prompt.token_ids(tokenizer).shape[1]) + sample.settings.max_new_tokens
 
 
 def even_percents(count: int) -> list[int]:
-    """Return `count` whole percents from 0 to 100 at even distances; [50] for one."""
+    """Return a list of evenly spaced percentages from 0 to 100.
+
+    A single percentage is 50.
+    """
     return [50] if count == 1 else [round(100 * i / (count - 1)) for i in range(count)]

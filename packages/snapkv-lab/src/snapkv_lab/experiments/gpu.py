@@ -220,7 +220,8 @@ def _measured(context: RunContext, cell: Cell) -> Iterator[Row]:
         context.over = f"{seconds_left:.0f} seconds are left"
     if context.over:
         print(
-            f"not measured: {cell.name}: {context.over}; the same command continues", file=sys.stderr
+            f"not measured: {cell.name}: {context.over}; the same command continues",
+            file=sys.stderr,
         )
         return
     started, rows = time.monotonic(), list[Row]()
