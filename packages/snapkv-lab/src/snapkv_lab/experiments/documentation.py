@@ -34,7 +34,10 @@ _MODELS = ("lwm-7b", "longchat-7b", "mistral-7b", "mixtral-8x7b", "command-r-35b
 
 
 def fill_planning_table(page: str) -> str:
-    """Return the page with a new table between its marks: bytes and speed-ups of every model."""
+    """Return the text of the page with an updated table of all models.
+
+    It shows bytes and speed-ups.
+    """
     header = ["model", "weights", "full cache", "compressed", "decoding, at most", "batch of 8"]
     lines = []
     for name in _MODELS:
@@ -63,7 +66,10 @@ _BAR = 0.38
 
 
 def draw_overview(rows: list[Row]) -> "Figure":
-    """Draw the bytes held and the time per token, after a short and a long prompt."""
+    """Draw the figure that compares the bytes and the time per token of two caches.
+
+    It has bars after a short and after a long prompt.
+    """
     from matplotlib import rc_context
 
     timed = [row for row in select_rows(rows, benchmark="decode") if "ms_per_token" in row]

@@ -92,7 +92,10 @@ def _compare(name: str, context: RunContext) -> Iterator[Row]:
 
 
 def load_comparisons() -> dict[str, Results]:
-    """Return the completed comparisons, summarised from their stored answers."""
+    """Return the results of all comparisons that have been completed.
+
+    They are summarised from the stored answers.
+    """
     comparisons = {}
     for name, comparison in COMPARISONS.items():
         folder, task = FOLDER / name, comparison.task()
@@ -161,7 +164,7 @@ STUDIES: dict[str, Study] = {
 
 
 def _study(name: str, context: RunContext) -> Iterator[Row]:
-    """Yield a row that describes the run of a study, then its rows."""
+    """Yield a description of the study, followed by its rows."""
     findings = STUDIES[name].measure(
         context.loaded, Path("snapkv-results") / "studies" / name, _say
     )

@@ -29,14 +29,14 @@ from snapkv_lab.rows import Row, RowFile, read_rows, select_rows, write_rows
 
 
 class Size(NamedTuple):
-    """A parameter with two values: for stored rows, and for a small run that only prints."""
+    """A parameter that has one value for stored results and another for small runs."""
 
     full: Any
     small: Any
 
 
 class RunContext(SimpleNamespace):
-    """The settings of a run. The experiment's parameters are further attributes.
+    """The settings of a run, including the parameters of the experiment.
 
     Attributes:
         parts: names of the parts to measure.
@@ -56,25 +56,31 @@ class RunContext(SimpleNamespace):
 
     @functools.cached_property
     def loaded(self) -> LoadedModel:
-        """The model and its tokenizer, which are loaded at the first use."""
+        """The model and its tokenizer. They are loaded when they are used for the first time."""
         return load(self.model, dtype=self.dtype)
 
     def documents(self, tokens: int, count: int = 1) -> list[NeedlePrompt]:
-        """Return `count` prompts of `tokens` tokens with a magic number in each."""
+        """Return a list of prompts with the given number of tokens.
+
+        Each has a magic number in it.
+        """
         return make_documents(self.loaded.tokenizer, prompt_tokens=tokens, count=count)
 
     @property
     def is_stored(self) -> bool:
-        """Whether the rows are stored in `docs/results`, and not only printed."""
+        """Whether the results of the run are stored in the documentation.
+
+        Other results are only printed.
+        """
         return not self.small and self.of_model in (None, self.model)
 
     def prompt(self, tokens: int) -> list[int]:
-        """Return the token ids of a prompt with `tokens` tokens."""
+        """Return the token ids of a prompt with the given number of tokens."""
         return self.documents(tokens)[0].prompt_ids
 
 
 def describe_run(context: RunContext) -> Row:
-    """Return the description of model and machine that is added to rows."""
+    """Return a description of the model and the machine, which is added to the rows."""
     return {"model": context.loaded.description(), "environment": describe_environment()}
 
 
@@ -122,7 +128,7 @@ class Experiment:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of the parts that can be measured by themselves."""
+        """The names of all parts of the experiment."""
         return tuple(self.measure) if isinstance(self.measure, Mapping) else ()
 
     @property
@@ -136,13 +142,13 @@ class Experiment:
         return RESULTS / "tables" / f"{self.name}.md"
 
     def results(self) -> Any:
-        """Return what the page shows: by default all stored rows."""
+        """Return the results that are shown on the page. By default, these are all stored rows."""
         if self.load is not None:
             return self.load()
         return read_rows(self.rows) if self.rows.exists() else []
 
     def render(self, rows: Any) -> str:
-        """Return the page as Markdown."""
+        """Return the contents of the page as Markdown."""
         origin = f"Made by `python -m snapkv_lab.experiments {self.name}`. {self.origin(rows)}."
         if callable(self.tables):
             parts = self.tables(rows)
@@ -151,7 +157,7 @@ class Experiment:
         return "\n\n".join([f"# {self.title}", origin, *parts]) + "\n"
 
     def context(self, **parameters: Any) -> RunContext:
-        """Return the settings of a run, with defaults for all that are not given."""
+        """Return the settings of a run, with default values for all missing parameters."""
         small = parameters.get("small", False)
         own = {
             name: each[small] if isinstance(each, Size) else each
@@ -160,7 +166,10 @@ class Experiment:
         return RunContext(**{"parts": self.parts, "started": time.monotonic(), **own, **parameters})
 
     def measure_rows(self, context: RunContext) -> Iterator[Row]:
-        """Measure all parts, and yield their rows. Each row is also printed to standard error."""
+        """Run the measurements of all parts and yield the rows.
+
+        Each row is also printed to standard error.
+        """
         for part in context.parts or ("",):
             yield from self._measure_part(context, part)
 
@@ -198,7 +207,10 @@ class Experiment:
             file.add(*rows)
 
     def remaining(self, context: RunContext, part: str) -> Iterator[Any]:
-        """Yield the cases of a part that lack rows; another process may store some meanwhile."""
+        """Yield the cases that have not been measured yet.
+
+        Another process may store some meanwhile.
+        """
         assert self.cases is not None
         for case in self.cases(context, part):
             fields = self._part_fields(part) | {"text": case.name}
@@ -209,7 +221,7 @@ class Experiment:
         return {self.part_key: part} if part else {}
 
     def store(self, context: RunContext) -> None:
-        """Measure all parts, and replace the rows of each part when it is complete."""
+        """Run the measurements and store the results of each part when it is complete."""
         for part in context.parts or ("",):
             rows = list(self._measure_part(context, part))
             if self.cases is None and self.load is None:  # other rows are stored already
@@ -229,7 +241,10 @@ class Experiment:
         self.page.write_text(self.render(self.results()), encoding="utf-8")
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
-        """Run the command: measure and store the rows, then draw figures and write the page."""
+        """Run the experiment from the command line.
+
+        It measures and stores the rows, draws figures, and writes the page.
+        """
         options = vars(self._parser().parse_args(arguments))
         render = options.pop("render", False)
         options["parts"] = options.get("parts") or self.parts
@@ -283,7 +298,7 @@ class Experiment:
 
 
 def load_experiments() -> dict[str, Experiment]:
-    """Return every experiment by its name.
+    """Return a dictionary of all experiments by name.
 
     Without the plugin for vLLM, experiments that need it are left out.
     """

@@ -54,12 +54,15 @@ def _device(context: RunContext) -> torch.device:
 
 
 def _device_name(context: RunContext) -> str:
-    """Return the name that distinguishes rows of several devices in one file."""
+    """Return the name of the device, which is used to distinguish the rows of different devices."""
     return str(describe_environment(_device(context))["processor"])
 
 
 def _model(context: RunContext, shape: str) -> Any:
-    """Return the model of a shape; only one is held, because a second may not fit."""
+    """Return the model with the given shape.
+
+    Only one is held, because a second may not fit.
+    """
     if context.model_held is None or context.model_held[0] != shape:
         context.model_held = None
         options = {"device": _device(context), "layers": context.layers or None}
@@ -69,7 +72,7 @@ def _model(context: RunContext, shape: str) -> Any:
 
 
 def _caches(budget: int) -> dict[str, Contender]:
-    """Return the contenders by their names in rows."""
+    """Return a dictionary of all contenders by name."""
     snapkv, default = SnapKV(budget), default_policy(budget)
     declared = (
         ("full", FullCache(), None),
@@ -90,7 +93,10 @@ def _caches(budget: int) -> dict[str, Contender]:
 
 
 def _token(context: RunContext, batch: int, length: int, name: str) -> Iterator[Row]:
-    """Measure the time from one token of `generate` to the next, without the first three."""
+    """Measure the time that is needed to generate one token.
+
+    The first three tokens are left out.
+    """
     contender = _caches(context.budget)[name]
     decoder = Decoder(contender, _model(context, context.shape), batch, length)
     if name == "transformers-static":
@@ -111,7 +117,7 @@ def _token(context: RunContext, batch: int, length: int, name: str) -> Iterator[
 
 
 def _reading(context: RunContext, length: int) -> Iterator[Row]:
-    """Measure what compression adds to the time to read a prompt."""
+    """Measure the time that is needed to read a prompt with each cache."""
     caches = _caches(context.budget)
     names = ("transformers", "snapkv", "adakv", "snapkv int4", "default", "default K8V4")
     contenders = [caches[name] for name in names]
@@ -123,7 +129,10 @@ def _reading(context: RunContext, length: int) -> Iterator[Row]:
 
 
 def _long_reading(context: RunContext, length: int) -> Iterator[Row]:
-    """Read a prompt of the paper's 7B multi-head shape in pieces, and measure the peak memory."""
+    """Measure the time and the peak memory that are needed to read a very long prompt.
+
+    The model has the paper's 7B multi-head shape, and the prompt is read in pieces.
+    """
     layers = LayerByLayer(chunk_tokens=context.chunk_tokens)
     contender = replace(_caches(context.budget)["snapkv"], prefill=layers)
     bench = PrefillBench(
@@ -135,7 +144,10 @@ def _long_reading(context: RunContext, length: int) -> Iterator[Row]:
 
 
 def _same_as_on_a_cpu(context: RunContext, name: str) -> Iterator[Row]:
-    """Compare a small float32 model with a CPU: how many kept tokens agree, and the logits."""
+    """Compare the results of a small model on the GPU with the results on the CPU.
+
+    The row says how many kept tokens agree, and how much the logits differ.
+    """
     policy: Policy = SnapKV(context.budget)
     if name != "int4":
         policy = AdaKV(policy) if name == "adakv" else default_policy(context.budget)
@@ -159,7 +171,10 @@ def _same_as_on_a_cpu(context: RunContext, name: str) -> Iterator[Row]:
 def _small_model(
     device: torch.device, ids: Tensor, policy: Policy, bits: str | None
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the kept tokens of every head, padded with -1, and the logits of a decode step."""
+    """Return the kept tokens of every head, and the logits of a decode step.
+
+    The tokens are padded with -1.
+    """
     options: dict[str, Any] = {"dtype": torch.float32, "layers": 2}
     model: Any = random_model("smollm2-135m", device=torch.device("cpu"), **options)
     model = model.to(device)
@@ -171,9 +186,10 @@ def _small_model(
 
 
 class Cell(NamedTuple):
-    """A measurement that is stored at once, and takes about `seconds` on a large GPU.
+    """A single measurement, whose rows are stored together.
 
-    Its name is unique among the rows of a part and a device.
+    It takes about `seconds` on a large GPU. Its name is unique among the rows of a part and a
+    device.
     """
 
     name: str
@@ -211,7 +227,7 @@ cell, and its arguments.
 
 
 def _measured(context: RunContext, cell: Cell) -> Iterator[Row]:
-    """Yield the rows of a cell, or one row that says how it failed.
+    """Yield the rows of a single measurement, or a row which says that it failed.
 
     Nothing is yielded if too little time is left for the cell.
     """

@@ -55,7 +55,7 @@ class Kvpress:
         policy: SnapKV | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Check that the interpreter exists.
+        """Check that the Python interpreter exists.
 
         Raises:
             InvalidArgumentError: there is no such file.
@@ -85,16 +85,22 @@ class Kvpress:
         self._process = None
 
     def read(self, ids: Tensor) -> float:
-        """Read a prompt, (B, N) int64, into a new cache; return the milliseconds to its logits."""
+        """Read a prompt into a new cache and return the time in milliseconds.
+
+        Args:
+            ids: the prompt, (B, N) int64.
+        """
         kept = ids.shape[1] if self._policy is None else self._policy.budget
         return float(self.ask(do="read", ids=ids.tolist(), kept_tokens=kept)["ms"])
 
     def __call__(self, tokens: int = 1) -> float:
-        """Generate greedily after the last prompt, and return the milliseconds per token."""
+        """Generate tokens after the last prompt and return the time per token in milliseconds."""
         return float(self.ask(do="decode", tokens=tokens)["ms"]) / tokens
 
     def ask(self, **question: Any) -> Row:
-        """Call a method of the worker, named by "do", and return its answer.
+        """Send a request to the worker process and return its answer.
+
+        "do" names a method of the worker, and the other fields are its arguments.
 
         Raises:
             InvalidArgumentError: the method failed, or the process ended.
@@ -125,7 +131,7 @@ class Kvpress:
         return self._process
 
     def _describe_end(self) -> str:
-        """Describe how the process ended."""
+        """Return a description of how the process ended."""
         status = self._process.wait()
         self._output.seek(0)
         lines = self._output.read().strip().splitlines() or ["nothing"]

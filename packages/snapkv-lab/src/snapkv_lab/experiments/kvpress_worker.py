@@ -30,7 +30,7 @@ Answer = dict[str, Any]
 
 
 class Worker:
-    """A model and a cache, which kvpress compresses or which is full.
+    """A model with a cache that can be compressed by kvpress.
 
     `model` is a folder, and `options` are its dtype and attn_implementation. `press` has
     window_size and kernel_size; None for a full cache.
@@ -48,7 +48,7 @@ class Worker:
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
 
     def versions(self) -> Answer:
-        """Return the versions of the software."""
+        """Return the versions of the installed packages."""
         return {
             "kvpress": version("kvpress"),
             "transformers": transformers.__version__,
@@ -56,7 +56,7 @@ class Worker:
         }
 
     def read(self, ids: list[list[int]], kept_tokens: int) -> Answer:
-        """Read a prompt into a new cache, of which `kept_tokens` are kept."""
+        """Read a prompt into a new cache and keep the given number of tokens."""
         prompt = torch.tensor(ids, device=self._device)
         press = self._make_press(prompt.shape[1], kept_tokens)
         hooks = contextlib.nullcontext() if press is None else press(self._model)
@@ -91,7 +91,7 @@ class Worker:
     def compress(
         self, ids: list[list[int]], press: str | None, ratio: float, bits: int | None
     ) -> Answer:
-        """Read a prompt with a press and its defaults, or into a quantized cache.
+        """Read a prompt and compress its cache with a press, or store it in a few bits.
 
         `ratio` is the share of the tokens that the press drops.
         """
@@ -112,8 +112,9 @@ class Worker:
         return {"held_bytes": sum(map(_bytes, held))}
 
     def answer(self, between: list[int], answer: list[int]) -> Answer:
-        """Feed the right answer to a copy of the cache; return whether each token is right, and its
-        loss.
+        """Compute the loss of the right answer with a copy of the cache.
+
+        It also returns whether each token is the most likely one.
         """
         fed = torch.tensor([between + answer[:-1]], device=self._device)
         positions = torch.arange(self._seen, self._seen + fed.shape[1], device=self._device)[None]
@@ -126,15 +127,17 @@ class Worker:
         return {"likeliest": (logits.argmax(-1) == right).tolist(), "losses": losses.tolist()}
 
     def _make_press(self, length: int, kept_tokens: int) -> SnapKVPress | None:
-        """Return the press. Its ratio is a little lower, so that rounding down keeps
-        enough tokens.
+        """Return a press that keeps the given number of tokens, or None if there is nothing to
+        drop.
+
+        Its ratio is a little lower, so that rounding down keeps enough tokens.
         """
         if self._press is None or kept_tokens >= length:
             return None
         return SnapKVPress(1 - (kept_tokens + 0.5) / length, **self._press)
 
     def _measure_time(self, work: Callable[[], Any]) -> Answer:
-        """Run some work; return its time and how many tokens are kept after it."""
+        """Run a function and return the time that it took, with the number of kept tokens."""
         self._synchronize()
         started = time.perf_counter()
         work()

@@ -43,7 +43,7 @@ _EXAMPLES = (
 
 
 class DocumentQuestion(NamedTuple):
-    """A question about several documents, and how its answer must continue."""
+    """A question about several documents and its right answer."""
 
     documents: Sequence[str]
     question: str
@@ -72,7 +72,7 @@ def module_text(name: str) -> str:
 
 
 class Way(NamedTuple):
-    """A way to store a document: what is kept of it, and in which bits."""
+    """A way to store a document, with a policy and the number of bits."""
 
     name: str
     policy: Policy
@@ -80,7 +80,7 @@ class Way(NamedTuple):
 
 
 class JoinMethod(NamedTuple):
-    """How the documents of a question get into a cache.
+    """A method for loading the documents of a question into a cache.
 
     Attributes:
         name: the name in tables.
@@ -131,12 +131,18 @@ class Shelf:
         self._files: dict[tuple[str, str], Path] = {}
 
     def ids(self, *texts: str) -> Tensor:
-        """Return the tokens of all texts, (1, T) int64."""
+        """Return the token ids of all texts.
+
+        They are (1, T) int64.
+        """
         own = (token for text in texts for token in token_ids(self.loaded.tokenizer, text))
         return torch.tensor([list(own)])
 
     def file(self, text: str, way: Way) -> Path:
-        """Return the file of a document, which is read and saved first if necessary."""
+        """Return the path of the file in which a document is stored.
+
+        The document is read and saved first if necessary.
+        """
         key = (text, way.name)
         if key not in self._files:
             path = self.folder / f"{len(self._files)}"
@@ -146,7 +152,7 @@ class Shelf:
         return self._files[key]
 
     def _read(self, ids: Tensor, way: Way) -> CompressedCache:
-        """Read a document after the prefix.
+        """Read a document that follows the prefix, and return its cache.
 
         All heads keep the prefix, so that they hold equally many of its tokens.
         """
@@ -275,7 +281,7 @@ def _tables(rows: list[Row]) -> Iterator[str]:
 
 
 def _answers(asked: Sequence[Row]) -> Iterable[Row]:
-    """Return one row per method, with the medians and means over its answers."""
+    """Return a row for each method, with the average of all answers."""
     right_in_full = [row for row in asked if row["answers"][_FULL.name]["right"]]
     full = [row["answers"][_FULL.name]["seconds"] for row in asked]
     for name in asked[0]["answers"]:

@@ -29,7 +29,7 @@ SEED, QUESTIONS, OPENINGS, SETTLING_SECONDS = 19, 100, 5, 3
 
 
 def rows_by_size(context: RunContext) -> Iterator[Row]:
-    """Yield one row per size of the library."""
+    """Yield a row for each size of the library."""
     corpus, tokenizer = load_corpus("squad"), context.loaded.tokenizer
     model = _small_model(len(tokenizer))
     chosen = random.Random(SEED).sample(list(corpus.questions), QUESTIONS)
@@ -57,7 +57,10 @@ def rows_by_size(context: RunContext) -> Iterator[Row]:
 
 
 def _searched(folder: str, questions: Sequence[str]) -> Row:
-    """Return the times to find documents: right after adding, in a new `Library`, and later."""
+    """Measure the time that is needed to find a document in the library.
+
+    The first search follows the adding of documents, others use a new `Library`.
+    """
     first = _seconds(lambda: Library(folder).search(questions[0]))
     time.sleep(SETTLING_SECONDS)
     opened = [_seconds(lambda: Library(folder).search(questions[0])) for _ in range(OPENINGS)]

@@ -39,8 +39,9 @@ class InterleavedTimings:
         return iter(self.runs)
 
     def samples(self, name: Any, clock: str = "wall_ms") -> list[float]:
-        """Return the milliseconds of every round: "wall_ms", or "cpu_ms" of all threads
-        together.
+        """Return a list of the times in milliseconds, one for each round.
+
+        "wall_ms" is the time by the clock, and "cpu_ms" that of all threads together.
         """
         return [getattr(run, clock) for run in self.runs[name]]
 
@@ -60,7 +61,7 @@ def _timed(work: Callable[[], Any]) -> TimeSpent:
 
 
 def run_in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function of a module in a new process, and return its result.
+    """Run a function in a new process and return its result.
 
     This is for measurements of peak memory. Arguments and result are passed as JSON. Linux only.
     """

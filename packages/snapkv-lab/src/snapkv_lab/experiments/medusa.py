@@ -28,7 +28,7 @@ PLAIN, MEDUSA = "plain, full cache", "Medusa, full cache"
 
 
 class Decoded(NamedTuple):
-    """A generated text, and the time that its tokens after the first took."""
+    """The generated text and the time per token."""
 
     tokens: tuple[int, ...]
     ms_per_token: float
@@ -37,7 +37,7 @@ class Decoded(NamedTuple):
 
 
 class Clock(TextStreamer):
-    """A streamer that records when tokens arrive."""
+    """A streamer that records the time at which each token is generated."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -48,15 +48,21 @@ class Clock(TextStreamer):
         self.counts.append(value.numel())
 
     def end(self) -> None:
-        """Do nothing at the end of the text."""
+        """Do nothing when the text ends."""
 
     def ms_per_token(self) -> float:
-        """Return the milliseconds per token after the first step; the prompt is put first."""
+        """Return the time per token in milliseconds, without the first token.
+
+        The prompt is put first.
+        """
         return 1000 * (self.times[-1] - self.times[1]) / sum(self.counts[2:])
 
 
 class DraftContender(NamedTuple):
-    """A cache and a way to decode. The text must equal that of the contender `like`."""
+    """A combination of a cache and a way to generate text with it.
+
+    The text must equal that of the contender `like`.
+    """
 
     name: str
     policy: Policy
@@ -65,7 +71,10 @@ class DraftContender(NamedTuple):
 
 
 def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[DraftContender]:
-    """Return the three contenders of Figure 9, and plain decoding with SnapKV."""
+    """Return a list of the contenders that are shown in Figure 9 of the paper.
+
+    Plain decoding with SnapKV is added.
+    """
     full, kept = FullCache(), SnapKV(budget, window_size=16, kernel_size=13)
     compressed, medusa = "plain, SnapKV", Medusa(load_heads(heads, loaded.model))
     return [
@@ -77,7 +86,7 @@ def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[DraftConten
 
 
 def _measure(dtype: str, context: RunContext) -> Iterator[Row]:
-    """Yield one row per contender and length."""
+    """Yield a row for each contender and each length."""
     same = str(context.loaded.model.dtype) == f"torch.{dtype}"
     loaded = context.loaded if same else load(context.model, dtype=dtype)
     everyone = contenders(loaded, context.budget, context.heads)
@@ -95,7 +104,10 @@ def _measure(dtype: str, context: RunContext) -> Iterator[Row]:
 
 
 def _prompt(loaded: LoadedModel, length: int) -> Tensor:
-    """Return a prompt of `length` tokens, (1, length) int64: essays and a question about them."""
+    """Return the token ids of a prompt with the given length.
+
+    The prompt has essays and a question about them, (1, length) int64.
+    """
     tokenizer = loaded.tokenizer
     frame = question_prompt(tokenizer, "", QUESTION).token_ids(tokenizer).shape[1]
     text = tokenizer.decode(token_ids(tokenizer, load_haystack().text)[: length - frame])
@@ -114,7 +126,7 @@ def _decoded(loaded: LoadedModel, one: DraftContender, ids: Tensor, tokens: int)
 
 
 def require_same_texts(everyone: Sequence[DraftContender], runs: dict[str, list[Decoded]]) -> None:
-    """Check that drafts did not change any text, since its time would not count.
+    """Check that all contenders generate the same text as they would without drafts.
 
     Raises:
         AssertionError: a contender gave another text than the one it must equal.

@@ -37,7 +37,7 @@ class Listing:
     make_lines: Callable[[list[Row]], Iterable[Any]] = iter
 
     def parts(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Yield the heading and the table as Markdown."""
+        """Yield the heading and the table in Markdown format."""
         own = select_rows(rows, **self.where) if self.where else list(rows)
         if own:
             if self.title:
@@ -63,7 +63,7 @@ def refresh_tables(text: str, tables: Path) -> str:
 
 
 def _copy_table(where: str, source: list[list[str]], shown: list[list[str]], keys: int) -> str:
-    """Return those columns and lines of `source` that the table `shown` has.
+    """Return a copy of the table with the columns and the lines that are shown.
 
     Args:
         where: the mark of the table, for error messages.
@@ -86,7 +86,7 @@ def _copy_table(where: str, source: list[list[str]], shown: list[list[str]], key
 def _find_line(
     where: str, lines: list[list[str]], places: list[int], first: list[str]
 ) -> list[str]:
-    """Return the line that begins with the cells `first`.
+    """Return the line of the table that begins with the given cells.
 
     Raises:
         ValueError: no line or several lines begin with them.

@@ -72,7 +72,7 @@ def _cells(rows: list[Row]) -> Iterator[Row]:
 
 
 def _alone(own: Row, other: Row) -> tuple[int, int]:
-    """Count the parts that only `own`, and that only `other` has right.
+    """Count the parts of the answers that only one of the two methods has right.
 
     Parts that the full cache has wrong are left out.
     """

@@ -48,7 +48,7 @@ CODES: dict[str, Any] = {
 
 
 def _ways(counts: dict[str, int]) -> list[Ours]:
-    """Return each named method, with each of its first `count` entries of `CODES`."""
+    """Return a list of the named methods, with a number of different storages for each."""
     return [
         Ours(name, POLICIES[name], bits, codes)
         for name, count in counts.items()
@@ -68,7 +68,10 @@ SETTINGS = {
 
 
 def _texts(context: RunContext, setting: str) -> Iterable[QuestionedText]:
-    """Return texts of all kinds; in the setting "long-tailed" only needles, which have a tail."""
+    """Return the texts for the given setting.
+
+    In the setting "long-tailed" they are needles whose questions have a tail.
+    """
     if setting == "long-tailed":
         make, indices = TextMaker(context.loaded.tokenizer), range(FIRST, FIRST + context.rounds)
         return (make.needles(context.tokens, index, tail=TAIL) for index in indices)

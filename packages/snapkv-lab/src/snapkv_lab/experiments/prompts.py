@@ -35,14 +35,17 @@ _QUESTION = (
 
 
 class NeedlePrompt(NamedTuple):
-    """A prompt of exactly the requested length, and the digits that it asks for."""
+    """A prompt with the requested number of tokens and the right answer."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
 
 
 def make_documents(tokenizer: Any, *, prompt_tokens: int, count: int = 1) -> list[NeedlePrompt]:
-    """Hide one number in each of `count` stretches of the haystack, at different depths."""
+    """Return a list of long texts in which a number is hidden.
+
+    The depth of the number differs from text to text.
+    """
     text = load_haystack().text
     return [_make_document(tokenizer, text, prompt_tokens, index) for index in range(count)]
 
@@ -61,7 +64,10 @@ def _make_document(tokenizer: Any, text: str, prompt_tokens: int, index: int) ->
 
 
 def cut_stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
-    """Return `tokens` tokens of the text, starting at the beginning of a drawn sentence."""
+    """Return a random part of the text with the given number of tokens.
+
+    It starts at the beginning of a sentence.
+    """
     characters = tokens * CHARACTERS_PER_TOKEN
     start = text.index(". ", draw.randrange(len(text) - 2 * characters)) + 2
     ids = token_ids(tokenizer, text[start : start + characters])
@@ -70,7 +76,7 @@ def cut_stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> 
 
 
 class Quote(NamedTuple):
-    """The beginning of a sentence as a question, and how the sentence continues.
+    """The beginning of a sentence and how the sentence continues.
 
     `depth` is the place of the sentence, as a fraction of its document.
     """
@@ -134,7 +140,7 @@ def _tensor(model: Any, ids: Sequence[int]) -> Tensor:
 def read_prompt(
     model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = 64
 ) -> RecordedPrompt:
-    """Read a prompt with the full cache, and record it with its last queries."""
+    """Read a prompt with the full cache and record the last queries."""
     recorder = RecordingPolicy(recorded_queries=recorded_queries)
     return record_prompt(model, _tensor(model, prompt_ids), recorder)
 
@@ -148,7 +154,7 @@ def read_prompt_twice(
 
 
 def greedy_decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None]:
-    """Return a function that decodes one greedy token after a prompt."""
+    """Return a function that generates the next token each time it is called."""
     token: Tensor = prompt.last_logits[:, -1:].argmax(dim=-1)
 
     def step() -> None:
@@ -160,6 +166,9 @@ def greedy_decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[
 
 
 def generate_greedily(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[int]:
-    """Return exactly `tokens` greedy tokens after a prompt, for which the cache is."""
+    """Generate the given number of tokens after a prompt.
+
+    The cache must be that of the prompt.
+    """
     generated = generate_tokens(model, _tensor(model, ids), cache, tokens)
     return generated[0, len(ids) :].tolist()

@@ -30,7 +30,7 @@ Ask = Callable[[list[int]], tuple[list[int], CompressedCache]]
 
 
 def _measure(context: RunContext) -> Iterator[Row]:
-    """Yield the answers of all contenders, then a conversation turn by turn."""
+    """Yield the answers of all contenders, followed by the turns of a conversation."""
     loaded, haystack = context.loaded, load_haystack()
     for number in range(context.count):
         start = len(haystack.pieces) * number // context.count
@@ -44,7 +44,7 @@ def _measure(context: RunContext) -> Iterator[Row]:
 
 
 def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]) -> Iterator[Row]:
-    """Yield a row for every contender, budget and question."""
+    """Yield a row for each contender, each budget and each question."""
     contenders: list[tuple[str, int | None]] = [(FULL, None)]
     contenders += [(name, budget) for budget in budgets for name in NAMES if name != FULL]
     for name, budget in contenders:
@@ -98,7 +98,7 @@ def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None)
 
 
 class _Watched(CompressedCache):
-    """A cache that records the most bytes that all of its layers held together."""
+    """A cache that records the maximum number of bytes held by all layers."""
 
     most_bytes = 0
 
@@ -110,7 +110,10 @@ class _Watched(CompressedCache):
 
 
 def _turns(context: RunContext, text: str) -> Iterator[Row]:
-    """Yield a row per turn of a conversation with recall: what the device and the host hold."""
+    """Yield a row for each turn of a conversation that uses recall.
+
+    It says what the device and the host hold.
+    """
     model, (budget, new_tokens, tokens) = context.loaded.model, context.turned
     quoted = quoted_document(context.loaded.tokenizer, text, tokens=tokens, questions=5)
     policy = SnapKV(budget, window_size=16, kernel_size=13)
@@ -137,7 +140,10 @@ def _turns(context: RunContext, text: str) -> Iterator[Row]:
 
 
 def cap_bytes(row: Row) -> int:
-    """Return the limit for a turn: the budget, the new tokens, and one layer of all tokens."""
+    """Return the maximum number of bytes that a turn may hold.
+
+    It is the sum of the budget, the new tokens, and one layer of all tokens.
+    """
     per_token, tokens = row["bytes_per_token"], row["budget"] + row["new_tokens"]
     staged = row["prompt_tokens"] * per_token // row["layers"]
     return int(tokens * per_token + staged)
@@ -161,7 +167,7 @@ def _means(rows: list[Row]) -> Iterable[Row]:
 
 
 def right_share(rows: Sequence[Row], contender: str, budget: int | None) -> float:
-    """Return the share of right answers of one contender with one budget."""
+    """Return the fraction of right answers for one contender and one budget."""
     return fmean(row["right"] for row in select_rows(rows, contender=contender, budget=budget))
 
 

@@ -17,7 +17,7 @@ RESULTS = ROOT / "docs" / "results" if CHECKOUT else Path("snapkv-results")
 
 
 def describe_environment(device: torch.device | None = None) -> Row:
-    """Return the commit, the software and the machine of a measurement."""
+    """Return a description of the software and the machine, with the commit."""
     return {
         "commit": git("rev-parse", "--short=10", "HEAD"),
         "changed_files": len(git("status", "--porcelain", "--", "packages").splitlines()),

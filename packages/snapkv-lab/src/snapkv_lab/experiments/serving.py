@@ -41,7 +41,10 @@ DTYPE = torch.bfloat16 if _HAS_AVX512 else torch.float32
 
 
 class Engine:
-    """vLLM that works step by step with a pool of blocks; without a budget it is stock vLLM."""
+    """A vLLM engine that is run step by step.
+
+    It has a pool of blocks. Without a budget it is stock vLLM.
+    """
 
     def __init__(
         self,
@@ -117,7 +120,10 @@ class Engine:
 def _warm_engines(
     context: RunContext, blocks: int, prompt: list[int], **more: dict[str, Any]
 ) -> Iterator[dict[str, Engine]]:
-    """Open stock vLLM, the plugin, and further engines by their options; all are warmed up."""
+    """Start all engines and warm them up.
+
+    These are stock vLLM, the plugin, and further engines by their options.
+    """
     options = {"stock": {"budget": None}, "snapkv": {"budget": context.budget}} | more
     engines = {name: Engine(context, blocks=blocks, **own) for name, own in options.items()}
     for engine in engines.values():
@@ -134,7 +140,10 @@ def _describe_run(context: RunContext) -> Row:
 
 
 def _reading(context: RunContext) -> Iterator[Row]:
-    """Time prompts up to their first tokens, each alone, with both engines in turns."""
+    """Measure the time until the first token of each prompt.
+
+    Each prompt is sent alone, and the engines take turns.
+    """
     documents = context.documents(context.prompt_tokens, context.requests)
     prompts = [document.prompt_ids for document in documents]
     tokens = context.prompt_tokens + context.new_tokens
@@ -163,7 +172,10 @@ def _read(engine: Engine, prompts: list[list[int]]) -> Callable[[], object]:
 
 
 def _speed(context: RunContext) -> Iterator[Row]:
-    """Send the same requests to every engine in turns; all pools have equally many bytes."""
+    """Measure the time that each engine needs to answer the same requests.
+
+    The engines take turns, and all pools have equally many bytes.
+    """
     documents = context.documents(context.prompt_tokens, context.requests)
     prompts = [document.prompt_ids for document in documents]
     budgets = {"stock": None, "snapkv": context.budget}
@@ -193,7 +205,10 @@ def _speed(context: RunContext) -> Iterator[Row]:
 
 
 def _questions(context: RunContext) -> Iterator[Row]:
-    """Ask questions about one text one after the other; only the first reads the text."""
+    """Measure the time to answer several questions about the same text.
+
+    Only the first question reads the text.
+    """
     document = quoted_document(
         context.loaded.tokenizer,
         load_haystack().text,
@@ -255,7 +270,7 @@ _MEDIANS = ("seconds", "prefill_seconds", "decode_seconds", "decode_steps", "mos
 
 
 def _median_rows(rows: list[Row]) -> Iterable[Row]:
-    """Return for each engine its first row, with the medians over all rounds."""
+    """Return a row for each engine, with the median of all rounds."""
     for own in group_rows(rows, "engine").values():
         yield own[0] | {key: median(row[key] for row in own) for key in (*_MEDIANS, "needles")}
 

@@ -27,7 +27,10 @@ _WARMUP_TOKENS = 64
 
 
 def contenders(budget: int) -> dict[str, Contender]:
-    """Return three caches by label: transformers' own, snapkv with all tokens, and SnapKV."""
+    """Return a dictionary of the three caches that are compared.
+
+    They are transformers' own cache, snapkv with all tokens, and SnapKV.
+    """
     caches = (
         transformers_contender("transformers"),
         compressed_contender("full", FullCache()),
@@ -38,7 +41,10 @@ def contenders(budget: int) -> dict[str, Contender]:
 
 @torch.inference_mode()
 def _decoding(context: RunContext) -> Iterator[Row]:
-    """Yield the times per token, then the ratios of the long prompt to the short one."""
+    """Yield the time per token for each cache, followed by the ratios.
+
+    The ratios compare the long prompt with the short one.
+    """
     steps, rows = {}, {}
     for tokens in context.decode_behind:
         prompt = read_prompt(context.loaded.model, context.prompt(tokens))
@@ -68,7 +74,7 @@ def _decoding(context: RunContext) -> Iterator[Row]:
 
 
 def _peaks(context: RunContext) -> Iterator[Row]:
-    """Yield one row per cache, each measured in its own process."""
+    """Yield a row for each cache, which is measured in its own process."""
     for name in contenders(context.budget):
         yield run_in_own_process(
             peak_of_reading, context.model, name, context.peak_length, context.budget
@@ -151,7 +157,10 @@ SPEED = Experiment(
 
 @torch.inference_mode()
 def _by_default(context: RunContext) -> Iterator[Row]:
-    """Compare the default of `ask` with the full cache: the first token, then later tokens."""
+    """Compare the default settings with the full cache.
+
+    Each row has the time of the first token, then that of later tokens.
+    """
     policies = {"default": default_policy(AUTO), "full": FullCache()}
     for tokens in context.lengths:
         prompt = read_prompt(context.loaded.model, context.prompt(tokens))

@@ -44,7 +44,7 @@ SEED = 7
 
 @dataclass(frozen=True, kw_only=True)
 class TextQuestion:
-    """One question about a text, and its right answer.
+    """A question about a text, with the right answer.
 
     The question is read with the text before the cache is compressed. A hidden question is read
     after that, between the text and the answer.
@@ -69,7 +69,10 @@ class TextQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionedText:
-    """A text and the questions about it; the name is unique in an experiment."""
+    """A text with a list of questions about it.
+
+    The name is unique in an experiment.
+    """
 
     name: str
     ids: Sequence[int]
@@ -77,7 +80,10 @@ class QuestionedText:
 
 
 class TextMaker:
-    """Makes texts for one tokenizer; equal arguments give equal texts."""
+    """An object that makes texts and questions for one tokenizer.
+
+    Equal arguments give equal texts.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -120,7 +126,7 @@ class TextMaker:
         return hay
 
     def lines(self, tokens: int, index: int, questions: int) -> QuestionedText:
-        """Make a record of numbered lines, with questions about some of them."""
+        """Return a list of numbered lines, with questions about some of them."""
         name = f"lines/{tokens}/{index}"
         shape = {"lengths": (tokens,), "positions": 1, "samples_each": 1, "examples": 3}
         task = Lines(**shape, cloze=True, seed=SEED + index)
@@ -153,7 +159,7 @@ class TextMaker:
         return QuestionedText(name=name, ids=self._encode(context), cases=cases)
 
     def quotes(self, tokens: int, index: int, questions: int) -> QuestionedText:
-        """Make a natural text whose sentences are quoted and must be continued."""
+        """Return a text and some of its sentences that must be completed."""
         name = f"quotes/{tokens}/{index}"
         draw, source = random.Random(f"{SEED}/{name}"), self._prose[index % 2]
         document, shape = None, {"tokens": tokens, "questions": questions, "answer_tokens": 8}
@@ -165,14 +171,19 @@ class TextMaker:
         return QuestionedText(name=name, ids=document.ids, cases=cases)
 
     def prose(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
-        """Make a natural text that continues, for its loss: essays and Python's manual in turn."""
+        """Return a text and its continuation, for which only the loss is measured.
+
+        Essays and Python's manual take turns.
+        """
         name = f"prose/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         ids = cut_stretch(self._tokenizer, self._prose[index % 2], tokens + answer_tokens, draw)
         return self._make_continuation(name, ids, answer_tokens)
 
     def code(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
-        """Make a part of a file of Python's standard library that continues, for its loss."""
+        """Return a part of a Python file and its continuation, for which only the loss is
+        measured.
+        """
         name = f"code/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         library = sorted(Path(random.__file__).parent.glob("*.py"))
@@ -218,7 +229,10 @@ def make_texts(context: Any, first: int) -> Iterator[QuestionedText]:
 
 
 def only_answerable(texts: Iterable[QuestionedText]) -> Iterator[QuestionedText]:
-    """Yield the texts whose answers can be right; prose and code only have a loss."""
+    """Yield only the texts with questions that have a right answer.
+
+    Prose and code only have a loss.
+    """
     return (text for text in texts if any(case.parts for case in text.cases))
 
 
@@ -247,9 +261,10 @@ def _squad() -> list[Question]:
 
 
 class ReadText:
-    """A text that a model has read with the full cache; questions are read after copies of it.
+    """A text that was read with the full cache, so that questions about it can be asked.
 
-    The model must have full attention in every layer, as the demo model has.
+    Each question is read after a copy of the cache. The model must have full attention in every
+    layer, as the demo model has.
     """
 
     def __init__(self, model: Any, context_ids: Sequence[int]) -> None:
@@ -258,7 +273,7 @@ class ReadText:
         self.prompt = self._read(self._cache, context_ids)
 
     def asked(self, question_ids: Sequence[int]) -> RecordedPrompt:
-        """Return the text and a question after it as one prompt."""
+        """Return the text followed by a question, as a single prompt."""
         if not question_ids:
             return self.prompt
         read = self._read(copy.copy(self._cache), question_ids)
@@ -281,7 +296,13 @@ class ReadText:
 
 @dataclass(frozen=True)
 class AskedPrompt:
-    """A prompt to compress, its tokens, (1, T) int64, and the cases whose answers follow it."""
+    """A prompt that will be compressed, with the questions that follow it.
+
+    Attributes:
+        prompt: the prompt.
+        ids: its tokens, (1, T) int64.
+        cases: the questions.
+    """
 
     prompt: RecordedPrompt
     ids: Tensor
@@ -316,7 +337,7 @@ def asked_prompts(read: ReadText, text: QuestionedText, setting: str) -> Iterato
 
 @torch.inference_mode()
 def score_answer(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuestion) -> Row:
-    """Feed the right answer of a case to a cache, and score what the model predicts.
+    """Compute the score of the right answer to a question with the given cache.
 
     Methods that evict at every step read the answer token by token. Other methods read the tokens
     between prompt and answer, and the answer, in one pass. The cache is used up.
@@ -347,7 +368,11 @@ def score_answer(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuest
 
 
 def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
-    """Read tokens in one pass, and return the logits after each of them, (1, N, V)."""
+    """Read the tokens and return the logits after each of them.
+
+    Returns:
+        (1, N, V).
+    """
     cache.expect_tokens(ids)
     logits: Tensor = model(ids, past_key_values=cache).logits
     return logits
@@ -359,7 +384,7 @@ def question_rows(
     setting: str,
     answers: Callable[[AskedPrompt], Iterable[list[Row]]],
 ) -> Iterator[Row]:
-    """Yield a row for every question about a text: the answers of the full cache and of others.
+    """Yield a row for each question about a text, with the answers of all methods.
 
     If the full cache has no part of an answer right, the question says nothing about other methods,
     and they are not asked.
@@ -388,23 +413,29 @@ def question_rows(
 
 
 def list_answers(rows: Iterable[Row]) -> list[Row]:
-    """Return every answer in the rows of `question_rows`, with its row as the field "of"."""
+    """Return a list of all answers in the rows.
+
+    Each answer has its row as the field "of".
+    """
     return [{**answer, "of": row} for row in rows for answer in row.get("answers", ())]
 
 
 class Count(NamedTuple):
-    """A number of right answers, out of `of` answers."""
+    """The number of right answers and the number of all answers."""
 
     right: int
     of: int
 
     @property
     def share(self) -> float:
-        """The share of right answers."""
+        """The fraction of answers that are right."""
         return self.right / self.of if self.of else 0.0
 
     def interval(self) -> tuple[float, float]:
-        """Return Wilson's interval at 95 percent; without answers, 0 to 1."""
+        """Return the Wilson score interval at the 95 percent level.
+
+        It is 0 to 1 without answers.
+        """
         if not self.of:
             return 0.0, 1.0
         z = 1.96
@@ -415,7 +446,7 @@ class Count(NamedTuple):
         return max(low / scale, 0.0), min(high / scale, 1.0)
 
     def __str__(self) -> str:
-        """Return a text such as "0.50 of 10 (0.24 to 0.76)"."""
+        """Return the count as text, such as "0.50 of 10 (0.24 to 0.76)"."""
         low, high = self.interval()
         return f"{self.share:.2f} of {self.of} ({low:.2f} to {high:.2f})"
 
@@ -432,6 +463,6 @@ def count_right(answers: Iterable[Row]) -> Count:
 
 
 def mean_loss_above(answers: Iterable[Row]) -> float:
-    """Return the mean loss per token minus that of the full cache."""
+    """Return the difference between the mean loss of the answers and that of the full cache."""
     pairs = ((row["nll"], row["of"]["full"]["nll"]) for row in answers)
     return fmean(own - full for own, full in pairs if full is not None)

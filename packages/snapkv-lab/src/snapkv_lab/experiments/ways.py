@@ -57,9 +57,10 @@ of this many quantized numbers.
 
 
 class Ours(NamedTuple):
-    """A policy of snapkv, which is made from a budget, and how keys and values are stored.
+    """A policy from snapkv and the way in which keys and values are stored.
 
-    `codes` is the name of the storage in rows, if an experiment compares several.
+    The policy is made from a budget. `codes` is the name of the storage in rows, if an experiment
+    compares several.
     """
 
     name: str
@@ -69,7 +70,11 @@ class Ours(NamedTuple):
 
 
 class Theirs(NamedTuple):
-    """A press of kvpress, or None, and the bits of its quantized cache, or None."""
+    """A press from kvpress, which may be combined with a quantized cache.
+
+    `press` is its name, or None to keep all tokens. `bits` is the number of bits of the cache, or
+    None.
+    """
 
     name: str
     press: str | None = None
@@ -103,7 +108,10 @@ POLICIES: dict[str, Callable[[Any], Policy]] = {
 
 
 def ours(*names: str) -> list[Ours]:
-    """Return the named `POLICIES`, with keys and values stored as the model computes them."""
+    """Return a list of the named policies, without quantization.
+
+    The names are keys of `POLICIES`.
+    """
     return [Ours(name, POLICIES[name]) for name in names]
 
 
@@ -119,19 +127,19 @@ class Setting(NamedTuple):
 
     @property
     def compared(self) -> list[tuple[Way, Any, float]]:
-        """Every way with the name and the value of its share."""
+        """A list of all ways, with the name and the value of the share for each."""
         pairs = [(way, *share) for share in self.shares.items() for way in self.ways]
         return [*pairs, *((way, 1.0, 1.0) for way in self.unpruned)]
 
 
 def percent_of_bytes(share: float, tokens: int) -> str:
-    """Return the budget that holds `share` of the bytes of the full cache."""
+    """Return the budget as a percentage of the bytes that the full cache has."""
     del tokens
     return f"{100 * share:g}%"
 
 
 def share_held(way: Ours, report: Any) -> Row:
-    """Return the share of the full cache's bytes that a compressed cache holds."""
+    """Return the fraction of the bytes that the compressed cache holds."""
     del way
     return {"held": round(report.held_bytes / report.full_bytes, 4)}
 
@@ -153,13 +161,16 @@ class Answers:
     sizes: Callable[[Ours, Any], Row] = share_held
 
     def of(self, setting: Setting, asked: AskedPrompt) -> Iterator[list[Row]]:
-        """Yield the rows of each way of a setting: a list with one row for every case."""
+        """Yield the answers for each way in the setting.
+
+        The answers of a way are a list with one row for every case.
+        """
         for way, name, share in setting.compared:
             yield [{"share": name} | row for row in self.rows(way, share, asked)]
 
     @torch.inference_mode()
     def rows(self, way: Way, share: float, asked: AskedPrompt) -> list[Row]:
-        """Compress the prompt in one way, and return a row for every case.
+        """Compress the prompt in one way, and return a row for each question.
 
         Each row has the method, the size of its cache, and the fields of `texts.score_answer`.
         """
@@ -201,7 +212,7 @@ def _answer(theirs: Kvpress, case: TextQuestion) -> Row:
 def compare_ways(
     settings: Mapping[str, Setting], context: RunContext, text: QuestionedText, **how: Any
 ) -> Iterator[Row]:
-    """Yield the rows of all questions about a text in these settings.
+    """Yield the rows of all questions about a text in the given settings.
 
     Args:
         settings: what is compared, by the name of the setting.
@@ -225,7 +236,10 @@ def compare_ways(
 
 
 def group_answers(rows: list[Row]) -> Iterator[Row]:
-    """Group the answers by method, storage, share and setting: one group per table cell."""
+    """Group the answers by method and setting, so that each group is a cell of the table.
+
+    The groups also differ by storage and share.
+    """
     names = ("method", "codes", "share", "setting")
     groups = group_rows(
         list_answers(rows),
@@ -236,5 +250,5 @@ def group_answers(rows: list[Row]) -> Iterator[Row]:
 
 
 def right_cell(cell: Row) -> str:
-    """Return the text of a cell: its right answers, and the loss above the full cache's."""
+    """Return the text for a cell of the table, with the number of right answers and the loss."""
     return f"{count_right(cell['answers'])}, {mean_loss_above(cell['answers']):+.2f}"

@@ -101,8 +101,9 @@ class Instructions(HaystackTask):
         )
 
     def _text(self, tokenizer: Any, tokens: int, draw: random.Random) -> str:
-        """Return `tokens` tokens of the haystack from a drawn place on; after its end it is
-        repeated.
+        """Return a part of the haystack with the given number of tokens.
+
+        It begins at a random place. After the end of the haystack it continues at its beginning.
         """
         source, characters = self.text.text, tokens * CHARACTERS_PER_TOKEN
         start = draw.randrange(len(source))

@@ -107,7 +107,10 @@ class Lines(Task):
 
     @property
     def _settings(self) -> GenerationSettings:
-        """The published 100 tokens, or fewer if the prompt shows how an answer ends."""
+        """The settings for generating the answer.
+
+        They allow the published 100 tokens, or fewer if the prompt shows how an answer ends.
+        """
         if self.cloze:
             return GenerationSettings(max_new_tokens=_DIGITS + 3, stop_strings=(">",))
         return GenerationSettings(max_new_tokens=100, stop_strings=(_END,) if self.examples else ())

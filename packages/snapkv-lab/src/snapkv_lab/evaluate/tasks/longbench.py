@@ -71,7 +71,7 @@ class LongBench(Task):
         require_choice("code_similarity", self.code_similarity, ("difflib", "levenshtein"))
 
     def for_model(self, name: str, max_tokens: int | None) -> Self:
-        """Return the task with the length that prompts are cut to for this model."""
+        """Return a copy of the task with the maximum length of prompts for this model."""
         if self.max_prompt_tokens is not None:
             return self
         return replace(self, max_prompt_tokens=max_prompt_tokens(name, max_tokens))
@@ -82,13 +82,16 @@ class LongBench(Task):
             yield from self._samples(tokenizer, data, data_set)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return the best score over the right answers, by the set's metric."""
+        """Return the best score of the prediction over all right answers."""
         data_set = SETS[str(sample.cell["dataset"])]
         classes = sample.details["classes"]
         return data_set.score(prediction, sample.references, classes, self.code_similarity)
 
     def published(self, model: str) -> dict[str, dict[str, float]]:
-        """Return the scores of the paper's Table 1, which has none for LongBench-E."""
+        """Return the scores that the paper has published for the model.
+
+        They are those of Table 1, which has none for LongBench-E.
+        """
         by_method = {} if self.extended else _PUBLISHED["published"].get(_model_key(model), {})
         return {
             method: {name: score / 100 for name, score in zip(SETS, scores, strict=True)}
@@ -132,7 +135,7 @@ class LongBench(Task):
 
 
 def max_prompt_tokens(model: str, max_tokens: int | None) -> int | None:
-    """Return the length that prompts are cut to, or None for no limit.
+    """Return the maximum number of tokens in a prompt, or None if there is no limit.
 
     It is the published number if there is one; else the model's positions minus room for an answer.
 
@@ -175,9 +178,10 @@ def cut_middle(
 
 
 def _start_of(question: str, tail: str) -> int:
-    """Return where `question` begins in a text that ends with it, or 0 if the text is shorter.
+    """Return the index at which the question begins in a text that ends with it.
 
-    White space is not compared, because a tokenizer decodes it differently after other text.
+    It is 0 if the text is shorter than the question. White space is not compared, because a
+    tokenizer decodes it differently after other text.
     """
     letters = sum(not character.isspace() for character in question)
     place = len(tail)
@@ -194,7 +198,10 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """One English or code set of LongBench, as `longbench.toml` describes it."""
+    """One of the data sets in LongBench, in English or with code.
+
+    The file `longbench.toml` describes them.
+    """
 
     name: str
     category: str
@@ -204,7 +211,10 @@ class DataSet:
 
     @property
     def chat(self) -> bool:
-        """Whether a chat template wraps its prompt; it does not for few-shot and code prompts."""
+        """Whether the prompt is wrapped in a chat template.
+
+        Few-shot and code prompts are not.
+        """
         return self.category not in ("few-shot learning", "code")
 
     @property
@@ -260,12 +270,12 @@ def choose_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
 
 
 def prompt_format(data_set: DataSet) -> tuple[str, str]:
-    """Return the published prompt of a set: the texts before and after the document.
+    """Return the published prompt of a data set as two texts.
 
-    The second text contains ``{input}``. The prompt is read from the installed lm-eval. The task
-    files of 0.4.13 hold 10 of the 16 prompts as they were published; the other six lost an empty
-    line or their end, which is restored. A prompt is only used if its hash is that of the published
-    one.
+    The first comes before the document and the second after it, with ``{input}`` in it. The prompt
+    is read from the installed lm-eval. The task files of 0.4.13 hold 10 of the 16 prompts as they
+    were published; the other six lost an empty line or their end, which is restored. A prompt is
+    only used if its hash is that of the published one.
 
     Raises:
         MissingDependencyError: lm-eval is not installed, or has another prompt.
@@ -289,14 +299,16 @@ def prompt_format(data_set: DataSet) -> tuple[str, str]:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A safe loader of YAML that reads lm-eval's `!function` as a plain name."""
+    """A YAML loader that reads the tag `!function` as a string."""
 
 
 _PlainLoader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
 
 
 def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
-    """Read the rows of a set in the file's order: context, input, answers, length, all_classes.
+    """Read the rows of a data set in the order of the file.
+
+    Each row has context, input, answers, length and all_classes.
 
     Args:
         data: the archive, or a folder that holds the ``.jsonl`` files directly or in a folder
@@ -314,7 +326,9 @@ def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
 
 
 def hub_archive() -> Path:
-    """Return the path of LongBench's `data.zip`, which is downloaded if it is not cached.
+    """Download the archive of LongBench from the hub and return its path.
+
+    It is not downloaded again if it is in the cache.
 
     Raises:
         DocumentError: the download failed.
@@ -335,7 +349,7 @@ def hub_archive() -> Path:
 
 
 def _lines(folder: Path, name: str) -> Iterable[bytes]:
-    """Return the lines of a file in a folder.
+    """Return the lines of a file in the given folder.
 
     Raises:
         DocumentError: there is no such file.
@@ -347,7 +361,7 @@ def _lines(folder: Path, name: str) -> Iterable[bytes]:
 
 
 def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
-    """Return the lines of a file in an archive.
+    """Return the lines of a file in the given archive.
 
     Raises:
         DocumentError: the archive is damaged, or has no such file.

@@ -98,7 +98,10 @@ class Needle(HaystackTask):
             yield self._sample(tokenizer, length, depth, order)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return 1 if the number is in the answer; for the sandwich, the share of its words."""
+        """Return the score of an answer, which is a number between 0 and 1.
+
+        It is 1 if the number is in the answer; for the sandwich, it is the share of its words.
+        """
         if self.variant == "magic-number":
             return float(sample.references[0] in prediction)
         right, predicted = (_words(text) for text in (sample.references[0], prediction))
@@ -140,7 +143,9 @@ class Needle(HaystackTask):
 
 
 def _cut_beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
-    """Return the first tokens of the text, which is repeated if it is too short.
+    """Return the given number of tokens from the beginning of the text.
+
+    The text is repeated if it is too short.
 
     Raises:
         InvalidArgumentError: `tokens` is below 1, or the tokenizer knows no part of the text.
@@ -159,7 +164,7 @@ def _cut_beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
 
 
 def _find_sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
-    """Return the last place up to `most` after the end of a sentence.
+    """Return the position after the last sentence that ends before the given position.
 
     If no sentence ends before `most`, return 0; in a text without sentences, return `most`.
     """

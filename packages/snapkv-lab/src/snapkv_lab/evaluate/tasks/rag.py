@@ -52,7 +52,7 @@ _POSITIONS = ("beginning", "middle", "end")
 
 @dataclass(frozen=True, kw_only=True)
 class RagTask(Task):
-    """Questions over many documents.
+    """A task with questions about many documents.
 
     Args:
         documents: how many there are, those that answer the question included.
@@ -99,7 +99,7 @@ class RagCitation(RagTask):
             yield self._sample(index, question, documents)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return the F1 of the cited numbers."""
+        """Return the F1 score of the numbers that the answer cites."""
         right, predicted = set(map(int, sample.references)), cited_numbers(prediction)
         return 2 * len(right & predicted) / (len(right) + len(predicted))
 
@@ -125,7 +125,7 @@ class RagCitation(RagTask):
 
 
 def cited_numbers(text: str) -> set[int]:
-    """Return the numbers of documents that an answer gives.
+    """Return the numbers of the documents that are cited in the text.
 
     These are numbers in square brackets, with or without the word document before them: [3],
     [3][7], [3, 7], [documents 3 and 7]. A bracket need not be closed. If no bracket has a number,
@@ -141,12 +141,12 @@ def cited_numbers(text: str) -> set[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class PhraseTask(RagTask):
-    """Questions that a phrase in the documents answers."""
+    """A task with questions that can be answered by a phrase from the documents."""
 
     metric: ClassVar[str] = "accuracy"
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return 1 if the prediction contains a right answer."""
+        """Return 1 if the prediction contains one of the right answers, and 0 if it does not."""
         return float(contains_phrase(prediction, sample.references))
 
 
@@ -257,7 +257,7 @@ class RagPipeline(PhraseTask):
 
 
 def _require_documents(documents: int, found: int) -> None:
-    """Check that there are enough documents.
+    """Check that there are enough documents for the prompt.
 
     Raises:
         InvalidArgumentError: fewer than `documents` were found.
@@ -268,9 +268,9 @@ def _require_documents(documents: int, found: int) -> None:
 
 
 def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
-    """Return `count` rows in an order drawn from the seed.
+    """Return a random selection of the questions.
 
-    With a larger count the list begins with the same rows.
+    With a larger count the list begins with the same questions.
 
     Raises:
         InvalidArgumentError: there are fewer than `count` rows.
@@ -310,7 +310,7 @@ def phrase_questions(questions: Iterable[Question]) -> list[Question]:
 def phrase_sample(
     name: str, cell: Cell, passages: Iterable[Passage], question: str, answers: tuple[str, ...]
 ) -> Sample:
-    """Make a sample whose question is answered by a phrase of the passages."""
+    """Return a sample for a question that can be answered by a phrase from the passages."""
     return Sample(
         name=name,
         cell=cell,
@@ -346,7 +346,7 @@ def contains_phrase(text: str | Passage, phrases: Iterable[str]) -> bool:
 
 
 def _place_gold(row: Question, documents: int, position: str) -> list[Passage]:
-    """Return `documents` documents, with those that answer the question at the position.
+    """Return a list of documents in which the right ones are at the given position.
 
     Raises:
         InvalidArgumentError: the question has too few or too many documents.
@@ -365,11 +365,11 @@ _REMEDY = "Correct or delete the line"
 
 
 def read_rows(path: Path) -> list[Question]:
-    """Read a file in the form of Lost in the Middle; blank lines are skipped.
+    """Read the questions from a file in the format of Lost in the Middle.
 
-    Liu et al. (2023) published one JSON object per line: ``question``, ``answers`` and ``ctxs``,
-    which are documents with ``title``, ``text``, ``isgold`` (it answers the question) and
-    ``hasanswer`` (it contains an answer).
+    Blank lines are skipped. Liu et al. (2023) published one JSON object per line: ``question``,
+    ``answers`` and ``ctxs``, which are documents with ``title``, ``text``, ``isgold`` (it answers
+    the question) and ``hasanswer`` (it contains an answer).
 
     Raises:
         DocumentError: the file cannot be read, or a line has another form.
@@ -386,7 +386,7 @@ def read_rows(path: Path) -> list[Question]:
 
 
 def _parse_question(record: Row, path: Path, name: str) -> Question:
-    """Turn a record of the file into a question.
+    """Convert a record from the file to a question.
 
     Raises:
         DocumentError: a document has another form, or none answers the question.

@@ -58,7 +58,14 @@ _PATIENCE = 20
 
 @dataclass(frozen=True, kw_only=True)
 class PuzzleRequest:
-    """The puzzle to make: its length, its number, its seed, and the words of the essay."""
+    """A request for a puzzle, which describes its length and its random seed.
+
+    Attributes:
+        length: the tokens of prompt and answer.
+        index: the number of the puzzle.
+        seed: the random seed.
+        essay: the words of the essay.
+    """
 
     length: int
     index: int
@@ -68,7 +75,7 @@ class PuzzleRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Puzzle:
-    """A prompt in parts, and what a right answer contains."""
+    """The parts of a prompt, with the texts that a right answer contains."""
 
     context: str
     question: str
@@ -76,9 +83,9 @@ class Puzzle:
     references: tuple[str, ...]
 
     def after_example(self, example: "Puzzle", answer: str, gap: str) -> "Puzzle":
-        """Return the puzzle after a worked example, whose solution is `answer`.
+        """Return a copy of the puzzle that follows a solved example.
 
-        `gap` is the text between the two.
+        `answer` is the solution of the example, and `gap` is the text between the two.
         """
         solved = f"{example.context}{example.question} {example.answer_start}{answer}{gap}"
         return Puzzle(**vars(self) | {"context": solved + self.context})
@@ -86,11 +93,11 @@ class Puzzle:
 
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """Makes the puzzles of one task, with any number of parts from `least` to `most()`.
+    """An object that makes the puzzles of one task.
 
-    Where possible, a puzzle of another size has the same answer. An answer has at most `new_tokens`
-    tokens. Its score is the share of references that it contains, or with `any_reference`, whether
-    it contains one.
+    A puzzle has any number of parts from `least` to `most()`. Where possible, a puzzle of another
+    size has the same answer. An answer has at most `new_tokens` tokens. Its score is the share of
+    references that it contains, or with `any_reference`, whether it contains one.
     """
 
     draw: Callable[[PuzzleRequest, int, random.Random], Puzzle]
@@ -100,7 +107,7 @@ class Generator:
     any_reference: bool = False
 
     def puzzle(self, wanted: PuzzleRequest, parts: int) -> Puzzle:
-        """Make a puzzle; equal arguments give equal puzzles."""
+        """Return the puzzle for a request. The same request always gives the same puzzle."""
         return self.draw(wanted, parts, random.Random(wanted.seed))
 
 
@@ -113,7 +120,9 @@ def _needles(
     values: int = 1,
     queries: int = 1,
 ) -> Generator:
-    """Make the generator of a niah task, which hides values under keys.
+    """Return the generator of a task that hides values in a long text.
+
+    Each value is hidden with a key that is asked for.
 
     Args:
         haystack: what they are hidden in: repeated noise, an essay, or other needles.
@@ -176,9 +185,10 @@ def _draw_text(kind: Kind, draw: random.Random) -> str:
 
 
 def _in_essay(wanted: PuzzleRequest, count: int, needles: list[str], draw: random.Random) -> str:
-    """Return `count` words of the essay, repeated if necessary, with needles between sentences.
+    """Return a part of the essay with the needles between its sentences.
 
-    The text is also split after abbreviations, since the splits only say where a needle can be put.
+    The part has `count` words and is repeated if necessary. The text is also split after
+    abbreviations, since the splits only say where a needle can be put.
     """
     times, rest = divmod(count, len(wanted.essay))
     text = " ".join([*wanted.essay * times, *wanted.essay[:rest]])
@@ -188,8 +198,9 @@ def _in_essay(wanted: PuzzleRequest, count: int, needles: list[str], draw: rando
 
 
 def _insert(texts: list[str], needles: list[str], places: list[int]) -> list[str]:
-    """Insert a needle before each of `places`, which must be in descending order. Changes
-    `texts`.
+    """Insert each needle into the list of texts at the given place.
+
+    The places must be in descending order. Changes `texts` in place.
     """
     for place, needle in zip(places, needles, strict=True):
         texts.insert(place, needle)
@@ -197,7 +208,10 @@ def _insert(texts: list[str], needles: list[str], places: list[int]) -> list[str
 
 
 def _variable_tracing(_: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
-    """Make a vt puzzle: a chain of assignments in noise, after an example with shorter names."""
+    """Return a puzzle with a chain of variable assignments that are hidden in noise.
+
+    It is the task vt. An example with shorter names comes first.
+    """
     example = _chain(draw, _EXAMPLE_NOISES, letters=3)
     asked = _chain(draw, parts, letters=5)
     return asked.after_example(example, f" {' '.join(example.references)}", "\n\n\n\n")
@@ -226,10 +240,10 @@ def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
 
 
 def _common_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
-    """Make a cwe puzzle: in a numbered list, ten words appear more often than all others.
+    """Return a puzzle with a list in which ten words are more common than all others.
 
-    The prompt contains a worked example with its answers directly after the colon, as in the
-    official suite.
+    It is the task cwe. The prompt contains a worked example with its answers directly after the
+    colon, as in the official suite.
     """
     is_short = wanted.length < _SHORT
     example = _make_word_list(draw, 20, 3, 1) if is_short else _make_word_list(draw, 40, 10, 3)
@@ -238,7 +252,10 @@ def _common_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puz
 
 
 def _make_word_list(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
-    """Make a list of `count` words: common ones appear `often` times, and others `seldom` times."""
+    """Return a puzzle with a random list of words.
+
+    Of `count` words, the common ones appear `often` times, and others `seldom` times.
+    """
     chosen = draw.sample(load_words("noun", "adjective", "verb"), count)
     common, others = chosen[:_COMMON], chosen[_COMMON:]
     entries = common * often + others * seldom
@@ -257,9 +274,10 @@ def _number_words(entries: Iterable[str]) -> str:
 
 
 def _frequent_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
-    """Make an fwe puzzle: the frequency of coded words falls with the square of their rank.
+    """Return a puzzle in which the frequency of a word depends on its rank.
 
-    The text has about `parts` words. Dots are the most frequent, before the three words to find.
+    It is the task fwe: the frequency falls with the square of the rank. The text has about `parts`
+    words. Dots are the most frequent, before the three words to find.
     """
     coded = draw_distinct(
         lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), wanted.length // 50
@@ -284,10 +302,10 @@ def _frequent_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> P
 
 
 def _question_answering(dataset: CorpusName) -> Generator:
-    """Make the generator of a qa task: questions in the order of their file.
+    """Return the generator of a task with questions about documents.
 
-    Each question follows its own documents and `parts` others, of which those that were collected
-    for the question come first.
+    It is one of the tasks qa, with the questions in the order of their file. Each question follows
+    its own documents and `parts` others, and those that were collected for the question come first.
     """
 
     def puzzle(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
@@ -326,7 +344,10 @@ def _question_answering(dataset: CorpusName) -> Generator:
 def _others(
     own: list[int], near: list[int], documents: int, count: int, draw: random.Random
 ) -> list[int]:
-    """Return the places of other documents: first those near the question, then any."""
+    """Return the indices of other documents that do not answer the question.
+
+    Those near the question come first.
+    """
     first = draw.sample(near, min(count, len(near)))
     taken = {*own, *near}
     missing = count - len(first)
@@ -404,7 +425,10 @@ class Ruler(HaystackTask):
             yield from self._cell(tokenizer, task, length, essay)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return the share of references in the answer; for questions, whether any is in it."""
+        """Return the score of an answer, which is a number between 0 and 1.
+
+        It is the share of references in the answer; for questions, whether any is in it.
+        """
         predicted = prediction.lower()
         matches = [reference.lower() in predicted for reference in sample.references]
         if GENERATORS[str(sample.cell["task"])].any_reference:
@@ -414,7 +438,9 @@ class Ruler(HaystackTask):
     def _cell(
         self, tokenizer: Any, task: str, length: int, essay: tuple[str, ...]
     ) -> Iterator[Sample]:
-        """Yield the samples of one task and length, and skip those that cannot fit.
+        """Yield the samples for one task and one length.
+
+        Samples that cannot fit are skipped.
 
         Raises:
             InvalidArgumentError: too many samples in turn do not fit.

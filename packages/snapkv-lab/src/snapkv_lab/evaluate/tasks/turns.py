@@ -50,7 +50,7 @@ class Turns(Task):
         self.require(questions=1, samples_each=1, lengths=1)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Yield the conversations of every length."""
+        """Yield all conversations of the task."""
         for length in self.lengths:
             names = (f"{length}/{index}" for index in range(self.samples_each))
             yield from fit_samples(
@@ -63,12 +63,13 @@ class Turns(Task):
             )
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return 1 if the first number of the answer belongs to the name."""
+        """Return 1 if the first number in the answer is right, and 0 if it is not."""
         return float(re.findall(r"\d+", prediction)[:1] == [sample.references[0]])
 
     def _conversation(self, name: str, length: int, count: int) -> Conversation:
-        """Return the questions about a list of `count` lines; equal arguments give equal
-        questions.
+        """Return a conversation about a list with the given number of lines.
+
+        Equal arguments give equal conversations.
         """
         draw = random.Random(f"{self.seed}/{name}")
         keys = draw_distinct(lambda: draw_word_key(draw), count)
@@ -82,7 +83,7 @@ class Turns(Task):
         return Conversation(**vars(first) | {"context": context}, later=tuple(later))
 
     def _turn(self, name: str, cell: Cell, key: str, value: str) -> Sample:
-        """Return one question without the text."""
+        """Return a single question of a conversation, without the text."""
         cloze = "\n\nThe number of one of the names:\n\n"
         question = f"What is the number of {key}?"
         return Sample(
