@@ -17,9 +17,10 @@ Row = dict[str, Any]
 
 
 class RowFile:
-    """A file of rows that one process at a time can add to.
+    """A file that contains rows of results and that grows when rows are added.
 
-    A run that was stopped can continue with the same file. A last line that was cut off is removed.
+    One process at a time can add rows. A run that was stopped can continue with the same file. A
+    last line that was cut off is removed.
 
     Args:
         path: where the file is or will be; missing folders are made.
@@ -41,7 +42,7 @@ class RowFile:
         self._file.close()
 
     def read(self, fields: Collection[str] = ()) -> list[Row]:
-        """Read all rows, and cut off an incomplete last line in the file.
+        """Read all rows from the file, and remove the last line if it is incomplete.
 
         Args:
             fields: names that each row must have.
@@ -115,7 +116,7 @@ def explain_folder_errors(folder: Path) -> Iterator[None]:
 
 
 def parse_row(path: Path, number: int, line: bytes, names: Collection[str] = ()) -> Row:
-    """Parse one line as a JSON object that has at least the fields in `names`.
+    """Parse a line of JSON and check that it is an object with the given fields.
 
     Args:
         path: the file, for the error message.
@@ -145,24 +146,24 @@ def to_lines(rows: Iterable[Row]) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read the rows of a file, without an incomplete last line."""
+    """Read all rows from the file. An incomplete last line is ignored."""
     complete, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
     return [json.loads(line) for line in complete.splitlines()]
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Replace the contents of a file with these rows."""
+    """Write the rows to the file and replace its previous contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, to_lines(rows))
 
 
 def short_hash(settings: Any, digits: int = 8) -> str:
-    """Return the first digits of a hash of settings, as a short name for them."""
+    """Return a short hash of the settings, which can be used as a name."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:digits]
 
 
 def select_rows(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """Return the rows that have all of these values."""
+    """Return a list of the rows that have all of the given values."""
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
@@ -175,6 +176,6 @@ def group_rows(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any,
 
 
 def mean_value(rows: Sequence[Row], name: str, mean: Any = fmean) -> float | None:
-    """Return the mean of a field over the rows where it is not None, or None if there are none."""
+    """Return the mean value of a field, or None if no row has a value."""
     values = [row[name] for row in rows if row[name] is not None]
     return float(mean(values)) if values else None

@@ -19,7 +19,9 @@ Timed = Callable[[], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Compares the contenders for every batch and length. Ratios are relative to the first one.
+    """The base class of benchmarks that compare caches for different batch sizes and lengths.
+
+    Ratios are relative to the first contender.
 
     Attributes:
         model: the model that reads and decodes.

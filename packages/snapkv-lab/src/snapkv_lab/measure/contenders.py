@@ -62,7 +62,9 @@ class Contender:
         return lambda: measure_time(lambda: self._read(model, ids)).wall_ms
 
     def peak(self, model: PreTrainedModel, ids: Tensor) -> dict[str, int]:
-        """Read a prompt, and return "peak_growth_bytes" at the peak and "held_bytes" after it.
+        """Read a prompt and return the peak memory and the memory that the cache holds.
+
+        These are "peak_growth_bytes" and "held_bytes".
 
         Raises:
             OutOfMemoryError: the prompt does not fit.
@@ -91,7 +93,9 @@ class Contender:
 
 
 class Decoder:
-    """A cache filled as if a prompt of `length` tokens had been read. A call generates tokens.
+    """A cache that is filled with random states, and that generates tokens when it is called.
+
+    It is filled as if a prompt of `length` tokens had been read.
 
     Raises:
         OutOfMemoryError: the cache does not fit.
@@ -108,27 +112,28 @@ class Decoder:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that the cache holds, including room for tokens to come."""
+        """The number of bytes that the cache holds, including the room for more tokens."""
         return cache_bytes(self._cache)
 
     @property
     def read_bytes(self) -> int:
-        """The bytes that attention reads for each token."""
+        """The number of bytes that are read for each generated token."""
         if isinstance(self._cache, CompressedCache):
             return self._cache.report().held_bytes
         return self.held_bytes
 
     @property
     def steps(self) -> str | None:
-        """How decode steps of a compressed cache ran: "one graph", or why they were not
-        captured.
+        """How the decode steps of a compressed cache were run.
+
+        "one graph", or the reason why they were not captured.
         """
         if isinstance(self._cache, CompressedCache):
             return self._cache.report()["steps"]  # type: ignore[no-any-return]
         return None
 
     def __call__(self, tokens: int) -> float:
-        """Generate `tokens` tokens greedily, and return the milliseconds per token."""
+        """Generate the given number of tokens, and return the time per token in milliseconds."""
         with self._contender.prepared(self._model):
             return measure_time(lambda: self._generate(tokens)).wall_ms / tokens
 
@@ -158,7 +163,7 @@ class Decoder:
 
 
 def generate_tokens(model: Any, ids: Tensor, cache: Any, tokens: int, **options: Any) -> Tensor:
-    """Generate exactly `tokens` greedy tokens after a prompt.
+    """Generate exactly the given number of tokens after a prompt.
 
     Args:
         model: the model.
@@ -184,7 +189,7 @@ def generate_tokens(model: Any, ids: Tensor, cache: Any, tokens: int, **options:
 
 
 def compressed_contender(label: str, policy: Policy, *, codes: KVCodes | None = None) -> Contender:
-    """Return the contender of a compressed cache with this policy and storage."""
+    """Return a contender that uses a compressed cache with the given policy."""
 
     def make(model: PreTrainedModel, prompt_tokens: int) -> Cache:
         del prompt_tokens
@@ -194,7 +199,7 @@ def compressed_contender(label: str, policy: Policy, *, codes: KVCodes | None = 
 
 
 def transformers_contender(name: str) -> Contender:
-    """Return the contender of a cache of transformers.
+    """Return a contender that uses one of the caches in transformers.
 
     Raises:
         InvalidArgumentError: `name` is not a key of `FULL_CACHES`.
@@ -219,7 +224,7 @@ FULL_CACHES: dict[str, Callable[[PreTrainedModel, int], Cache]] = {
 
 @torch.no_grad()
 def fill_cache(contender: Contender, model: PreTrainedModel, *, batch: int, tokens: int) -> Cache:
-    """Return a cache as a prompt of `tokens` tokens leaves it, with random keys and values.
+    """Create a cache and fill it with random keys and values for the given number of tokens.
 
     The time of a decode step depends on how many tokens are stored and not on their values. At most
     one layer holds the whole prompt at a time.
@@ -263,7 +268,10 @@ def _end_prompt(
 
 
 def _random_states(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:
-    """Return random states of a layer, (B, Hq, N, D), or (B, Hkv, N, D) for the kind "key".
+    """Return a tensor with random queries or keys for one layer of the model.
+
+    Returns:
+        (B, Hq, N, D), or (B, Hkv, N, D) for the kind "key".
 
     Raises:
         UnsupportedModelError: the model has latent attention.

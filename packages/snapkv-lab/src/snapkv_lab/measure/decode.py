@@ -24,8 +24,9 @@ MOST_REQUESTS = 256
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second that a large copy reads and writes, the best of several
-    copies.
+    """Return the number of bytes per second that can be read and written on the device.
+
+    It is the best of several large copies.
     """
     size = _COPIED_BYTES.get(device.type, 2**28)
     source = torch.ones(size, dtype=torch.uint8, device=device)
@@ -35,7 +36,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def least_ms_per_token(model: PreTrainedModel, cache_bytes: int, bytes_per_second: float) -> float:
-    """Return the milliseconds that reading every weight and `cache_bytes` once takes.
+    """Return the time in milliseconds that is needed to read all weights and the cache once.
 
     Only one row of the embedding is read, unless the output projection shares its matrix.
     """
@@ -48,7 +49,9 @@ def least_ms_per_token(model: PreTrainedModel, cache_bytes: int, bytes_per_secon
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBench(Bench):
-    """Measures how long a token takes after a long prompt. A warm-up round is added to `rounds`.
+    """A benchmark of the time that is needed to generate a token after a long prompt.
+
+    One warm-up round is added to `rounds`.
 
     Attributes:
         tokens: how many tokens are generated in every round.

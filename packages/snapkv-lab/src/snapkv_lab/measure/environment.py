@@ -11,7 +11,7 @@ import snapkv
 
 
 def software_versions() -> dict[str, Any]:
-    """Return the versions of the software that a result depends on."""
+    """Return the versions of the installed packages."""
     return {
         "snapkv": snapkv.__version__,
         "torch": torch.__version__,
@@ -21,7 +21,7 @@ def software_versions() -> dict[str, Any]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Return the software versions and the properties of a device."""
+    """Return a description of the device and the versions of the software."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else processor_name()
     described = software_versions() | {"processor": name, "threads": torch.get_num_threads()}

@@ -17,7 +17,10 @@ live tensors.
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Return the bytes of storage that a cache's layers hold; shared storage is counted once."""
+    """Return the total number of bytes that are held by the layers of a cache.
+
+    Shared storage is counted once.
+    """
     sizes: dict[int, int] = {}
     for layer in cache.layers:
         ours = isinstance(layer, CompressedLayer)
@@ -29,9 +32,10 @@ def cache_bytes(cache: Cache) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors inside a value: a tensor, list, tuple or object of snapkv.
+    """Yield all plain tensors that are contained in a value.
 
-    A quantized tensor gives the tensors that it consists of.
+    The value is a tensor, a list, a tuple or an object of snapkv. A quantized tensor gives the
+    tensors that it consists of.
     """
     if isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
@@ -47,11 +51,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def peak_growth_bytes(work: Callable[[], Any], device: torch.device) -> int:
-    """Run some work, and return how many bytes it held at its peak beyond those held before.
+    """Run a function and return the maximum number of bytes that it uses.
 
-    On CUDA the allocator's tensors are counted. Elsewhere the memory of the whole process is
-    counted, which needs Linux. There the work should run in a process of its own whose allocator
-    returns freed memory (``MALLOC_MMAP_THRESHOLD_=65536``).
+    Bytes that were held before are not counted. On CUDA the allocator's tensors are counted.
+    Elsewhere the memory of the whole process is counted, which needs Linux. There the work should
+    run in a process of its own whose allocator returns freed memory
+    (``MALLOC_MMAP_THRESHOLD_=65536``).
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)

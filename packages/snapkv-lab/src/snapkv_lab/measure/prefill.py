@@ -18,10 +18,13 @@ from snapkv_lab.rows import Row
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBench(Bench):
-    """Measures what reading a prompt costs: one warm-up, then `rounds` turns."""
+    """A benchmark of the time and the memory that are needed to read a prompt.
+
+    One warm-up is added to `rounds`.
+    """
 
     def times(self) -> Iterator[Row]:
-        """Yield one row per batch, length and cache: the time until the logits after the prompt."""
+        """Yield a row with the time to read the prompt, for each batch size, length and cache."""
         for batch, length in itertools.product(self.batches, sorted(self.lengths)):
             yield from self._race(
                 partial(self._row, "prefill", batch=batch, length=length),
@@ -31,7 +34,7 @@ class PrefillBench(Bench):
             )
 
     def peaks(self) -> Iterator[Row]:
-        """Yield one row per batch, length and cache: the bytes at the peak and after the prompt.
+        """Yield a row with the peak memory, for each batch size, length and cache.
 
         If a cache does not fit, longer prompts are not tried with it.
         """

@@ -21,7 +21,7 @@ def random_model(
     layers: int | None = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """Return a model of a published shape with random weights.
+    """Create a model with random weights and the given shape.
 
     Args:
         shape: the name of the shape.
@@ -46,7 +46,7 @@ def random_model(
 
 
 def shape_config(shape: str, layers: int | None = None) -> Any:
-    """Return the configuration of a published shape, with `layers` layers if a number is given.
+    """Return the configuration of a model with the given shape.
 
     Raises:
         InvalidArgumentError: the shape is not known.

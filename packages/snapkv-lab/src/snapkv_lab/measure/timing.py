@@ -11,14 +11,20 @@ T = TypeVar("T")
 
 
 class TimeSpent(NamedTuple):
-    """The time that one run took, by the clock and of all threads together."""
+    """The time that a function took, in milliseconds.
+
+    `wall_ms` is the time by the clock, and `cpu_ms` that of all threads together.
+    """
 
     wall_ms: float
     cpu_ms: float
 
 
 def measure_time(work: Callable[[], Any]) -> TimeSpent:
-    """Run some work and return the time it took. The device is synchronized before and after."""
+    """Run a function and return the time that it took.
+
+    The device is synchronized before and after it.
+    """
     synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
     work()
@@ -29,7 +35,7 @@ def measure_time(work: Callable[[], Any]) -> TimeSpent:
 def run_alternating(
     contenders: Mapping[str, Callable[[], T]], *, rounds: int, warmup_rounds: int
 ) -> dict[str, list[T]]:
-    """Run all contenders in every round, in another order each round.
+    """Run all functions in each round, in a different order each time.
 
     Noise of the machine then affects all of them alike, and the times of one round make a pair. In
     a cycle of rounds each contender also runs after each other one equally often, so that what a
@@ -47,9 +53,10 @@ def run_alternating(
 
 
 def _order(count: int, index: int) -> list[int]:
-    """Return the order of the contenders in a round: 0, 1, -1, 2, -2, ... shifted by `index`.
+    """Return the order in which the contenders are run in the given round.
 
-    If `count` is odd, only two cycles of rounds are balanced; the second cycle is reversed.
+    It is 0, 1, -1, 2, -2, ... shifted by `index`. If `count` is odd, only two cycles of rounds are
+    balanced; the second cycle is reversed.
     """
     zigzag = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(count)]
     order = [(place + index) % count for place in zigzag]
@@ -57,12 +64,15 @@ def _order(count: int, index: int) -> list[int]:
 
 
 def pair_ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Return the ratio of each pair of times."""
+    """Return a list with the ratio of each pair of times."""
     return [one / other for one, other in zip(times, base, strict=True)]
 
 
 def percentiles(values: Sequence[float], digits: int) -> dict[str, float]:
-    """Return the 20th, 50th and 80th percentile as "p20", "p50" and "p80"."""
+    """Return the 20th, 50th and 80th percentile of the values.
+
+    The keys are "p20", "p50" and "p80".
+    """
     cuts = quantiles(values, n=10, method="inclusive")
     return {f"p{10 * cut}": round(cuts[cut - 1], digits) for cut in (2, 5, 8)}
 

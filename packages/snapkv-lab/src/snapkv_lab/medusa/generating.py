@@ -70,7 +70,7 @@ class Medusa:
         epsilon: float = EPSILON,
         delta: float = DELTA,
     ) -> None:
-        """Check the types, and choose the default tree if there is none.
+        """Check the types of the arguments and choose the default tree.
 
         Raises:
             InvalidTypeError: `heads` or `tree` has another type.
@@ -106,7 +106,7 @@ class Medusa:
         streamer: TextStreamer | None = None,
         **model_inputs: Any,
     ) -> Tensor:
-        """Generate text after a prompt. Called by `model.generate`.
+        """Generate text after a prompt. This method is called by `generate`.
 
         Returns:
             (1, T + new tokens) int64, the prompt and the text.
@@ -144,7 +144,7 @@ class Medusa:
         return text
 
     def _steps(self, request: GenerateRequest, stopping_criteria: Any) -> Iterator[Tensor]:
-        """Yield the tokens that every step adds, until a criterion stops the text."""
+        """Yield the new tokens of each step until the text ends."""
         self.tally = tally = Tally()
         with fast_few_rows(request.model), record_last_states(request.model) as states:
             candidates = _Candidates(request, self, states)
@@ -168,13 +168,16 @@ class Medusa:
     def accept(
         self, tree: CandidateTree, tokens: Tensor, logits: Tensor, *, samples: bool
     ) -> list[int]:
-        """Return the accepted nodes of a tree, root first.
+        """Return a list of the nodes in the tree that are accepted.
 
         Args:
             tree: the candidates.
             tokens: (nodes,) int64, the candidate in every node.
             logits: (nodes, V), the logits after every node.
             samples: whether `generate` samples.
+
+        Returns:
+            The nodes, root first.
         """
         if not samples:
             return accept_greedily(tree.paths, tokens.cpu(), logits.argmax(dim=-1).cpu())
@@ -188,7 +191,7 @@ class Medusa:
 
 
 class _Candidates:
-    """The candidates for one text, from the prompt to the last token."""
+    """The candidates for the next tokens of a text."""
 
     def __init__(self, request: GenerateRequest, medusa: Medusa, states: LastStates) -> None:
         self._request, self._medusa, self._states = request, medusa, states
@@ -197,7 +200,10 @@ class _Candidates:
         self._hidden: Tensor
 
     def start(self) -> Tensor:
-        """Read the prompt, and return the (V,) logits after it.
+        """Read the prompt and return the logits for the first token.
+
+        Returns:
+            (V,).
 
         Raises:
             InvalidArgumentError: the last state of the model was not recorded, inside a
@@ -212,7 +218,7 @@ class _Candidates:
         return logits
 
     def verify(self, text: Tensor, most_drafts: int) -> tuple[list[int], int]:
-        """Draft at most `most_drafts` tokens after a text, and verify them in one forward pass.
+        """Draft several tokens and verify them with a single forward pass.
 
         Args:
             text: (N,), whose last token the cache has not seen.
@@ -243,7 +249,11 @@ class _Candidates:
         self._request.cache.keep_among_last(self._nodes, torch.tensor(self._path[:tokens]))
 
     def _candidates(self, text: Tensor, tree: CandidateTree) -> Tensor:
-        """Return (nodes,) int64: the token in every node; the root has the text's last token."""
+        """Return the token in each node of the tree.
+
+        Returns:
+            (nodes,) int64; the root has the text's last token.
+        """
         if not tree.choices:
             return text[-1:]
         guesses = self._medusa.heads.guesses(self._hidden)
@@ -251,7 +261,11 @@ class _Candidates:
         return flat[tree.picks.to(text.device)]
 
     def _read(self, tokens: Tensor, tree: CandidateTree, seen_tokens: int) -> Tensor:
-        """Return (nodes, V): the model's logits after every node."""
+        """Return the logits of the model after each node of the tree.
+
+        Returns:
+            (nodes, V).
+        """
         device = tokens.device
         reading: Any = contextlib.nullcontext()
         if not tree.is_chain:
@@ -269,8 +283,9 @@ class _Candidates:
     def _processed(
         self, text: Tensor, tokens: Tensor, tree: CandidateTree, logits: Tensor
     ) -> Tensor:
-        """Return the logits as `generate` changes them, given the text and the path to
-        every node.
+        """Return the logits after they have been changed by the logits processors.
+
+        The processors see the text and the path to every node.
         """
         rows = []
         for node, seen in enumerate(tree.visible):

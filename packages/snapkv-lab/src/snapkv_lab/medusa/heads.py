@@ -50,7 +50,7 @@ for all further heads.
 
 
 class MedusaHeads(nn.Module):
-    """The heads of one model.
+    """The Medusa heads of a model.
 
     Args:
         weights: (heads, layers, d, d).
@@ -85,7 +85,10 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def untrained(cls, model: Any, num_heads: int) -> "MedusaHeads":
-        """Return heads of zeros, which draft as the model itself does."""
+        """Create heads that have not been trained, whose weights are all zeros.
+
+        They draft the token that the model itself would choose next.
+        """
         shared = output_projection(model)
         d, device = shared.weight.shape[1], device_of(shared)
         weights = torch.zeros(num_heads, 1, d, d, dtype=torch.float32, device=device)
@@ -93,11 +96,18 @@ class MedusaHeads(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        """How many tokens after the next one are drafted."""
+        """The number of tokens that are drafted after the next token."""
         return len(self.weights)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return the input of each head's projection, (..., heads, d), for states (..., d)."""
+        """Return the states that are passed to the output projection of each head.
+
+        Args:
+            hidden: (..., d).
+
+        Returns:
+            (..., heads, d).
+        """
         states = hidden.to(self.weights)[..., None, :].expand(
             *hidden.shape[:-1], self.num_heads, -1
         )
@@ -107,7 +117,14 @@ class MedusaHeads(nn.Module):
         return states
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits of the heads, (..., heads, V), for states (..., d)."""
+        """Return the logits of all heads.
+
+        Args:
+            hidden: (..., d), as `record_last_states` records them.
+
+        Returns:
+            (..., heads, V).
+        """
         states = self.states(hidden)
         if self.projections is not None:
             return torch.einsum("...kd,kvd->...kv", states, self.projections)
@@ -117,27 +134,40 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def guesses(self, hidden: Tensor) -> Tensor:
-        """Return each head's most likely tokens, (..., heads, `HEAD_RANKS`) int64, for states."""
+        """Return the most likely tokens of each head.
+
+        Args:
+            hidden: (..., d).
+
+        Returns:
+            (..., heads, `HEAD_RANKS`) int64.
+        """
         best: Tensor = self(hidden).topk(HEAD_RANKS, dim=-1).indices
         return best
 
 
 class LastStates:
-    """The last input of a model's output projection, (B, N, d) for the N tokens with logits."""
+    """The last states of the model, which are the input of its output projection.
+
+    `value` is (B, N, d) for the N tokens with logits.
+    """
 
     value: Tensor
 
 
 @contextlib.contextmanager
 def record_last_states(model: Any) -> Iterator[LastStates]:
-    """Record the input of the output projection in forward passes of this thread, in this block."""
+    """Record the input of the output projection within this block.
+
+    Only forward passes of this thread are recorded.
+    """
     last = LastStates()
     with noting_inputs(output_projection(model), lambda states: setattr(last, "value", states)):
         yield last
 
 
 def output_projection(model: Any) -> Any:
-    """Return the module that turns states into logits.
+    """Return the module that computes the logits from the last hidden states.
 
     Raises:
         UnsupportedModelError: the model has none.
@@ -187,9 +217,9 @@ def load_heads(source: str, model: Any) -> MedusaHeads:
 
 
 def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: Any) -> None:
-    """Write heads that share the model's output projection, in bfloat16.
+    """Save heads that share the output projection of the model.
 
-    Each file is written completely or not at all.
+    They are written in bfloat16, and each file is written completely or not at all.
 
     Args:
         heads: the heads; `load_heads` reads them back.
@@ -222,7 +252,9 @@ def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: An
 def write_tensors(
     tensors: dict[str, Tensor], path: Path, notes: dict[str, str] | None = None
 ) -> None:
-    """Replace a safetensors file, completely or not at all.
+    """Write a dictionary of tensors to a safetensors file.
+
+    An existing file is replaced, completely or not at all.
 
     Raises:
         OutputError: the file cannot be written.
@@ -236,7 +268,9 @@ def write_tensors(
 
 
 def _folder(source: str) -> Path:
-    """Return the folder of the heads, which is downloaded if `source` is a hub id.
+    """Return the path of the folder that contains the heads.
+
+    It is downloaded if `source` is a hub id.
 
     Raises:
         InvalidArgumentError: there is no such folder.
@@ -276,7 +310,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _count(config: dict[str, Any], name: str, folder: Path) -> int:
-    """Return a positive number from the configuration.
+    """Return a positive integer from the configuration.
 
     Raises:
         InvalidArgumentError: the value is something else.
@@ -289,7 +323,7 @@ def _count(config: dict[str, Any], name: str, folder: Path) -> int:
 
 
 def _tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
-    """Return the tensors of the folder's file, and its path.
+    """Load the tensors from the folder and return them with the path of the file.
 
     Raises:
         InvalidArgumentError: there is no file, or it is damaged or contains more than tensors.
@@ -313,7 +347,7 @@ def _tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
 def _require_tensors(
     tensors: Any, heads: int, layers: int, own: bool, model: Any, path: Path
 ) -> None:
-    """Check that there are exactly the tensors that the configuration announces.
+    """Check that all tensors exist and have the right shape.
 
     Raises:
         InvalidArgumentError: a tensor is missing, unknown or of another shape.

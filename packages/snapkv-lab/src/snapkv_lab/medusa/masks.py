@@ -12,7 +12,7 @@ from snapkv.hf.masks import stored_mask
 
 
 class TreeBranches(Branches):
-    """The branches of a tree that one forward pass reads.
+    """The branches of a tree of tokens that are read in a single forward pass.
 
     Args:
         visible: (Q, Q) bool, which candidates each candidate sees.

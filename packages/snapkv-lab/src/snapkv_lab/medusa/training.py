@@ -99,7 +99,7 @@ QUESTIONS = (
 
 
 class Exchange(NamedTuple):
-    """A prompt and the model's answer, as token ids."""
+    """The token ids of a prompt and of the answer to it."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -128,7 +128,9 @@ def generate_answers(
 def _make_prompts(
     tokenizer: Any, texts: Sequence[str], plan: MedusaTraining
 ) -> list[tuple[int, ...]]:
-    """Cut the texts into passages, shuffle them, and ask a question about each.
+    """Split the texts into passages and return a prompt with a question about each.
+
+    The passages are shuffled.
 
     Raises:
         InvalidArgumentError: the texts have too few passages.
@@ -170,7 +172,7 @@ def _generate_batch(
 
 
 class _States:
-    """The inputs of the model's output projection while it reads its own answers."""
+    """The hidden states of the model when it reads its own answers."""
 
     def __init__(self, model: Any, exchanges: Sequence[Exchange]) -> None:
         self.model, self._exchanges = model, exchanges
@@ -181,7 +183,11 @@ class _States:
 
     @torch.no_grad()
     def states_before(self, place: int) -> Tensor:
-        """Return (N, d): the states before each token of an answer, as in its generation."""
+        """Return the hidden states before each token of an answer.
+
+        Returns:
+            (N, d), as in the generation of the answer.
+        """
         if place in self._held:
             return self._held[place]
         exchange = self._exchanges[place]
@@ -195,10 +201,12 @@ class _States:
         return before
 
     def pairs(self, places: Sequence[int], num_heads: int) -> tuple[Tensor, Tensor]:
-        """Return (N, d) states and (N, heads) int64 labels, which are -100 after the end of an
-        answer.
+        """Return the hidden states and the labels for the given answers.
 
         The state before token i predicts that token, and head k predicts the token k + 1 after it.
+
+        Returns:
+            (N, d) states and (N, heads) int64 labels, which are -100 after the end of an answer.
         """
         states, labels = [], []
         for place in places:
@@ -227,7 +235,7 @@ class _Training:
         self._total = plan.epochs * math.ceil(len(places) / plan.step_answers)
 
     def run(self, progress: Progress) -> MedusaHeads:
-        """Run the remaining steps, and return the trained heads."""
+        """Run the remaining training steps and return the heads."""
         start = self._resume()
         for step, batch in enumerate(self._batches()):
             if step < start:
@@ -265,14 +273,21 @@ class _Training:
         self._optimizer.step()
 
     def _rate(self, step: int) -> float:
-        """Return the share of the learning rate: rising over the first tenth, then a cosine."""
+        """Return the factor of the learning rate for the given step.
+
+        It rises over the first tenth of the steps, and then falls as a cosine.
+        """
         warm = max(1, self._total // 10)
         if step < warm:
             return (step + 1) / warm
         return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self._total - warm)))
 
     def _tokens(self, step: int) -> Tensor:
-        """Return (T,) int64: the tokens that the softmax of this step runs over."""
+        """Return the tokens that are used to compute the loss of the given step.
+
+        Returns:
+            (T,) int64.
+        """
         seen, V = self._states.tokens, output_projection(self._states.model).weight.shape[0]
         generator = torch.Generator().manual_seed(self._plan.seed + step)
         others = torch.randint(0, V, (OTHER_TOKENS,), generator=generator)
@@ -305,7 +320,11 @@ class _Training:
 def measure_accuracies(
     heads: MedusaHeads, states: _States, places: Sequence[int], progress: Progress
 ) -> tuple[tuple[float, ...], ...]:
-    """Return for each head how often its choice of each rank up to `HEAD_RANKS` is right."""
+    """Measure the accuracy of each head on the given answers.
+
+    Returns:
+        For each head, how often its choice of each rank up to `HEAD_RANKS` is right.
+    """
     hits = heads.weights.new_zeros(heads.num_heads, HEAD_RANKS, dtype=torch.float32)
     counted = hits.new_zeros(heads.num_heads, 1)
     for number, place in enumerate(places):

@@ -36,8 +36,10 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class CandidateTree:
-    """A tree of paths below the root. A path is a list of ranks: (0, 2) is the third choice of head
-    2 below the first choice of head 1.
+    """A tree of candidate tokens, which is described by the paths to its nodes.
+
+    A path is a list of ranks: (0, 2) is the third choice of head 2 below the first choice of head
+    1.
 
     Args:
         choices: the paths of all nodes except the root, in any order. They are sorted by length and
@@ -73,12 +75,12 @@ class CandidateTree:
 
     @classmethod
     def chain(cls, depth: int) -> "CandidateTree":
-        """Return the tree with only the first choice of each of `depth` heads."""
+        """Create a tree that consists of a single path with the most likely tokens."""
         return cls(tuple((0,) * length for length in range(1, depth + 1)))
 
     @classmethod
     def likeliest(cls, accuracies: Sequence[Sequence[float]], nodes: int) -> "CandidateTree":
-        """Return the tree with the longest expected acceptance (section 2.3.3).
+        """Create the tree with the largest expected number of accepted tokens (section 2.3.3).
 
         Args:
             accuracies: for each head, how often its choice of each rank is right.
@@ -99,7 +101,7 @@ class CandidateTree:
 
     @functools.lru_cache  # noqa: B019 # trees are few and small
     def pruned(self, depth: int) -> "CandidateTree":
-        """Return the tree without paths longer than `depth`."""
+        """Return a copy of the tree without the paths that are longer than the given depth."""
         return CandidateTree(tuple(path for path in self.choices if len(path) <= depth))
 
     @property
@@ -114,7 +116,10 @@ class CandidateTree:
 
     @functools.cached_property
     def visible(self) -> Tensor:
-        """(1 + N, 1 + N) bool: each node sees itself, its ancestors and the root."""
+        """The attention mask of the tree, in which each node sees itself and its ancestors.
+
+        (1 + N, 1 + N) bool.
+        """
         seen = torch.eye(1 + len(self.choices), dtype=torch.bool)
         for node, parent in enumerate(self._parents[1:], start=1):
             seen[node] |= seen[parent]
@@ -122,13 +127,17 @@ class CandidateTree:
 
     @functools.cached_property
     def depths(self) -> Tensor:
-        """(1 + N,) int64: how many positions after the root each node stands."""
+        """The depth of each node in the tree.
+
+        (1 + N,) int64; the root has depth 0.
+        """
         return torch.tensor([0, *map(len, self.choices)])
 
     @functools.cached_property
     def picks(self) -> Tensor:
-        """(1 + N,) int64: indices into [root, `HEAD_RANKS` tokens of head 1, as many of head 2,
-        ...].
+        """The index of the token that each node takes from the candidates of all heads.
+
+        (1 + N,) int64: indices into [root, `HEAD_RANKS` tokens of head 1, as many of head 2, ...].
         """
         return torch.tensor(
             [0, *(path[-1] + HEAD_RANKS * (len(path) - 1) + 1 for path in self.choices)]
@@ -136,10 +145,10 @@ class CandidateTree:
 
     @functools.cached_property
     def paths(self) -> Tensor:
-        """(leaves, 1 + depth) int64: the nodes from the root to every leaf, padded with `NO_NODE`.
+        """The nodes on the path from the root to each leaf of the tree.
 
-        The longest paths come first; among paths of equal length, those with higher ranks come
-        first.
+        (leaves, 1 + depth) int64, padded with `NO_NODE`. The longest paths come first; among paths
+        of equal length, those with higher ranks come first.
         """
         inner = set(self._parents[1:])
         leaves = [node for node in range(1 + len(self.choices)) if node not in inner]
@@ -153,13 +162,13 @@ class CandidateTree:
 
     @functools.cached_property
     def _parents(self) -> list[int]:
-        """The parent of each node; the root is its own parent."""
+        """The parent of each node. The root is its own parent."""
         node_of = {(): 0} | {path: node for node, path in enumerate(self.choices, start=1)}
         return [0, *(node_of[path[:-1]] for path in self.choices)]
 
 
 def accept_greedily(paths: Tensor, tokens: Tensor, chosen: Tensor) -> list[int]:
-    """Return the longest path of candidates that the model would have chosen itself.
+    """Return the longest path of tokens that the model would have chosen itself.
 
     Args:
         paths: (leaves, 1 + depth) int64, nodes from the root to every leaf, padded with -1.
@@ -181,9 +190,10 @@ def accept_typically(
     epsilon: float = EPSILON,
     delta: float = DELTA,
 ) -> list[int]:
-    """Return the longest path of candidates with p > min(epsilon, delta * exp(-entropy)).
+    """Return the longest path of tokens that are plausible.
 
-    Medusa, section 2.3.1. The generated text is not a sample of the model's distribution.
+    A token is plausible if p > min(epsilon, delta * exp(-entropy)), as in Medusa, section 2.3.1.
+    The generated text is not a sample of the model's distribution.
 
     Args:
         paths: as for `accept_greedily`.
@@ -208,8 +218,10 @@ def accept_typically(
 
 
 def _accepted(paths: Tensor, fits: Tensor) -> Tensor:
-    """Return (leaves,) int64: how many candidates of each path fit, up to the first that
-    does not.
+    """Return the number of tokens that are accepted on each path.
+
+    Returns:
+        (leaves,) int64: how many candidates fit, up to the first that does not.
     """
     return (fits & (paths[:, 1:] != NO_NODE)).long().cumprod(dim=-1).sum(dim=-1)
 

@@ -24,7 +24,7 @@ MOST_ROWS = 5
 
 @dataclass(kw_only=True)
 class Tally:
-    """Counts of one generated text.
+    """The number of tokens that were generated, drafted and accepted in a text.
 
     Attributes:
         new_tokens: how many tokens were generated, the first included.
@@ -40,13 +40,16 @@ class Tally:
 
     @property
     def acceptance_length(self) -> float:
-        """The tokens per verifying pass; 1 if nothing is accepted, as in plain decoding."""
+        """The average number of tokens that are generated in each forward pass.
+
+        It is 1 if nothing is accepted, as in plain decoding.
+        """
         return (self.new_tokens - 1) / self.passes if self.passes else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """The arguments of one `generate` call."""
+    """The arguments of a call to `generate`."""
 
     model: PreTrainedModel
     cache: CompressedCache
@@ -57,20 +60,33 @@ class GenerateRequest:
     chunk_tokens: int | None  # the prompt is read in pieces of this size; None for one pass
 
     def processed(self, text: Tensor, logits: Tensor) -> Tensor:
-        """Return the (V,) float32 logits after a text, (N,), as the logits processors
-        change them.
+        """Return the logits after they have been changed by the logits processors.
+
+        Args:
+            text: (N,).
+            logits: (V,) after the text.
+
+        Returns:
+            (V,) float32.
         """
         changed: Tensor = self.processors(text[None], logits[None].float())
         return changed[0]
 
     def choose(self, logits: Tensor) -> int:
-        """Choose the next token from processed logits, (V,)."""
+        """Choose the next token from the logits.
+
+        Args:
+            logits: (V,), processed.
+        """
         if self.samples:
             return int(torch.multinomial(logits.softmax(dim=-1), 1))
         return int(logits.argmax())
 
     def read_prompt(self) -> Tensor:
-        """Read the tokens of the prompt that the cache has not seen, and return the (V,) logits.
+        """Read the rest of the prompt and return the logits for the next token.
+
+        Returns:
+            (V,).
 
         Raises:
             CacheMismatchError: the cache has seen as many tokens as the prompt has.
@@ -101,7 +117,7 @@ def cut_at_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tupl
 
 
 def require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationConfig) -> None:
-    """Check that `generate` asks for one plain sequence.
+    """Check that a single sequence is generated, without beams and without padding.
 
     Raises:
         InvalidArgumentError: there are several sequences, beams, padding or no token ids, or the
@@ -122,7 +138,7 @@ def require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationCon
 
 
 def begin_verifying(cache: Cache) -> None:
-    """Prepare the cache for forward passes with drafts, some of which are removed after each.
+    """Prepare the cache for tokens that may be removed again.
 
     Raises:
         UnsupportedModelError: a layer cannot remove tokens.
@@ -136,10 +152,11 @@ def begin_verifying(cache: Cache) -> None:
 
 @contextlib.contextmanager
 def fast_few_rows(model: Module) -> Iterator[None]:
-    """Make the model's linear layers fast for two to five rows on CPUs, within this block.
+    """Make the linear layers of the model faster for a small number of rows.
 
-    For so few rows torch's float32 product takes about twice as long as for one row, which cancels
-    the gain of drafts. The transposed product, with the weights first, does not.
+    This only concerns two to five rows on CPUs, within this block. For so few rows torch's float32
+    product takes about twice as long as for one row, which cancels the gain of drafts. The
+    transposed product, with the weights first, does not.
     """
     slow = [
         module
@@ -161,7 +178,15 @@ def _is_slow(weight: Tensor) -> bool:
 
 
 def _forward(module: Linear, states: Tensor) -> Tensor:
-    """Multiply states, (..., K), with a weight, (N, K), as `Linear.forward` does: (..., N)."""
+    """Compute the output of a linear layer.
+
+    Args:
+        module: the layer, with a weight (N, K).
+        states: (..., K).
+
+    Returns:
+        (..., N).
+    """
     rows = states.numel() // module.in_features
     usual = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     if usual or not 1 < rows <= MOST_ROWS or states.dtype != module.weight.dtype:

@@ -68,7 +68,10 @@ def save_figures(figures: dict[str, "Figure"], path: str) -> list[Path]:
 
 
 def _heat_maps(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
-    """Draw one panel per method and question: the first axis runs right, the second runs down."""
+    """Draw a heat map for each method and each question.
+
+    The first axis runs right, and the second runs down.
+    """
     values = [axis_values(results.rows, axis) for axis in results.task.axes[:2]]
     columns, rows = (sorted(each) if _is_numeric(each) else each for each in values)
     across = 2 if len(lines) == 4 else min(len(lines), _MOST_PANELS_IN_A_ROW)
@@ -90,7 +93,7 @@ def _heat_maps(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
 def _heat_map(
     panel: "Axes", results: Results, line: ScoreLine, columns: list[Any], rows: list[Any]
 ) -> None:
-    """Draw the scores of one method as coloured cells; the colours always run from 0 to 1."""
+    """Draw the heat map of a single method. The colours always cover the range from 0 to 1."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
@@ -124,9 +127,9 @@ def _heat_map(
 
 
 def _trained_border(results: Results, columns: list[Any]) -> float | None:
-    """Return the column after which lengths exceed the model's positions.
+    """Return the position of the border between lengths that the model supports and longer ones.
 
-    None if no length exceeds them, or if all of them do.
+    None if no length exceeds the model's positions, or if all of them do.
     """
     positions = results.run["model"]["max_tokens"]
     if results.task.axes[0] != "length" or positions is None or not _is_numeric(columns):
@@ -178,8 +181,10 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
 
 
 def _families(lines: Sequence[ScoreLine]) -> dict[str, dict[int, ScoreLine]]:
-    """Group the methods that ran with several budgets: by name and question, one line per
-    budget.
+    """Group the methods that were run with several budgets.
+
+    Returns:
+        By name and question, one line per budget.
     """
     families: dict[str, dict[int, ScoreLine]] = {}
     for line in lines:
@@ -193,7 +198,10 @@ def _families(lines: Sequence[ScoreLine]) -> dict[str, dict[int, ScoreLine]]:
 def _budgets(
     results: Results, lines: Sequence[ScoreLine], families: dict[str, dict[int, ScoreLine]]
 ) -> "Figure":
-    """Draw the mean score against the budget; methods with one budget are dashed lines."""
+    """Draw the mean score of each method as a function of the budget.
+
+    Methods with one budget are dashed lines.
+    """
     figure = _figure(results, 6.0, 4.0)
     panel = figure.subplots()
     for index, (name, by_budget) in enumerate(families.items()):
@@ -237,7 +245,7 @@ def _figure(results: Results, width: float, height: float) -> "Figure":
 
 
 def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
-    """Set the axis of the score to 0 to 100, and put the legend above the panel."""
+    """Set the range of the score axis and add a legend."""
     panel.set_ylim(0, 105)
     panel.set_ylabel(f"{results.task.metric} (mean)")
     drawing.add_grid(panel, "y")
@@ -245,7 +253,7 @@ def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Return the colour and the marker of the curve with this number."""
+    """Return the colour and the marker for the curve with the given number."""
     return {
         "color": _LINES[index % len(_LINES)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -261,7 +269,10 @@ def draw_curve(
     index: int,
     label: str,
 ) -> None:
-    """Draw scores times 100 as a curve, and shade their intervals; None interrupts the shading."""
+    """Draw the scores as a curve, with the confidence intervals as a shaded area.
+
+    Scores are multiplied by 100. An interval that is None interrupts the shading.
+    """
     style = line_style(index)
     panel.plot(list(places), [100 * score for score in scores], label=label, **style)
     ends = [(float("nan"), float("nan")) if each is None else each for each in intervals]
@@ -287,15 +298,16 @@ def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
 
 
 def _name(line: ScoreLine, method: str | None = None) -> str:
-    """Return the name of a method for a legend; a hidden question is mentioned, a visible one is
-    not.
+    """Return the name of the method that is shown in the legend.
+
+    A hidden question is mentioned, a visible one is not.
     """
     hidden = "" if line.question == "visible" else f", question {line.question}"
     return f"{method or line.method}{hidden}"
 
 
 def format_tokens(count: Any) -> str:
-    """Return a number of tokens as people write it, such as 512, 4k or 31.5k."""
+    """Return the number of tokens as a short text, such as 512, 4k or 31.5k."""
     return f"{count / 1024:.4g}k" if count >= 1024 and count % 512 == 0 else f"{count:,}"
 
 
@@ -304,9 +316,9 @@ def _is_numeric(values: Sequence[Any]) -> bool:
 
 
 class _Measured(NamedTuple):
-    """The field of a bench's rows that is drawn, divided by `unit`.
+    """The field of a row that is shown in the figure of a benchmark.
 
-    `also` names a second field, which is drawn as a dotted curve.
+    It is divided by `unit`. `also` names a second field, which is drawn as a dotted curve.
     """
 
     key: str
@@ -325,7 +337,9 @@ _MEASURED = {
 
 
 def draw_bench(rows: Sequence[Row]) -> "Figure":
-    """Draw one panel per batch size with a curve per cache; "OOM" marks lengths that did not fit.
+    """Draw the results of a benchmark, with a panel for each batch size and a curve for each cache.
+
+    "OOM" marks lengths that did not fit.
 
     Raises:
         InvalidArgumentError: there are no rows.

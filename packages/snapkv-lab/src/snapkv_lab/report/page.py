@@ -47,7 +47,10 @@ Pairs = Iterator[tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a page with figures and a table; a folded section is closed at first."""
+    """A section of the page, with figures and a table.
+
+    A folded section is closed at first.
+    """
 
     title: str
     table: Table | None = None
@@ -56,7 +59,10 @@ class Section:
 
 
 def _flatten_settings(block: Row, before: str = "") -> Pairs:
-    """Yield settings as pairs of name and text; nested settings get the names of both levels."""
+    """Yield the names and the values of all settings as text.
+
+    Nested settings get the names of both levels.
+    """
     for name, value in block.items():
         if isinstance(value, dict):
             yield from _flatten_settings(value, f"{before}{name}: ")
@@ -94,7 +100,7 @@ def write_report(results: Results, folder: str) -> Path:
 
 
 def method_table(results: Results) -> Table:
-    """Build the table of methods: the score in every column, their mean, and the cost.
+    """Return a table with the scores and the costs of each method.
 
     If the full cache ran too, the differences from it follow the mean: the relative difference, and
     the difference of the scores with its interval. If the loss of the references was measured, its
@@ -138,7 +144,7 @@ def method_table(results: Results) -> Table:
 
 
 def _split_pairs(lines: Iterable[Pairs]) -> dict[str, Any]:
-    """Split the pairs of every row into the headings and the rows of a table."""
+    """Split pairs of headings and texts into the headings and the rows of a table."""
     rows = [list(line) for line in lines]
     headings = tuple(heading for heading, _ in rows[0]) if rows else ()
     return {"headings": headings, "rows": [tuple(text for _, text in line) for line in rows]}
@@ -150,7 +156,10 @@ def has_losses(results: Results) -> bool:
 
 
 def _describe_unpruned(rows: Sequence[Row]) -> str:
-    """Say for each method how many prompts were too short for anything to be evicted."""
+    """Return a note about methods that did not compress all of the prompts.
+
+    Their other prompts were not longer than the budget.
+    """
     prompts, unpruned = Counter[str](), Counter[str]()
     for row in rows:
         # Rows of early releases do not say how many prompts were compressed.
@@ -180,9 +189,13 @@ def _published_lines(results: Results, columns: Sequence[Any]) -> list[ScoreLine
 
 
 def _find_best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple[int, int]]:
-    """Find the (row, column) of the highest score in each column; equal texts all count.
+    """Find the cells with the best score in each column.
 
-    A mean over fewer columns is not compared with a mean over all of them.
+    Cells with equal texts all count. A mean over fewer columns is not compared with a mean over all
+    of them.
+
+    Returns:
+        (row, column) of each cell.
     """
     most = max((len(line.scores) for line in lines), default=0)
     values = [
@@ -233,7 +246,7 @@ def _interval_fields(name: str, interval: Sequence[float] | None) -> Row:
 
 
 def render_csv(results: Results) -> str:
-    """Return the table of cells as CSV."""
+    """Return the results of all cells in CSV format."""
     rows = cell_table(results)
     target = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -244,7 +257,7 @@ def render_csv(results: Results) -> str:
 
 
 def render_markdown(results: Results) -> str:
-    """Return the table of methods as Markdown."""
+    """Return the table of methods in Markdown format."""
     table = method_table(results)
     model = escape_markdown(results.run["model"]["name"])
     parts = (f"# {escape_markdown(table.title)}", f"Model: {model}", table.as_markdown())
@@ -252,7 +265,7 @@ def render_markdown(results: Results) -> str:
 
 
 def render_page(results: Results) -> str:
-    """Return the page as HTML that needs no other file."""
+    """Return the page as a single HTML document without links to other files."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     task, methods = results.task, method_table(results)

@@ -32,7 +32,7 @@ class Table:
     bold: frozenset[tuple[int, int]] = frozenset()
 
     def as_markdown(self) -> str:
-        """Return the table as Markdown, without its title and caption."""
+        """Return the table in Markdown format, without the title and the caption."""
         lines = []
         for row, texts in enumerate(self.rows):
             marks = ["**" if (row, column) in self.bold else "" for column in range(len(texts))]
@@ -43,16 +43,20 @@ class Table:
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Return a Markdown table of cells that are already Markdown.
+    """Return a Markdown table with the given headings and rows.
 
-    The first `left` columns are left-aligned, and the others are right-aligned.
+    The cells are already Markdown. The first `left` columns are left-aligned, and the others are
+    right-aligned.
     """
     rule = ["---"] * left + ["---:"] * (len(headings) - left)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rule, *rows])
 
 
 def escape_markdown(text: str) -> str:
-    """Escape text so that Markdown shows it literally, on one line."""
+    """Escape all special characters in the text, so that Markdown shows it unchanged.
+
+    The text becomes one line.
+    """
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")
 
 
@@ -65,10 +69,11 @@ row, or a function of the row.
 
 
 class _Patterns(string.Formatter):
-    """Fills patterns with the fields of a row. A field that is None gives an empty text.
+    """A formatter that fills a pattern with the values of a row.
 
-    Three formats are added to Python's: `bytes` writes bytes with a unit, `seconds|.2f` writes
-    milliseconds as seconds, and `spread|.3f` writes a median with its 20th and 80th percentile.
+    A field that is None gives an empty text. Three formats are added to Python's: `bytes` writes
+    bytes with a unit, `seconds|.2f` writes milliseconds as seconds, and `spread|.3f` writes a
+    median with its 20th and 80th percentile.
     """
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -86,15 +91,16 @@ class _Patterns(string.Formatter):
 
 
 def format_cell(pattern: Cell, row: Any) -> str:
-    """Return the text of a cell for one row."""
+    """Return the text of a table cell for the given row."""
     return pattern(row) if callable(pattern) else _Patterns().vformat(pattern, (), row)
 
 
 class Pivot(NamedTuple):
-    """Columns of a table that come from the rows: one line per `line`, one column per `heading`.
+    """A description of a table whose columns depend on the values in the rows.
 
-    If several rows have the same line and heading, the last one is shown. A cell without a row
-    shows `empty`. `first` is the heading of the first column.
+    There is one line per `line` and one column per `heading`. If several rows have the same line
+    and heading, the last one is shown. A cell without a row shows `empty`. `first` is the heading
+    of the first column.
     """
 
     first: str
@@ -105,7 +111,7 @@ class Pivot(NamedTuple):
 
 
 def render_rows(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str:
-    """Return a Markdown table of the rows with these columns."""
+    """Return a Markdown table of the given rows and columns."""
     if isinstance(columns, Pivot):
         return _render_pivot(list(rows), columns)
     return markdown_table(
@@ -128,17 +134,20 @@ def _render_pivot(rows: Sequence[Row], by: Pivot) -> str:
 
 
 class Scale(NamedTuple):
-    """How numbers are written in a table: multiplied by `times`, and with how many digits."""
+    """The scale and the number of digits with which numbers are shown in a table."""
 
     times: int
     digits: int
 
     def text(self, number: float | None, sign: str = "") -> str:
-        """Return the number as text, with a plus sign if `sign` is "+"; a dash for None."""
+        """Return the number as text, or a dash if there is none.
+
+        It has a plus sign if `sign` is "+".
+        """
         return "-" if number is None else f"{self.times * number:{sign}z.{self.digits}f}"
 
     def interval(self, ends: Sequence[float] | None) -> str:
-        """Return an interval as text, or a note why there is none or why it has no width."""
+        """Return the interval as text, or the reason why there is none."""
         if ends is None:
             return "one sample"
         if ends[0] == ends[1]:
@@ -151,8 +160,9 @@ IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
 
 
 def format_difference(difference: Row | None, of: Measure = "score") -> str:
-    """Return a difference with its interval, and note if the interval contains zero; a dash for
-    None.
+    """Return the difference and its confidence interval as text.
+
+    A note says if the interval contains zero. The text is a dash if there is no difference.
     """
     if difference is None:
         return "-"
@@ -166,5 +176,5 @@ def format_difference(difference: Row | None, of: Measure = "score") -> str:
 
 
 def format_optional_bytes(count: float | None) -> str:
-    """Return a number of bytes with a unit; a dash for None."""
+    """Return the number of bytes as text, or a dash if there is none."""
     return "-" if count is None else format_bytes(round(count))

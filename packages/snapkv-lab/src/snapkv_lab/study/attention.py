@@ -41,7 +41,10 @@ LayerNumbers = dict[tuple[str, int], dict[str, float | None]]
 
 
 class Reading(NamedTuple):
-    """A prompt and its answer. The ids are (1, T + answer), the prompt first."""
+    """The token ids of a prompt and its answer, with the text of the answer.
+
+    The ids are (1, T + answer), the prompt first.
+    """
 
     ids: "Tensor"
     prompt_tokens: int
@@ -49,11 +52,11 @@ class Reading(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of prompt and answer."""
+        """The total number of tokens in the prompt and the answer."""
         return int(self.ids.shape[1])
 
     def describe(self) -> Row:
-        """Return the lengths and the answer, ready for JSON."""
+        """Return a description of the prompt and its answer, ready for JSON."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "answer_tokens": self.tokens - self.prompt_tokens,
@@ -62,7 +65,7 @@ class Reading(NamedTuple):
 
 
 def read_sample(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
-    """Read a sample with the full cache, and answer it.
+    """Generate the answer to a sample with the full cache.
 
     Raises:
         PromptTooLongError: the model has too few positions.
@@ -79,7 +82,7 @@ def read_sample(loaded: "LoadedModel", sample: Sample, template: Template) -> Re
 
 
 class ReadingStep(NamedTuple):
-    """One step of a study: the samples of one document.
+    """A step of the study, in which questions about a document are answered.
 
     `variant` distinguishes it from other steps about the same document.
     """
@@ -137,12 +140,15 @@ class ReadingStudy(Study):
     @property
     @abstractmethod
     def answer_tokens(self) -> int:
-        """The tokens of every answer, which does not end before."""
+        """The number of tokens in each answer."""
 
     def measure_step(
         self, loaded: "LoadedModel", step: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
-        """Return the rows of every layer for one step, with the fields of `by` and `numbers`."""
+        """Return the rows of a single step, with one or more rows for each layer.
+
+        The rows have the fields of `by` and `numbers`.
+        """
         from snapkv_app.observing import observed
 
         (reading,) = readings
@@ -156,7 +162,7 @@ class ReadingStudy(Study):
 
     @property
     def query_tokens(self) -> int:
-        """How many of the last queries of prompt and answer are looked at.
+        """The number of queries at the end of the text whose attention is measured.
 
         Raises:
             NotImplementedError: the study looks at its readings in another way.
@@ -164,11 +170,14 @@ class ReadingStudy(Study):
         raise NotImplementedError
 
     def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Return the numbers of one layer, by the two fields of `row_keys`.
+        """Measure the attention in one layer of the model.
 
         Args:
             layer: the layer with the states of prompt and answer.
             prompt_tokens: the length of the prompt.
+
+        Returns:
+            The numbers by the two fields of `row_keys`.
 
         Raises:
             NotImplementedError: the study looks at its readings in another way.
@@ -176,13 +185,16 @@ class ReadingStudy(Study):
         raise NotImplementedError
 
     def steps(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
-        """Yield one step per document; each asks one of the questions, in turns."""
+        """Yield a step for each document. The questions are asked in turn."""
         for number, (name, text) in enumerate(texts):
             question = self.questions[number % len(self.questions)]
             yield ReadingStep(name, "last", (self.sample(name, text, question),))
 
     def sample(self, name: str, document: str, question: str, *, first: bool = False) -> Sample:
-        """Return a sample with the question after the document, or before it if `first`."""
+        """Return a sample with a question about the document.
+
+        The question follows the document, or comes before it if `first`.
+        """
         settings = GenerationSettings(
             max_new_tokens=self.answer_tokens,
             min_new_tokens=self.answer_tokens,
@@ -203,7 +215,7 @@ class ReadingStudy(Study):
     def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Read what the folder does not hold yet, and average over all documents.
+        """Run all steps that have not been run yet, and return the results.
 
         Raises:
             InvalidArgumentError: the folder holds another run, or a document is too short.
@@ -231,7 +243,7 @@ class ReadingStudy(Study):
     def _fit_documents(
         self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
     ) -> tuple["ReadingStudy", list[ReadingStep], tuple[str, ...]]:
-        """Shorten the documents to what they and the model allow.
+        """Cut the documents to a length that the model supports.
 
         Returns:
             The study with the new length, its steps, and a notice if the length was changed.
@@ -252,7 +264,10 @@ class ReadingStudy(Study):
             study = replace(study, document_tokens=study.document_tokens - excess)
 
     def _excess_tokens(self, loaded: "LoadedModel", steps: Sequence[ReadingStep]) -> int:
-        """Return how many tokens the longest prompt and its answer exceed the positions by."""
+        """Return the number of tokens by which the longest prompt exceeds the limit of the model.
+
+        Prompt and answer are counted together.
+        """
         if loaded.max_tokens is None:
             return 0
         samples = (sample for step in steps for sample in step.samples)
@@ -345,7 +360,10 @@ class HitRate(ReadingStudy):
         return self.window_size + self.answer_tokens
 
     def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Return the hit rates of one layer by selection and window; windows count from 1."""
+        """Return the hit rates in one layer of the model.
+
+        They are by selection and window; windows count from 1.
+        """
         from snapkv_lab.study.measures import important_and_hit
 
         masks = self._select_positions(layer, prompt_tokens)
@@ -363,7 +381,11 @@ class HitRate(ReadingStudy):
         return rows
 
     def _select_positions(self, layer: "PromptLayer", prompt_tokens: int) -> "Tensor":
-        """Return (2, Hq, prefix) bool: what each of `SELECTIONS` keeps of the prefix."""
+        """Return the positions in the prefix that are kept by each selection.
+
+        Returns:
+            (2, Hq, prefix) bool, in the order of `SELECTIONS`.
+        """
         import torch
 
         from snapkv_lab.study.measures import layer_between, selected_mask
@@ -389,7 +411,7 @@ class HitRate(ReadingStudy):
         )
 
     def table(self, rows: Sequence[Row]) -> Table:
-        """Return the rates over all layers, by selection and window.
+        """Return a table with the mean hit rates of all layers.
 
         In layers with few important positions a rate says little, so it has little weight in the
         weighted mean.
@@ -432,7 +454,7 @@ class HitRate(ReadingStudy):
 
 
 def _hit_rate(hit: "Tensor", important: "Tensor") -> float | None:
-    """Return the hit rate of Eq. 8, or None if no position is important."""
+    """Return the hit rate, or None if there are no important positions (Eq. 8)."""
     total = int(important.sum())
     return int(hit.sum()) / total if total else None
 
@@ -530,9 +552,10 @@ class Overlap(ReadingStudy):
         return self.prompt_windows * self.window_tokens + self.answer_tokens
 
     def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Return the overlaps of one layer by "prompt" or "answer" and the number of the window.
+        """Return the overlap of the windows in one layer of the model.
 
-        Windows of the prompt count from ``-prompt_windows`` to -1, and those of the answer from 1.
+        The keys are "prompt" or "answer" and the number of the window. Windows of the prompt count
+        from ``-prompt_windows`` to -1, and those of the answer from 1.
         """
         import torch
 
@@ -637,7 +660,7 @@ class Instructions(ReadingStudy):
     def measure_step(
         self, loaded: "LoadedModel", step: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
-        """Return one row per pair of questions and layer."""
+        """Return a row for each pair of questions and each layer."""
         from snapkv_app.observing import observed
         from snapkv_lab.study.measures import overlap_share
 
@@ -661,7 +684,7 @@ class Instructions(ReadingStudy):
         ]
 
     def _votes(self, layer: "PromptLayer", document: int) -> "Tensor":
-        """Return the selections of all voters, of every other one, and of the rest.
+        """Return the positions that are selected by all queries, and by each half of them.
 
         Returns:
             (3, Hq, document) bool.
@@ -700,7 +723,7 @@ class Instructions(ReadingStudy):
 
 
 def count_common_tokens(texts: Sequence[Sequence[int]]) -> int:
-    """Return how many first tokens all texts have in common."""
+    """Return the number of tokens at the beginning that all texts have in common."""
     shortest = min(map(len, texts))
     together = zip(*texts, strict=False)
     return next((i for i, tokens in enumerate(together) if len(set(tokens)) > 1), shortest)

@@ -45,7 +45,9 @@ class Study(ABC):
     def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Measure what the folder does not hold yet, and summarise all of it.
+        """Run the study and return the results.
+
+        What the folder already holds is not measured again.
 
         Args:
             loaded: the model and its tokenizer.
@@ -74,12 +76,12 @@ class Study(ABC):
         return {"study": study, "model": loaded.description(), **software_versions()}
 
     def fingerprint(self, loaded: "LoadedModel") -> str:
-        """Return a short name for the settings."""
+        """Return a short hash of the settings, which is used as a name."""
         return short_hash(self.settings(loaded))
 
 
 def mean_rows(rows: Iterable[Row], by: Sequence[str], numbers: Sequence[str]) -> list[Row]:
-    """Return one row per combination of the fields `by`, with the mean of each number.
+    """Return the mean of each number over all rows with the same values in the given fields.
 
     A number that is None is left out of its mean.
     """
@@ -90,12 +92,12 @@ def mean_rows(rows: Iterable[Row], by: Sequence[str], numbers: Sequence[str]) ->
 
 
 def group_by_label(rows: Iterable[Row], by: str, label: str = "{}") -> dict[str, list[Row]]:
-    """Group rows by a field, under labels that contain its value."""
+    """Group the rows by the value of a field, and give each group a label."""
     return {label.format(value): own for value, own in group_rows(rows, by).items()}
 
 
 def format_range_over_layers(rows: Sequence[Row], name: str) -> str:
-    """Return the mean of a number over layers, with its lowest and highest value, as text."""
+    """Return the mean, the lowest and the highest value of all layers as text."""
     values = [row[name] for row in rows if row[name] is not None]
     if not values:
         return "-"
@@ -103,7 +105,10 @@ def format_range_over_layers(rows: Sequence[Row], name: str) -> str:
 
 
 def format_weighted_mean(rows: Sequence[Row], name: str, weight: str) -> str:
-    """Return the mean of a number over layers, weighted by another number, as text."""
+    """Return the weighted mean of all layers as text.
+
+    The weight is another number of the rows.
+    """
     known_rows = [row for row in rows if row[name] is not None]
     total = sum(row[weight] for row in known_rows)
     return f"{sum(row[name] * row[weight] for row in known_rows) / total:.2f}" if total else "-"

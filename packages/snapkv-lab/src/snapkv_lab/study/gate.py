@@ -75,7 +75,7 @@ class FitGate(Study):
     def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Read the texts, fit the gate, measure its agreement and store it.
+        """Read the texts, fit the gate, and save it to a file.
 
         Raises:
             InvalidArgumentError: the folder holds another run.
@@ -106,8 +106,9 @@ class FitGate(Study):
         return Findings(folder=folder, run=block, rows=rows, closing=closing, unwritten=unwritten)
 
     def _read(self, loaded: "LoadedModel") -> Iterator[tuple[str, list[int]]]:
-        """Yield the kind and the tokens of each text; kinds take turns, and each has all
-        lengths.
+        """Yield the kind and the token ids of each text.
+
+        Kinds take turns, and each has all lengths.
         """
         kinds, most = list(KINDS.items()), (loaded.max_tokens or 10**9) // 2 - 64
         for place in range(self.texts):
@@ -120,7 +121,7 @@ class FitGate(Study):
             yield kind, ids[:tokens]
 
     def table(self, rows: Sequence[Row]) -> Table:
-        """Return the agreement by kind of text, as means over layers and heads."""
+        """Return a table of the mean agreement for each kind of text."""
         numbers = ("correlation", "best_quarter")
         return Table(
             title="agreement with KVzip+ on texts that were left out, mean over layers and heads",
@@ -140,14 +141,14 @@ class FitGate(Study):
 
 
 class Regression:
-    """The sums of products over all tokens, which are all that ridge regression needs."""
+    """A ridge regression that only needs to store sums over all tokens."""
 
     def __init__(self) -> None:
         self._products: list[Tensor] = []
         self._targets: list[Tensor] = []
 
     def add(self, layers: "Sequence[PromptLayer]") -> None:
-        """Add the tokens of one text, given by its layers."""
+        """Add the tokens of a text to the regression."""
         for depth, layer in enumerate(layers):
             looked_at, scores = _examples(layer)
             products, targets = looked_at.mT @ looked_at, looked_at.mT @ scores[..., None]
@@ -160,9 +161,12 @@ class Regression:
             self._sizes = layer.keys.shape[-1], layer.values.shape[-1]
 
     def weights(self) -> "Tensor":
-        """Return the fitted weights, (layers, heads, features), with the constant last.
+        """Compute the weights of the regression.
 
-        The constant is not shrunk.
+        The constant is last and is not shrunk.
+
+        Returns:
+            (layers, heads, features).
         """
         import torch
 
@@ -176,7 +180,7 @@ class Regression:
         return solution
 
     def gate(self, loaded: "LoadedModel") -> "Gate":
-        """Return the gate for the model that has read the texts."""
+        """Return the fitted gate for the model."""
         from snapkv.hf.identity import digest_of
         from snapkv.policies.gate import Gate
 
@@ -184,14 +188,17 @@ class Regression:
 
 
 def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[PromptLayer]":
-    """Read a text twice, and return its layers with the scores of KVzip+ as `received`."""
+    """Read a text twice and return the states of all layers.
+
+    The scores of KVzip+ are their `received`.
+    """
     import torch
 
     from snapkv import CompressedCache, KVzip
     from snapkv.kvzip import instruction_of, read_layers
 
     class Teacher(KVzip):
-        """KVzip+, which also receives the rotation of the keys."""
+        """The policy KVzip+, which also receives the rotation of the keys."""
 
         needs = KVzip(plus=True).needs | {"rotation"}
 
@@ -202,7 +209,11 @@ def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[Prompt
 
 
 def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
-    """Return the features, (H, N, features), and the scores to predict, (H, N), both float64."""
+    """Return the features and the scores of all tokens in a layer.
+
+    Returns:
+        (H, N, features) and (H, N), both float64.
+    """
     from snapkv.policies.gate import features
 
     assert layer.received is not None
@@ -212,7 +223,7 @@ def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
 
 
 def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list[Row]:
-    """Return a row for every layer of a text: how well the gate's ranks agree with KVzip+'s."""
+    """Return the agreement between the gate and the scores of KVzip+ for each layer."""
     import torch
 
     rows = []

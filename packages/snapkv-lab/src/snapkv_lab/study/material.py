@@ -23,7 +23,7 @@ LEAST_TOKENS = 128
 def load_long_texts(
     files: Sequence[str], *, count: int
 ) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Return the names and texts of documents, and warnings about what was not read of them.
+    """Load the documents and return their names, their texts and a list of warnings.
 
     Args:
         files: the user's files; without any, parts of the haystack are taken.
@@ -45,7 +45,7 @@ def load_long_texts(
 
 
 class CutDocuments(NamedTuple):
-    """Documents of one length, and the name of the shortest one."""
+    """A list of documents that have been cut to the same length."""
 
     texts: list[tuple[str, str]]
     tokens: int
@@ -53,7 +53,9 @@ class CutDocuments(NamedTuple):
 
 
 def cut_documents(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> CutDocuments:
-    """Cut documents to `tokens` tokens, or to the length of the shortest one.
+    """Cut all documents to the same number of tokens.
+
+    It is `tokens`, or the length of the shortest one.
 
     Raises:
         InvalidArgumentError: a document is shorter than `LEAST_TOKENS`.

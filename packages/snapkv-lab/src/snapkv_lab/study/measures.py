@@ -18,7 +18,10 @@ _BLOCK_TOKENS = 64
 
 
 def layer_between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
-    """Return the layer as it was after `stop` tokens, with the queries from `start` on."""
+    """Return the states of the layer after the first `stop` tokens.
+
+    Its queries are those from `start` on.
+    """
     first = layer.keys.shape[2] - layer.queries.shape[2]
     assert first <= start < stop <= layer.keys.shape[2]
     return replace(
@@ -30,7 +33,7 @@ def layer_between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
 
 
 def selected_mask(policy: Policy, layer: PromptLayer, tokens: int) -> Tensor:
-    """Return which of the first tokens a policy keeps for each query head (Eq. 4, 5).
+    """Return the positions that are kept by the policy for each query head (Eq. 4, 5).
 
     Returns:
         (Hq, tokens) bool.
@@ -71,7 +74,7 @@ def important_and_hit(
 
 
 def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:
-    """Return the mean attention of the queries of [start, stop) to the first tokens.
+    """Return the mean attention of the given queries to the first tokens.
 
     Returns:
         (Hq, tokens) float32, with zeros for tokens after the queries.
@@ -85,7 +88,7 @@ def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Te
 
 
 def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:
-    """Sum the attention of every other query of [start, stop), and of the remaining ones.
+    """Return the sum of the attention of every other query, and of the remaining queries.
 
     Returns:
         (2, Hq, tokens) float32.
@@ -98,7 +101,10 @@ def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) 
 
 
 def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[Tensor]:
-    """Yield the attention of up to 64 queries of [start, stop) at a time, (Hq, queries, tokens)."""
+    """Yield the attention weights for a small number of queries at a time.
+
+    Each block is (Hq, up to 64 queries, tokens).
+    """
     for block in range(start, stop, _BLOCK_TOKENS):
         part = layer_between(layer, block, min(block + _BLOCK_TOKENS, stop))
         weights = ops.attention_weights(part.queries, part.keys, part.score_options)
@@ -106,14 +112,17 @@ def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[
 
 
 def most_attended(attention: Tensor, keep_tokens: int) -> Tensor:
-    """Return the positions that each head attends to most (Eq. 3), (Hq, P) bool.
+    """Return the positions that receive the most attention from each head (Eq. 3).
 
     Of equal positions the lower one wins.
+
+    Returns:
+        (Hq, P) bool.
     """
     kept = ops.keep_best(attention[None], [keep_tokens])[0]
     return torch.zeros_like(attention, dtype=torch.bool).scatter_(1, kept, True)
 
 
 def overlap_share(one: Tensor, other: Tensor) -> float:
-    """Return the share of the positions in `one` that are also in `other` (Eq. 8)."""
+    """Return the fraction of the positions in the first set that are also in the second (Eq. 8)."""
     return float((one & other).sum() / one.sum())

@@ -72,7 +72,7 @@ class Sensitivity(Study):
         on_progress: Progress | None = None,
         executor: "Executor | None" = None,
     ) -> Findings:
-        """Run the task with every setting.
+        """Run the task with all settings and return the results.
 
         Args:
             loaded: the model and its tokenizer.
@@ -106,7 +106,7 @@ class Sensitivity(Study):
         )
 
     def _methods(self) -> list["Method"]:
-        """Return the full cache, and SnapKV with every setting."""
+        """Return a list of the full cache and SnapKV with all settings."""
         from snapkv import FullCache, KVCodes, SnapKV
         from snapkv_lab.evaluate.asking import Method
 
@@ -148,7 +148,10 @@ class Sensitivity(Study):
         return draw_cells(f"Accuracy, budget {self.budget}", self._by_pooling(rows), **keys)
 
     def _by_pooling(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows of all settings; rows without pooling are repeated for each pooling."""
+        """Return the rows of all settings for each kind of pooling.
+
+        Rows without pooling are repeated for each.
+        """
         return [
             row | {"pooling": pooling}
             for pooling in self.poolings
@@ -158,7 +161,7 @@ class Sensitivity(Study):
 
 
 def _combine_cells(cells: Sequence[Row]) -> Row:
-    """Return one row for all depths of one method."""
+    """Combine the scores of one method at all depths into a single row."""
     policy, samples = cells[0]["policy"], sum(cell["samples"] for cell in cells)
     right = sum(cell["score"] * cell["samples"] for cell in cells if cell["samples"])
     return {

@@ -88,7 +88,7 @@ def test_hit_rate_has_a_row_for_every_selection_window_and_layer(findings):
 def test_stopped_study_continues_and_refuses_the_folder_of_another_study(
     findings, tiny, monkeypatch
 ):
-    monkeypatch.setattr("snapkv_lab.study.attention.read", None)  # nothing is read again
+    monkeypatch.setattr("snapkv_lab.study.attention.read_sample", None)  # nothing is read again
     found, study = findings["hit-rate"], READING["hit-rate"]
     assert study.measure(tiny, found.folder).rows == found.rows
     with pytest.raises(InvalidArgumentError, match="results of another run"):
