@@ -93,15 +93,15 @@ def test_commands_and_options_that_pages_show_exist():
 def test_the_table_of_planning_is_what_its_script_makes():
     page = documentation.PLANNING.read_text(encoding="utf-8")
     assert documentation.BEGIN in page
-    assert documentation.planned(page) == page
+    assert documentation.fill_planning_table(page) == page
 
 
 def test_the_picture_of_the_first_page_shows_its_rows():
     def words(svg):
         return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
-    figure = documentation.overview(SPEED.known())
-    drawn = drawing.encoded(figure, ".svg", documentation.STYLE)
+    figure = documentation.draw_overview(SPEED.results())
+    drawn = drawing.encode_figure(figure, ".svg", documentation.STYLE)
     shown = words(documentation.FIGURE.read_text(encoding="utf-8"))
     assert shown == words(drawn.decode())
     assert {"270", "22.5", "full cache"} <= set(shown)

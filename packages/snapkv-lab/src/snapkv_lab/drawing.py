@@ -1,4 +1,7 @@
-"""Figures: whether one can be drawn, curves and cells of rows, the same bytes for the same rows."""
+"""Helpers for figures: whether one can be drawn, line plots and heat maps of rows.
+
+The same rows always give the same bytes.
+"""
 
 import io
 import math
@@ -8,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snapkv.cache.saving.writing import replace_file
-from snapkv.errors import InvalidArgumentError, missing_package
+from snapkv.errors import missing_package, wrong
 from snapkv_lab.rows import Row
 
 if TYPE_CHECKING:
@@ -16,50 +19,64 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".pdf")
 
-# Labels are other people's text: no dollar sign begins a formula. Ids in an SVG must not be random,
-# or the same rows would give another file.
+# Labels are texts of users, in which a dollar sign begins no formula. Ids in an SVG must not be
+# random, so that the same rows give the same file.
 STYLE: dict[Any, Any] = {"text.parse_math": False, "svg.hashsalt": "snapkv", "font.size": 9}
 
 PLAIN: dict[Any, Any] = {"svg.hashsalt": "snapkv", "svg.fonttype": "none"}
-"""Of curves and cells: their words stay words in an SVG."""
+"""The style of line plots and heat maps, whose text stays text in an SVG."""
 
 
 def require_drawable(path: str | None = None) -> None:
-    """Raise before a run starts if its figure, a file or a part of a page, could not be drawn."""
+    """Check that a figure can be drawn, before a long run starts.
+
+    Args:
+        path: the file of the figure; None if the figure is a part of a page.
+
+    Raises:
+        InvalidArgumentError: the file name has no known ending.
+        MissingDependencyError: matplotlib is not installed.
+    """
     if path is not None and Path(path).suffix.lower() not in FORMATS:
-        raise InvalidArgumentError(
-            f"plot: expected a file name that ends in {', '.join(FORMATS)}, got {path!r}; choose "
-            "one of them"
-        )
+        problem = f"expected a file name that ends in {', '.join(FORMATS)}, got {path!r}"
+        raise wrong("plot", problem, "Choose one of these formats")
     try:
         import matplotlib.figure  # noqa: F401 # whether it is there
     except ImportError as error:
         raise missing_package("plot: drawing figures", "matplotlib") from error
 
 
-def figure(width: float, height: float) -> "Figure":
-    """An empty figure, in inches; no window is opened for it."""
+def new_figure(width: float, height: float) -> "Figure":
+    """Return a new figure of the given size in inches, without opening a window."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
-    """The first `count` panels of a grid; the others are left blank."""
-    found = list(figure.subplots(down, across, squeeze=False).flat)
-    for panel in found[count:]:
+def new_panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
+    """Add a grid of panels to the figure and return the first `count` of them.
+
+    The other panels are left blank.
+    """
+    grid = list(figure.subplots(down, across, squeeze=False).flat)
+    for panel in grid[count:]:
         panel.set_axis_off()
-    return found[:count]
+    return grid[:count]
 
 
-def ruled(panel: Any, axis: str) -> None:
-    """Grey lines across an axis, behind what is drawn."""
+def add_grid(panel: Any, axis: str) -> None:
+    """Add grey grid lines to one axis of the panel."""
     panel.grid(axis=axis, color="#dddddd")
     panel.set_axisbelow(True)
 
 
-def encoded(figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int = 150) -> bytes:
-    """A figure as a file of that suffix; the same rows give the same bytes."""
+def encode_figure(
+    figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int = 150
+) -> bytes:
+    """Return the contents of a file that shows the figure in the given format.
+
+    The same figure always gives the same bytes: no date and no random ids are written.
+    """
     from matplotlib import rc_context
 
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
@@ -69,19 +86,25 @@ def encoded(figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int
     return target.getvalue()
 
 
-def save(figure: Any, path: Path, style: dict[Any, Any] = STYLE, *, dpi: int = 150) -> None:
-    """Write a figure, whole or not at all; its format goes by the file's ending."""
-    replace_file(path, encoded(figure, path.suffix.lower(), style, dpi=dpi))
+def save_figure(figure: Any, path: Path, style: dict[Any, Any] = STYLE, *, dpi: int = 150) -> None:
+    """Write the figure to a file in the format that the file name's suffix names.
+
+    The file is written completely or not at all.
+    """
+    replace_file(path, encode_figure(figure, path.suffix.lower(), style, dpi=dpi))
 
 
-# Curves and cells of rows, as studies have them.
+# Line plots and heat maps of rows, which studies draw.
 
 _LEGEND_ENTRIES = 10
-"""With more curves than that, the legend has the first and the last."""
+"""The most curves that a legend lists; with more curves it lists the first and the last."""
 
 
 class Panel(NamedTuple):
-    """Curves in one pair of axes, by label: y from 0 to 1 over x, both keys of the rows."""
+    """A pair of axes with labelled curves of one field of the rows over another field.
+
+    The values of `y` are from 0 to 1.
+    """
 
     title: str
     x: str
@@ -90,30 +113,30 @@ class Panel(NamedTuple):
     dotted: Mapping[str, Sequence[Row]] = MappingProxyType({})
 
 
-def curves(*panels: Panel) -> Any:
-    """A figure with the panels side by side."""
-    drawn = figure(4.6 * len(panels), 4.2)
-    for place, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+def draw_curves(*panels: Panel) -> Any:
+    """Return a figure with the panels side by side."""
+    result = new_figure(4.6 * len(panels), 4.2)
+    for place, panel in zip(result.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(place, panel)
-    return drawn
+    return result
 
 
 def _draw(place: Any, panel: Panel) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    _draw_curves(place, panel, panel.curves, "-")
-    _draw_curves(place, panel, panel.dotted, ":")
+    _draw_lines(place, panel, panel.curves, "-")
+    _draw_lines(place, panel, panel.dotted, ":")
     place.set(title=panel.title, xlabel=panel.x, ylabel=panel.y.replace("_", " "), ylim=(0, 1.03))
     place.xaxis.set_major_locator(MaxNLocator(integer=True))
     place.grid(alpha=0.3)
-    shown, names = place.get_legend_handles_labels()
-    if len(shown) > _LEGEND_ENTRIES:
-        shown, names = [shown[0], shown[-1]], [names[0], names[-1]]
+    handles, names = place.get_legend_handles_labels()
+    if len(handles) > _LEGEND_ENTRIES:
+        handles, names = [handles[0], handles[-1]], [names[0], names[-1]]
     under = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
-    place.legend(shown, names, fontsize="x-small", frameon=False, **under)
+    place.legend(handles, names, fontsize="x-small", frameon=False, **under)
 
 
-def _draw_curves(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], style: str) -> None:
+def _draw_lines(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], style: str) -> None:
     from matplotlib import colormaps
 
     for number, (label, rows) in enumerate(curves.items()):
@@ -129,11 +152,15 @@ def _draw_curves(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], 
         )
 
 
-def cells(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, value: str) -> Any:
-    """A figure of numbers from 0 to 1 by two keys, one table of cells for each value of a third."""
+def draw_cells(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, value: str) -> Any:
+    """Draw the numbers in the rows as heat maps, with one heat map for each value of `panel`.
+
+    The fields `x` and `y` say where a number stands, and the field `value` is the number, from 0 to
+    1.
+    """
     kinds = list(dict.fromkeys(row[panel] for row in rows))
-    drawn = figure(4.6 * len(kinds), 4.2)
-    for place, kind in zip(drawn.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+    result = new_figure(4.6 * len(kinds), 4.2)
+    for place, kind in zip(result.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         own = [row for row in rows if row[panel] == kind]
         columns, lines = (sorted({row[key] for row in own}) for key in (x, y))
         numbers = [[math.nan] * len(columns) for _ in lines]
@@ -149,4 +176,4 @@ def cells(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, value:
         place.set(title=f"{title}, {panel} {kind}", **labels)
         place.set_xticks(range(len(columns)), columns)
         place.set_yticks(range(len(lines)), lines)
-    return drawn
+    return result

@@ -1,14 +1,15 @@
-"""The numbers of a training of Medusa heads; importable without torch, for the command line."""
+"""The settings of Medusa training, which the command line reads without importing torch."""
 
 from dataclasses import asdict, dataclass
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.validation import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaTraining:
-    """How heads are trained; the same plan and documents continue a run that was stopped.
+    """The settings for training Medusa heads. The same settings and documents continue a stopped
+    run.
 
     Args:
         num_heads: how many tokens after the next one are predicted.
@@ -19,7 +20,7 @@ class MedusaTraining:
         step_answers: answers per training step.
         epochs: passes over the answers.
         learning_rate: its peak; it rises over the first tenth and falls as a cosine.
-        seed: of the order of passages and answers.
+        seed: random seed for the order of passages and answers.
     """
 
     num_heads: int = 3
@@ -33,11 +34,15 @@ class MedusaTraining:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is out of range.
+        """
         minima = {"answers": 10, "max_new_tokens": self.num_heads + 2, "seed": 0}
         for name, value in asdict(self).items():
             if name != "learning_rate":
                 require_at_least(name, value, minima.get(name, 1))
         if not 0 < self.learning_rate < 1:
-            raise InvalidArgumentError(
-                f"learning_rate: expected between 0 and 1, got {self.learning_rate}; pass 0.001"
-            )
+            problem = f"expected a number between 0 and 1, got {self.learning_rate}"
+            raise wrong("learning_rate", problem, "Pass 0.001")

@@ -1,4 +1,6 @@
-"""Rows: JSON objects, one a line, in a file that is only added to, and what several of them say."""
+"""Rows of results: JSON objects, one per line of a file that only grows, and functions to group
+them.
+"""
 
 import contextlib
 import hashlib
@@ -9,25 +11,29 @@ from statistics import fmean
 from typing import IO, Any, Self
 
 from snapkv.cache.saving.writing import append_line, replace_file
-from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.errors import OutputError, wrong
 
 Row = dict[str, Any]
 
 
-class Rows:
-    """A file that one process at a time adds rows to, and goes on with where another has stopped.
+class RowFile:
+    """A file that contains rows of results and that grows when rows are added.
 
-    A last line that was cut off is taken away.
+    One process at a time can add rows. A run that was stopped can continue with the same file. A
+    last line that was cut off is removed.
+
+    Args:
+        path: where the file is or will be; missing folders are made.
 
     Raises:
-        InvalidArgumentError: the file cannot be made or written, or another process has it.
+        InvalidArgumentError: the file cannot be opened or written, or another process holds it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with needing(path.parent):
+        with explain_folder_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._opened()
+        self._file = self._open_file()
 
     def __enter__(self) -> Self:
         return self
@@ -36,24 +42,35 @@ class Rows:
         self._file.close()
 
     def read(self, fields: Collection[str] = ()) -> list[Row]:
-        """Those that are there, each of which must have these fields."""
+        """Read all rows from the file, and remove the last line if it is incomplete.
+
+        Args:
+            fields: names that each row must have.
+
+        Raises:
+            InvalidArgumentError: a line is not a JSON object with these fields.
+        """
         self._file.seek(0)
         data = self._file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            self._file.truncate(len(whole))
-        lines = enumerate(whole.split(b"\n")[:-1], 1)
-        return [parsed(self.path, number, line, fields) for number, line in lines]
+        complete = data[: data.rfind(b"\n") + 1]
+        if len(complete) < len(data):
+            self._file.truncate(len(complete))
+        lines = enumerate(complete.split(b"\n")[:-1], 1)
+        return [parse_row(self.path, number, line, fields) for number, line in lines]
 
     def add(self, *rows: Row) -> None:
-        """Append rows that belong together; they are on the disk when this returns."""
-        if rows:
-            append_line(self._file, as_lines(rows).removesuffix("\n"), self.path)
+        """Append rows that belong together. They are on the disk when this returns.
 
-    def _opened(self) -> IO[bytes]:
-        """The file, locked."""
-        with needing(self.path.parent):
-            file = self.path.open("a+b", buffering=0)  # closing it writes nothing
+        Raises:
+            OutputError: the disk is full, or the file cannot be written.
+        """
+        if rows:
+            append_line(self._file, to_lines(rows).removesuffix("\n"), self.path)
+
+    def _open_file(self) -> IO[bytes]:
+        """Open and lock the file."""
+        with explain_folder_errors(self.path.parent):
+            file = self.path.open("a+b", buffering=0)  # so that closing it writes nothing
         try:
             _lock(file, self.path.parent)
         except BaseException:
@@ -63,84 +80,102 @@ class Rows:
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    """Keep other processes from adding rows too; the system takes the lock back when we end."""
+    """Lock a file for this process. The operating system releases the lock when the process ends.
+
+    Raises:
+        InvalidArgumentError: another process has locked the file.
+    """
     try:
         import fcntl
-    except ImportError:  # on Windows, where two runs in one folder are up to the user
+    except ImportError:  # on Windows, where the user must not start two runs in one folder
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise InvalidArgumentError(
-            f"results: expected a folder that no other run is writing to, got {folder}; wait for "
-            "the other one, or choose another folder"
+        raise wrong(
+            "results",
+            f"another run is writing to the folder {folder}",
+            "Wait until it has ended, or choose another folder",
         ) from None
 
 
 @contextlib.contextmanager
-def needing(folder: Path) -> Iterator[None]:
-    """Say of a folder that cannot be made or written why it cannot."""
+def explain_folder_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of this block into one that says why a folder cannot be made or written.
+
+    Raises:
+        InvalidArgumentError: the operating system refused to make or to write the folder.
+    """
     try:
         yield
     except OutputError:
         raise
     except OSError as error:
-        raise InvalidArgumentError(
-            f"results: expected a folder that can be written, got {folder}: {error.strerror}; "
-            "choose another folder"
-        ) from error
+        problem = f"the folder {folder} cannot be written: {error.strerror}"
+        raise wrong("results", problem, "Choose another folder") from error
 
 
-def parsed(path: Path, number: int, line: bytes, names: Collection[str] = ()) -> Row:
-    """A line's JSON object, which has at least those names."""
+def parse_row(path: Path, number: int, line: bytes, names: Collection[str] = ()) -> Row:
+    """Parse a line of JSON and check that it is an object with the given fields.
+
+    Args:
+        path: the file, for the error message.
+        number: the line's number, for the error message.
+        line: the line without its line break.
+        names: fields that the object must have.
+
+    Raises:
+        InvalidArgumentError: the line is not such an object.
+    """
     try:
         row = json.loads(line)
     except ValueError:
         row = None
     if not isinstance(row, dict) or not row.keys() >= set(names):
-        raise InvalidArgumentError(
-            f"results: expected a JSON object{' with ' if names else ''}{', '.join(names)} in "
-            f"{path}, line {number}, got {line[:40].decode(errors='replace')!r}; choose another "
-            f"folder{', or delete that line' if names else ''}"
+        raise wrong(
+            "results",
+            f"expected a JSON object{' with ' if names else ''}{', '.join(names)} in {path}, line "
+            f"{number}, got {line[:40].decode(errors='replace')!r}",
+            f"Choose another folder{', or delete that line' if names else ''}",
         )
     return row
 
 
-def as_lines(rows: Iterable[Row]) -> str:
+def to_lines(rows: Iterable[Row]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Those of a file, without a last line that was cut off."""
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    """Read all rows from the file. An incomplete last line is ignored."""
+    complete, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in complete.splitlines()]
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Replace the file by these rows."""
+    """Write the rows to the file and replace its previous contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, as_lines(rows))
+    replace_file(path, to_lines(rows))
 
 
 def short_hash(settings: Any, digits: int = 8) -> str:
-    """A short name for settings."""
+    """Return a short hash of the settings, which can be used as a name."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:digits]
 
 
-def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """Those with these values."""
+def select_rows(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    """Return a list of the rows that have all of the given values."""
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
-def grouped(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Rows by a key of theirs, or by what a function says of them, in order of appearance."""
+def group_rows(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Group rows by the value of a field or of a function, in order of first appearance."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(row[by] if isinstance(by, str) else by(row), []).append(row)
     return groups
 
 
-def mean_of(rows: Sequence[Row], name: str, mean: Any = fmean) -> float | None:
-    """The mean of a number over the rows that have it; None where none has."""
-    known = [row[name] for row in rows if row[name] is not None]
-    return float(mean(known)) if known else None
+def mean_value(rows: Sequence[Row], name: str, mean: Any = fmean) -> float | None:
+    """Return the mean value of a field, or None if no row has a value."""
+    values = [row[name] for row in rows if row[name] is not None]
+    return float(mean(values)) if values else None

@@ -6,4 +6,4 @@ SUMMARIES = {
     "study": "Repeat an observation of the paper.",
     "medusa": "Heads that draft tokens.",
 }
-"""The first line of each command's help, to list commands without importing experiments."""
+"""The first line of each command's help, which lists the commands without importing them."""

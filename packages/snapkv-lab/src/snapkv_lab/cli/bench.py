@@ -1,4 +1,4 @@
-"""`snapkv bench`: time and memory of caches, on a model or a shape with random weights."""
+"""`snapkv bench`: the time and the memory of caches, for a model or a shape with random weights."""
 
 import json as json_format
 import os
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from snapkv.cache.saving.writing import append_line, open_for_lines
-from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.errors import OutputError, wrong
 from snapkv.validation import require_each_at_least
 from snapkv_app.cli import panels
 from snapkv_app.cli.amounts import WholeNumber, integers
@@ -42,7 +42,7 @@ Rows = Iterable[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(ComparedOptions, WritingOptions):
-    """The options of every bench."""
+    """The command-line options that all benches have."""
 
     shape: Annotated[
         str | None,
@@ -51,19 +51,23 @@ class BenchOptions(ComparedOptions, WritingOptions):
         ),
     ] = None
     num_layers: Annotated[
-        int | None, panels.model(help="Fewer layers than the shape has"), WholeNumber(1)
+        int | None,
+        panels.model(help="Number of layers, if fewer than in the shape"),
+        WholeNumber(1),
     ] = None
     baseline: Annotated[
         str,
         panels.sweep(
-            help="transformers' caches to compare with: transformers, also -static and -int4"
+            help="Caches of transformers to compare with: transformers, also -static and -int4"
         ),
     ] = "transformers"
     lengths: Annotated[
         str, panels.work(metavar="INTEGER,...", help="Prompt tokens, with commas: 1k,8k")
     ] = "1k,4k"
     batch: Annotated[str, panels.work(metavar="INTEGER,...", help="Batch sizes, with commas")] = "1"
-    rounds: Annotated[int, panels.work(help="Measured rounds of every cache"), WholeNumber(2)] = 5
+    rounds: Annotated[
+        int, panels.work(help="How often every cache is measured"), WholeNumber(2)
+    ] = 5
     output: Annotated[
         str | None, panels.output(help="File to add the rows to, as JSON"), RowsFile(key="bench")
     ] = None
@@ -71,21 +75,25 @@ class BenchOptions(ComparedOptions, WritingOptions):
     json: panels.AsJson = False
 
     def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            InvalidArgumentError: a number is below 1, or options of a model and of a shape are
+                mixed.
+        """
         for name in ("lengths", "batch"):
             require_each_at_least(name, integers(name, getattr(self, name)), 1)
         of_models = ("model", "revision", "trust_remote_code")
         for name in of_models if self.shape else ("num_layers",):
-            if given := getattr(self, name):
+            if value := getattr(self, name):
                 expected = "none with --shape" if self.shape else "--shape with it"
-                raise InvalidArgumentError(
-                    f"{name}: expected {expected}, got {given}; leave it out"
-                )
+                raise wrong(name, f"expected {expected}, got {value}", "Leave it out")
         super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(BenchOptions, ReadingOptions):
-    """The options of a bench that reads prompts."""
+    """The command-line options of the benches that read prompts."""
 
 
 Tokens = Annotated[int, typer.Option(help="Tokens generated per round"), WholeNumber(1)]
@@ -96,7 +104,7 @@ app = typer.Typer(name="bench", help="Measure time and memory.", no_args_is_help
 @app.command()
 @with_options(BenchOptions)
 def decode(tokens: Tokens = 16, *, options: BenchOptions) -> None:
-    """Time per generated token after prompts of several lengths."""
+    """Measure the time per generated token after prompts of several lengths."""
     from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 
     def rows(model: Any, **compared: Any) -> Rows:
@@ -110,14 +118,14 @@ def decode(tokens: Tokens = 16, *, options: BenchOptions) -> None:
 @app.command()
 @with_options(PrefillOptions)
 def prefill(*, options: PrefillOptions) -> None:
-    """Time to read a prompt."""
+    """Measure the time to read a prompt."""
     _run(options, lambda **compared: _prefill_bench(options, compared).times())
 
 
 @app.command()
 @with_options(PrefillOptions)
 def memory(*, options: PrefillOptions) -> None:
-    """Peak memory while a prompt is read, and memory after it."""
+    """Measure the peak memory while a prompt is read, and the memory after it."""
 
     def rows(**compared: Any) -> Rows:
         if compared["model"].device.type == "cuda" or os.environ.get(_ALONE):
@@ -138,9 +146,12 @@ _ALONE = "SNAPKV_BENCH_ONLY"
 
 
 def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of the same command for one cache each, in separate processes.
+    """Run the same command for one cache at a time in separate processes, and yield the rows.
 
-    A process does not return all freed memory, so a second cache would start from a higher level.
+    A process does not return all freed memory, so a second cache would start at a higher level.
+
+    Raises:
+        typer.Exit: a process failed; it has printed the reason.
     """
     from snapkv_lab.measure.held_bytes import FREED_MEMORY_HANDED_BACK
 
@@ -153,8 +164,22 @@ def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[st
             check=False,
         )
         if done.returncode:
-            raise typer.Exit(done.returncode)  # it has printed why
+            raise typer.Exit(done.returncode)  # the process has printed the reason
         yield from json_format.loads(done.stdout)["rows"]
+
+
+def _require_search(memory_gb: float, options: BenchOptions) -> None:
+    """Check the options of the command `throughput`.
+
+    Raises:
+        InvalidArgumentError: the memory is out of range, or a batch size is given.
+    """
+    if not 0 < memory_gb <= _MOST_GB:
+        problem = f"expected more than 0 and at most {_MOST_GB:,} GB, got {memory_gb}"
+        raise wrong("memory_gb", problem, "Pass the memory of the device")
+    if options.batch != BenchOptions.batch:
+        problem = f"the largest batch that fits is searched for, got {options.batch}"
+        raise wrong("batch", problem, "Leave it out, or measure it with snapkv bench decode")
 
 
 @app.command()
@@ -165,31 +190,22 @@ def throughput(
     *,
     options: BenchOptions,
 ) -> None:
-    """Tokens per second at the largest batch whose caches fit into the same memory."""
-    if not 0 < memory_gb <= _MOST_GB:
-        raise InvalidArgumentError(
-            f"memory_gb: expected more than 0 and at most {_MOST_GB:,} GB, got {memory_gb}; pass "
-            "what the device has"
-        )
-    if options.batch != BenchOptions.batch:
-        raise InvalidArgumentError(
-            f"batch: expected none, since the largest batch that fits is searched for, got "
-            f"{options.batch}; leave it out, or measure that one with snapkv bench decode"
-        )
+    """Measure the tokens per second at the largest batch that fits into the same memory."""
+    _require_search(memory_gb, options)
     from snapkv_lab.measure.decode import throughput as rows
 
     _run(options, partial(rows, memory_bytes=int(memory_gb * 1e9), tokens=tokens))
 
 
 def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
-    """Load the model, measure, and print or store the rows."""
+    """Load the model, run the measurements, and print or store the rows."""
     from rich.console import Console
 
     from snapkv_app.cli.loading import load_model
     from snapkv_lab import drawing
     from snapkv_lab.cli.methods import compared_caches
-    from snapkv_lab.cli.tables import bench_table, present
-    from snapkv_lab.measure.environment import describe
+    from snapkv_lab.cli.tables import bench_table, print_results
+    from snapkv_lab.measure.environment import describe_device
     from snapkv_lab.report.figures import draw_bench
 
     alone = os.environ.get(_ALONE)  # the parent process stores and draws
@@ -198,10 +214,10 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
         drawing.require_drawable(plot)
     if options.shape is None:
         loaded = load_model(options)
-        model, named = loaded.model, loaded.description()
+        model, description = loaded.model, loaded.description()
     else:
-        model, named = _shaped(options, options.shape)
-    block = {"model": named, "environment": describe(model.device)}
+        model, description = _shaped(options, options.shape)
+    block = {"model": description, "environment": describe_device(model.device)}
     lengths = integers("lengths", options.lengths)
     rows: list[dict[str, Any]] = []
     unwritten: OutputError | None = None
@@ -214,14 +230,14 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
             status.update(f"measuring: {len(rows)} rows")
             if output is not None and unwritten is None:
                 unwritten = _append(Path(output), row | block)
-    found = block | {"rows": rows}
-    present(found, lambda: bench_table(rows), as_json=options.json, unwritten=unwritten)
+    results = block | {"rows": rows}
+    print_results(results, lambda: bench_table(rows), as_json=options.json, unwritten=unwritten)
     if plot is not None:
-        drawing.save(draw_bench(rows), Path(plot))
+        drawing.save_figure(draw_bench(rows), Path(plot))
 
 
 def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
-    """A model of random weights, and what a row says of it."""
+    """Return a model with random weights and a description of the model."""
     from rich.console import Console
 
     from snapkv_app.cli.loading import begin
@@ -245,7 +261,7 @@ def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _append(path: Path, row: dict[str, Any]) -> OutputError | None:
-    """Add a row to a file; the error if that fails, since the result is printed anyway."""
+    """Add a row to a file. Return the error if that fails, because the rows are printed anyway."""
     try:
         with open_for_lines(path) as file:
             append_line(file, json_format.dumps(row), path)

@@ -1,4 +1,4 @@
-"""`snapkv eval TASK`: the paper's experiments and lm-eval's tasks, every method in one run."""
+"""`snapkv eval TASK`: the paper's experiments and lm-eval's tasks, with all methods in one run."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
+from snapkv.errors import MissingDependencyError, install_command, wrong
 from snapkv_app.cli import panels
 from snapkv_app.cli.amounts import WholeNumber
 from snapkv_app.cli.fields import with_options
 from snapkv_app.cli.options import ReadingOptions, SweepOptions
 from snapkv_app.cli.outputs import RESULTS, Output, WritingOptions, results_folder
-from snapkv_lab.cli.workers import SettingWord, WorkerOptions, answering, results_in
+from snapkv_lab.cli.workers import SettingWord, WorkerOptions, open_executor, results_option
 from snapkv_lab.evaluate.sample import SETTINGS, Template
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import TASKS
@@ -38,7 +38,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
-    """The options of every task."""
+    """The command-line options that all tasks have."""
 
     setting: SettingWord = "visible"
     turns: Annotated[
@@ -64,7 +64,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
             help="Also report the loss of the right answer in the compressed cache, nats per token",
         ),
     ] = False
-    results: Annotated[str | None, results_in("TASK"), RESULTS] = None
+    results: Annotated[str | None, results_option("TASK"), RESULTS] = None
     plot: Annotated[
         str | None,
         panels.output(help="Write the figure: .png, .svg or .pdf"),
@@ -79,8 +79,8 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
 
 def _evaluate(*, settings: Task, options: EvalOptions) -> None:
     from snapkv_app.cli.loading import answers_progress  # imports torch
-    from snapkv_lab.cli.methods import compared_methods, with_turns
-    from snapkv_lab.cli.tables import show
+    from snapkv_lab.cli.methods import combine_with_turns, compared_methods
+    from snapkv_lab.cli.tables import print_summary
     from snapkv_lab.drawing import require_drawable
     from snapkv_lab.evaluate.runner import Run
     from snapkv_lab.report import figures, page
@@ -89,8 +89,8 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         require_drawable(options.plot)
     if options.report is not None:
         page.require_reportable()
-    compared = with_turns(compared_methods(options), options.turns)
-    with answering(options) as (loaded, who):
+    compared = combine_with_turns(compared_methods(options), options.turns)
+    with open_executor(options) as (loaded, who):
         run = Run(
             loaded=loaded,
             task=settings,
@@ -103,7 +103,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         folder = results_folder(options.results, settings.name, loaded.name, run.fingerprint())
         with answers_progress(settings.name) as advance:
             results = run.evaluate(folder, advance, who)
-    show(
+    print_summary(
         results,
         lambda: page.method_table(results),
         as_json=options.json,
@@ -111,7 +111,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         warnings=results.task.warnings,
     )
     if options.plot is not None:
-        for path in figures.save(figures.draw(results), options.plot):
+        for path in figures.save_figures(figures.draw(results), options.plot):
             typer.echo(f"figure: {path}", err=True)
     if options.report is not None:
         typer.echo(f"page: {page.write_report(results, options.report)}", err=True)
@@ -119,7 +119,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LmEvalOptions(SweepOptions):
-    """The options of the bridge."""
+    """The command-line options for running tasks of lm-eval."""
 
     tasks: Annotated[
         str, panels.task(help="Names of lm-eval's tasks, groups or tags, with commas")
@@ -140,33 +140,38 @@ class LmEvalOptions(SweepOptions):
         panels.task(help="Batch size of prompts, and of continuations of one context"),
         WholeNumber(1),
     ] = 1
-    results: Annotated[str | None, results_in("lm-eval"), RESULTS] = None
+    results: Annotated[str | None, results_option("lm-eval"), RESULTS] = None
+
+
+def _require_tasks(tasks: list[str], options: LmEvalOptions) -> None:
+    """Check the options of `lm_eval` before torch is imported.
+
+    Raises:
+        InvalidArgumentError: no task is named, or the folder of tasks is missing.
+        MissingDependencyError: lm-eval or a package that it needs is not installed.
+    """
+    for package in ("lm_eval", "datasets"):
+        if importlib.util.find_spec(package) is None:
+            remedy = f"Run {install_command('lm-eval')}"
+            problem = f"the package {package} is not installed"
+            raise wrong("lm-eval", problem, remedy, MissingDependencyError)
+    if not tasks:
+        problem = "expected names of lm-eval's tasks with commas between them, got none"
+        raise wrong("tasks", problem, "Write for instance --tasks squadv2,triviaqa")
+    if options.include_path and not Path(options.include_path).is_dir():
+        problem = f"expected a folder of task files, got {options.include_path!r}"
+        raise wrong("include_path", problem, "Pass an existing folder")
 
 
 @with_options(LmEvalOptions)
 def lm_eval(*, options: LmEvalOptions) -> None:
-    """Any task of lm-eval, with the cache of every method."""
+    """Run any task of lm-eval with the cache of every method."""
     tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    folder_of_tasks = Path(options.include_path) if options.include_path else None
-    for package in ("lm_eval", "datasets"):
-        if importlib.util.find_spec(package) is None:
-            raise MissingDependencyError(
-                f"lm-eval: expected lm-eval with what it needs, got no package {package}; run "
-                f"{install_command('lm-eval')}"
-            )
-    if not tasks:
-        raise InvalidArgumentError(
-            "tasks: expected names of lm-eval's tasks with commas between them, got none; write "
-            "for instance --tasks squadv2,triviaqa"
-        )
-    if folder_of_tasks is not None and not folder_of_tasks.is_dir():
-        raise InvalidArgumentError(
-            f"include_path: expected a folder of task files, got {options.include_path!r}"
-        )
+    _require_tasks(tasks, options)
 
     from snapkv_app.cli.loading import answers_progress, load_model  # imports torch
     from snapkv_lab.cli.methods import compared_methods
-    from snapkv_lab.cli.tables import metrics_table, show
+    from snapkv_lab.cli.tables import metrics_table, print_summary
     from snapkv_lab.evaluate.harness import HarnessRun
 
     compared = compared_methods(options)
@@ -175,7 +180,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
         loaded=loaded,
         tasks=tasks,
         methods=compared,
-        include_path=folder_of_tasks,
+        include_path=Path(options.include_path) if options.include_path else None,
         num_fewshot=options.num_fewshot,
         chat=options.template == "tokenizer",
         limit=options.limit,
@@ -183,10 +188,10 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     )
     with answers_progress("lm-eval") as advance:
         folder = results_folder(options.results, "lm-eval", loaded.name, run.fingerprint())
-        found = run.evaluate(folder, advance)
-    show(
-        found,
-        lambda: metrics_table("lm-eval", found.rows),
+        summary = run.evaluate(folder, advance)
+    print_summary(
+        summary,
+        lambda: metrics_table("lm-eval", summary.rows),
         as_json=options.json,
         place=f"answers: {folder}",
     )

@@ -1,4 +1,4 @@
-"""`snapkv medusa train`: heads that draft for a model."""
+"""`snapkv medusa train`: train heads that draft tokens for a model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ _FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(ModelOptions):
-    """What `train` takes besides its numbers."""
+    """The command-line options of `train`, in addition to the settings of the training."""
 
     to: Annotated[
         str,
@@ -62,8 +62,8 @@ def train(
     with answers_progress("medusa train") as advance:
         heads = train_heads(loaded, texts, Path(options.to), settings, advance)
     if options.json:
-        found = {"heads": options.to, "accuracies": heads.accuracies, "warnings": warnings}
-        write_json(found)
+        results = {"heads": options.to, "accuracies": heads.accuracies, "warnings": warnings}
+        write_json(results)
         return
     for number, (first, *others) in enumerate(heads.accuracies, start=1):
         typer.echo(

@@ -1,11 +1,11 @@
-"""From `--policy`, `--budget`, `--baseline` and shares to the methods to compare."""
+"""Turn the options of policies, budgets, baselines and storages into the methods to compare."""
 
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.policies import FullCache
 from snapkv.policies.default import by_layer
 from snapkv.storage.bits import KVCodes
@@ -16,74 +16,82 @@ from snapkv_app.cli.options import SweepOptions
 from snapkv_app.cli.policy import named_policies
 from snapkv_app.prefills import Prefill
 from snapkv_lab.evaluate.asking import LATER, Later, Method
-from snapkv_lab.measure.contenders import Contender, compressed, full
+from snapkv_lab.measure.contenders import Contender, compressed_contender, transformers_contender
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
-    """The methods that the options name; by default the full cache and the default policy."""
+    """Return the methods that the options name; by default the full cache and the default
+    policy.
+    """
     return [
-        *methods(["full"] if options.baseline is None else options.baseline, [], []),
+        *make_methods(["full"] if options.baseline is None else options.baseline, [], []),
         *_read_in_every_way(options),
     ]
 
 
 def compared_caches(options: Any) -> list[Contender]:
-    """The baselines of a bench, then every policy with every budget."""
+    """Return the baselines of a benchmark, followed by every policy with every budget."""
     return [
-        *map(full, specs([options.baseline])),
+        *map(transformers_contender, specs([options.baseline])),
         *(
-            replace(compressed(each.label, each.policy, codes=each.bits), prefill=each.prefill)
+            replace(
+                compressed_contender(each.label, each.policy, codes=each.bits), prefill=each.prefill
+            )
             for each in _read_in_every_way(options)
         ),
     ]
 
 
 def _read_in_every_way(options: Any) -> list[Method]:
-    """Every policy with every storage and prefill; labels name what is not exact."""
+    """Return every policy with every storage and prefill. Labels name those that are not exact."""
     ways: Sequence[tuple[str, Prefill]] = options.prefills
-    compared = methods([], options.policy or [DEFAULT], token_budgets(options.budget))
+    compared = make_methods([], options.policy or [DEFAULT], token_budgets(options.budget))
     return [
         replace(stored, label=stored.label + ("" if text == "exact" else f" {text}"), prefill=way)
         for method in compared
-        for stored in map(method.stored_in, storages(options.bits))
+        for stored in map(method.stored_in, parse_storages(options.bits))
         for text, way in ways
     ]
 
 
-def storages(text: str) -> list[KVCodes | None]:
-    """The bits that words of `storage_bits` name; None for unquantized."""
-    return [None if word == EXACT else KVCodes.of(word) for word in storage_bits(text)]  # type: ignore[arg-type] # read before
+def parse_storages(text: str) -> list[KVCodes | None]:
+    """Return the storage that each word in the text names, or None for unquantized storage."""
+    return [None if word == EXACT else KVCodes.of(word) for word in storage_bits(text)]  # type: ignore[arg-type] # checked
 
 
-def methods(
+def make_methods(
     baselines: Iterable[str], policies: Iterable[str], budgets: Sequence[int | str | dict[str, Any]]
 ) -> list[Method]:
-    """The baselines, then every policy at every budget.
+    """Return a list of the baselines, followed by every policy with every budget.
 
-    A policy without a budget, or whose parameters set one, appears once.
+    A policy appears once if it has no budget or if its parameters set one.
     """
-    named = named_policies(baselines, policies, budgets)
-    return [Method(label=label, policy=policy) for label, policy in named]
+    policies_by_label = named_policies(baselines, policies, budgets)
+    return [Method(label=label, policy=policy) for label, policy in policies_by_label]
 
 
-def with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
-    """Every method with every way to read later questions, named in its label if it evicts."""
+def combine_with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
+    """Return a list of all methods with every way of handling later questions.
+
+    Labels name the way, unless it is "append". A full cache handles them in one way only.
+
+    Raises:
+        InvalidArgumentError: a way is unknown or repeated, or none is given.
+    """
     words = [word.strip() for text in texts or ["append"] for word in text.split(",")]
     ways = [word for word in words if word]
     for word in ways:
         require_choice("turns", word, tuple(LATER))
     if not ways or len(ways) > len(set(ways)):
-        raise InvalidArgumentError(
-            f"turns: expected some of {', '.join(LATER)}, each once, got "
-            f"{', '.join(ways) or 'none'}; leave the repeated one out"
-        )
-    made = []
+        problem = f"expected some of {', '.join(LATER)}, each once, got {', '.join(ways) or 'none'}"
+        raise wrong("turns", problem, "Leave the repeated one out")
+    methods = []
     for method, (place, way) in itertools.product(compared, enumerate(ways)):
         if way == "compress" and method.label.startswith(DEFAULT):
             method = replace(method, policy=by_layer(method.policy))
         if not isinstance(method.policy, FullCache):
             label = method.label + ("" if way == "append" else f" {way}")
-            made.append(replace(method, label=label, later=cast(Later, way)))
+            methods.append(replace(method, label=label, later=cast(Later, way)))
         elif place == 0:
-            made.append(method)
-    return made
+            methods.append(method)
+    return methods

@@ -1,4 +1,4 @@
-"""`snapkv study NAME`: what the paper observed, on any model and document."""
+"""`snapkv study NAME`: the paper's observations, on any model and document."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from snapkv_app.cli.fields import with_options
 from snapkv_app.cli.options import ModelOptions
 from snapkv_app.cli.outputs import RESULTS, WritingOptions, results_folder
 from snapkv_lab import drawing
-from snapkv_lab.cli.workers import Plot, WorkerOptions, answering, results_in
+from snapkv_lab.cli.workers import Plot, WorkerOptions, open_executor, results_option
 from snapkv_lab.study import STUDIES, Sensitivity, Study
 from snapkv_lab.study.attention import ReadingStudy
 
@@ -35,16 +35,16 @@ EXAMPLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions(ModelOptions, WritingOptions):
-    """The options of every study."""
+    """The command-line options that all studies have."""
 
-    results: Annotated[str | None, results_in("study-NAME", "rows; a study"), RESULTS] = None
+    results: Annotated[str | None, results_option("study-NAME", "rows; a study"), RESULTS] = None
     plot: Plot = None
     json: panels.AsJson = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingStudyOptions(StudyOptions):
-    """The options of every study of documents."""
+    """The command-line options of studies that read documents."""
 
     document: Annotated[
         list[str] | None,
@@ -59,7 +59,7 @@ class ReadingStudyOptions(StudyOptions):
         panels.material(
             "--question",
             "-q",
-            help="A question; again for more",
+            help="A question; repeat the option for more",
             show_default="four questions that suit any text",
         ),
     ] = None
@@ -67,29 +67,29 @@ class ReadingStudyOptions(StudyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweringOptions(StudyOptions, WorkerOptions):
-    """The options of the study that compares answers only."""
+    """The command-line options of the study that compares the scores of answers."""
 
 
 _OF_OPTIONS = {"documents": "document", "questions": "question"}
-"""Fields of a study with repeatable options, since texts may contain commas."""
+"""The fields of a study that have repeatable options, because texts may contain commas."""
 
 
 def _study(*, settings: Study, options: StudyOptions) -> None:
-    given = {
+    changes = {
         field: tuple(value)
         for field, option in _OF_OPTIONS.items()
         if (value := getattr(options, option, None))
     }
-    study = replace(settings, **given)
+    study = replace(settings, **changes)
     if options.plot is not None:
         drawing.require_drawable(options.plot)
 
-    from snapkv_lab.cli.tables import show  # imports torch
+    from snapkv_lab.cli.tables import print_summary  # imports torch
 
     findings = _findings(study, options)
     for notice in findings.notices:
         typer.echo(f"notice: {notice}", err=True)
-    show(
+    print_summary(
         findings,
         lambda: study.table(findings.rows),
         as_json=options.json,
@@ -97,11 +97,11 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
         warnings=[*findings.warnings, *findings.notices],
     )
     if options.plot is not None:
-        drawing.save(study.figure(findings.rows), Path(options.plot), drawing.PLAIN, dpi=100)
+        drawing.save_figure(study.figure(findings.rows), Path(options.plot), drawing.PLAIN, dpi=100)
 
 
 def _findings(study: Study, options: StudyOptions) -> "Findings":
-    """The findings of the study, computed here or by workers."""
+    """Return the findings of a study, computed either in this process or by workers."""
     from snapkv_app.cli.loading import answers_progress, load_model
 
     def folder(loaded: "LoadedModel") -> Path:
@@ -109,7 +109,7 @@ def _findings(study: Study, options: StudyOptions) -> "Findings":
         return results_folder(options.results, kind, loaded.name, study.fingerprint(loaded))
 
     if isinstance(study, Sensitivity) and isinstance(options, AnsweringOptions):
-        with answering(options) as (loaded, who), answers_progress(study.name) as advance:
+        with open_executor(options) as (loaded, who), answers_progress(study.name) as advance:
             return study.measure(loaded, folder(loaded), advance, who)
     loaded = load_model(options)
     place = folder(loaded)

@@ -1,4 +1,4 @@
-"""Results of the laboratory's commands, as JSON or as a table on a terminal."""
+"""The output of the laboratory's commands: JSON, or a table on the terminal."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,35 +8,52 @@ from rich.text import Text
 from snapkv.errors import OutputError
 from snapkv.validation import format_bytes
 from snapkv_app.cli.grid import Grid, give
-from snapkv_lab.evaluate.store import Summarised
+from snapkv_lab.evaluate.store import RunSummary
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row
 
 
-def present(
-    found: Row,
+def print_results(
+    results: Row,
     table: Callable[[], Table],
     *,
     as_json: bool,
     place: str = "",
     unwritten: OutputError | None = None,
 ) -> None:
-    """Print the results, and only then fail if a part could not be written."""
-    give(found, lambda: on_screen(table()), as_json=as_json, place=place)
-    if unwritten is not None:  # after the slow part
+    """Print the results, and only then fail if a part could not be written.
+
+    Args:
+        results: the results as JSON.
+        table: makes the table, if JSON is not wanted.
+        as_json: whether to print JSON.
+        place: a line about where the results are stored.
+        unwritten: the error of the part that could not be written, or None.
+
+    Raises:
+        OutputError: `unwritten`, after the results are printed.
+    """
+    give(results, lambda: to_grid(table()), as_json=as_json, place=place)
+    if unwritten is not None:  # the results of a long run are printed before it fails
         raise unwritten
 
 
-def show(
-    given: Summarised, table: Callable[[], Table], *, as_json: bool, place: str, **more: Any
+def print_summary(
+    summary: RunSummary, table: Callable[[], Table], *, as_json: bool, place: str, **more: Any
 ) -> None:
-    """Print what a run gave, in JSON with what else there is to say."""
-    found = {"run": given.run, "folder": str(given.folder), "rows": given.rows} | more
-    present(found, table, as_json=as_json, place=place, unwritten=given.unwritten)
+    """Print the result of a run as a table or as JSON.
+
+    `more` are further fields of the JSON object.
+
+    Raises:
+        OutputError: the summary could not be written.
+    """
+    results = {"run": summary.run, "folder": str(summary.folder), "rows": summary.rows} | more
+    print_results(results, table, as_json=as_json, place=place, unwritten=summary.unwritten)
 
 
-def on_screen(table: Table) -> Grid:
-    """A table for the terminal, with bold cells in bold."""
+def to_grid(table: Table) -> Grid:
+    """Convert a table to a grid that can be shown on the terminal, with its bold cells."""
     return Grid(
         title=table.title,
         caption=table.caption,
@@ -53,7 +70,7 @@ def on_screen(table: Table) -> Grid:
 
 
 def metrics_table(title: str, rows: Sequence[Row]) -> Table:
-    """A row per task and metric of another harness, a column per method."""
+    """Return a table of the scores from lm-eval, with a row for each metric of each task."""
     methods = tuple(dict.fromkeys(row["method"] for row in rows))
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
@@ -64,17 +81,17 @@ def metrics_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def bench_table(rows: Sequence[Row]) -> Table:
-    """A row per measurement, with the columns that any of them has."""
-    shown = [_shown(row) for row in rows]
-    names = list(dict.fromkeys(name for row in shown for name in row))
+    """Return a table with a row per measurement, and all columns that any measurement has."""
+    lines = [_format_measurement(row) for row in rows]
+    names = list(dict.fromkeys(name for row in lines for name in row))
     if rows and all(row["status"] == "ok" for row in rows):
         names.remove("status")
-    texts = [tuple(row.get(name, "") for name in names) for row in shown]
+    texts = [tuple(row.get(name, "") for name in names) for row in lines]
     return Table(headings=names, rows=texts, caption="times and ratios are medians")
 
 
-def _shown(row: Row) -> dict[str, str]:
-    """A measurement as text: medians of percentiles, bytes with a unit."""
+def _format_measurement(row: Row) -> dict[str, str]:
+    """Return the cells of a measurement as text. Percentiles are shown by their median."""
     cells = {}
     for name, value in row.items():
         if name in ("bench", "filled", "least_ms") or value is None:

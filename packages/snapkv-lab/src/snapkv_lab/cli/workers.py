@@ -1,4 +1,4 @@
-"""Options of several commands, and the executor that `--ray` and `--workers` choose."""
+"""Options that several commands share, and the executor that `--ray` and `--workers` choose."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app.cli import panels
 from snapkv_app.cli.amounts import WholeNumber
 from snapkv_app.cli.options import ModelOptions
@@ -25,8 +25,8 @@ SettingWord = Annotated[
 Plot = Annotated[str | None, panels.output(help="Write the figure: .png, .svg or .pdf"), Output()]
 
 
-def results_in(kind: str, what: str = "answers; a run") -> Any:
-    """The option for a folder of results; a stopped run continues there."""
+def results_option(kind: str, what: str = "answers; a run") -> Any:
+    """Return the option for a folder of results, in which a stopped run continues."""
     return panels.output(
         help=f"Folder of the {what} that was stopped continues there",
         show_default=f"snapkv-results/{kind}-MODEL-HASH",
@@ -35,54 +35,62 @@ def results_in(kind: str, what: str = "answers; a run") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions(ModelOptions):
-    """Where answers are computed: in this process by default."""
+    """The command-line options that choose where the answers are computed."""
 
     ray: Annotated[
-        str | None, panels.sweep(help="Workers on Ray: local, auto or the address of a cluster")
+        str | None,
+        panels.sweep(help="Answer with workers on Ray: local, auto or the address of a cluster"),
     ] = None
     workers: Annotated[
         int | None,
-        panels.sweep(help="With --ray", show_default="one for each GPU, else for each node"),
+        panels.sweep(
+            help="Number of workers with --ray", show_default="one for each GPU, else for each node"
+        ),
         WholeNumber(1),
     ] = None
 
 
 @contextlib.contextmanager
-def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor"]]:
-    """The model and the executor for this block: this process, or workers that end with it.
+def open_executor(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor"]]:
+    """Load the model and open the executor that answers questions within this block.
 
-    With workers, the local model is on the CPU, only to check and to cut texts.
+    The executor is this process, or a group of workers. With workers, the model of this process is
+    on the CPU and only used to check and to cut texts. The workers end with the block.
+
+    Yields:
+        The model and the executor.
+
+    Raises:
+        InvalidArgumentError: `--workers` is given without `--ray`, or `--device` with it.
     """
     from snapkv_app.cli.loading import load_model
     from snapkv_lab.evaluate.asking import Answerer
 
     if options.ray is None:
         if options.workers is not None:
-            raise InvalidArgumentError(
-                f"workers: expected it with ray, got {options.workers} without; add --ray local"
-            )
+            problem = f"expected it with ray, got {options.workers} without"
+            raise wrong("workers", problem, "Add --ray local")
         loaded = load_model(options)
         yield loaded, Answerer(loaded=loaded)
         return
     if options.device is not None:
-        raise InvalidArgumentError(
-            f"device: expected one of device and ray, got {options.device} and ray; leave one out"
-        )
+        problem = f"expected one of device and ray, got {options.device} and ray"
+        raise wrong("device", problem, "Leave one of them out")
     from snapkv_lab.evaluate.on_ray import require_cluster
 
     require_cluster(options.ray)
     loaded = load_model(replace(options, device="cpu"))
-    with on_ray(options, options.ray) as who:
+    with start_workers(options, options.ray) as who:
         yield replace(loaded, answers_on=who.device), who
 
 
-def on_ray(options: WorkerOptions, address: str) -> "OnRay":
-    """Workers of a cluster, which find the model wherever their nodes are."""
+def start_workers(options: WorkerOptions, address: str) -> "OnRay":
+    """Start workers on a cluster, which find the model from any folder of their nodes."""
     from snapkv_app.cli.loading import load_arguments
     from snapkv_lab.evaluate.on_ray import OnRay
 
     load = load_arguments(options)
     load.pop("device", None)
     if options.model is not None and os.path.exists(options.model):
-        load["name"] = os.path.abspath(options.model)  # a node of a cluster is in another folder
+        load["name"] = os.path.abspath(options.model)  # a worker runs in another folder
     return OnRay(address, load, options.workers)

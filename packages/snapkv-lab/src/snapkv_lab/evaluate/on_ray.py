@@ -1,4 +1,4 @@
-"""Answers from workers on a Ray cluster: on this machine, or on as many as there are."""
+"""Workers on a Ray cluster that answer questions, on this machine or on many."""
 
 import contextlib
 import socket
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError, missing_package
+from snapkv.errors import OutOfMemoryError, SnapKVError, missing_package, wrong
 from snapkv.validation import first_line
 from snapkv_lab.evaluate.asking import Answerer, AskedSample
 from snapkv_lab.rows import Row
@@ -15,29 +15,44 @@ from snapkv_lab.rows import Row
 LOCAL, AUTO = "local", "auto"
 
 MOST_TRIES = 3
-"""How many workers a question may end before it is recorded as lost, and how often in a row each
-worker may end before it has the model."""
+"""How many workers a question may end before it is recorded as lost. Also, how often in a row each
+worker may end before it has loaded the model.
+"""
 
 _SECONDS_TO_ANSWER = 5
 _SECONDS_BETWEEN_LOOKS = 10
 
 
 class _EndedError(Exception):
-    """A worker ended before it had answered: killed, out of memory, or its machine is gone."""
+    """An error which says that a worker ended before it could answer.
+
+    It was killed, ran out of memory, or lost its machine.
+    """
 
 
 class _NotLoadedError(Exception):
-    """A worker ended before it had the model, so that no question is to blame; says how it did."""
+    """An error which says that a worker ended before it had loaded the model.
+
+    So no question is the cause.
+    """
 
 
 class OnRay:
-    """One worker for each GPU of the cluster, or where it has none, for each node; alike.
+    """An executor that answers questions with workers on a Ray cluster.
 
-    The longest questions come first, each to whoever is free. The question that a worker was at
-    when it ended is asked again, of one method at a time, which needs less memory; where that ends
-    workers too, its records say that it was lost.
+    There is one worker for each GPU, or one for each node without GPUs. The longest questions come
+    first, and each goes to a worker that is free. If a worker ends, its question is asked again
+    with one method at a time, which needs less memory. If that ends workers too, the answers are
+    recorded as lost.
 
-    `load` are arguments of `snapkv_app.models.load` but for the device, which is that of each.
+    Args:
+        address: "local", "auto" or the address of a cluster.
+        load: arguments of `snapkv_app.models.load`, except the device.
+        workers: how many workers to start; None for one per GPU or node.
+
+    Raises:
+        InvalidArgumentError: there is no such cluster, or it has no room for so many workers.
+        MissingDependencyError: Ray is not installed.
     """
 
     def __init__(self, address: str, load: Mapping[str, Any], workers: int | None = None) -> None:
@@ -51,43 +66,51 @@ class OnRay:
             self._needs = {"num_gpus": 1 if has_gpus else 0, "num_cpus": 1}
             self._count = self._workers(workers)
             cpus = sum(int(node.get("CPU", 0)) for node in _nodes())
-            self.device = "cuda:0" if has_gpus else "cpu"  # of its own, whatever the node calls it
+            self.device = "cuda:0" if has_gpus else "cpu"  # a worker only sees its own GPU
             self._answering = (dict(load), self.device, max(1, cpus // self._count))
             self._idle, self._busy = list[_Worker](), list[_Worker]()
         except BaseException:
-            self._leave()
+            self._disconnect()
             raise
 
     def _workers(self, wanted: int | None) -> int:
+        """Return the number of workers that will be started.
+
+        Raises:
+            InvalidArgumentError: the cluster has no room for `wanted` workers.
+        """
         places = [_places(node, self._needs) for node in _nodes()]
         on_gpus = self._needs["num_gpus"]
         count = wanted or (sum(places) if on_gpus else sum(map(bool, places)))
         if not 1 <= count <= sum(places):
             kind = "GPUs" if on_gpus else "processors"
-            raise InvalidArgumentError(
-                f"workers: expected at most {sum(places)}, the cluster's {kind}, got "
-                f"{max(1, count)}; start fewer, or add nodes to the cluster"
-            )
+            problem = f"expected at most {sum(places)}, the cluster's {kind}, got {max(1, count)}"
+            raise wrong("workers", problem, "Start fewer workers, or add nodes to the cluster")
         return count
 
     def answers(self, work: Sequence[AskedSample]) -> Iterator[Row]:
-        """A record for every method of every question, as they come."""
+        """Yield a record for every method of every question, as soon as it is known.
+
+        Raises:
+            OutOfMemoryError: no worker gets as far as loading the model.
+        """
         waiting = deque(sorted(work, key=lambda each: len(each.sample.context), reverse=True))
         unloaded, why = 0, "no machine has room for one"
         try:
             while waiting or self._busy:
-                while waiting and (self._idle or self._room() > 0):
-                    worker = self._idle.pop() if self._idle else self._begun()
+                while waiting and (self._idle or self._free_places() > 0):
+                    worker = self._idle.pop() if self._idle else self._start_worker()
                     worker.ask(waiting.popleft())
                     self._busy.append(worker)
                 if not self._busy or unloaded == MOST_TRIES * self._count:
-                    raise OutOfMemoryError(
-                        "workers: expected at least one that has a place and gets as far as having "
-                        f"the model, got none: {why}; see that there is memory for as many as are "
-                        "asked for, and the same release of snapkv on every machine; the same "
-                        "command continues"
+                    raise wrong(
+                        "workers",
+                        f"no worker could start and load the model: {why}",
+                        "Free memory for this many workers, install the same release of snapkv on "
+                        "every machine, and repeat the command, which continues the run",
+                        OutOfMemoryError,
                     )
-                worker = self._ready()
+                worker = self._wait_for_worker()
                 self._busy.remove(worker)
                 asked = worker.asked
                 try:
@@ -95,35 +118,41 @@ class OnRay:
                 except _NotLoadedError as error:
                     waiting.appendleft(asked)
                     unloaded, why = unloaded + 1, str(error)
-                except _EndedError:  # what ended a worker comes first, or is lost
+                except _EndedError:  # a question that ended a worker comes first, or is lost
                     if asked.tries + 1 < MOST_TRIES:
-                        waiting.extendleft(reversed(list(asked.by_method())))
+                        waiting.extendleft(reversed(list(asked.split_by_method())))
                     else:
-                        yield from asked.lost()
+                        yield from asked.lost_records()
                 else:
                     self._idle.append(worker)
                     unloaded = 0
                     yield from records
         finally:
-            self._end(self._busy)  # what they were at is nobody's any more
+            self._end(self._busy)  # nobody waits for their answers any more
 
-    def _room(self) -> int:
-        """For how many more workers there is a place; below 0 where one of theirs is gone."""
+    def _free_places(self) -> int:
+        """Return the number of workers that can still be started.
+
+        It is negative if a node with a worker is gone.
+        """
         places = sum(_places(node, self._needs) for node in _nodes())
         return min(self._count, places) - len(self._idle) - len(self._busy)
 
-    def _begun(self) -> "_Worker":
+    def _start_worker(self) -> "_Worker":
         actor = _ray().remote(max_restarts=0, **self._needs)(_Answering).remote(*self._answering)
         return _Worker(actor)
 
-    def _ready(self) -> "_Worker":
-        """One whose answers are there, or will never come."""
+    def _wait_for_worker(self) -> "_Worker":
+        """Wait until a worker is ready, and return it.
+
+        Its answers are complete, or will never come.
+        """
         coming = {worker.answers: worker for worker in self._busy}
         while True:
-            there, _ = _ray().wait(list(coming), num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
-            if there:
-                return coming[there[0]]
-            if self._room() < 0:  # a node is gone, and one may wait for a place on it
+            complete, _ = _ray().wait(list(coming), num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
+            if complete:
+                return coming[complete[0]]
+            if self._free_places() < 0:  # a node is gone, and a worker may still wait for it
                 for worker in self._busy:
                     if not worker.is_loaded:
                         worker.end()
@@ -137,19 +166,19 @@ class OnRay:
             self._end(self._idle)
             self._end(self._busy)
         finally:
-            self._leave()
+            self._disconnect()
 
     def _end(self, workers: "list[_Worker]") -> None:
         while workers:
             workers.pop().end()
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         if self._joined:
             _ray().shutdown()
 
 
 class _Worker:
-    """An actor that loads the model first, and the question it was asked last."""
+    """An actor that first loads the model, and the question that it was given last."""
 
     asked: AskedSample
     answers: Any
@@ -165,41 +194,55 @@ class _Worker:
         self.asked, self.answers = asked, self._actor.records.remote(asked)
 
     def records(self) -> list[Row]:
-        """The answers to what it was asked last."""
+        """Wait for the answers to the last question and return them.
+
+        Raises:
+            _NotLoadedError: the worker ended before it had loaded the model.
+            _EndedError: the worker ended before it had answered.
+        """
         if self._actor is None:
             raise _NotLoadedError("its node is gone")
-        self._given(self._loaded, _NotLoadedError)
-        records: list[Row] = self._given(self.answers, _EndedError)
+        self._wait_for(self._loaded, _NotLoadedError)
+        records: list[Row] = self._wait_for(self.answers, _EndedError)
         return records
 
-    def _given(self, ref: Any, ended: type[Exception]) -> Any:
-        """What a call gave, or the error it raised; `ended` where the actor is no more."""
+    def _wait_for(self, ref: Any, ended: type[Exception]) -> Any:
+        """Wait for the result of a remote call and return it.
+
+        Args:
+            ref: the reference to the result.
+            ended: the error to raise if the actor has ended.
+
+        Raises:
+            SnapKVError: the call raised it; any other error comes with the place where it was
+                raised.
+        """
         ray = _ray()
         try:
             return ray.get(ref)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, SnapKVError):
                 raise error.cause from None
-            raise  # with where it was raised
-        except ray.exceptions.RayError as error:  # it ended, or what it gave is gone with its node
+            raise  # with the place where it was raised
+        except ray.exceptions.RayError as error:  # it ended, or its result is gone with its node
             self.end()
             raise ended(_last_line(error)) from None
 
     def end(self) -> None:
-        """Stop it at once, whatever it does."""
+        """Stop the actor at once."""
         with contextlib.suppress(Exception):  # its node may be gone
             _ray().kill(self._actor)
         self._actor = None
 
 
 class _Answering:
-    """What an actor is: it loads the model before its first question."""
+    """The remote actor, which loads the model and answers questions with it."""
 
     def __init__(self, load: dict[str, Any], device: str, threads: int) -> None:
         self._load, self._threads = load | {"device": device}, threads
 
     def load(self) -> None:
-        """Load it, quietly: the process that asks has said what there is to say."""
+        """Load the model without warnings, since the process that asks has shown them already."""
         import torch
         import transformers
 
@@ -207,7 +250,7 @@ class _Answering:
 
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()  # its lock is left behind by a killed process
+        transformers.logging.disable_progress_bar()  # a killed process would leave its lock behind
         torch.set_num_threads(self._threads)
         self._answerer = Answerer(loaded=load(**self._load))
 
@@ -220,16 +263,21 @@ def _nodes() -> list[dict[str, Any]]:
 
 
 def _places(node: dict[str, Any], needs: dict[str, int]) -> int:
-    named = {"num_cpus": "CPU", "num_gpus": "GPU"}
-    return min(int(node.get(named[key], 0) // count) for key, count in needs.items() if count)
+    names = {"num_cpus": "CPU", "num_gpus": "GPU"}
+    return min(int(node.get(names[key], 0) // count) for key, count in needs.items() if count)
 
 
 def _last_line(error: Exception) -> str:
-    """Of a message that goes on for pages, what is said at the end."""
+    """Return the last line of a long error message, or the name of its class."""
     return [type(error).__name__, *filter(str.strip, str(error).splitlines())][-1].strip()
 
 
 def _ray() -> Any:
+    """Import Ray.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+    """
     try:
         import ray
     except ImportError:
@@ -238,7 +286,12 @@ def _ray() -> Any:
 
 
 def require_cluster(address: str) -> None:
-    """Raise where there is no such cluster: Ray would try for minutes, and end the process."""
+    """Check that the cluster exists, because Ray itself would try for minutes and end the process.
+
+    Raises:
+        InvalidArgumentError: nothing answers at the address.
+        MissingDependencyError: Ray is not installed.
+    """
     _ray()
     if address in (LOCAL, AUTO):
         return
@@ -252,6 +305,11 @@ def require_cluster(address: str) -> None:
 
 
 def _join(ray: Any, address: str) -> None:
+    """Connect to the cluster.
+
+    Raises:
+        InvalidArgumentError: the connection failed.
+    """
     quiet = {"include_dashboard": False} if address == LOCAL else {}
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error", **quiet)
@@ -259,9 +317,10 @@ def _join(ray: Any, address: str) -> None:
         raise _no_cluster(address, error) from error
 
 
-def _no_cluster(address: str, error: Exception) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"ray: expected local, auto or the address of a cluster that runs, such as "
-        f"ray://head:10001, got {address!r}: {first_line(error)}; start one with "
-        "`ray start --head`, or pass local"
+def _no_cluster(address: str, error: Exception) -> SnapKVError:
+    return wrong(
+        "ray",
+        "expected local, auto or the address of a running cluster such as ray://head:10001, got "
+        f"{address!r}: {first_line(error)}",
+        "Start a cluster with `ray start --head`, or pass local",
     )

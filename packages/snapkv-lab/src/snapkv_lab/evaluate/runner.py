@@ -1,4 +1,4 @@
-"""Running a task: every sample from the cache of every method."""
+"""Run a task: every sample is answered from the cache of every method."""
 
 import itertools
 import json
@@ -7,18 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.known_gates import with_known
 from snapkv.kvzip import require_one_reading
 from snapkv.validation import require_at_least
 from snapkv_app.models import LoadedModel
 from snapkv_lab.evaluate.asking import Answerer, AskedSample, Executor, Method
-from snapkv_lab.evaluate.sample import Sample, Setting, Template, around_turn, data_hash
-from snapkv_lab.evaluate.store import Key, Progress, Store, Summarised, key
+from snapkv_lab.evaluate.sample import Sample, Setting, Template, data_hash, turn_markers
+from snapkv_lab.evaluate.store import Key, Progress, RunSummary, Store
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
-from snapkv_lab.measure.environment import versions
+from snapkv_lab.measure.environment import software_versions
 from snapkv_lab.rows import Row, short_hash
 
 _MOST_TIMES_POSITIONS = 8
@@ -26,20 +26,20 @@ _MOST_TIMES_POSITIONS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A task on a model, by several methods.
+    """A run of a task on a model with several methods.
 
     Args:
-        loaded: model and tokenizer.
-        task: what is asked; what it leaves to the model is filled in.
-        methods: what answers; labels must differ.
-        questions: the settings to run: whether the question is visible to the vote.
+        loaded: the model and its tokenizer.
+        task: what is asked; settings that depend on the model are filled in.
+        methods: the methods that answer; their labels must differ.
+        questions: whether the question is visible to the vote, or both settings.
         template: how a sample becomes a prompt.
-        limit: how many samples to take of every cell; None for all.
-        reference_loss: whether to take the loss of the references too.
+        limit: how many samples of every cell are taken; None for all.
+        reference_loss: whether the loss of the references is measured too.
 
     Raises:
-        InvalidArgumentError: no method, two of one label, a limit below 1, or a template that the
-            model has none of.
+        InvalidArgumentError: there is no method, two methods have one label, the limit is below 1,
+            or the template is not known for the model.
         UnsupportedModelError: a method does not work with the model.
     """
 
@@ -56,8 +56,8 @@ class Run:
         object.__setattr__(self, "task", task)
         self._require_lengths()
         if self.template == "longbench":
-            around_turn(self.loaded.tokenizer)
-        object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
+            turn_markers(self.loaded.tokenizer)
+        object.__setattr__(self, "methods", prepare_methods(self.loaded, self.methods))
         for method in self.methods:
             if "visible" in self.questions:
                 require_one_reading(method.policy, "pass --setting hidden")
@@ -66,46 +66,52 @@ class Run:
             require_at_least("limit", self.limit, 1)
 
     def fingerprint(self) -> str:
-        """A short name for everything that a run's results depend on, its methods left out."""
+        """Return a short name for all settings that the results depend on, except the methods."""
         return short_hash(self._settings())
 
     def keys(self) -> list[Key]:
-        """What its answers are found by. Errors as in `evaluate`."""
+        """Return the keys of all answers in this run.
+
+        Raises:
+            InvalidArgumentError: the settings give no sample, or one sample twice.
+            MissingDependencyError: the package with the task's data is not installed.
+        """
         return _keys(self._asked(self._samples()))
 
     def evaluate(
         self, folder: Path, on_progress: Progress | None = None, executor: Executor | None = None
     ) -> "Results":
-        """Answer what the folder does not hold yet, and summarise all of it.
+        """Answer all questions that are not answered yet, and return the results.
 
-        What was lost to memory before is asked once more.
+        Answers that were lost to a lack of memory before are tried again.
+
+        Args:
+            folder: where the answers are stored; a stopped run continues there.
+            on_progress: receives the progress.
+            executor: answers the questions; None for this process.
 
         Raises:
-            InvalidArgumentError: the folder holds another run, or a method of another policy under
-                the same label; the settings give no sample, or one of them twice.
-            MissingDependencyError: the task's data is in a package that is not installed.
-            OutputError: an answer cannot be written; those before it are in the folder.
+            InvalidArgumentError: the folder holds another run, or a method with another policy
+                under the same label; or the settings give no sample, or one sample twice.
+            MissingDependencyError: the package with the task's data is not installed.
+            OutputError: an answer cannot be written; the answers before it are in the folder.
         """
         samples = self._samples()
-        whole = self._asked(samples)
+        questions = self._asked(samples)
         block = self._settings() | {"samples": len(samples), "data": data_hash(samples)}
-        wanted = _keys(whole)
+        wanted = _keys(questions)
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
             require_same_policies(self.methods, store.records)
-            work = [missing for asked in whole if (missing := asked.without(store)).methods]
-            done = sum(one in store for one in wanted)
-            tell = on_progress or (lambda *_: None)
-            tell("", done, len(wanted))
-            for record in (executor or Answerer(loaded=self.loaded)).answers(work):
-                if key(record) not in store:  # a conversation is held again from its beginning
-                    store.add(record)
-                    done += 1
-                    tell(f"{record['sample']}, {record['method']}", done, len(wanted))
+            work = [
+                missing for asked in questions if (missing := asked.missing_from(store)).methods
+            ]
+            answering = executor or Answerer(loaded=self.loaded)
+            store.complete(wanted, answering.answers(work), on_progress)
             rows = summarise(store.records, wanted, self.task)
             return Results.of(store, rows, task=self.task)
 
     def _samples(self) -> list[Sample]:
-        samples = _limited(self.task.samples(self.loaded.tokenizer), self.limit)
+        samples = _limit_samples(self.task.samples(self.loaded.tokenizer), self.limit)
         turns = [turn for sample in samples for turn in sample.turns]
         _require_distinct(turns)
         if self.reference_loss:
@@ -132,50 +138,63 @@ class Run:
             "template": self.template,
             "limit": self.limit,
             **({"reference_loss": True} if self.reference_loss else {}),
-            **versions(),
+            **software_versions(),
         }
 
     def _require_turns(self, method: Method) -> None:
-        """Raise where a method says of later questions what has no effect, or cannot be."""
+        """Check that the task has later questions if the method handles them.
+
+        Raises:
+            InvalidArgumentError: the task has no later questions.
+        """
         if method.later != "append" and not self.task.has_turns:
-            raise InvalidArgumentError(
-                f"turns: expected it with a task of several questions about one text, such as "
-                f"turns, got {method.later} with {self.task.name}; leave it out"
-            )
+            problem = f"{method.later} has no effect with {self.task.name}, which asks one question"
+            raise wrong("turns", problem, "Leave it out, or choose a task such as turns")
 
     def _require_lengths(self) -> None:
-        """Raise where prompts would be made only to be found far too long; a few are shown so."""
+        """Check that the prompts are not much longer than the model allows.
+
+        Slightly longer prompts are allowed, and are recorded as too long.
+
+        Raises:
+            InvalidArgumentError: a length is far beyond the model's positions.
+        """
         positions = self.loaded.max_tokens
         for name in ("lengths", "answer_tokens"):
             longest = max(getattr(self.task, name, ()), default=0)
             if positions is not None and longest > _MOST_TIMES_POSITIONS * positions:
-                raise InvalidArgumentError(
-                    f"{name}: expected at most {_MOST_TIMES_POSITIONS * positions:,} tokens, "
+                raise wrong(
+                    name,
+                    f"expected at most {_MOST_TIMES_POSITIONS * positions:,} tokens, "
                     f"{_MOST_TIMES_POSITIONS} times the model's {positions:,} positions, got "
-                    f"{longest:,}; pass a smaller number, or choose a model with more positions"
+                    f"{longest:,}",
+                    "Pass a smaller number, or choose a model with more positions",
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Results(Summarised):
-    """What was asked gave a row per method, setting and cell, see `snapkv_lab.evaluate.summary`."""
+class Results(RunSummary):
+    """The result of a run, with a row for each method, setting and cell.
+
+    See `snapkv_lab.evaluate.summary`.
+    """
 
     task: Task
 
 
-def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
-    """The methods, with what was found of the model's heads or layers where one goes by that.
+def prepare_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
+    """Check the methods, and complete policies that use a gate or head profile known for the model.
 
     Raises:
-        InvalidArgumentError: no method, or two of one label, or nothing was found of the heads.
+        InvalidArgumentError: there is no method, two methods have one label, or a gate belongs to
+            another model.
         UnsupportedModelError: a method does not work with the model.
     """
     labels = [method.label for method in methods]
     if not labels or len(set(labels)) < len(labels):
-        raise InvalidArgumentError(
-            f"policy: expected at least one method, and every one once, got "
-            f"{', '.join(sorted(labels)) or 'none'}; name a policy or a baseline, each once"
-        )
+        names = ", ".join(sorted(labels)) or "none"
+        problem = f"expected at least one method, each of them once, got {names}"
+        raise wrong("policy", problem, "Name each policy and each baseline once")
     for method in methods:
         CompressedCache(loaded.model, loaded.completed(method.policy), **method.cache_options)
     return tuple(
@@ -184,22 +203,28 @@ def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
 
 
 def require_same_policies(methods: Sequence[Method], records: Iterable[Row]) -> None:
-    """Raise where an answer of one of the methods was made by something else of its name."""
+    """Check that the stored answers were made with the same policies.
+
+    Raises:
+        InvalidArgumentError: an answer was made by another policy with the same label.
+    """
     policies = {method.label: method.describe() for method in methods}
     for record in records:
         asked = policies.get(record["method"], record["policy"])
         if record["policy"] != json.loads(json.dumps(asked)):
-            raise InvalidArgumentError(
-                f"policy: expected {record['method']} to be what it was when the folder's "
-                f"answers were made, {record['policy']}, got {asked}; choose another folder"
+            raise wrong(
+                "policy",
+                f"the answers in the folder were made by {record['method']} as "
+                f"{record['policy']}, and now it is {asked}",
+                "Choose another folder",
             )
 
 
-def _keys(whole: Iterable[AskedSample]) -> list[Key]:
-    return [one for asked in whole for one in asked.keys_of(asked.methods)]
+def _keys(questions: Iterable[AskedSample]) -> list[Key]:
+    return [one for asked in questions for one in asked.keys_of(asked.methods)]
 
 
-def _limited(samples: Iterable[Sample], limit: int | None) -> list[Sample]:
+def _limit_samples(samples: Iterable[Sample], limit: int | None) -> list[Sample]:
     taken, kept = Counter[str](), []
     for sample in samples:
         cell = str(sorted(sample.cell.items()))
@@ -210,24 +235,28 @@ def _limited(samples: Iterable[Sample], limit: int | None) -> list[Sample]:
 
 
 def _require_distinct(turns: Sequence[Sample]) -> None:
-    """Raise unless there are samples, each under a name of its own."""
+    """Check that there is at least one sample and that all names are different.
+
+    Raises:
+        InvalidArgumentError: there is no sample, or two samples have one name.
+    """
     if not turns:
-        raise InvalidArgumentError(
-            "samples: expected at least one, got none with these settings; ask for more"
-        )
+        raise wrong("samples", "these settings give no sample", "Ask for more samples")
     ((name, times),) = Counter(turn.name for turn in turns).most_common(1)
     if times > 1:
-        raise InvalidArgumentError(
-            f"samples: expected every sample once, got {name} {times} times; leave out the setting "
-            "that is repeated"
-        )
+        problem = f"expected every sample once, got {name} {times} times"
+        raise wrong("samples", problem, "Leave out the setting that is repeated")
 
 
 def _require_references(turns: Sequence[Sample]) -> None:
-    """Raise where a loss is asked for and there is nothing to take it of."""
+    """Check that every sample has at least one reference.
+
+    Raises:
+        InvalidArgumentError: a sample has no reference, or an empty one.
+    """
     for turn in turns:
         if not turn.references or not all(turn.references):
-            raise InvalidArgumentError(
-                f"reference_loss: expected samples that each have a right answer, none of them "
-                f"empty, got {turn.name} with {list(turn.references)}; leave it out"
+            problem = (
+                f"expected references in every sample, got {turn.name} with {list(turn.references)}"
             )
+            raise wrong("reference_loss", problem, "Leave it out")

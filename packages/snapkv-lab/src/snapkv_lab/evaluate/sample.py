@@ -1,4 +1,4 @@
-"""Questions about a long text, and how they become prompts."""
+"""The samples of tasks: questions about a long text, and how they become prompts."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app.prompts import Prompt, chat_prompt, next_turn
 from snapkv_app.settings import GenerationSettings
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from snapkv_app.protection import Protection
 
 Template = Literal["tokenizer", "none", "longbench"]
-"""The tokenizer's chat template where it has one, none, or the paper's LongBench run's."""
+"""The tokenizer's chat template if it has one, none, or that of the paper's LongBench run."""
 
 Setting = Literal["visible", "hidden"]
 """Whether the prompt is compressed after its question, as in the paper, or after its context."""
@@ -25,10 +25,10 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "hidden": ("hidden",),
     "both": ("visible", "hidden"),
 }
-"""By the word of a command's option."""
+"""The settings by the word of the command's option."""
 
 Cell = dict[str, str | int | float]
-"""What results are grouped by, such as ``{"length": 4096, "depth": 50}``."""
+"""The fields that results are grouped by, such as ``{"length": 4096, "depth": 50}``."""
 
 _INSTRUCTION = ("[INST]", "[/INST]")
 _CONVERSATION = (
@@ -49,7 +49,20 @@ _AROUND = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One question about a long text, and what a right answer holds."""
+    """One question about a long text, and its right answers.
+
+    Attributes:
+        name: the name of the sample in the run.
+        cell: the group that the sample belongs to.
+        context: the text before the question.
+        question: the question for a chat template.
+        references: the right answers.
+        settings: how the answer is generated.
+        plain_question: the question without a chat template; empty for `question`.
+        answer_start: the text that the answer begins with.
+        chat: whether a chat template may be used.
+        details: further data that the task needs for the score or the prompt.
+    """
 
     name: str
     cell: Cell
@@ -64,22 +77,31 @@ class Sample:
 
     @property
     def turns(self) -> "tuple[Sample, ...]":
-        """Itself, and the questions that follow in the same cache."""
+        """All questions of the conversation, starting with the sample itself."""
         return (self,)
 
     @property
     def protection(self) -> "Protection":
-        """What of the prompt stays whatever its votes."""
+        """The parts of the prompt that must always be kept."""
         from snapkv_app.protection import Protection  # imports torch
 
         return Protection(texts=tuple(self.details.get("protect", ())))
 
     def is_chat(self, tokenizer: Any, template: Template) -> bool:
-        """Whether the tokenizer's chat template makes its prompt."""
+        """Return whether the tokenizer's chat template makes the prompt."""
         return template == "tokenizer" and self.chat and bool(tokenizer.chat_template)
 
     def prompt(self, tokenizer: Any, template: Template, setting: Setting) -> Prompt:
-        """The text that the model continues."""
+        """Return the prompt that the model continues.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            template: how the sample becomes a prompt.
+            setting: whether the question is visible to the vote.
+
+        Raises:
+            InvalidArgumentError: the template is "longbench" and the model is not known to it.
+        """
         if self.is_chat(tokenizer, template):
             question, text = self.question, self.context + self.question
             prompt = chat_prompt(tokenizer, text, question, answer_start=self.answer_start)
@@ -90,7 +112,7 @@ class Sample:
         return prompt if setting == "visible" else prompt.hiding_question()
 
     def later_turn(self, tokenizer: Any, template: Template) -> Prompt:
-        """What stands between an answer and the answer to this one, of the same conversation."""
+        """Return the text between the previous answer and the answer to this question."""
         if self.is_chat(tokenizer, template):
             turn, rest = next_turn(tokenizer, self.question), self.answer_start
         else:
@@ -100,17 +122,20 @@ class Sample:
         return replace(turn.followed_by(tokenizer, rest), answer_start=self.answer_start)
 
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
-        """A turn without a chat template, and the beginning of the answer after it."""
+        """Return the text of a turn without a chat template.
+
+        The beginning of the answer follows it.
+        """
         if template == "longbench" and self.chat:
-            before, behind = around_turn(tokenizer)
-            text = before + text + behind
+            before, after = turn_markers(tokenizer)
+            text = before + text + after
         space = " " if self.answer_start and not text[-1:].isspace() else ""
         return text + space + self.answer_start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation(Sample):
-    """A question about a long text, and `later` ones without a context, one after the other."""
+    """A sample with `later` questions about the same text, which are asked one after the other."""
 
     later: tuple[Sample, ...]
 
@@ -119,24 +144,29 @@ class Conversation(Sample):
         return (self, *self.later)
 
 
-def around_turn(tokenizer: Any) -> tuple[str, str]:
-    """What stood before and after a prompt in the paper's LongBench run, by the model's name.
+def turn_markers(tokenizer: Any) -> tuple[str, str]:
+    """Return the texts before and after a prompt, as in the LongBench run of the paper.
 
-    Not the tokenizers' templates: Mistral and Mixtral got the bare text, Llama 2 and LWM the
-    brackets without a system message, Vicuna and LongChat the conversation they were trained on.
+    The model's name decides. These are not the templates of the tokenizers: Mistral and Mixtral got
+    the bare text, Llama 2 and LWM got brackets without a system message, and Vicuna and LongChat
+    got the conversation they were trained on.
+
+    Raises:
+        InvalidArgumentError: the model's name contains no known family.
     """
     name = PurePath(tokenizer.name_or_path).name.lower()
     for family, around in _AROUND.items():
         if family in name:
             return around
-    raise InvalidArgumentError(
-        f"template: expected a model named like {', '.join(_AROUND)} for longbench, got {name!r}; "
-        "use the template tokenizer or none"
-    )
+    problem = f"expected a model named like {', '.join(_AROUND)} for longbench, got {name!r}"
+    raise wrong("template", problem, "Use the template tokenizer or none")
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
-    """What the samples hold, as "sha256:..."."""
+    """Return a hash of the contents of all samples.
+
+    It has the form "sha256:...".
+    """
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(json.dumps(asdict(sample), sort_keys=True).encode())

@@ -1,8 +1,9 @@
-"""Results on disk: a folder that a killed run can be continued from.
+"""The folder that holds the results of a run, from which a run that was killed can continue.
 
-`run.json` says what was run: model, versions, settings, data. `samples.jsonl` has a line for every
-answer, written when it is known; `summary.jsonl` one for every method and cell, written at the end.
-What was lost to memory has no line, so that it is asked for again when the run is continued.
+`run.json` describes the run: model, versions, settings and data. `samples.jsonl` has one line for
+every answer, which is written as soon as the answer is known. `summary.jsonl` has one line for
+every method and cell, and is written at the end. An answer that was lost to a lack of memory has no
+line, so that a continued run asks for it again.
 """
 
 import json
@@ -12,41 +13,47 @@ from pathlib import Path
 from typing import Any, Self
 
 from snapkv.cache.saving.writing import foreign_files, replace_file
-from snapkv.errors import InvalidArgumentError, OutputError
-from snapkv_lab.rows import Row, Rows, needing, parsed, write_rows
+from snapkv.errors import OutputError, wrong
+from snapkv_lab.rows import Row, RowFile, explain_folder_errors, parse_row, write_rows
 
 Key = tuple[str, str, str]
-"""Sample, method and setting: what one answer is."""
+"""The names of a sample, a method and a setting, which identify an answer."""
 
 Progress = Callable[[str, int, int], None]
-"""Takes what is done now, how many steps are done, and how many there are."""
+"""Takes a description of the current step, how many steps are done, and how many there are."""
 
 _KEY = ("sample", "method", "question")
 
 LOST = "out of memory"
-"""The status of a record without an answer, which may be had when more memory is free."""
+"""The status of a record whose answer is missing because memory ran out."""
 
 
 class Store:
-    """The results of one run, added to one by one, by one process at a time.
+    """The results of one run in a folder. One process at a time adds to them.
 
-    Results of another `run` are not mixed with it; `fields` are what every record must have besides
-    what it answers.
+    Args:
+        folder: where the results are or will be; it is made if it is missing.
+        run: the description of the run. A folder with the results of another run is refused.
+        fields: fields that every record must have besides its key.
+
+    Raises:
+        InvalidArgumentError: the folder cannot be written, is used by another process, or holds
+            other files, the results of another run, or damaged lines.
     """
 
     def __init__(self, folder: Path, run: Row, *, fields: Sequence[str] = ()) -> None:
         self.folder, self.run = folder, run
-        with needing(folder):
+        with explain_folder_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._require_own()
-        self._rows = Rows(folder / "samples.jsonl")
+            self._require_no_other_files()
+        self._rows = RowFile(folder / "samples.jsonl")
         try:
-            self._claim()
+            self._write_or_compare_run()
             lines = self._rows.read((*_KEY, *fields))
         except BaseException:
             self._rows.__exit__()
             raise
-        self._records = {key(each): each for each in lines if each.get("status") != LOST}
+        self._records = {record_key(each): each for each in lines if each.get("status") != LOST}
 
     def __enter__(self) -> Self:
         return self
@@ -55,7 +62,7 @@ class Store:
         self._rows.__exit__()
 
     def __contains__(self, wanted: Key) -> bool:
-        """Whether that is answered, or was lost to memory since the store was opened."""
+        """Return whether the answer is stored, or was lost to a lack of memory in this run."""
         return wanted in self._records
 
     def __getitem__(self, wanted: Key) -> Row:
@@ -63,61 +70,99 @@ class Store:
 
     @property
     def records(self) -> list[Row]:
-        """Of everything that was asked, in that order."""
+        """All records, in the order in which they were added."""
         return list(self._records.values())
 
     def add(self, record: Row) -> None:
-        """Keep an answer; it is on the disk when this returns."""
+        """Store a record. It is on the disk when this returns, unless its status is `LOST`.
+
+        Raises:
+            OutputError: the record cannot be written.
+        """
         if record.get("status") != LOST:
             self._rows.add(record)
-        self._records[key(record)] = record
+        self._records[record_key(record)] = record
+
+    def complete(
+        self, wanted: Sequence[Key], records: Iterable[Row], on_progress: Progress | None
+    ) -> None:
+        """Add each record as soon as it is made, and report how many of the wanted records exist.
+
+        Args:
+            wanted: the keys of the whole run.
+            records: makes the missing records. A record that is already stored is skipped, because
+                a conversation is always held again from its beginning.
+            on_progress: receives the sample and the method of each new record.
+
+        Raises:
+            OutputError: a record cannot be written; those before it are stored.
+        """
+        report = on_progress or (lambda *_: None)
+        done = sum(one in self for one in wanted)
+        report("", done, len(wanted))
+        for record in records:
+            if record_key(record) not in self:
+                self.add(record)
+                done += 1
+                report(f"{record['sample']}, {record['method']}", done, len(wanted))
 
     def summarise(self, rows: Iterable[Row]) -> OutputError | None:
-        """Write the summary; why not, where that fails, so that the rows can be shown first."""
+        """Write the summary.
+
+        Returns:
+            The error if it cannot be written, so that the caller can show the rows first; else
+                None.
+        """
         try:
             write_rows(self.folder / "summary.jsonl", rows)
         except OutputError as error:
             return error
         return None
 
-    def _require_own(self) -> None:
+    def _require_no_other_files(self) -> None:
+        """Check that the folder does not contain other files.
+
+        Raises:
+            InvalidArgumentError: it holds other files and no `run.json`.
+        """
         if (self.folder / "run.json").exists():
             return
-        if found := foreign_files(self.folder, ("run.json", "samples.jsonl")):
-            raise InvalidArgumentError(
-                f"results: expected a new or empty folder, or that of the same run, got "
-                f"{self.folder} with {found[0]!r} in it; choose another folder"
-            )
+        if foreign := foreign_files(self.folder, ("run.json", "samples.jsonl")):
+            problem = f"the folder {self.folder} holds the file {foreign[0]!r}, which is of no run"
+            raise wrong("results", problem, "Choose a new or empty folder")
 
-    def _claim(self) -> None:
-        """Write `run.json`, or compare with the one that is there."""
+    def _write_or_compare_run(self) -> None:
+        """Write the description of the run, or compare it with the one in the folder.
+
+        Raises:
+            InvalidArgumentError: it describes another run, or it is missing next to stored answers.
+        """
         path = self.folder / "run.json"
         if path.exists():
-            differing = list(_differences(parsed(path, 1, path.read_bytes()), self.run))
+            differing = list(_differences(parse_row(path, 1, path.read_bytes()), self.run))
             if differing:
-                raise InvalidArgumentError(
-                    f"results: expected results of the same run in {self.folder}, got another "
-                    f"{', another '.join(differing[:3])}; choose another folder"
+                which = ", another ".join(differing[:3])
+                problem = (
+                    f"the folder {self.folder} holds results of another run, with another {which}"
                 )
+                raise wrong("results", problem, "Choose another folder")
             return
         if self._rows.path.stat().st_size:
-            raise InvalidArgumentError(
-                f"results: expected the run.json that says what {self._rows.path} holds, got none; "
-                "choose another folder"
-            )
-        with needing(self.folder):
+            problem = f"the run.json that describes {self._rows.path} is missing"
+            raise wrong("results", problem, "Choose another folder")
+        with explain_folder_errors(self.folder):
             replace_file(path, json.dumps(self.run, indent=2) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summarised:
-    """What a run gave.
+class RunSummary:
+    """The result of a run.
 
     Attributes:
         folder: where its records are.
-        run: the block that says how they were made.
-        rows: what they come to.
-        unwritten: why the folder has no summary of them; None where it has.
+        run: the description of how they were made.
+        rows: the summary of the records.
+        unwritten: the error if the summary could not be written into the folder, else None.
     """
 
     folder: Path
@@ -127,21 +172,33 @@ class Summarised:
 
     @classmethod
     def of(cls, store: Store, rows: list[Row], **more: Any) -> Self:
-        """Write the summary of a store, and give it with what else there is to say."""
+        """Write the summary of a run and return it.
+
+        `more` are the further fields of the result.
+        """
         unwritten = store.summarise(rows)
         return cls(folder=store.folder, run=store.run, rows=rows, unwritten=unwritten, **more)
 
 
-def key(record: Row) -> Key:
+def record_key(record: Row) -> Key:
+    """Return the key of a record."""
     sample, method, question = (str(record[name]) for name in _KEY)
     return sample, method, question
 
 
-def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
-    """Every setting in which two runs differ, by its name with dots, with both values."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for part in here | there:
+def key_fields(key: Key) -> Row:
+    """Return the fields of a record that hold its key."""
+    return dict(zip(_KEY, key, strict=True))
+
+
+def _differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
+    """Yield a description of each setting in which two runs differ.
+
+    It has the dotted name of the setting and both values.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        for part in new | old:
             inner = f"{name}.{part}" if name else part
-            yield from _differences(there.get(part), here.get(part), inner)
-    elif (one := json.dumps(there)) != (other := json.dumps(here)):
+            yield from _differences(old.get(part), new.get(part), inner)
+    elif (one := json.dumps(old)) != (other := json.dumps(new)):
         yield f"{name}: {one[:60]} there, {other[:60]} here"

@@ -1,4 +1,6 @@
-"""From answers to rows, a mean per method and cell; and from rows to the lines of tables."""
+"""Summaries of a run: from answers to a row per method and cell, and from rows to lines of
+tables.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -11,38 +13,43 @@ from snapkv_lab.evaluate.intervals import (
     Interval,
     Measure,
     cell_differences,
-    cell_of,
     mean_interval,
+    sample_cell,
 )
-from snapkv_lab.evaluate.store import Key, key
+from snapkv_lab.evaluate.store import Key, record_key
 from snapkv_lab.evaluate.task import Task
-from snapkv_lab.rows import Row, grouped, mean_of
+from snapkv_lab.rows import Row, group_rows, mean_value
 
 _MEANS = ("prompt_tokens", "kept_tokens", "held_bytes", "full_bytes")
 _MEDIANS = ("token_ms", "first_token_ms")
 
 
 def summarise(records: Iterable[Row], keys: Iterable[Key], task: Task) -> list[Row]:
-    """One row per method, setting and cell, in the order in which they are asked for.
+    """Summarise the records: one row per method, setting and cell, in the order of the keys.
 
-    A row holds: task, metric, method, question, cell, policy; status ("ok" where any sample was
-    answered, else the reason of the first), samples (answered), compressed (those of whose prompt
-    anything was dropped), failed (by reason), score (mean, 0 to 1, None where none was answered),
-    interval (of the mean; None for a single sample), difference (from the full cache; None where
-    it did not run), prompt_tokens, kept_tokens, held_bytes and full_bytes (means), token_ms and
-    first_token_ms (medians), scores (by sample), and for turns conversations (by sample, the one it
-    is of). Where records have the loss of the references, it also holds loss (mean, nats per token,
-    None where none is known), loss_interval, loss_difference and losses.
+    A row holds: task, metric, method, question, cell, policy; status ("ok" if any sample was
+    answered, else the status of the first); samples (how many were answered); compressed (how many
+    of their prompts lost tokens); failed (counts by reason); score (the mean from 0 to 1, or None);
+    interval (of the mean; None for a single sample); difference (from the full cache; None if it
+    did not run); prompt_tokens, kept_tokens, held_bytes and full_bytes (means); token_ms and
+    first_token_ms (medians); scores (by sample); and for turns conversations (by sample, the name
+    of its conversation). If the loss of the references was measured, it also holds loss (the mean
+    in nats per token, or None), loss_interval, loss_difference and losses.
+
+    Args:
+        records: the records of the run.
+        keys: the keys of the wanted answers, in order; missing ones are skipped.
+        task: the task that was run.
     """
-    known = {key(record): record for record in records}
-    found = [known[wanted] for wanted in keys if wanted in known]
-    groups = grouped(
-        found, lambda each: json.dumps([each["method"], each["question"], each["cell"]])
+    by_key = {record_key(record): record for record in records}
+    ordered = [by_key[wanted] for wanted in keys if wanted in by_key]
+    groups = group_rows(
+        ordered, lambda each: json.dumps([each["method"], each["question"], each["cell"]])
     )
     rows = [_row(group, task) for group in groups.values()]
     for row, difference in zip(rows, cell_differences(rows), strict=True):
         row["difference"] = difference
-    if any("loss" in record for record in found):
+    if any("loss" in record for record in ordered):
         for row, group in zip(rows, groups.values(), strict=True):
             row |= _measured(group, "loss")
         for row, difference in zip(rows, cell_differences(rows, "loss"), strict=True):
@@ -63,30 +70,30 @@ def _row(records: list[Row], task: Task) -> Row:
         "compressed": sum(each["kept_tokens"] < each["prompt_tokens"] for each in answered),
         "failed": {reason: failed.count(reason) for reason in sorted(set(failed))},
         **_measured(answered, "score"),
-        **{name: mean_of(answered, name) for name in _MEANS},
-        **{name: mean_of(answered, name, median) for name in _MEDIANS},
+        **{name: mean_value(answered, name) for name in _MEANS},
+        **{name: mean_value(answered, name, median) for name in _MEDIANS},
         **({"conversations": spoken} if spoken and all(spoken.values()) else {}),
     }
 
 
 def _measured(records: Iterable[Row], of: Measure) -> Row:
-    """The mean of scores or losses, its interval, and each by sample."""
-    found = {each["sample"]: each[of] for each in records if each.get(of) is not None}
-    interval = mean_interval([[(list(found.values()), None)]])
+    """Return the mean of the scores or losses, with the confidence interval and all values."""
+    values = {each["sample"]: each[of] for each in records if each.get(of) is not None}
+    interval = mean_interval([[(list(values.values()), None)]])
     return {
-        of: fmean(found.values()) if found else None,
+        of: fmean(values.values()) if values else None,
         "interval" if of == "score" else f"{of}_interval": interval and list(interval),
-        BY_SAMPLE[of]: found,
+        BY_SAMPLE[of]: values,
     }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLine:
-    """A method in a table: its scores by column, and what it cost.
+    """One line of a table, with the scores and the costs of a method.
 
-    Columns without an answer are in `reasons`, such as "out of memory", and not in `scores`. An
-    interval is None where a column has one sample only; `intervals` is empty where the answers are
-    not known. `mean` and `loss` are over the columns that have one, as papers average over sets.
+    Columns without an answer are in `reasons` and not in `scores`. An interval is None if its
+    column has one sample only, and `intervals` is empty if single answers are not known. `mean` and
+    `loss` are means over the columns that have a value, as papers average over data sets.
     """
 
     method: str
@@ -106,21 +113,26 @@ class ScoreLine:
 
 
 def score_lines(rows: Sequence[Row], axis: str) -> list[ScoreLine]:
-    """A line per method and question, in the order of the rows; columns are the axis' values."""
-    lines = grouped(rows, lambda row: (row["method"], row["question"]))
+    """Return one line per method and question, in the order of the rows.
+
+    Args:
+        rows: the rows of `summarise`.
+        axis: the key of the cells whose values are the columns.
+    """
+    lines = group_rows(rows, lambda row: (row["method"], row["question"]))
     return [_score_line(of_line, axis) for of_line in lines.values()]
 
 
 def _score_line(rows: list[Row], axis: str) -> ScoreLine:
-    columns = grouped(rows, lambda row: row["cell"][axis])
+    columns = group_rows(rows, lambda row: row["cell"][axis])
     scored = {
-        value: [cell_of(row, "score") for row in of_column if row.get("scores")]
+        value: [sample_cell(row, "score") for row in of_column if row.get("scores")]
         for value, of_column in columns.items()
     }
-    means = {value: mean_of(of_column, "score") for value, of_column in columns.items()}
+    means = {value: mean_value(of_column, "score") for value, of_column in columns.items()}
     answered = {value: scored[value] for value, mean in means.items() if mean is not None}
     lost = [
-        [cell_of(row, "loss") for row in of_column if row.get("losses")]
+        [sample_cell(row, "loss") for row in of_column if row.get("losses")]
         for of_column in columns.values()
     ]
     lost = [cells for cells in lost if cells]
@@ -131,8 +143,8 @@ def _score_line(rows: list[Row], axis: str) -> ScoreLine:
         intervals={value: mean_interval([cells]) for value, cells in answered.items()},
         interval=mean_interval(answered.values()),
         reasons={value: columns[value][0]["status"] for value in means if means[value] is None},
-        held_bytes=mean_of(rows, "held_bytes"),
-        token_ms=mean_of(rows, "token_ms"),
+        held_bytes=mean_value(rows, "held_bytes"),
+        token_ms=mean_value(rows, "token_ms"),
         loss=fmean(fmean(fmean(cell) for cell, _ in cells) for cells in lost) if lost else None,
         loss_interval=mean_interval(lost),
     )

@@ -1,4 +1,4 @@
-"""What a task is: settings in, samples out, and a score for every answer."""
+"""The base class of tasks, which turn settings into samples and score every answer."""
 
 import json
 from abc import ABC, abstractmethod
@@ -6,23 +6,23 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.validation import require_at_least, require_each_at_least
 from snapkv_lab.evaluate.sample import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """An experiment: a frozen dataclass of its settings.
+    """A task of the evaluation, as a frozen dataclass of its settings.
 
     The fields of a subclass are its options on the command line, with the texts under ``Args:`` of
     its docstring as their help.
 
     Attributes:
-        name: as on the command line.
-        metric: what the score is called.
-        axes: keys of the samples' cells: the first gives the columns of a table and the x axis of a
-            figure, the second, where there is one, the y axis of a heat map.
+        name: the name on the command line.
+        metric: the name of the score.
+        axes: keys of the samples' cells. The first gives the columns of a table and the x axis of a
+            figure, and the second, if there is one, the y axis of a heat map.
         has_turns: whether its samples are conversations.
     """
 
@@ -32,36 +32,44 @@ class Task(ABC):
     has_turns: ClassVar[bool] = False
 
     def for_model(self, name: str, max_tokens: int | None) -> Self:
-        """The task with the settings that were left to the model."""
+        """Return a copy of the task with the settings that depend on the model."""
         del name, max_tokens
         return self
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What of the user's files was not read, a line each."""
+        """A list of warnings about files that could not be read."""
         return ()
 
     @abstractmethod
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Make or read the samples; the same ones in the same order every time."""
+        """Yield all samples of the task, always in the same order."""
 
     @abstractmethod
     def score(self, sample: Sample, prediction: str) -> float:
-        """How right an answer is, from 0 to 1."""
+        """Return the score of an answer, which is a number between 0 and 1."""
 
     def describe(self) -> dict[str, Any]:
-        """The task's name and settings, ready for JSON."""
+        """Return the name and the settings of the task as a dictionary for JSON."""
         settings = json.dumps({"name": self.name, **asdict(self)}, default=str)
         plain: dict[str, Any] = json.loads(settings)
         return plain
 
     def published(self, model: str) -> dict[str, dict[str, float]]:
-        """Scores, 0 to 1, that a paper gives for that model: by method, then by the first axis."""
+        """Return the scores that a paper has published for the model.
+
+        They are from 0 to 1, by method and by the value of the first axis.
+        """
         del model
         return {}
 
     def require(self, **least: int) -> None:
-        """Raise unless each of these settings, a number or several, is at least that."""
+        """Check that each of these settings, a number or a tuple of numbers, has at least this
+        value.
+
+        Raises:
+            InvalidArgumentError: a number is smaller.
+        """
         for name, minimum in least.items():
             value = getattr(self, name)
             (require_each_at_least if isinstance(value, tuple) else require_at_least)(
@@ -69,27 +77,40 @@ class Task(ABC):
             )
 
 
-def require_some(argument: str, given: Collection[str], known: Iterable[str]) -> None:
-    """Raise unless they are some of those that are known, and at least one."""
+def require_known_names(argument: str, given: Collection[str], known: Iterable[str]) -> None:
+    """Check that at least one name is given and that all names are known.
+
+    Raises:
+        InvalidArgumentError: no name is given, or an unknown one.
+    """
     known = tuple(known)
     unknown = [name for name in given if name not in known]
     if unknown or not given:
-        raise InvalidArgumentError(
-            f"{argument}: expected some of {', '.join(known)}, got {', '.join(unknown) or 'none'}; "
-            "name those to run, or leave it out for all"
-        )
+        problem = f"expected some of {', '.join(known)}, got {', '.join(unknown) or 'none'}"
+        raise wrong(argument, problem, "Name those to run, or leave it out for all")
 
 
 Build = Callable[[int], Sample]
-"""Makes a sample whose text has that many parts: lines, words, documents; always the same one."""
+"""Makes a sample whose text has the given number of parts, such as lines, words or documents. The
+same number always gives the same sample.
+"""
 
 
-def fitted(
+def fit_sample(
     build: Build, tokenizer: Any, length: int, *, least: int, most: int, hint: int | None = None
 ) -> tuple[Sample, int] | None:
-    """The sample with most parts whose prompt and answer take `length` tokens, and how many parts.
+    """Find the largest sample that fits into the given number of tokens.
 
-    None where not even `least` parts fit. `hint` says how many fitted in a sample like this one.
+    Args:
+        build: makes the sample from a number of parts.
+        tokenizer: counts the tokens.
+        length: the most tokens of prompt and answer together.
+        least: the smallest number of parts.
+        most: the largest number of parts.
+        hint: the number of parts that fitted in a similar sample.
+
+    Returns:
+        The sample and its number of parts, or None if not even `least` parts fit.
     """
     parts = least
     if hint is None:
@@ -105,32 +126,43 @@ def fitted(
             return sample, parts
         if parts <= least:
             return None
-        # A prompt holds something besides its parts, so that taking them away in proportion to the
-        # excess comes down on the largest count that fits, as far as they are of one length.
+        # A prompt holds more than its parts. If the parts have equal lengths, removing them in
+        # proportion to the excess ends at the largest count that fits.
         parts = max(least, min(parts - 1, parts * length // used))
 
 
-def all_fitted(
+def fit_samples(
     builds: Iterable[Build], tokenizer: Any, length: int, *, least: int, most: int, what: str
 ) -> Iterator[Sample]:
-    """Samples of one length, each as `fitted` makes it; refused where `what` has no room."""
+    """Yield the largest samples that fit into the given number of tokens.
+
+    There is one sample for each of `builds`, see `fit_sample`.
+
+    Raises:
+        InvalidArgumentError: the length has no room for `what`.
+    """
     hint = None
     for build in builds:
-        found = fitted(build, tokenizer, length, least=least, most=most, hint=hint)
-        if found is None:
-            raise InvalidArgumentError(
-                f"lengths: expected room for {what}, got {length} tokens; pass a larger length"
-            )
-        sample, hint = found
+        fitted = fit_sample(build, tokenizer, length, least=least, most=most, hint=hint)
+        if fitted is None:
+            problem = f"expected room for {what}, got {length} tokens"
+            raise wrong("lengths", problem, "Pass a larger length")
+        sample, hint = fitted
         yield sample
 
 
 def needed_tokens(sample: Sample, tokenizer: Any) -> int:
-    """Tokens of prompt and answer together, chat template included where the tokenizer has one."""
+    """Return the number of tokens in the prompt and the answer together.
+
+    The chat template is included.
+    """
     prompt = sample.prompt(tokenizer, "tokenizer", "visible")
     return int(prompt.token_ids(tokenizer).shape[1]) + sample.settings.max_new_tokens
 
 
-def percents(count: int) -> list[int]:
-    """That many whole percents from 0 to 100, evenly; the middle for one."""
+def even_percents(count: int) -> list[int]:
+    """Return a list of evenly spaced percentages from 0 to 100.
+
+    A single percentage is 50.
+    """
     return [50] if count == 1 else [round(100 * i / (count - 1)) for i in range(count)]

@@ -1,4 +1,4 @@
 """Measurements of snapkv on the demo model.
 
-Every number lands as a JSON row in `docs/results`, and the pages there are rendered from the rows.
+Every number becomes a JSON row in `docs/results`, and the pages there are rendered from the rows.
 """

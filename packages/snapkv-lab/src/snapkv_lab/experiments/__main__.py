@@ -1,25 +1,27 @@
-"""Run an experiment: its rows and its page are written to `docs/results`.
+"""Run an experiment, which writes its rows and its page to `docs/results`.
 
-python -m snapkv_lab.experiments            list them
-python -m snapkv_lab.experiments NAME ...   run one; `--help` after it says what it takes
+python -m snapkv_lab.experiments            list the experiments
+
+python -m snapkv_lab.experiments NAME ...   run one; add `--help` for its options
 """
 
 import sys
 
 from snapkv.validation import nearest
-from snapkv_lab.experiments.experiment import declared
+from snapkv_lab.experiments.experiment import load_experiments
 
 
 def main() -> None:
-    known, name = declared(), sys.argv[1] if len(sys.argv) > 1 else ""
-    if name in known:
-        known[name].main(sys.argv[2:])
+    experiments, name = load_experiments(), sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in experiments:
+        experiments[name].main(sys.argv[2:])
     elif name in ("", "--list", "--help", "-h"):
-        for each in known.values():
+        for each in experiments.values():
             print(f"{each.name:<24}{each.title}")
     else:
         sys.exit(
-            f"experiments: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
+            f"experiments: expected one of {', '.join(experiments)}, got {name!r}"
+            f"{nearest(name, experiments)}"
         )
 
 

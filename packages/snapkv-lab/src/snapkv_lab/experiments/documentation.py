@@ -1,9 +1,9 @@
-"""What pages of the documentation show besides the results.
+"""Parts of the documentation that are made by programs, besides the results.
 
-`plans`: the table of docs/planning.md, the paper's models planned from their shapes. `overview`:
-the picture of docs/index.md, from the rows of `speed`. `screenshots`: docs/inspector-*.png; needs
-selenium, Chromium and its driver, as `make test-browser` installs them, and Pillow, which comes
-with matplotlib.
+`plans` writes the table of docs/planning.md: the paper's models, planned from their shapes.
+`overview` draws the picture of docs/index.md from the rows of `speed`. `screenshots` makes
+docs/inspector-*.png; it needs selenium, Chromium and its driver, which `make test-browser`
+installs, and Pillow, which comes with matplotlib.
 """
 
 import gzip
@@ -23,7 +23,7 @@ from snapkv_lab.experiments.experiment import Experiment
 from snapkv_lab.experiments.records import RESULTS, ROOT
 from snapkv_lab.experiments.speed import SPEED
 from snapkv_lab.report.tables import markdown_table
-from snapkv_lab.rows import Row, of
+from snapkv_lab.rows import Row, select_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,8 +33,11 @@ BEGIN, END = "<!-- planned: python -m snapkv_lab.experiments plans -->\n", "<!--
 _MODELS = ("lwm-7b", "longchat-7b", "mistral-7b", "mixtral-8x7b", "command-r-35b")
 
 
-def planned(page: str) -> str:
-    """The page with the table between its marks: bytes and speed-ups of every model."""
+def fill_planning_table(page: str) -> str:
+    """Return the text of the page with an updated table of all models.
+
+    It shows bytes and speed-ups.
+    """
     header = ["model", "weights", "full cache", "compressed", "decoding, at most", "batch of 8"]
     lines = []
     for name in _MODELS:
@@ -51,7 +54,9 @@ def planned(page: str) -> str:
 PLANS = Experiment(
     name="plans",
     title="The table of docs/planning.md",
-    drawn=lambda known: PLANNING.write_text(planned(PLANNING.read_text("utf-8")), "utf-8"),
+    draw=lambda known: PLANNING.write_text(
+        fill_planning_table(PLANNING.read_text("utf-8")), "utf-8"
+    ),
 )
 
 FIGURE = RESULTS / "overview.svg"
@@ -60,18 +65,21 @@ _COLOURS = {"full": "#9aa5b1", "snapkv": "#2a6fb0"}
 _BAR = 0.38
 
 
-def overview(rows: list[Row]) -> "Figure":
-    """Bytes held, and time per token, after a short and a long prompt."""
+def draw_overview(rows: list[Row]) -> "Figure":
+    """Draw the figure that compares the bytes and the time per token of two caches.
+
+    It has bars after a short and after a long prompt.
+    """
     from matplotlib import rc_context
 
-    timed = [row for row in of(rows, benchmark="decode") if "ms_per_token" in row]
+    timed = [row for row in select_rows(rows, benchmark="decode") if "ms_per_token" in row]
     budget = timed[0]["budget"]
     labels = {"full": "full cache", "snapkv": f"SnapKV, budget {budget}"}
     with rc_context(STYLE):
-        figure = drawing.figure(7.2, 2.6)
+        figure = drawing.new_figure(7.2, 2.6)
         held, time = figure.subplots(1, 2)
         for place, (cache, label) in enumerate(labels.items()):
-            own = sorted(of(timed, cache=cache), key=lambda row: int(row["prompt_tokens"]))
+            own = sorted(select_rows(timed, cache=cache), key=lambda row: int(row["prompt_tokens"]))
             at = [index + (place - 0.5) * _BAR for index in range(len(own))]
             names = [f"{row['prompt_tokens']:,} prompt tokens" for row in own]
             for panel, heights in (
@@ -93,8 +101,8 @@ def overview(rows: list[Row]) -> "Figure":
 OVERVIEW = Experiment(
     name="overview",
     title="The picture of docs/index.md",
-    read=SPEED.known,
-    drawn=lambda rows: drawing.save(overview(rows), FIGURE, STYLE),
+    load=SPEED.results,
+    draw=lambda rows: drawing.save_figure(draw_overview(rows), FIGURE, STYLE),
 )
 
 _WIDE, _COLOURS_KEPT = 1200, 128
@@ -138,7 +146,7 @@ def _browser() -> Any:
 
 
 def _take(browser: Any, name: str, width: int, height: int) -> None:
-    """The top of the page on a screen of that size, in few colours."""
+    """Save the top of the page as a picture with few colours, on a screen of this size."""
     from PIL import Image
 
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < _WIDE}
@@ -149,5 +157,5 @@ def _take(browser: Any, name: str, width: int, height: int) -> None:
 
 
 SCREENSHOTS = Experiment(
-    name="screenshots", title="Pictures of the inspector's page", drawn=_screenshots
+    name="screenshots", title="Pictures of the inspector's page", draw=_screenshots
 )

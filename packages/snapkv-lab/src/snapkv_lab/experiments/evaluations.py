@@ -1,8 +1,8 @@
-"""What the laboratory's own commands find on the demo model.
+"""The results of the laboratory's own commands on the demo model.
 
-`evaluation`: tasks in a setting that two cores can run; answers and rows lie in
-`docs/results/evaluation/NAME/`. `studies`: the paper's observations; what was measured is also in
-`snapkv-results/studies`, where a run that was stopped goes on.
+`evaluation` runs tasks in a size for two cores; answers and rows are in
+`docs/results/evaluation/NAME/`. `studies` repeats the paper's observations; the records are also in
+`snapkv-results/studies`, where a stopped run continues.
 """
 
 import json
@@ -19,25 +19,25 @@ from snapkv_lab import drawing
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.intervals import METHOD
 from snapkv_lab.evaluate.runner import Results, Run
-from snapkv_lab.evaluate.store import key
+from snapkv_lab.evaluate.store import record_key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import Lines, Needle, Ruler
-from snapkv_lab.experiments.experiment import Experiment, RunContext, described
+from snapkv_lab.experiments.experiment import Experiment, RunContext, describe_run
 from snapkv_lab.experiments.records import RESULTS
 from snapkv_lab.report.figures import draw
 from snapkv_lab.report.page import method_table
 from snapkv_lab.report.tables import markdown_table
-from snapkv_lab.rows import Row, of, read_rows, write_rows
+from snapkv_lab.rows import Row, read_rows, select_rows, write_rows
 from snapkv_lab.study import HitRate, Instructions, Overlap, Position, Sensitivity, Study
 
 FOLDER = RESULTS / "evaluation"
 
 
 class TaskComparison(NamedTuple):
-    """A task with the tokens that its methods keep, always on the demo model, no chat template.
+    """A task, and the number of tokens that its methods keep. No chat template is used.
 
-    The title is the heading of its section.
+    `title` is the heading of its section.
     """
 
     title: str
@@ -46,7 +46,7 @@ class TaskComparison(NamedTuple):
 
     @property
     def methods(self) -> list[Method]:
-        """The full cache, the default, the paper's votes, and the two oldest rivals."""
+        """The full cache, the default, the paper's method, and the two oldest rivals."""
         policies: dict[str, Policy] = {"full": FullCache(), "default": default_policy(self.budget)}
         policies |= {made.__name__: made(self.budget) for made in (SnapKV, StreamingLLM, H2O)}
         return [Method(label=label, policy=policy) for label, policy in policies.items()]
@@ -83,65 +83,70 @@ COMPARISONS = {
 }
 
 
-def _compare(name: str, given: RunContext) -> Iterator[Row]:
-    folder = FOLDER if given.stored else Path(tempfile.mkdtemp())
+def _compare(name: str, context: RunContext) -> Iterator[Row]:
+    folder = FOLDER if context.is_stored else Path(tempfile.mkdtemp())
     own = COMPARISONS[name]
-    run = Run(loaded=given.loaded, template="none", task=own.task(), methods=own.methods)
+    run = Run(loaded=context.loaded, template="none", task=own.task(), methods=own.methods)
     run.evaluate(folder / name, _say)
     yield from ()
 
 
-def measured() -> dict[str, Results]:
-    """The comparisons that have been run to their end, summarised from their answers."""
-    found = {}
+def load_comparisons() -> dict[str, Results]:
+    """Return the results of all comparisons that have been completed.
+
+    They are summarised from the stored answers.
+    """
+    comparisons = {}
     for name, comparison in COMPARISONS.items():
         folder, task = FOLDER / name, comparison.task()
         if (folder / "summary.jsonl").exists():
             answers = read_rows(folder / "samples.jsonl")
-            found[name] = Results(
+            comparisons[name] = Results(
                 folder=folder,
                 run=json.loads((folder / "run.json").read_text("utf-8")),
                 task=task,
-                rows=summarise(answers, [key(answer) for answer in answers], task),
+                rows=summarise(answers, [record_key(answer) for answer in answers], task),
             )
-    return found
+    return comparisons
 
 
 _NOT_SHOWN = ("question", "ms/token")
-"""Columns that are the same in every row, and times, which `speed.md` measures side by side."""
+"""Columns that are equal in every row, and times, which `speed.md` compares better."""
 
 
-def _evaluation_tables(found: dict[str, Results]) -> Iterator[str]:
-    for name, results in found.items():
-        shown, title = method_table(results), COMPARISONS[name].title
-        places = [place for place, each in enumerate(shown.headings) if each not in _NOT_SHOWN]
+def _evaluation_tables(comparisons: dict[str, Results]) -> Iterator[str]:
+    for name, results in comparisons.items():
+        table, title = method_table(results), COMPARISONS[name].title
+        places = [place for place, each in enumerate(table.headings) if each not in _NOT_SHOWN]
         yield f"## {title}"
         yield (
             "{model[name]} ({model[dtype]}, {model[attn_implementation]}), {samples} samples, "
             "data {data}, torch {torch}, transformers {transformers}.".format_map(results.run)
         )
         yield markdown_table(
-            [shown.headings[place] for place in places],
-            [[row[place] for place in places] for row in shown.rows],
+            [table.headings[place] for place in places],
+            [[row[place] for place in places] for row in table.rows],
         )
         yield f"![{title}: score by method](../{FOLDER.name}/{name}.png)"
 
 
-def _evaluation_drawn(found: dict[str, Results]) -> None:
-    for name, results in found.items():
+def _evaluation_drawn(comparisons: dict[str, Results]) -> None:
+    for name, results in comparisons.items():
         write_rows(FOLDER / name / "summary.jsonl", results.rows)
-        Path(FOLDER / f"{name}.png").write_bytes(drawing.encoded(draw(results)["scores"], ".png"))
+        Path(FOLDER / f"{name}.png").write_bytes(
+            drawing.encode_figure(draw(results)["scores"], ".png")
+        )
 
 
 EVALUATION = Experiment(
     name="evaluation",
     title="Tasks, answered by the demo model",
-    takes="an hour",
+    duration="an hour",
     measure={name: partial(_compare, name) for name in COMPARISONS},
-    read=measured,
-    measured=lambda found: f"Scores are times 100; intervals: 95 %, {METHOD}",
+    load=load_comparisons,
+    origin=lambda found: f"Scores are times 100; intervals: 95 %, {METHOD}",
     tables=_evaluation_tables,
-    drawn=_evaluation_drawn,
+    draw=_evaluation_drawn,
 )
 
 FIGURES = RESULTS / "studies"
@@ -158,10 +163,12 @@ STUDIES: dict[str, Study] = {
 }
 
 
-def _study(name: str, given: RunContext) -> Iterator[Row]:
-    """A line that says how it was run, on what, then its rows."""
-    findings = STUDIES[name].measure(given.loaded, Path("snapkv-results") / "studies" / name, _say)
-    yield described(given) | {"run": findings.run}
+def _study(name: str, context: RunContext) -> Iterator[Row]:
+    """Yield a description of the study, followed by its rows."""
+    findings = STUDIES[name].measure(
+        context.loaded, Path("snapkv-results") / "studies" / name, _say
+    )
+    yield describe_run(context) | {"run": findings.run}
     for row in findings.rows:
         yield {
             key: round(each, 4) if isinstance(each, float) else each for key, each in row.items()
@@ -170,22 +177,22 @@ def _study(name: str, given: RunContext) -> Iterator[Row]:
 
 def _findings(rows: list[Row]) -> Iterator[tuple[str, Study, list[Row]]]:
     for name, study in STUDIES.items():
-        yield name, study, [row for row in of(rows, study=name) if "run" not in row]
+        yield name, study, [row for row in select_rows(rows, study=name) if "run" not in row]
 
 
 def _studies_tables(rows: list[Row]) -> Iterator[str]:
     for name, study, own in _findings(rows):
-        found = study.table(own)
+        table = study.table(own)
         yield f"## {name}"
         yield f"![{name}](../studies/{name}.svg)"
-        yield f"{found.title[0].upper()}{found.title[1:]}."
-        yield markdown_table(found.headings, found.rows)
+        yield f"{table.title[0].upper()}{table.title[1:]}."
+        yield markdown_table(table.headings, table.rows)
 
 
 def _studies_drawn(rows: list[Row]) -> None:
     FIGURES.mkdir(exist_ok=True)
     for name, study, own in _findings(rows):
-        drawing.save(study.figure(own), FIGURES / f"{name}.svg", drawing.PLAIN, dpi=100)
+        drawing.save_figure(study.figure(own), FIGURES / f"{name}.svg", drawing.PLAIN, dpi=100)
 
 
 OBSERVATIONS = Experiment(
@@ -193,7 +200,7 @@ OBSERVATIONS = Experiment(
     title="The paper's observations",
     measure={name: partial(_study, name) for name in STUDIES},
     part_key="study",
-    described=lambda _: {},  # the line of the run says it for all its rows
+    describe=lambda _: {},  # the row of the run has it for all rows
     tables=_studies_tables,
-    drawn=_studies_drawn,
+    draw=_studies_drawn,
 )

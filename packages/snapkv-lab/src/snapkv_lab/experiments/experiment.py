@@ -1,7 +1,8 @@
-"""What an experiment is, and the one way to run it, to store its rows and to draw its page.
+"""Experiments, and the one way to run them, to store their rows and to write their pages.
 
-An experiment is declared in a module of this package: its parameters, a function that yields rows,
-and its tables as data. Rows: `docs/results/NAME.jsonl`; page: `docs/results/tables/NAME.md`.
+A module of this package declares an experiment: its parameters, a function that yields rows, and
+its tables as data. The rows are in `docs/results/NAME.jsonl`, and the page is
+`docs/results/tables/NAME.md`.
 """
 
 import argparse
@@ -21,29 +22,29 @@ from typing import Any, NamedTuple
 import torch
 
 from snapkv_app.models import LoadedModel, load
-from snapkv_lab.experiments.pages import PAGES, Listing, filled
+from snapkv_lab.experiments.pages import PAGES, Listing, refresh_tables
 from snapkv_lab.experiments.prompts import NeedlePrompt, make_documents
 from snapkv_lab.experiments.records import RESULTS, describe_environment, environment_line
-from snapkv_lab.rows import Row, Rows, of, read_rows, write_rows
+from snapkv_lab.rows import Row, RowFile, read_rows, select_rows, write_rows
 
 
 class Size(NamedTuple):
-    """A parameter of two sizes: as it is stored, and for a look."""
+    """A parameter that has one value for stored results and another for small runs."""
 
     full: Any
     small: Any
 
 
 class RunContext(SimpleNamespace):
-    """What a run asks for: the experiment's parameters are further attributes.
+    """The settings of a run, including the parameters of the experiment.
 
     Attributes:
-        parts: names of those that are wanted.
-        small: whether little is measured, for a look.
-        model: what `snapkv ask --model` takes.
-        of_model: the one whose rows are for `docs/results`; None for any.
-        dtype: of its weights and its cache.
-        started: when, by `time.monotonic`.
+        parts: names of the parts to measure.
+        small: whether little is measured and only printed.
+        model: the model, as `snapkv ask --model` takes it.
+        of_model: the model whose rows are stored in `docs/results`; None for any.
+        dtype: the type of the weights and of the cache.
+        started: when the run started, by `time.monotonic`.
     """
 
     parts: Sequence[str] = ()
@@ -55,53 +56,58 @@ class RunContext(SimpleNamespace):
 
     @functools.cached_property
     def loaded(self) -> LoadedModel:
+        """The model and its tokenizer. They are loaded when they are used for the first time."""
         return load(self.model, dtype=self.dtype)
 
     def documents(self, tokens: int, count: int = 1) -> list[NeedlePrompt]:
-        """Prompts of so many tokens with a magic number in each."""
+        """Return a list of prompts with the given number of tokens.
+
+        Each has a magic number in it.
+        """
         return make_documents(self.loaded.tokenizer, prompt_tokens=tokens, count=count)
 
     @property
-    def stored(self) -> bool:
-        """Whether the rows are for `docs/results`, not for a look."""
+    def is_stored(self) -> bool:
+        """Whether the results of the run are stored in the documentation.
+
+        Other results are only printed.
+        """
         return not self.small and self.of_model in (None, self.model)
 
     def prompt(self, tokens: int) -> list[int]:
-        """Token ids of that length."""
+        """Return the token ids of a prompt with the given number of tokens."""
         return self.documents(tokens)[0].prompt_ids
 
 
-def described(given: RunContext) -> Row:
-    """What rows say of model and machine, where they do not say it themselves."""
-    return {"model": given.loaded.description(), "environment": describe_environment()}
+def describe_run(context: RunContext) -> Row:
+    """Return a description of the model and the machine, which is added to the rows."""
+    return {"model": context.loaded.description(), "environment": describe_environment()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A question, what measures its rows, and the tables of them.
+    """A question, the functions that measure its rows, and the tables that show them.
 
     Attributes:
-        name: of the command, the rows and the page.
-        title: of the page.
-        measure: yields rows for what is given; by their names where there are parts that can be
-            measured by themselves, whose rows replace those of the same part. None: the rows are
-            made elsewhere.
-        cases: of a part, what is measured one by one, each with a unique `name`, which its rows
-            have as "text": they are added to the file after every case, and a later run goes on
-            after them. `measure` then takes a case as well.
-        part_key: a row's key with its part.
-        options: parameters with their defaults; numbers, texts and tuples of them are options of
-            the command. Where some have two sizes there is a small form, which is printed and not
-            stored.
-        fields: what every row has.
-        described: what rows say of what they were measured on.
-        before: what is done before anything is measured; it may end the run.
-        takes: how long it takes on two cores.
-        threads: of torch, and of processes that it starts.
-        tables: the page after its title; None where there is no page.
-        measured: what the page says about where the rows were measured.
-        read: gives what the page is made of; by default the rows of the file.
-        drawn: makes what else comes of it, such as figures.
+        name: the name of the command, the rows and the page.
+        title: the title of the page.
+        measure: yields the rows of a run; or one such function per part. The rows of a part replace
+            its old rows. None if the rows are made elsewhere.
+        cases: yields the cases of a part, each with a unique `name`, which its rows have as "text".
+            The rows are stored after every case, and a later run continues after them. `measure`
+            then also takes a case.
+        part_key: the field of a row that has its part.
+        options: parameters with their defaults. Numbers, texts and tuples of them are options of
+            the command. If some are a `Size`, the experiment has a small form.
+        fields: fields that are added to every row.
+        describe: returns the description of model and machine that is added to rows.
+        prepare: runs before the measurements; it may end the run.
+        duration: how long a run takes on two cores.
+        threads: how many threads torch and started processes use.
+        tables: the contents of the page; None if there is no page.
+        origin: returns the sentence of the page about where the rows were measured.
+        load: returns what the page shows; by default the rows of the file.
+        draw: makes further files, such as figures.
     """
 
     name: str
@@ -111,42 +117,47 @@ class Experiment:
     part_key: str = "part"
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    described: Callable[[RunContext], Row] = described
-    before: Callable[["Experiment", RunContext], object] | None = None
-    takes: str = "minutes"
+    describe: Callable[[RunContext], Row] = describe_run
+    prepare: Callable[["Experiment", RunContext], object] | None = None
+    duration: str = "minutes"
     threads: int | None = None
     tables: Sequence[Listing] | Callable[[Any], Iterable[str]] | None = None
-    measured: Callable[[Any], str] = environment_line
-    read: Callable[[], Any] | None = None
-    drawn: Callable[[Any], object] | None = None
+    origin: Callable[[Any], str] = environment_line
+    load: Callable[[], Any] | None = None
+    draw: Callable[[Any], object] | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
+        """The names of all parts of the experiment."""
         return tuple(self.measure) if isinstance(self.measure, Mapping) else ()
 
     @property
     def rows(self) -> Path:
+        """The file of the rows."""
         return RESULTS / f"{self.name}.jsonl"
 
     @property
     def page(self) -> Path:
+        """The file of the page."""
         return RESULTS / "tables" / f"{self.name}.md"
 
-    def known(self) -> Any:
-        if self.read is not None:
-            return self.read()
+    def results(self) -> Any:
+        """Return the results that are shown on the page. By default, these are all stored rows."""
+        if self.load is not None:
+            return self.load()
         return read_rows(self.rows) if self.rows.exists() else []
 
     def render(self, rows: Any) -> str:
-        made = f"Made by `python -m snapkv_lab.experiments {self.name}`. {self.measured(rows)}."
+        """Return the contents of the page as Markdown."""
+        origin = f"Made by `python -m snapkv_lab.experiments {self.name}`. {self.origin(rows)}."
         if callable(self.tables):
             parts = self.tables(rows)
         else:
             parts = itertools.chain.from_iterable(each.parts(rows) for each in self.tables or ())
-        return "\n\n".join([f"# {self.title}", made, *parts]) + "\n"
+        return "\n\n".join([f"# {self.title}", origin, *parts]) + "\n"
 
-    def given(self, **parameters: Any) -> RunContext:
-        """What a run asks for, where it says nothing else."""
+    def context(self, **parameters: Any) -> RunContext:
+        """Return the settings of a run, with default values for all missing parameters."""
         small = parameters.get("small", False)
         own = {
             name: each[small] if isinstance(each, Size) else each
@@ -154,59 +165,67 @@ class Experiment:
         }
         return RunContext(**{"parts": self.parts, "started": time.monotonic(), **own, **parameters})
 
-    def complete(self, given: RunContext) -> Iterator[Row]:
-        """The rows of what is asked for, each shown as it comes, with what it was measured on."""
-        for part in given.parts or ("",):
-            yield from self._measured(given, part)
+    def measure_rows(self, context: RunContext) -> Iterator[Row]:
+        """Run the measurements of all parts and yield the rows.
 
-    def _measured(self, given: RunContext, part: str) -> Iterator[Row]:
+        Each row is also printed to standard error.
+        """
+        for part in context.parts or ("",):
+            yield from self._measure_part(context, part)
+
+    def _measure_part(self, context: RunContext, part: str) -> Iterator[Row]:
         measure = self.measure[part] if isinstance(self.measure, Mapping) else self.measure
         assert measure is not None
-        named: Row = {self.part_key: part} if part else {}
-        about: Row = {}
         if self.cases is not None:
-            rows = self._rows_of_cases(given, part, measure)
+            rows = self._measure_cases(context, part, measure)
         else:
-            rows = (named | row | self.fields for row in measure(given))
+            fields = self._part_fields(part)
+            rows = (fields | row | self.fields for row in measure(context))
+        about: Row = {}
         for row in rows:
             print(row, file=sys.stderr)
             if self.cases is None:
-                about = about or self.described(given)
+                about = about or self.describe(context)
             yield about | row
 
-    def _rows_of_cases(
-        self, given: RunContext, part: str, measure: Callable[..., Iterable[Row]]
+    def _measure_cases(
+        self, context: RunContext, part: str, measure: Callable[..., Iterable[Row]]
     ) -> Iterator[Row]:
-        """The rows of every case that has none yet, stored as they come."""
-        named = {self.part_key: part} if part else {}
-        run = ({"run": part} if part else {}) | self.described(given)
-        if given.stored and run not in self.known():
+        """Yield the rows of every case that has none yet, and store them case by case."""
+        run = ({"run": part} if part else {}) | self.describe(context)
+        if context.is_stored and run not in self.results():
             self._append(run)
-        for case in self.remaining(given, part):
-            rows = [named | row for row in measure(given, case)]
-            if given.stored:
+        for case in self.remaining(context, part):
+            rows = [self._part_fields(part) | row for row in measure(context, case)]
+            if context.is_stored:
                 self._append(*rows)
             yield from rows
 
     def _append(self, *rows: Row) -> None:
-        with Rows(self.rows) as file:
-            file.read()  # without a line that was cut off
+        with RowFile(self.rows) as file:
+            file.read()  # removes a line that was cut off
             file.add(*rows)
 
-    def remaining(self, given: RunContext, part: str) -> Iterator[Any]:
-        """The cases of a part that lack rows; each is looked up when its turn comes."""
+    def remaining(self, context: RunContext, part: str) -> Iterator[Any]:
+        """Yield the cases that have not been measured yet.
+
+        Another process may store some meanwhile.
+        """
         assert self.cases is not None
-        for case in self.cases(given, part):
-            named = ({self.part_key: part} if part else {}) | {"text": case.name}
-            if not (given.stored and of(self.known(), **named)):  # of another process, too
+        for case in self.cases(context, part):
+            fields = self._part_fields(part) | {"text": case.name}
+            if not (context.is_stored and select_rows(self.results(), **fields)):
                 yield case
 
-    def store(self, given: RunContext) -> None:
-        """Measure, and put rows into the file, a part as soon as it is whole."""
-        for part in given.parts or ("",):
-            rows = list(self._measured(given, part))
-            if self.cases is None and self.read is None:  # else they are stored as they come
-                others = [row for row in self.known() if self._part(row) != part]
+    def _part_fields(self, part: str) -> Row:
+        return {self.part_key: part} if part else {}
+
+    def store(self, context: RunContext) -> None:
+        """Run the measurements and store the results of each part when it is complete."""
+        for part in context.parts or ("",):
+            rows = list(self._measure_part(context, part))
+            if self.cases is None and self.load is None:  # other rows are stored already
+                others = [row for row in self.results() if self._part(row) != part]
                 write_rows(self.rows, sorted([*others, *rows], key=self._place))
 
     def _part(self, row: Row) -> str:
@@ -217,48 +236,59 @@ class Experiment:
         return self.parts.index(part) if part in self.parts else len(self.parts)
 
     def write(self) -> None:
+        """Write the page."""
         self.page.parent.mkdir(parents=True, exist_ok=True)
-        self.page.write_text(self.render(self.known()), encoding="utf-8")
+        self.page.write_text(self.render(self.results()), encoding="utf-8")
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
-        """Measure what is asked for, and make the page of all that is there."""
-        asked = vars(self._parser().parse_args(arguments))
-        render = asked.pop("render", False)
-        asked["parts"] = asked.get("parts") or self.parts
-        given = self.given(**{name: each for name, each in asked.items() if each is not None})
+        """Run the experiment from the command line.
+
+        It measures and stores the rows, draws figures, and writes the page.
+        """
+        options = vars(self._parser().parse_args(arguments))
+        render = options.pop("render", False)
+        options["parts"] = options.get("parts") or self.parts
+        context = self.context(**{name: each for name, each in options.items() if each is not None})
         if self.threads is not None:
             torch.set_num_threads(self.threads)
             os.environ["OMP_NUM_THREADS"] = str(self.threads)
         if self.measure is not None and not render:
-            if self.before is not None:
-                self.before(self, given)
-            if not given.stored:
-                print("\n".join(map(json.dumps, self.complete(given))))
+            if self.prepare is not None:
+                self.prepare(self, context)
+            if not context.is_stored:
+                print("\n".join(map(json.dumps, self.measure_rows(context))))
                 return
-            self.store(given)
-        if self.drawn is not None:
-            self.drawn(self.known())
+            self.store(context)
+        if self.draw is not None:
+            self.draw(self.results())
         if self.tables is not None:
             self.write()
             print(self.page.read_text(encoding="utf-8"))
 
     def _parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(
-            prog=f"snapkv_lab.experiments {self.name}", description=f"{self.title}; {self.takes}."
+            prog=f"snapkv_lab.experiments {self.name}",
+            description=f"{self.title}. It takes {self.duration}.",
         )
         if self.measure is not None:
-            parser.add_argument("--model", help="another than demo's: print, store nothing")
+            parser.add_argument(
+                "--model", help="another model than demo: print the rows, store nothing"
+            )
         if self.tables is not None:
-            parser.add_argument("--render", action="store_true", help="only make the page")
+            parser.add_argument(
+                "--render", action="store_true", help="only write the page, from stored rows"
+            )
         if any(isinstance(each, Size) for each in self.options.values()):
-            parser.add_argument("--small", action="store_true", help="measure little, only print")
+            parser.add_argument(
+                "--small", action="store_true", help="measure little, and only print it"
+            )
         if self.parts:
             parser.add_argument(
-                "--part", action="append", dest="parts", choices=self.parts, help="all by default"
+                "--part", action="append", dest="parts", choices=self.parts, help="by default, all"
             )
-        given = self.given()
+        context = self.context()
         for name in self.options:
-            default = getattr(given, name)
+            default = getattr(context, name)
             kinds = {type(each) for each in (default if isinstance(default, tuple) else (default,))}
             if len(kinds) == 1 and kinds <= {int, float, str}:
                 several = "+" if isinstance(default, tuple) else None
@@ -267,9 +297,12 @@ class Experiment:
         return parser
 
 
-def declared() -> dict[str, Experiment]:
-    """Every experiment by its name; without the plugin for vLLM only those that need none."""
-    found: dict[str, Experiment] = {}
+def load_experiments() -> dict[str, Experiment]:
+    """Return a dictionary of all experiments by name.
+
+    Without the plugin for vLLM, experiments that need it are left out.
+    """
+    experiments: dict[str, Experiment] = {}
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
         if " = Experiment(" in path.read_text("utf-8"):
             try:
@@ -277,22 +310,25 @@ def declared() -> dict[str, Experiment]:
             except ModuleNotFoundError as error:
                 if error.name != "snapkv_vllm":
                     raise
-                continue  # the plugin is not installed
+                continue  # the plugin for vLLM is not installed
             own = (each for each in vars(module).values() if isinstance(each, Experiment))
-            found |= {each.name: each for each in own}
-    return dict(sorted(found.items()))
+            experiments |= {each.name: each for each in own}
+    return dict(sorted(experiments.items()))
 
 
 def _write_all(known: object) -> None:
-    for each in declared().values():
-        if each.tables is not None and each.known():
+    """Write every page of tables again, and the tables that other pages show of them."""
+    for each in load_experiments().values():
+        if each.tables is not None and each.results():
             each.write()
     for page in PAGES:
-        page.write_text(filled(page.read_text("utf-8"), RESULTS / "tables"), encoding="utf-8")
+        page.write_text(
+            refresh_tables(page.read_text("utf-8"), RESULTS / "tables"), encoding="utf-8"
+        )
 
 
 RESULTS_PAGES = Experiment(
     name="results",
     title="Every page of tables, and what other pages show of them",
-    drawn=_write_all,
+    draw=_write_all,
 )

@@ -1,12 +1,14 @@
 """What a GPU user sees: tokens and reading, in one call of at most ten minutes.
 
-    python -m snapkv_lab.experiments gpu  all parts, most valuable first
-    python -m snapkv_lab.experiments gpu --part token     one of them
-    python -m snapkv_lab.experiments gpu --small  tiny sizes on a CPU, so that this file cannot rot
+python -m snapkv_lab.experiments gpu  all parts, the most valuable first
 
-Weights are random, in published shapes, so nothing is downloaded. Rows of a cell are stored as soon
-as it is measured. A later call goes on after them: where one was cut off, where the time was over,
-or where the device was lost. A cell that failed has a row that says how, and is not tried again.
+python -m snapkv_lab.experiments gpu --part token     one of them
+
+python -m snapkv_lab.experiments gpu --small  tiny sizes on a CPU, which tests run
+
+Weights are random, in published shapes, so nothing is downloaded. The rows of a cell are stored as
+soon as it is measured. A later call continues after a call that was interrupted, ran out of time,
+or lost its device. A cell that failed has a row that says how, and is not tried again.
 """
 
 import gc
@@ -28,43 +30,51 @@ from snapkv_app.prefills import LayerByLayer
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.records import describe_environment
-from snapkv_lab.measure.contenders import Contender, Decoder, compressed, full
+from snapkv_lab.measure.contenders import (
+    Contender,
+    Decoder,
+    compressed_contender,
+    transformers_contender,
+)
 from snapkv_lab.measure.prefill import PrefillBench
 from snapkv_lab.measure.random_models import random_model
-from snapkv_lab.measure.timing import spread
-from snapkv_lab.rows import Row, grouped
+from snapkv_lab.measure.timing import percentiles
+from snapkv_lab.rows import Row, group_rows
 
 K = 1024
 GRAPHS = ("full", "snapkv", "adakv", "snapkv int8", "snapkv int4", "default", "default K8V4")
 
 
-def _device(given: RunContext) -> torch.device:
-    if given.small:
+def _device(context: RunContext) -> torch.device:
+    if context.small:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         sys.exit("device: expected a CUDA device, got none; pass --small to try it on a CPU")
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _device_name(given: RunContext) -> str:
-    """By which rows are told apart, so that a file can hold those of several."""
-    return str(describe_environment(_device(given))["processor"])
+def _device_name(context: RunContext) -> str:
+    """Return the name of the device, which is used to distinguish the rows of different devices."""
+    return str(describe_environment(_device(context))["processor"])
 
 
-def _model(given: RunContext, shape: str) -> Any:
-    """One at a time: a second would not fit everywhere."""
-    if given.model_held is None or given.model_held[0] != shape:
-        given.model_held = None
-        made = {"device": _device(given), "layers": given.layers or None}
-        made["dtype"] = torch.float32 if given.small else torch.bfloat16
-        given.model_held = shape, random_model(shape, **made)
-    return given.model_held[1]
+def _model(context: RunContext, shape: str) -> Any:
+    """Return the model with the given shape.
+
+    Only one is held, because a second may not fit.
+    """
+    if context.model_held is None or context.model_held[0] != shape:
+        context.model_held = None
+        options = {"device": _device(context), "layers": context.layers or None}
+        options["dtype"] = torch.float32 if context.small else torch.bfloat16
+        context.model_held = shape, random_model(shape, **options)
+    return context.model_held[1]
 
 
 def _caches(budget: int) -> dict[str, Contender]:
-    """By the name that rows have for them."""
+    """Return a dictionary of all contenders by name."""
     snapkv, default = SnapKV(budget), default_policy(budget)
-    made = (
+    declared = (
         ("full", FullCache(), None),
         ("snapkv", snapkv, None),
         ("snapkv, eager", snapkv, None),
@@ -74,21 +84,26 @@ def _caches(budget: int) -> dict[str, Contender]:
         ("default", default, None),
         ("default K8V4", default, "K8V4"),
     )
-    return {name: full(name) for name in ("transformers", "transformers-static")} | {
-        name: compressed(name, policy, codes=bits and KVCodes.of(bits))
-        for name, policy, bits in made
+    return {
+        name: transformers_contender(name) for name in ("transformers", "transformers-static")
+    } | {
+        name: compressed_contender(name, policy, codes=bits and KVCodes.of(bits))
+        for name, policy, bits in declared
     }
 
 
-def _token(given: RunContext, batch: int, length: int, name: str) -> Iterator[Row]:
-    """From one token of `generate` to the next, once steps run as they go on running."""
-    contender = _caches(given.budget)[name]
-    decoder = Decoder(contender, _model(given, given.shape), batch, length)
+def _token(context: RunContext, batch: int, length: int, name: str) -> Iterator[Row]:
+    """Measure the time that is needed to generate one token.
+
+    The first three tokens are left out.
+    """
+    contender = _caches(context.budget)[name]
+    decoder = Decoder(contender, _model(context, context.shape), batch, length)
     if name == "transformers-static":
-        decoder(4)  # compiled in another call
+        decoder(4)  # compiles the steps before they are timed
     is_eager = name.endswith("eager")
-    first, gaps = decoder.first_and_gaps(given.tokens, disable_compile=is_eager)
-    ms = spread(gaps, 3)
+    first, gaps = decoder.first_and_gaps(context.tokens, disable_compile=is_eager)
+    ms = percentiles(gaps, 3)
     yield {
         "cache": name,
         "batch": batch,
@@ -101,45 +116,51 @@ def _token(given: RunContext, batch: int, length: int, name: str) -> Iterator[Ro
     }
 
 
-def _reading(given: RunContext, length: int) -> Iterator[Row]:
-    """What compression adds to reading a prompt."""
-    caches = _caches(given.budget)
+def _reading(context: RunContext, length: int) -> Iterator[Row]:
+    """Measure the time that is needed to read a prompt with each cache."""
+    caches = _caches(context.budget)
     names = ("transformers", "snapkv", "adakv", "snapkv int4", "default", "default K8V4")
     contenders = [caches[name] for name in names]
-    if length >= 2 * given.chunk_tokens:
-        layers = LayerByLayer(chunk_tokens=given.chunk_tokens)
+    if length >= 2 * context.chunk_tokens:
+        layers = LayerByLayer(chunk_tokens=context.chunk_tokens)
         contenders += [replace(caches["snapkv"], label="snapkv, layer by layer", prefill=layers)]
-    model, shape = _model(given, given.shape), {"lengths": [length], "rounds": given.rounds}
+    model, shape = _model(context, context.shape), {"lengths": [length], "rounds": context.rounds}
     yield from PrefillBench(model=model, contenders=contenders, **shape).times()
 
 
-def _long_reading(given: RunContext, length: int) -> Iterator[Row]:
-    """A prompt of the paper's 7B multi-head shape beyond one pass, and the peak of memory."""
-    layers = LayerByLayer(chunk_tokens=given.chunk_tokens)
-    contender = replace(_caches(given.budget)["snapkv"], prefill=layers)
+def _long_reading(context: RunContext, length: int) -> Iterator[Row]:
+    """Measure the time and the peak memory that are needed to read a very long prompt.
+
+    The model has the paper's 7B multi-head shape, and the prompt is read in pieces.
+    """
+    layers = LayerByLayer(chunk_tokens=context.chunk_tokens)
+    contender = replace(_caches(context.budget)["snapkv"], prefill=layers)
     bench = PrefillBench(
-        model=_model(given, given.paper_shape), contenders=[contender], lengths=[length]
+        model=_model(context, context.paper_shape), contenders=[contender], lengths=[length]
     )
     started = time.monotonic()
     for row in bench.peaks():
         yield row | {"reading_seconds": round(time.monotonic() - started, 1)}
 
 
-def _same_as_on_a_cpu(given: RunContext, name: str) -> Iterator[Row]:
-    """A small model in float32: how many of the kept tokens are those of a CPU, and the logits."""
-    policy: Policy = SnapKV(given.budget)
+def _same_as_on_a_cpu(context: RunContext, name: str) -> Iterator[Row]:
+    """Compare the results of a small model on the GPU with the results on the CPU.
+
+    The row says how many kept tokens agree, and how much the logits differ.
+    """
+    policy: Policy = SnapKV(context.budget)
     if name != "int4":
-        policy = AdaKV(policy) if name == "adakv" else default_policy(given.budget)
+        policy = AdaKV(policy) if name == "adakv" else default_policy(context.budget)
     bits = name if name == "int4" else None
-    ids = torch.randint(1000, (1, given.same_tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1000, (1, context.same_tokens), generator=torch.Generator().manual_seed(0))
     kept, logits = _small_model(torch.device("cpu"), ids, policy, bits)
-    kept_there, logits_there = _small_model(_device(given), ids, policy, bits)
+    kept_there, logits_there = _small_model(_device(context), ids, policy, bits)
     pairs = zip(kept, kept_there, strict=True)
     shared = min(float(torch.isin(own[own >= 0], there).float().mean()) for own, there in pairs)
     differs = float((logits_there - logits).abs().max() / logits.abs().max())
     yield {
         "cache": name,
-        "tokens": given.same_tokens,
+        "tokens": context.same_tokens,
         "kept_alike": round(shared, 4),
         "logits_differ": float(f"{differs:.3g}"),
         "status": "ok" if shared > 0.97 else f"keeps {shared:.1%} of what a CPU keeps",
@@ -150,9 +171,12 @@ def _same_as_on_a_cpu(given: RunContext, name: str) -> Iterator[Row]:
 def _small_model(
     device: torch.device, ids: Tensor, policy: Policy, bits: str | None
 ) -> tuple[list[Tensor], Tensor]:
-    """What every head keeps of a prompt, -1 filled up with, and the logits of a step after it."""
-    made: dict[str, Any] = {"dtype": torch.float32, "layers": 2}
-    model: Any = random_model("smollm2-135m", device=torch.device("cpu"), **made)
+    """Return the kept tokens of every head, and the logits of a decode step.
+
+    The tokens are padded with -1.
+    """
+    options: dict[str, Any] = {"dtype": torch.float32, "layers": 2}
+    model: Any = random_model("smollm2-135m", device=torch.device("cpu"), **options)
     model = model.to(device)
     cache = CompressedCache(model, policy, quantize=bits)  # type: ignore[arg-type]
     model(ids.to(device), past_key_values=cache, logits_to_keep=1)
@@ -162,9 +186,10 @@ def _small_model(
 
 
 class Cell(NamedTuple):
-    """What is measured and stored at once, in about so many seconds on a large GPU.
+    """A single measurement, whose rows are stored together.
 
-    Its name is unique among the rows of a part and a device.
+    It takes about `seconds` on a large GPU. Its name is unique among the rows of a part and a
+    device.
     """
 
     name: str
@@ -172,59 +197,67 @@ class Cell(NamedTuple):
     rows: Callable[[RunContext], Iterator[Row]]
 
 
-def _cells(given: RunContext, part: str) -> Iterator[Cell]:
-    device = _device_name(given)
-    for name, seconds, rows, *arguments in DECLARED[part](given):
+def _cells(context: RunContext, part: str) -> Iterator[Cell]:
+    device = _device_name(context)
+    for name, seconds, rows, *arguments in DECLARED[part](context):
         yield Cell(f"{name}, {device}", seconds, lambda g, r=rows, a=arguments: r(g, *a))
 
 
 DECLARED: dict[str, Callable[[RunContext], Iterator[tuple[Any, ...]]]] = {
-    "like a CPU": lambda given: (
+    "like a CPU": lambda context: (
         (name, 10, _same_as_on_a_cpu, name) for name in ("default", "adakv", "int4")
     ),
-    "token": lambda given: (
+    "token": lambda context: (
         (f"{batch} x {length}, {name}", 5, _token, batch, length, name)
-        for batch, length, names in given.cells
+        for batch, length, names in context.cells
         for name in names
     ),
-    "reading": lambda given: ((f"{length}", 40, _reading, length) for length in given.lengths),
-    "long reading": lambda given: (
-        (f"{length}", length / 4096, _long_reading, length) for length in given.long_lengths
+    "reading": lambda context: ((f"{length}", 40, _reading, length) for length in context.lengths),
+    "long reading": lambda context: (
+        (f"{length}", length / 4096, _long_reading, length) for length in context.long_lengths
     ),
-    "compiled": lambda given: (
+    "compiled": lambda context: (
         (f"1 x {length}", 45, _token, 1, length, "transformers-static")
-        for length in given.compiled_lengths
+        for length in context.compiled_lengths
     ),
 }
-"""By part: name, seconds, and what measures it with its arguments, for each cell."""
+"""For each part, a function that yields its cells: name, seconds, a function that measures the
+cell, and its arguments.
+"""
 
 
-def _measured(given: RunContext, cell: Cell) -> Iterator[Row]:
-    """The rows of a cell, or one that says how it failed; none where it is left to a later call."""
-    left = 60 * given.minutes - (time.monotonic() - given.started)
-    if left < cell.seconds and not given.over:
-        given.over = f"{left:.0f} seconds are left"
-    if given.over:
-        print(f"not measured: {cell.name}: {given.over}; the same command goes on", file=sys.stderr)
+def _measured(context: RunContext, cell: Cell) -> Iterator[Row]:
+    """Yield the rows of a single measurement, or a row which says that it failed.
+
+    Nothing is yielded if too little time is left for the cell.
+    """
+    seconds_left = 60 * context.minutes - (time.monotonic() - context.started)
+    if seconds_left < cell.seconds and not context.over:
+        context.over = f"{seconds_left:.0f} seconds are left"
+    if context.over:
+        print(
+            f"not measured: {cell.name}: {context.over}; the same command continues",
+            file=sys.stderr,
+        )
         return
     started, rows = time.monotonic(), list[Row]()
     try:
-        rows.extend(cell.rows(given))
-    except Exception as error:  # whatever it is, the other cells are worth their time
+        rows.extend(cell.rows(context))
+    except Exception as error:  # the other cells can still be measured
         traceback.print_exc()
         rows = [{"status": f"failed: {type(error).__name__}: {first_line(error)[:300]}"}]
-        given.over = _lost()
-    torch.compiler.reset()  # a limit of compiled variants holds for all cells together
-    gc.collect()  # a cell's caches and graphs leave no holes for the next one's
+        context.over = _lost()
+    torch.compiler.reset()  # all cells share one limit of compiled variants
+    gc.collect()  # frees the cell's caches and graphs before the next cell allocates
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     seconds = round(time.monotonic() - started, 1)
-    named = {"text": cell.name, "device": _device_name(given)}
-    yield from (named | row | {"seconds": seconds} for row in rows)
+    fields = {"text": cell.name, "device": _device_name(context)}
+    yield from (fields | row | {"seconds": seconds} for row in rows)
 
 
 def _lost() -> str:
-    """Why the device answers no more, after which no other cell of this process can; or nothing."""
+    """Return why the device does not answer any more, or an empty text if it does."""
     if not torch.cuda.is_available():
         return ""
     try:
@@ -235,15 +268,15 @@ def _lost() -> str:
     return ""
 
 
-def _announce(own: Experiment, given: RunContext) -> None:
-    """Say what will run and how long that takes, about; end in one line where no GPU is."""
-    lines, total = [f"{_device_name(given)}, about, in this order:"], 0.0
-    for part in given.parts:
-        every = list(_cells(given, part))
-        left = [cell.seconds for cell in own.remaining(given, part)]
-        lines.append(f"{part:<16}{len(left)} of {len(every)} cells, {sum(left) / 60:.1f} minutes")
-        total += sum(left)
-    lines.append(f"{total / 60:.0f} minutes, of {given.minutes:.0f} at most, into {own.rows}")
+def _announce(own: Experiment, context: RunContext) -> None:
+    """Print what will run and about how long it takes. End the run if there is no GPU."""
+    lines, total = [f"{_device_name(context)}, about, in this order:"], 0.0
+    for part in context.parts:
+        every = list(_cells(context, part))
+        todo = [cell.seconds for cell in own.remaining(context, part)]
+        lines.append(f"{part:<16}{len(todo)} of {len(every)} cells, {sum(todo) / 60:.1f} minutes")
+        total += sum(todo)
+    lines.append(f"{total / 60:.0f} minutes, of {context.minutes:.0f} at most, into {own.rows}")
     print("\n".join(lines), file=sys.stderr)
 
 
@@ -252,20 +285,20 @@ def _is_measured(row: Row) -> bool:
 
 
 def _pages(rows: list[Row]) -> Iterator[str]:
-    for own in grouped((row for row in rows if "device" in row), "device").values():
+    for own in group_rows((row for row in rows if "device" in row), "device").values():
         for each in TABLES:
             yield from each.parts(list(filter(_is_measured, own)))
         yield from _FAILED.parts([row for row in own if not _is_measured(row)])
 
 
-def _measured_on(rows: list[Row]) -> str:
-    found = {str(row["environment"]): row["environment"] for row in rows if "run" in row}
-    said = (
+def _describe_origin(rows: list[Row]) -> str:
+    environments = {str(row["environment"]): row["environment"] for row in rows if "run" in row}
+    sentences = (
         "{processor}, torch {torch}, transformers {transformers}, snapkv {snapkv}".format_map(each)
         + (f", commit {each['commit']}" if each["commit"] else "")
-        for each in found.values()
+        for each in environments.values()
     )
-    return "; ".join(dict.fromkeys(said))
+    return "; ".join(dict.fromkeys(sentences))
 
 
 _TOKENS: Mapping[str, Any] = {
@@ -328,11 +361,11 @@ _FAILED = Listing(
 GPU = Experiment(
     name="gpu",
     title="What a GPU user sees",
-    takes="at most ten minutes on one",
-    before=_announce,
+    duration="at most ten minutes on one",
+    prepare=_announce,
     measure=dict.fromkeys(DECLARED, _measured),
     cases=_cells,
-    described=lambda given: {"environment": describe_environment(_device(given))},
+    describe=lambda context: {"environment": describe_environment(_device(context))},
     options={
         "minutes": 10.0,
         "shape": Size("llama-3.1-8b", "smollm2-135m"),
@@ -357,9 +390,9 @@ GPU = Experiment(
         "chunk_tokens": Size(16 * K, 128),
         "tokens": Size(48, 6),
         "rounds": Size(4, 2),
-        "model_held": None,  # by its shape
-        "over": None,  # why nothing more is measured
+        "model_held": None,  # the shape and its model
+        "over": None,  # the reason if nothing more is measured
     },
-    measured=_measured_on,
+    origin=_describe_origin,
     tables=_pages,
 )

@@ -1,8 +1,7 @@
-"""kvpress in an environment of its own; and its SnapKV's time beside ours, run in turn.
+"""kvpress in an environment of its own, and the time of its SnapKV beside ours.
 
-kvpress takes an older transformers than snapkv does, so it cannot be imported here. It runs in a
-process of its own environment, which has a model of the same configuration and waits while others
-work.
+kvpress needs an older transformers than snapkv, so it cannot be imported here. It runs in a process
+of its own environment, which loads a model of the same configuration and waits while others work.
 """
 
 import contextlib
@@ -19,13 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv import FullCache, SnapKV
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import InterleavedTimings
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
+from snapkv_lab.experiments.prompts import SEED, greedy_decoder, read_prompt
 from snapkv_lab.experiments.records import ROOT, environment_line
-from snapkv_lab.measure.contenders import compressed, full
+from snapkv_lab.measure.contenders import compressed_contender, transformers_contender
 from snapkv_lab.rows import Row
 
 PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
@@ -33,17 +32,20 @@ _WORKER = Path(__file__).with_name("kvpress_worker.py")
 
 
 class Kvpress:
-    """A process with the same model and a cache that kvpress compresses, or its full cache.
+    """A process with the same model, and a cache that kvpress compresses, or a full cache.
 
-    It starts with the first thing that is asked of it. Called, it generates greedily after the
-    last prompt: ms per token. kvpress pools with averages and combines query heads with their mean,
-    whatever the policy says. Its `versions` are known once it has started; `last` is what it said.
+    The process starts with the first question to it. `versions` are known from then on, and `last`
+    is its last answer. kvpress pools with averages and combines query heads by their mean, whatever
+    the policy says.
 
     Args:
-        python: the interpreter of an environment with kvpress; refused where there is none.
-        model: the model that it loads, too.
+        python: the interpreter of an environment with kvpress.
+        model: the model that the process loads too.
         policy: budget, window and kernel of `SnapKVPress`; None keeps every token.
-        tokenizer: for presses that want one.
+        tokenizer: for presses that need one.
+
+    Raises:
+        InvalidArgumentError: there is no such interpreter.
     """
 
     def __init__(
@@ -53,11 +55,17 @@ class Kvpress:
         policy: SnapKV | None = None,
         tokenizer: Any = None,
     ) -> None:
+        """Check that the Python interpreter exists.
+
+        Raises:
+            InvalidArgumentError: there is no such file.
+        """
         if not Path(python).is_file():
-            raise InvalidArgumentError(
-                "python: expected the interpreter of an environment with kvpress, got "
-                f"{str(python)!r}; make one: python -m venv there; there/bin/pip install kvpress; "
-                "and pass there/bin/python"
+            raise wrong(
+                "python",
+                f"expected the interpreter of an environment with kvpress, got {str(python)!r}",
+                "Make one with python -m venv there; there/bin/pip install kvpress; and pass "
+                "there/bin/python",
             )
         self._python, self._policy = str(python), policy
         self._model, self._tokenizer = model, tokenizer
@@ -70,56 +78,64 @@ class Kvpress:
 
     def __exit__(self, *error: object) -> None:
         if self._process is not None:
-            self._process.terminate()  # it may still work on what nobody wants any more
+            self._process.terminate()  # it may still work, although nobody waits for it
             self._process.communicate()
-            self._said.close()
+            self._output.close()
             self._folder.cleanup()
         self._process = None
 
     def read(self, ids: Tensor) -> float:
-        """Read a prompt, (B, N) int64, into a new cache; ms to the logits after it."""
+        """Read a prompt into a new cache and return the time in milliseconds.
+
+        Args:
+            ids: the prompt, (B, N) int64.
+        """
         kept = ids.shape[1] if self._policy is None else self._policy.budget
         return float(self.ask(do="read", ids=ids.tolist(), kept_tokens=kept)["ms"])
 
     def __call__(self, tokens: int = 1) -> float:
+        """Generate tokens after the last prompt and return the time per token in milliseconds."""
         return float(self.ask(do="decode", tokens=tokens)["ms"]) / tokens
 
     def ask(self, **question: Any) -> Row:
-        """What a method of its worker says: its name under "do", with its arguments."""
-        process = self._started()
+        """Send a request to the worker process and return its answer.
+
+        "do" names a method of the worker, and the other fields are its arguments.
+
+        Raises:
+            InvalidArgumentError: the method failed, or the process ended.
+        """
+        process = self._start_process()
         with contextlib.suppress(BrokenPipeError):  # no answer will come either
             process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
         line = process.stdout.readline()
-        answer: Row = json.loads(line) if line else {"error": self._last_words()}
+        answer: Row = json.loads(line) if line else {"error": self._describe_end()}
         if "error" in answer:
-            raise InvalidArgumentError(
-                f"kvpress: expected it to take what is measured, got {answer['error']}; leave it "
-                "out"
-            )
+            raise wrong("kvpress", f"it failed: {answer['error']}", "Leave it out")
         self.last = answer
         return answer
 
-    def _started(self) -> Any:
+    def _start_process(self) -> Any:
         if self._process is None:
-            # What libraries print, and why it ended.
-            self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed at the end
-            command = [self._python, "-I", str(_WORKER)]  # nothing of this environment on its path
+            # Holds what libraries print, and the reason if the process ends.
+            self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed at the end
+            command = [self._python, "-I", str(_WORKER)]  # without this environment on its path
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self._process = subprocess.Popen(command, stderr=self._said, **pipes)
-            self._folder = tempfile.TemporaryDirectory()  # some presses look into it later
+            self._process = subprocess.Popen(command, stderr=self._output, **pipes)
+            self._folder = tempfile.TemporaryDirectory()  # some presses read it later
             for own in (self._model, self._tokenizer):
                 if own is not None:
                     own.save_pretrained(self._folder.name)
             self.versions = self.ask(**_settings(self._model, self._folder.name, self._policy))
         return self._process
 
-    def _last_words(self) -> str:
-        """What the end of its process comes to."""
+    def _describe_end(self) -> str:
+        """Return a description of how the process ended."""
         status = self._process.wait()
-        self._said.seek(0)
-        lines = self._said.read().strip().splitlines() or ["nothing"]
-        return f"status {status} from {self._python!r}, which said {lines[-1]}"
+        self._output.seek(0)
+        lines = self._output.read().strip().splitlines() or ["nothing"]
+        return f"status {status} from {self._python!r}, whose last output was {lines[-1]}"
 
 
 def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:
@@ -144,49 +160,49 @@ _NAMES = {
     "transformers": "full cache",
 }
 _FULL = {"kvpress": "kvpress full", "snapkv": "transformers"}
-"""What a method is a part of: the full cache on the same transformers."""
+"""The full cache on the same transformers, for each method."""
 
 
 @torch.inference_mode()
-def _measure(given: RunContext) -> Iterator[Row]:
-    model, python = given.loaded.model, given.python
-    policy = SnapKV(given.budget, window_size=32, kernel_size=7, pooling="avg")  # as kvpress pools
+def _measure(context: RunContext) -> Iterator[Row]:
+    model, python = context.loaded.model, context.python
+    policy = SnapKV(context.budget, window_size=32, kernel_size=7, pooling="avg")  # like kvpress
     with (
         Kvpress(python, model, policy) as theirs,
         Kvpress(python, model) as theirs_full,
     ):
-        for length in given.lengths:
-            ids = given.prompt(length)
+        for length in context.lengths:
+            ids = context.prompt(length)
             prompt = torch.tensor([ids])
             theirs.read(prompt)
             peer = theirs.versions | {"kept_tokens": theirs.last["kept_tokens"]}
-            named = {"prompt_tokens": length, "policy": policy.describe(), "peer": peer}
+            fields = {"prompt_tokens": length, "policy": policy.describe(), "peer": peer}
             read = {
                 "kvpress": partial(theirs.read, prompt),
                 "kvpress full": partial(theirs_full.read, prompt),
-                "snapkv": compressed("snapkv", policy).reader(model, prompt),
-                "transformers": full("transformers").reader(model, prompt),
+                "snapkv": compressed_contender("snapkv", policy).reader(model, prompt),
+                "transformers": transformers_contender("transformers").reader(model, prompt),
             }
-            yield from _rows("prefill", read, given.prefill_rounds, named)
-            whole = read_prompt(model, ids)
+            yield from _rows("prefill", read, context.prefill_rounds, fields)
+            recorded = read_prompt(model, ids)
             steps = {
                 "kvpress": theirs,
                 "kvpress full": theirs_full,
-                "snapkv": decoder(whole, whole.compressed(policy)),
-                "transformers": decoder(whole, whole.compressed(FullCache())),
+                "snapkv": greedy_decoder(recorded, recorded.compressed(policy)),
+                "transformers": greedy_decoder(recorded, recorded.compressed(FullCache())),
             }
-            yield from _rows("decode", steps, given.decode_rounds, named)
+            yield from _rows("decode", steps, context.decode_rounds, fields)
 
 
 def _rows(
-    benchmark: str, work: dict[str, Callable[[], Any]], rounds: int, named: Row
+    benchmark: str, work: dict[str, Callable[[], Any]], rounds: int, fields: Row
 ) -> Iterator[Row]:
     turns = InterleavedTimings(work, rounds=rounds)
     for name in turns:
         yield {
             "benchmark": benchmark,
             "cache": name,
-            **named,
+            **fields,
             "rounds": rounds,
             "ms": turns.ms(name, 2),
             "against_kvpress": turns.ratio(name, "kvpress"),
@@ -194,7 +210,7 @@ def _rows(
         }
 
 
-def _line(rows: list[Row]) -> str:
+def _describe_origin(rows: list[Row]) -> str:
     peer = "kvpress {kvpress} on transformers {transformers}".format_map(rows[0]["peer"])
     return f"{environment_line(rows)}; {peer}"
 
@@ -202,7 +218,7 @@ def _line(rows: list[Row]) -> str:
 KVPRESS = Experiment(
     name="kvpress",
     title="Against kvpress",
-    takes="about nine minutes",
+    duration="about nine minutes",
     measure=_measure,
     options={
         "python": str(PYTHON),
@@ -212,7 +228,7 @@ KVPRESS = Experiment(
         "decode_rounds": Size(48, 3),
     },
     fields={"seed": SEED},
-    measured=_line,
+    origin=_describe_origin,
     tables=[
         Listing(
             {

@@ -1,8 +1,8 @@
 """kvpress's presses, driven by `snapkv_lab.experiments.kvpress` from another environment.
 
-Runs with that environment's Python and imports nothing of snapkv. Reads one JSON object a line from
-standard input and answers each with one: first the keyword arguments of `Worker`, then a method's
-name under "do" and its arguments.
+This file runs with that environment's Python and imports nothing of snapkv. It reads one JSON
+object per line from standard input and answers each with one: first the keyword arguments of
+`Worker`, then the name of a method under "do" with its arguments.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-# Whatever a library prints is no answer, from its import on.
+# Libraries may print to standard output, which must only carry answers.
 _ANSWERS = os.fdopen(os.dup(sys.stdout.fileno()), "w")
 os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -30,10 +30,10 @@ Answer = dict[str, Any]
 
 
 class Worker:
-    """A model and a cache, compressed by kvpress or full.
+    """A model with a cache that can be compressed by kvpress.
 
-    The model is a folder, `options` its dtype and attn_implementation. The press is its window_size
-    and kernel_size; None for a full cache.
+    `model` is a folder, and `options` are its dtype and attn_implementation. `press` has
+    window_size and kernel_size; None for a full cache.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Worker:
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
 
     def versions(self) -> Answer:
+        """Return the versions of the installed packages."""
         return {
             "kvpress": version("kvpress"),
             "transformers": transformers.__version__,
@@ -55,8 +56,9 @@ class Worker:
         }
 
     def read(self, ids: list[list[int]], kept_tokens: int) -> Answer:
+        """Read a prompt into a new cache and keep the given number of tokens."""
         prompt = torch.tensor(ids, device=self._device)
-        press = self._pressing(prompt.shape[1], kept_tokens)
+        press = self._make_press(prompt.shape[1], kept_tokens)
         hooks = contextlib.nullcontext() if press is None else press(self._model)
 
         def work() -> None:
@@ -65,16 +67,16 @@ class Worker:
                 logits = self._model(prompt, past_key_values=cache, logits_to_keep=1).logits
             self._cache, self._token = cache, logits[:, -1:].argmax(dim=-1)
 
-        spent = self._spent_on(work)
+        spent = self._measure_time(work)
         self._seen = prompt.shape[1]
         return spent
 
     def decode(self, tokens: int) -> Answer:
-        """Some greedy tokens after the last prompt, in the loop of kvpress's pipeline."""
+        """Generate greedy tokens after the last prompt, in the loop of kvpress's pipeline."""
         generated: list[Tensor] = []
 
         def work() -> None:
-            for _ in range(tokens):  # a cache counts what it has, so positions are given
+            for _ in range(tokens):  # the cache counts only kept tokens, so positions are passed
                 generated.append(self._token)
                 positions = torch.tensor([[self._seen]], device=self._device)
                 logits = self._model(
@@ -83,13 +85,16 @@ class Worker:
                 self._token = logits[:, -1:].argmax(dim=-1)
                 self._seen += 1
 
-        spent = self._spent_on(work)
+        spent = self._measure_time(work)
         return spent | {"tokens": torch.cat(generated, dim=1).tolist()}
 
     def compress(
         self, ids: list[list[int]], press: str | None, ratio: float, bits: int | None
     ) -> Answer:
-        """Read a prompt under a press with its defaults, `ratio` of it dropped; or in few bits."""
+        """Read a prompt and compress its cache with a press, or store it in a few bits.
+
+        `ratio` is the share of the tokens that the press drops.
+        """
         cache: Any = DynamicCache(config=self._model.config)
         if bits is not None:
             cache = QuantizedCache("quanto", self._model.config, nbits=bits)
@@ -107,27 +112,32 @@ class Worker:
         return {"held_bytes": sum(map(_bytes, held))}
 
     def answer(self, between: list[int], answer: list[int]) -> Answer:
-        """The right answer fed to a copy of the cache; of each token its rank and its loss."""
+        """Compute the loss of the right answer with a copy of the cache.
+
+        It also returns whether each token is the most likely one.
+        """
         fed = torch.tensor([between + answer[:-1]], device=self._device)
         positions = torch.arange(self._seen, self._seen + fed.shape[1], device=self._device)[None]
         cache = copy.copy(self._cache)
-        cache.layers = [
-            copy.copy(layer) for layer in cache.layers
-        ]  # tensors are replaced, not written
-        behind = self._model(fed, past_key_values=cache, position_ids=positions).logits
-        logits = torch.cat([self._last_logits, behind], dim=1)[0, len(between) :].float()
-        wanted = torch.tensor(answer, device=self._device)
-        losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
-        return {"likeliest": (logits.argmax(-1) == wanted).tolist(), "losses": losses.tolist()}
+        cache.layers = [copy.copy(layer) for layer in cache.layers]  # updates replace tensors
+        after = self._model(fed, past_key_values=cache, position_ids=positions).logits
+        logits = torch.cat([self._last_logits, after], dim=1)[0, len(between) :].float()
+        right = torch.tensor(answer, device=self._device)
+        losses = torch.nn.functional.cross_entropy(logits, right, reduction="none")
+        return {"likeliest": (logits.argmax(-1) == right).tolist(), "losses": losses.tolist()}
 
-    def _pressing(self, length: int, kept_tokens: int) -> SnapKVPress | None:
-        """kvpress takes the share to remove: a little less, so that rounding down keeps enough."""
+    def _make_press(self, length: int, kept_tokens: int) -> SnapKVPress | None:
+        """Return a press that keeps the given number of tokens, or None if there is nothing to
+        drop.
+
+        Its ratio is a little lower, so that rounding down keeps enough tokens.
+        """
         if self._press is None or kept_tokens >= length:
             return None
         return SnapKVPress(1 - (kept_tokens + 0.5) / length, **self._press)
 
-    def _spent_on(self, work: Callable[[], Any]) -> Answer:
-        """Time, and how many tokens are kept after it."""
+    def _measure_time(self, work: Callable[[], Any]) -> Answer:
+        """Run a function and return the time that it took, with the number of kept tokens."""
         self._synchronize()
         started = time.perf_counter()
         work()
@@ -141,7 +151,7 @@ class Worker:
 
 
 def _bytes(tensor: Any) -> int:
-    """Of a tensor, or of all that a tensor of codes is made of."""
+    """Return the bytes of a tensor, or of all tensors that a quantized tensor consists of."""
     if hasattr(tensor, "__tensor_flatten__"):
         return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return int(tensor.nbytes)
@@ -152,16 +162,16 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     worker: Worker | None = None
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
             if worker is None:
-                worker = Worker(**asked)
-                found = worker.versions()
+                worker = Worker(**request)
+                response = worker.versions()
             else:
-                found = getattr(worker, asked.pop("do"))(**asked)
+                response = getattr(worker, request.pop("do"))(**request)
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(found), file=_ANSWERS, flush=True)
+            response = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(response), file=_ANSWERS, flush=True)
 
 
 if __name__ == "__main__":

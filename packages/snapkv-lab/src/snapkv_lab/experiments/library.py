@@ -26,12 +26,12 @@ from snapkv.kvzip import instruction_of, read_twice
 from snapkv.policies import Policy
 from snapkv_app.library import Part, blend
 from snapkv_app.models import LoadedModel
-from snapkv_lab.evaluate.haystack import encode
+from snapkv_lab.evaluate.haystack import token_ids
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.library_size import rows_by_size
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.measure.timing import ratios
-from snapkv_lab.rows import Row, grouped, read_rows
+from snapkv_lab.measure.timing import pair_ratios
+from snapkv_lab.rows import Row, group_rows, read_rows
 
 QUESTIONS = Path(__file__).with_name("library_questions.jsonl")
 SEED, DOCUMENTS_EACH = 19, 4
@@ -43,7 +43,7 @@ _EXAMPLES = (
 
 
 class DocumentQuestion(NamedTuple):
-    """A question over several documents: how its answer has to go on after them and it."""
+    """A question about several documents and its right answer."""
 
     documents: Sequence[str]
     question: str
@@ -51,28 +51,28 @@ class DocumentQuestion(NamedTuple):
 
 
 def python_questions(count: int) -> list[DocumentQuestion]:
-    """The questions by hand, each over the document that answers it and others, in drawn order."""
-    rows, drawn = read_rows(QUESTIONS), random.Random(SEED)
+    """Return the questions written by hand, each with its document and others in drawn order."""
+    rows, draw = read_rows(QUESTIONS), random.Random(SEED)
     texts = {name: module_text(name) for name in dict.fromkeys(row["document"] for row in rows)}
-    asked = []
+    questions = []
     for row in rows[:count]:
         free = [name for name in texts if name != row["document"]]
-        own = [row["document"], *drawn.sample(free, DOCUMENTS_EACH - 1)]
-        documents = [texts[name] for name in drawn.sample(own, DOCUMENTS_EACH)]
+        own = [row["document"], *draw.sample(free, DOCUMENTS_EACH - 1)]
+        documents = [texts[name] for name in draw.sample(own, DOCUMENTS_EACH)]
         lead = f" {row['lead']}" if row["lead"] else ""
         question = f"{_EXAMPLES}Question: {row['question']}\nAnswer:{lead}"
-        asked.append(DocumentQuestion(documents, question, f" {row['answer']}"))
-    return asked
+        questions.append(DocumentQuestion(documents, question, f" {row['answer']}"))
+    return questions
 
 
 def module_text(name: str) -> str:
-    """What a module of Python's standard library says of itself, as a document."""
+    """Return the documentation of a module of Python's standard library as a document."""
     text = inspect.getdoc(importlib.import_module(name)) or ""
     return f"Document: the module {name}\n{text.strip()}\n\n"
 
 
 class Way(NamedTuple):
-    """A way of keeping documents that were read: what is kept of each, and in which bits."""
+    """A way to store a document, with a policy and the number of bits."""
 
     name: str
     policy: Policy
@@ -80,9 +80,13 @@ class Way(NamedTuple):
 
 
 class JoinMethod(NamedTuple):
-    """How a question's documents get into a cache: kept in some way, or None, read in full.
+    """A method for loading the documents of a question into a cache.
 
-    A fraction is read again, see `blend`; `policy` says what is kept of them for the question.
+    Attributes:
+        name: the name in tables.
+        way: how the documents are stored; None if they are read in full.
+        recompute: the share of tokens that is computed again, see `blend`.
+        policy: what is kept of the documents for the question.
     """
 
     name: str
@@ -113,11 +117,13 @@ IN_BITS = [
         for part in parts
     ),
 ]
-"""Where nothing is read again, all that is answered from is codes."""
+"""The methods of the table about bits. If nothing is computed again, all answers come from
+codes.
+"""
 
 
 class Shelf:
-    """Documents of one model in a folder, each read once for every way of keeping it."""
+    """The documents of one model in a folder. Each is read once for every way to store it."""
 
     def __init__(self, loaded: LoadedModel, folder: Path) -> None:
         self.loaded, self.folder = loaded, folder
@@ -125,12 +131,18 @@ class Shelf:
         self._files: dict[tuple[str, str], Path] = {}
 
     def ids(self, *texts: str) -> Tensor:
-        """(1, T) int64, the tokens of every text."""
-        own = (token for text in texts for token in encode(self.loaded.tokenizer, text))
+        """Return the token ids of all texts.
+
+        They are (1, T) int64.
+        """
+        own = (token for text in texts for token in token_ids(self.loaded.tokenizer, text))
         return torch.tensor([list(own)])
 
     def file(self, text: str, way: Way) -> Path:
-        """Of a document; it is read where it was not yet."""
+        """Return the path of the file in which a document is stored.
+
+        The document is read and saved first if necessary.
+        """
         key = (text, way.name)
         if key not in self._files:
             path = self.folder / f"{len(self._files)}"
@@ -140,9 +152,12 @@ class Shelf:
         return self._files[key]
 
     def _read(self, ids: Tensor, way: Way) -> CompressedCache:
-        """After the prefix, which all heads keep, so that they hold as many tokens each."""
-        model, whole = self.loaded.model, isinstance(way.policy, FullCache)
-        protect = None if whole else [(0, self.prefix.shape[1])]
+        """Read a document that follows the prefix, and return its cache.
+
+        All heads keep the prefix, so that they hold equally many of its tokens.
+        """
+        model, is_full = self.loaded.model, isinstance(way.policy, FullCache)
+        protect = None if is_full else [(0, self.prefix.shape[1])]
         cache = CompressedCache(model, way.policy, protect=protect)
         if way.policy.needs_reconstruction_pass:
             instruction = instruction_of(self.loaded.tokenizer)
@@ -152,11 +167,11 @@ class Shelf:
         return cache
 
     def _part(self, text: str, way: Way) -> Part:
-        cache, beside = CompressedCache.load_with(self.file(text, way), self.loaded.model)
-        return Part(input_ids=beside["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
+        cache, tensors = CompressedCache.load_with(self.file(text, way), self.loaded.model)
+        return Part(input_ids=tensors["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
     def read(self, asked: DocumentQuestion, method: JoinMethod) -> tuple[CompressedCache, Tensor]:
-        """A cache that has seen documents and question, and the logits of the next token."""
+        """Return a cache that has seen documents and question, and the logits of the next token."""
         model, question = self.loaded.model, self.ids(asked.question)
         if method.way is None:
             cache = CompressedCache(model, method.policy)
@@ -169,7 +184,8 @@ class Shelf:
 
 
 @torch.inference_mode()
-def answered(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -> Row:
+def answer_question(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -> Row:
+    """Feed the right answer to a cache of the documents, and return time, loss and correctness."""
     for text in asked.documents:
         if method.way is not None:
             shelf.file(text, method.way)
@@ -177,8 +193,8 @@ def answered(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -> Row:
     cache, logits = shelf.read(asked, method)
     seconds = time.perf_counter() - started
     if answer.shape[1] > 1:
-        behind = shelf.loaded.model(answer[:, :-1], past_key_values=cache).logits
-        logits = torch.cat([logits, behind], dim=1)
+        after = shelf.loaded.model(answer[:, :-1], past_key_values=cache).logits
+        logits = torch.cat([logits, after], dim=1)
     chances = logits.log_softmax(dim=-1).gather(2, answer[..., None])
     return {
         "seconds": round(seconds, 4),
@@ -188,16 +204,18 @@ def answered(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -> Row:
     }
 
 
-def _asked(group: str, methods: Sequence[JoinMethod], given: RunContext) -> Iterator[Row]:
-    """A row for each question, and one for the files of each way of keeping documents."""
-    questions = python_questions(given.questions)
+def _measure_answers(
+    group: str, methods: Sequence[JoinMethod], context: RunContext
+) -> Iterator[Row]:
+    """Yield one row for each question, and one for the files of each way to store documents."""
+    questions = python_questions(context.questions)
     with tempfile.TemporaryDirectory() as folder:
-        shelf = Shelf(given.loaded, Path(folder))
-        answered(shelf, questions[0], methods[0])  # warms up
+        shelf = Shelf(context.loaded, Path(folder))
+        answer_question(shelf, questions[0], methods[0])  # warms up
         for number, asked in enumerate(questions):
             turn = number % len(methods)
             order = [*methods[turn:], *methods[:turn]]
-            answers = {method.name: answered(shelf, asked, method) for method in order}
+            answers = {method.name: answer_question(shelf, asked, method) for method in order}
             ids = shelf.ids(PREFIX), *map(shelf.ids, asked.documents), shelf.ids(asked.question)
             yield {
                 "benchmark": "library",
@@ -246,13 +264,13 @@ _ANSWERS = {
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
-    for group, own in grouped(rows, "group").items():
+    for group, own in group_rows(rows, "group").items():
         if group == "many":
             yield from Listing(_SIZES, _TITLES[group]).parts(own)
             continue
         ways = [row for row in own if "way" in row]
         asked = [row for row in own if "answers" in row]
-        yield from Listing(_ANSWERS, _TITLES[group], made=_answers).parts(asked)
+        yield from Listing(_ANSWERS, _TITLES[group], make_lines=_answers).parts(asked)
         files = {
             f"{ways[0]['files']} documents, {ways[0]['tokens']:,} tokens": "{way}",
             "on disk": lambda row: f"{row['bytes'] / 1e6:.1f} MB",
@@ -263,31 +281,31 @@ def _tables(rows: list[Row]) -> Iterator[str]:
 
 
 def _answers(asked: Sequence[Row]) -> Iterable[Row]:
-    """For each way of reading what its answers have in common."""
-    known = [row for row in asked if row["answers"][_FULL.name]["right"]]
+    """Return a row for each method, with the average of all answers."""
+    right_in_full = [row for row in asked if row["answers"][_FULL.name]["right"]]
     full = [row["answers"][_FULL.name]["seconds"] for row in asked]
     for name in asked[0]["answers"]:
-        found = [row["answers"][name] for row in asked]
+        answers = [row["answers"][name] for row in asked]
         yield {
             "name": name,
-            "seconds": median(each["seconds"] for each in found),
-            "share": median(ratios([each["seconds"] for each in found], full)),
-            "right": sum(each["right"] for each in found),
-            "asked": len(found),
-            "kept": sum(row["answers"][name]["right"] for row in known),
-            "known": len(known),
-            "loss": fmean(each["loss"] for each in found),
-            "tokens": fmean(each["kept_tokens"] for each in found),
+            "seconds": median(each["seconds"] for each in answers),
+            "share": median(pair_ratios([each["seconds"] for each in answers], full)),
+            "right": sum(each["right"] for each in answers),
+            "asked": len(answers),
+            "kept": sum(row["answers"][name]["right"] for row in right_in_full),
+            "known": len(right_in_full),
+            "loss": fmean(each["loss"] for each in answers),
+            "tokens": fmean(each["kept_tokens"] for each in answers),
         }
 
 
 LIBRARY = Experiment(
     name="library",
     title="Documents that were read once",
-    takes="two hours",
+    duration="two hours",
     measure={
-        "python": partial(_asked, "python", METHODS),
-        "bits": partial(_asked, "bits", IN_BITS),
+        "python": partial(_measure_answers, "python", METHODS),
+        "bits": partial(_measure_answers, "bits", IN_BITS),
         "many": rows_by_size,
     },
     part_key="group",

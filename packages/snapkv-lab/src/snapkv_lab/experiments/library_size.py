@@ -1,10 +1,10 @@
-"""What a library's folder costs by the number of its documents, however they are read.
+"""The costs of a library's folder by the number of its documents.
 
-Paragraphs of SQuAD, each under as many names as it takes, are added to one library by a model of
-one small random layer, so that reading is cheap and what is left is the folder's. At every size:
-what a document cost since the last size, how long the first search after that takes, which brings
-the index up to date, how long a new `Library` takes for its first search then, the slowest of five,
-and how long searches take after that.
+Paragraphs of SQuAD, each under as many names as needed, are added to one library by a model with
+one small random layer. Reading is then cheap, and what remains are the costs of the folder.
+Measured at every size are: the time to add a document since the last size; the time of the first
+search after that, which updates the index; the time that a new `Library` takes for its first
+search, the slowest of five; and the time of later searches.
 """
 
 import itertools
@@ -22,26 +22,27 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from snapkv_app import Library
 from snapkv_lab.evaluate.corpora import load_corpus
 from snapkv_lab.experiments.experiment import RunContext
-from snapkv_lab.measure.timing import spent_on
+from snapkv_lab.measure.timing import measure_time
 from snapkv_lab.rows import Row
 
 SEED, QUESTIONS, OPENINGS, SETTLING_SECONDS = 19, 100, 5, 3
 
 
-def rows_by_size(given: RunContext) -> Iterator[Row]:
-    corpus, tokenizer = load_corpus("squad"), given.loaded.tokenizer
+def rows_by_size(context: RunContext) -> Iterator[Row]:
+    """Yield a row for each size of the library."""
+    corpus, tokenizer = load_corpus("squad"), context.loaded.tokenizer
     model = _small_model(len(tokenizer))
-    drawn = random.Random(SEED).sample(list(corpus.questions), QUESTIONS)
-    questions = [each.text for each in drawn]
+    chosen = random.Random(SEED).sample(list(corpus.questions), QUESTIONS)
+    questions = [each.text for each in chosen]
     copies = (
         (f"{passage.title}, copy {number}", passage.text)
         for number in itertools.count()
         for passage in corpus.passages
     )
     with tempfile.TemporaryDirectory() as folder:
-        there = 0
-        for size in given.documents_added:
-            new = list(itertools.islice(copies, size - there))
+        added = 0
+        for size in context.documents_added:
+            new = list(itertools.islice(copies, size - added))
             library = Library(folder)
             seconds = _seconds(library.add, model, tokenizer, new)
             yield {
@@ -52,11 +53,14 @@ def rows_by_size(given: RunContext) -> Iterator[Row]:
                 "record_bytes": _bytes(Path(folder) / "documents") // size,
                 "index_bytes": (Path(folder) / "words.sqlite").stat().st_size // size,
             }
-            there = size
+            added = size
 
 
 def _searched(folder: str, questions: Sequence[str]) -> Row:
-    """How long it takes to find documents: right after adding, in a new `Library`, and later."""
+    """Measure the time that is needed to find a document in the library.
+
+    The first search follows the adding of documents, others use a new `Library`.
+    """
     first = _seconds(lambda: Library(folder).search(questions[0]))
     time.sleep(SETTLING_SECONDS)
     opened = [_seconds(lambda: Library(folder).search(questions[0])) for _ in range(OPENINGS)]
@@ -84,8 +88,8 @@ def _small_model(vocabulary: int) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def _seconds(run: Callable[..., object], *given: Any) -> float:
-    return round(spent_on(lambda: run(*given)).wall_ms / 1000, 5)
+def _seconds(run: Callable[..., object], *context: Any) -> float:
+    return round(measure_time(lambda: run(*context)).wall_ms / 1000, 5)
 
 
 def _bytes(folder: Path) -> int:

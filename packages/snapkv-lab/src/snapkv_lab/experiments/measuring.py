@@ -1,4 +1,4 @@
-"""How experiments measure: contenders that take turns, and processes of their own."""
+"""How experiments measure: contenders that take turns, and functions in their own processes."""
 
 import json
 import os
@@ -8,47 +8,63 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from snapkv_lab.measure.held_bytes import FREED_MEMORY_HANDED_BACK
-from snapkv_lab.measure.timing import Spent, alternate, ratios, spent_on, spread
+from snapkv_lab.measure.timing import (
+    TimeSpent,
+    measure_time,
+    pair_ratios,
+    percentiles,
+    run_alternating,
+)
 
 Spread = dict[str, float]
 
 
 class InterleavedTimings:
-    """Contenders that took turns, so that noise hit all alike: medians, and ratios of pairs.
+    """The times of contenders that took turns, so that noise affected all of them alike.
 
-    Of `work`, by name, what gives milliseconds is taken at its word; all else is timed.
+    Args:
+        work: a function per contender, by name. If it returns a float, that is its time in
+            milliseconds; otherwise the call is timed.
+        rounds: how many rounds are measured.
+        warmup_rounds: how many rounds run before them.
     """
 
     def __init__(
         self, work: Mapping[Any, Callable[[], Any]], *, rounds: int, warmup_rounds: int = 1
     ) -> None:
         timed = {name: lambda one=one: _timed(one) for name, one in work.items()}
-        self.runs = alternate(timed, rounds=rounds, warmup_rounds=warmup_rounds)
+        self.runs = run_alternating(timed, rounds=rounds, warmup_rounds=warmup_rounds)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.runs)
 
     def samples(self, name: Any, clock: str = "wall_ms") -> list[float]:
-        """The milliseconds of every round: "wall_ms", or "cpu_ms" of all threads together."""
+        """Return a list of the times in milliseconds, one for each round.
+
+        "wall_ms" is the time by the clock, and "cpu_ms" that of all threads together.
+        """
         return [getattr(run, clock) for run in self.runs[name]]
 
     def ms(self, name: Any, digits: int) -> Spread:
-        """The median, with the 20th and 80th percentile."""
-        return spread(self.samples(name), digits)
+        """Return the median of the times, with their 20th and 80th percentile."""
+        return percentiles(self.samples(name), digits)
 
     def ratio(self, name: Any, base: Any, clock: str = "wall_ms") -> Spread:
-        """The same of the ratios of pairs."""
-        return spread(ratios(self.samples(name, clock), self.samples(base, clock)), 4)
+        """Return the median of the ratios of pairs, with their 20th and 80th percentile."""
+        return percentiles(pair_ratios(self.samples(name, clock), self.samples(base, clock)), 4)
 
 
-def _timed(work: Callable[[], Any]) -> Spent:
-    said: list[Any] = []
-    spent = spent_on(lambda: said.append(work()))
-    return spent._replace(wall_ms=said[0]) if isinstance(said[0], float) else spent
+def _timed(work: Callable[[], Any]) -> TimeSpent:
+    results: list[Any] = []
+    spent = measure_time(lambda: results.append(work()))
+    return spent._replace(wall_ms=results[0]) if isinstance(results[0], float) else spent
 
 
-def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of a module gives, for its peak of memory: all as JSON, Linux only."""
+def run_in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function in a new process and return its result.
+
+    This is for measurements of peak memory. Arguments and result are passed as JSON. Linux only.
+    """
     code = (
         f"import json, {function.__module__} as module; "
         f"print(json.dumps(module.{function.__name__}(*json.loads({json.dumps(arguments)!r}))))"

@@ -1,4 +1,4 @@
-"""Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths."""
+"""Figure 9 on the demo model: drafts on full and compressed caches, for several prompt lengths."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -15,20 +15,20 @@ from snapkv_app.draft_methods import DraftMethod
 from snapkv_app.models import LoadedModel, load
 from snapkv_app.prompts import question_prompt
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import encode, load_haystack
+from snapkv_lab.evaluate.haystack import load_haystack, token_ids
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.measure.timing import alternate, ratios, spread
+from snapkv_lab.measure.timing import pair_ratios, percentiles, run_alternating
 from snapkv_lab.medusa import Medusa, load_heads
 from snapkv_lab.report.tables import Pivot
-from snapkv_lab.rows import Row, grouped
+from snapkv_lab.rows import Row, group_rows
 
 QUESTION = "Summarize the text above."
 PLAIN, MEDUSA = "plain, full cache", "Medusa, full cache"
 
 
 class Decoded(NamedTuple):
-    """One text, and what it took after its first token."""
+    """The generated text and the time per token."""
 
     tokens: tuple[int, ...]
     ms_per_token: float
@@ -37,7 +37,7 @@ class Decoded(NamedTuple):
 
 
 class Clock(TextStreamer):
-    """Notes when the first and the last tokens came."""
+    """A streamer that records the time at which each token is generated."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -48,15 +48,21 @@ class Clock(TextStreamer):
         self.counts.append(value.numel())
 
     def end(self) -> None:
-        """No more will come."""
+        """Do nothing when the text ends."""
 
     def ms_per_token(self) -> float:
-        """Of the tokens after the first step; the prompt itself is put first."""
+        """Return the time per token in milliseconds, without the first token.
+
+        The prompt is put first.
+        """
         return 1000 * (self.times[-1] - self.times[1]) / sum(self.counts[2:])
 
 
 class DraftContender(NamedTuple):
-    """A cache and a way to decode on it, whose text must be that of `like`, token for token."""
+    """A combination of a cache and a way to generate text with it.
+
+    The text must equal that of the contender `like`.
+    """
 
     name: str
     policy: Policy
@@ -65,7 +71,10 @@ class DraftContender(NamedTuple):
 
 
 def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[DraftContender]:
-    """Figure 9's three, and what SnapKV alone does."""
+    """Return a list of the contenders that are shown in Figure 9 of the paper.
+
+    Plain decoding with SnapKV is added.
+    """
     full, kept = FullCache(), SnapKV(budget, window_size=16, kernel_size=13)
     compressed, medusa = "plain, SnapKV", Medusa(load_heads(heads, loaded.model))
     return [
@@ -76,29 +85,32 @@ def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[DraftConten
     ]
 
 
-def _measure(dtype: str, given: RunContext) -> Iterator[Row]:
-    """A row per contender and length."""
-    same = str(given.loaded.model.dtype) == f"torch.{dtype}"
-    loaded = given.loaded if same else load(given.model, dtype=dtype)
-    everyone = contenders(loaded, given.budget, given.heads)
-    for length in given.lengths[dtype]:
+def _measure(dtype: str, context: RunContext) -> Iterator[Row]:
+    """Yield a row for each contender and each length."""
+    same = str(context.loaded.model.dtype) == f"torch.{dtype}"
+    loaded = context.loaded if same else load(context.model, dtype=dtype)
+    everyone = contenders(loaded, context.budget, context.heads)
+    for length in context.lengths[dtype]:
         ids = _prompt(loaded, length)
-        runs = alternate(
-            {one.name: partial(_decoded, loaded, one, ids, given.tokens) for one in everyone},
-            rounds=given.rounds,
-            warmup_rounds=0 if given.rounds > 2 else 1,
+        runs = run_alternating(
+            {one.name: partial(_decoded, loaded, one, ids, context.tokens) for one in everyone},
+            rounds=context.rounds,
+            warmup_rounds=0 if context.rounds > 2 else 1,
         )
         if dtype == "float32":
             require_same_texts(everyone, runs)
         for one in everyone:
-            yield _row(one, runs, ids.shape[1], given) | {"model": loaded.description()}
+            yield _row(one, runs, ids.shape[1], context) | {"model": loaded.description()}
 
 
 def _prompt(loaded: LoadedModel, length: int) -> Tensor:
-    """(1, length) int64: essays and a question after them."""
+    """Return the token ids of a prompt with the given length.
+
+    The prompt has essays and a question about them, (1, length) int64.
+    """
     tokenizer = loaded.tokenizer
     frame = question_prompt(tokenizer, "", QUESTION).token_ids(tokenizer).shape[1]
-    text = tokenizer.decode(encode(tokenizer, load_haystack().text)[: length - frame])
+    text = tokenizer.decode(token_ids(tokenizer, load_haystack().text)[: length - frame])
     ids: Tensor = question_prompt(tokenizer, text, QUESTION).token_ids(tokenizer)
     return ids
 
@@ -108,44 +120,48 @@ def _decoded(loaded: LoadedModel, one: DraftContender, ids: Tensor, tokens: int)
     cache, clock = CompressedCache(loaded.model, one.policy), Clock()
     drafts = one.medusa and DraftMethod(name="medusa", options={"custom_generate": one.medusa})
     text = continue_ids(loaded, ids, cache, settings, streamer=clock, drafts=drafts)
-    said = tuple(text[0, ids.shape[1] :].tolist())
+    tokens_after = tuple(text[0, ids.shape[1] :].tolist())
     length = 1.0 if one.medusa is None else one.medusa.tally.acceptance_length
-    return Decoded(said, clock.ms_per_token(), length, cache.report().held_bytes)
+    return Decoded(tokens_after, clock.ms_per_token(), length, cache.report().held_bytes)
 
 
 def require_same_texts(everyone: Sequence[DraftContender], runs: dict[str, list[Decoded]]) -> None:
-    """No time counts of a decoding that gives another text."""
+    """Check that all contenders generate the same text as they would without drafts.
+
+    Raises:
+        AssertionError: a contender gave another text than the one it must equal.
+    """
     for one in everyone:
         if {run.tokens for run in runs[one.name]} != {runs[one.like][0].tokens}:
             raise AssertionError(f"expected {one.name} to give the text of {one.like}")
 
 
 def _row(
-    one: DraftContender, runs: dict[str, list[Decoded]], length: int, given: RunContext
+    one: DraftContender, runs: dict[str, list[Decoded]], length: int, context: RunContext
 ) -> Row:
     times = {name: [run.ms_per_token for run in of_name] for name, of_name in runs.items()}
-    own, found, like = times[one.name], runs[one.name][0], runs[one.like][0]
+    own, first, like = times[one.name], runs[one.name][0], runs[one.like][0]
     return {
         "benchmark": "medusa",
         "contender": one.name,
         "prompt_tokens": length,
-        "budget": given.budget,
-        "tokens": given.tokens,
-        "ms_per_token": spread(own, 2),
+        "budget": context.budget,
+        "tokens": context.tokens,
+        "ms_per_token": percentiles(own, 2),
         "samples_ms": [round(ms, 2) for ms in own],
         "faster_than": {
-            base: spread(ratios(times[base], own), 3)
+            base: percentiles(pair_ratios(times[base], own), 3)
             for base in (PLAIN, MEDUSA)
             if base != one.name
         },
-        "acceptance_length": round(found.acceptance_length, 3),
-        "held_bytes": found.held_bytes,
-        "same_tokens": sum(map(int.__eq__, found.tokens, like.tokens)),
+        "acceptance_length": round(first.acceptance_length, 3),
+        "held_bytes": first.held_bytes,
+        "same_tokens": sum(map(int.__eq__, first.tokens, like.tokens)),
     }
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
-    for dtype, decoded in grouped(rows, "dtype").items():
+    for dtype, decoded in group_rows(rows, "dtype").items():
         for what, pattern in {
             "milliseconds per token": "{ms_per_token[p50]:.1f}",
             **{f"times faster than {base}": partial(_faster, base) for base in (PLAIN, MEDUSA)},
@@ -157,8 +173,8 @@ def _tables(rows: list[Row]) -> Iterator[str]:
 
 
 def _faster(base: str, row: Row) -> str:
-    found = row["faster_than"].get(base)
-    return "" if found is None else f"{found['p50']:.2f}"
+    ratio = row["faster_than"].get(base)
+    return "" if ratio is None else f"{ratio['p50']:.2f}"
 
 
 DRAFTS = Experiment(

@@ -1,11 +1,12 @@
-"""What models are asked: prompts that are read once.
+"""The prompts of experiments that read each prompt once.
 
-The magic number: a number hidden in a long text and asked for at its end. The prompt ends with the
-start of the answer, so that a small model only has to copy the digits. Each digit is one token in
-the demo model's tokenizer, so a method must keep a cluster of neighbours to get the number right:
+The magic number is hidden in a long text and asked for at its end. The prompt ends with the
+beginning of the answer, so that a small model only has to copy the digits. Each digit is one token
+of the demo model's tokenizer, so a method must keep a cluster of neighbouring tokens to answer:
 this is what the paper's pooling is for (Fig. 8).
 
-Quotations: sentences from evenly spaced places of any text, each begun and to be continued.
+Quotations are sentences from evenly spaced places of any text, whose beginning is quoted and which
+the model continues.
 """
 
 import random
@@ -20,8 +21,8 @@ from snapkv import CompressedCache
 from snapkv.kvzip import instruction_of
 from snapkv.policies import Policy
 from snapkv_app.observing import RecordedPrompt, RecordingPolicy, record_prompt, record_prompt_twice
-from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, CITIES, encode, load_haystack
-from snapkv_lab.measure.contenders import generated
+from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, CITIES, load_haystack, token_ids
+from snapkv_lab.measure.contenders import generate_tokens
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7)
 SEED = 1
@@ -34,14 +35,17 @@ _QUESTION = (
 
 
 class NeedlePrompt(NamedTuple):
-    """A prompt, of exactly as many tokens as asked for, and the digits that it asks for."""
+    """A prompt with the requested number of tokens and the right answer."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
 
 
 def make_documents(tokenizer: Any, *, prompt_tokens: int, count: int = 1) -> list[NeedlePrompt]:
-    """Hide one number in each of `count` stretches of the haystack, at depths in turn."""
+    """Return a list of long texts in which a number is hidden.
+
+    The depth of the number differs from text to text.
+    """
     text = load_haystack().text
     return [_make_document(tokenizer, text, prompt_tokens, index) for index in range(count)]
 
@@ -49,27 +53,33 @@ def make_documents(tokenizer: Any, *, prompt_tokens: int, count: int = 1) -> lis
 def _make_document(tokenizer: Any, text: str, prompt_tokens: int, index: int) -> NeedlePrompt:
     draw = random.Random(f"{SEED}/{prompt_tokens}/{index}")
     city, number = draw.choice(CITIES), draw.randint(1000, 9999)
-    needle = encode(tokenizer, _NEEDLE.format(city=city, number=number))
-    question = encode(tokenizer, _QUESTION.format(city=city))
-    hay = stretch(tokenizer, text, prompt_tokens - len(needle) - len(question), draw)
+    needle = token_ids(tokenizer, _NEEDLE.format(city=city, number=number))
+    question = token_ids(tokenizer, _QUESTION.format(city=city))
+    hay = cut_stretch(tokenizer, text, prompt_tokens - len(needle) - len(question), draw)
     split = int(DEPTHS[index % len(DEPTHS)] * len(hay))
     while split and not tokenizer.decode(hay[split - 1]).endswith((".", "?", "!")):
-        split -= 1  # to where a sentence has just ended
+        split -= 1  # back to the end of a sentence
     ids = [*hay[:split], *needle, *hay[split:], *question]
-    return NeedlePrompt(ids, encode(tokenizer, f" {number}"))
+    return NeedlePrompt(ids, token_ids(tokenizer, f" {number}"))
 
 
-def stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
-    """That many tokens of the text, from the start of a sentence."""
+def cut_stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
+    """Return a random part of the text with the given number of tokens.
+
+    It starts at the beginning of a sentence.
+    """
     characters = tokens * CHARACTERS_PER_TOKEN
     start = text.index(". ", draw.randrange(len(text) - 2 * characters)) + 2
-    ids = encode(tokenizer, text[start : start + characters])
+    ids = token_ids(tokenizer, text[start : start + characters])
     assert len(ids) >= tokens
     return ids[:tokens]
 
 
 class Quote(NamedTuple):
-    """How a sentence at a depth, a fraction of its document, goes on after its first words."""
+    """The beginning of a sentence and how the sentence continues.
+
+    `depth` is the place of the sentence, as a fraction of its document.
+    """
 
     depth: float
     question_ids: list[int]
@@ -77,7 +87,7 @@ class Quote(NamedTuple):
 
 
 class QuotedDocument(NamedTuple):
-    """A document of exactly as many tokens as asked for, and the questions about it, in order."""
+    """A document of exactly the requested length, and the questions about it in order."""
 
     ids: list[int]
     quotes: list[Quote]
@@ -89,13 +99,13 @@ _START_WORDS, _LEAST_WORDS = 7, 14
 def quoted_document(
     tokenizer: Any, text: str, *, tokens: int, questions: int = 10, answer_tokens: int = 4
 ) -> QuotedDocument:
-    """The first tokens of a text, and questions from evenly spaced places in them.
+    """Return the first tokens of a text, and questions about evenly spaced sentences in them.
 
     Raises:
         ValueError: the text is too short, or has too few sentences to ask about.
     """
-    plain = " ".join(text[: tokens * CHARACTERS_PER_TOKEN].split())  # lines may break anywhere
-    ids = encode(tokenizer, plain)[:tokens]
+    plain = " ".join(text[: tokens * CHARACTERS_PER_TOKEN].split())  # joins lines
+    ids = token_ids(tokenizer, plain)[:tokens]
     if len(ids) < tokens:
         raise ValueError(f"expected a text of {tokens} tokens, got {len(ids)}")
     read = tokenizer.decode(ids)
@@ -108,13 +118,13 @@ def quoted_document(
     if len(candidates) < questions:
         raise ValueError(f"expected {questions} sentences to ask about, got {len(candidates)}")
     quotes = []
-    for wanted in ((number + 0.5) / questions for number in range(questions)):
-        nearest = min(candidates, key=lambda candidate: abs(candidate[0] - wanted))  # at once
+    for depth_wanted in ((number + 0.5) / questions for number in range(questions)):
+        nearest = min(candidates, key=lambda candidate: abs(candidate[0] - depth_wanted))
         candidates.remove(nearest)
         depth, sentence = nearest
         start = _first_words(sentence)
-        question = encode(tokenizer, f'\n\nThe text above says: "{start}')
-        answer = encode(tokenizer, sentence[len(start) :])[:answer_tokens]
+        question = token_ids(tokenizer, f'\n\nThe text above says: "{start}')
+        answer = token_ids(tokenizer, sentence[len(start) :])[:answer_tokens]
         quotes.append(Quote(round(depth, 3), question, answer))
     return QuotedDocument(ids, quotes)
 
@@ -130,7 +140,7 @@ def _tensor(model: Any, ids: Sequence[int]) -> Tensor:
 def read_prompt(
     model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = 64
 ) -> RecordedPrompt:
-    """Read one prompt with the full cache, recording it and its last queries."""
+    """Read a prompt with the full cache and record the last queries."""
     recorder = RecordingPolicy(recorded_queries=recorded_queries)
     return record_prompt(model, _tensor(model, prompt_ids), recorder)
 
@@ -138,13 +148,13 @@ def read_prompt(
 def read_prompt_twice(
     model: Any, tokenizer: Any, prompt_ids: Sequence[int], policy: Policy
 ) -> RecordedPrompt:
-    """Read one prompt and have the model repeat it, for policies like this one."""
+    """Read a prompt and let the model repeat it, for policies that need a second reading."""
     ids, instruction = _tensor(model, prompt_ids), instruction_of(tokenizer)
     return record_prompt_twice(model, ids, policy, instruction_ids=instruction)
 
 
-def decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None]:
-    """A function that decodes one greedy token after a prompt."""
+def greedy_decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None]:
+    """Return a function that generates the next token each time it is called."""
     token: Tensor = prompt.last_logits[:, -1:].argmax(dim=-1)
 
     def step() -> None:
@@ -155,7 +165,10 @@ def decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None
     return step
 
 
-def generate(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[int]:
-    """Exactly so many greedy tokens after a prompt whose cache this is."""
-    said = generated(model, _tensor(model, ids), cache, tokens)
-    return said[0, len(ids) :].tolist()
+def generate_greedily(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[int]:
+    """Generate the given number of tokens after a prompt.
+
+    The cache must be that of the prompt.
+    """
+    generated = generate_tokens(model, _tensor(model, ids), cache, tokens)
+    return generated[0, len(ids) :].tolist()

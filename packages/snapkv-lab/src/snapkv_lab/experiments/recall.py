@@ -14,8 +14,8 @@ from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.prompts import QuotedDocument, generate, quoted_document
-from snapkv_lab.rows import Row, grouped, of
+from snapkv_lab.experiments.prompts import QuotedDocument, generate_greedily, quoted_document
+from snapkv_lab.rows import Row, group_rows, select_rows
 
 FULL, PLAIN, RECALL, AGAIN = "full", "plain", "recall", "again"
 NAMES = {
@@ -26,24 +26,25 @@ NAMES = {
 }
 
 Ask = Callable[[list[int]], tuple[list[int], CompressedCache]]
-"""Takes a question; gives the prompt that ends in it, and a cache for that."""
+"""Takes a question, and returns the prompt that ends with it and a cache for that prompt."""
 
 
-def _measure(given: RunContext) -> Iterator[Row]:
-    """All answers of all contenders, then a conversation, turn by turn."""
-    loaded, haystack = given.loaded, load_haystack()
-    for number in range(given.count):
-        start = len(haystack.pieces) * number // given.count
+def _measure(context: RunContext) -> Iterator[Row]:
+    """Yield the answers of all contenders, followed by the turns of a conversation."""
+    loaded, haystack = context.loaded, load_haystack()
+    for number in range(context.count):
+        start = len(haystack.pieces) * number // context.count
         text = "\n\n".join(haystack.pieces[start:])
-        shape = {"tokens": given.tokens, "questions": given.questions}
+        shape = {"tokens": context.tokens, "questions": context.questions}
         document = quoted_document(loaded.tokenizer, text, **shape)
-        for row in questions_asked(loaded.model, document, given.budgets):
+        for row in questions_asked(loaded.model, document, context.budgets):
             yield {"document": number, **row, "text": haystack.name}
-    for row in _turns(given, haystack.text):
+    for row in _turns(context, haystack.text):
         yield row | {"text": haystack.name}
 
 
 def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]) -> Iterator[Row]:
+    """Yield a row for each contender, each budget and each question."""
     contenders: list[tuple[str, int | None]] = [(FULL, None)]
     contenders += [(name, budget) for budget in budgets for name in NAMES if name != FULL]
     for name, budget in contenders:
@@ -53,7 +54,7 @@ def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]
         for quote in document.quotes:
             begin = time.perf_counter()
             prompt, cache = ask(quote.question_ids)
-            said = generate(model, prompt, cache, len(quote.answer_ids))
+            answer = generate_greedily(model, prompt, cache, len(quote.answer_ids))
             seconds, report = time.perf_counter() - begin, cache.report()
             yield {
                 "task": "questions",
@@ -61,7 +62,7 @@ def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]
                 "budget": budget,
                 "document_tokens": len(document.ids),
                 "depth": quote.depth,
-                "right": said == quote.answer_ids,
+                "right": answer == quote.answer_ids,
                 "seconds": round(seconds, 3),
                 "read_seconds": round(read_seconds, 3),
                 "held_bytes": report.held_bytes,
@@ -71,7 +72,9 @@ def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]
 
 
 def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None) -> Ask:
-    """What a question is asked of, once the document has been read; no question sees another."""
+    """Read the document, and return a function that asks a question. Questions do not affect each
+    other.
+    """
     policy: Policy = SnapKV(budget, window_size=16, kernel_size=13) if budget else FullCache()
     ids, first = document.ids, document.quotes[0].question_ids
     if name == RECALL:
@@ -79,23 +82,23 @@ def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None)
         return lambda asked: ([*ids, *asked], read_once.inputs([asked])["past_key_values"])
     if name == AGAIN:
         return lambda asked: ([*ids, *asked], CompressedCache(model, policy))
-    # Compressed after the first question, the others are asked of what that one left.
-    known, read = [*ids, *first] if name == PLAIN else ids, CompressedCache(model, policy)
+    # With PLAIN, later questions are asked of the cache that the first question left.
+    known_ids, read = [*ids, *first] if name == PLAIN else ids, CompressedCache(model, policy)
     with torch.no_grad():
-        model(torch.tensor([known]), past_key_values=read, logits_to_keep=1)
+        model(torch.tensor([known_ids]), past_key_values=read, logits_to_keep=1)
 
     def ask(question: list[int]) -> tuple[list[int], CompressedCache]:
         own = copy.deepcopy(read)
         if name == PLAIN and question == first:
             own.crop(-1)  # the last token is read again, for its logits
-            return known, own
-        return [*known, *question], own
+            return known_ids, own
+        return [*known_ids, *question], own
 
     return ask
 
 
 class _Watched(CompressedCache):
-    """Notes the most bytes that all layers together have held at any moment."""
+    """A cache that records the maximum number of bytes held by all layers."""
 
     most_bytes = 0
 
@@ -106,17 +109,20 @@ class _Watched(CompressedCache):
         return updated
 
 
-def _turns(given: RunContext, text: str) -> Iterator[Row]:
-    """A conversation in one cache with recall: what the device and the host hold, turn by turn."""
-    model, (budget, new_tokens, tokens) = given.loaded.model, given.turned
-    quoted = quoted_document(given.loaded.tokenizer, text, tokens=tokens, questions=5)
+def _turns(context: RunContext, text: str) -> Iterator[Row]:
+    """Yield a row for each turn of a conversation that uses recall.
+
+    It says what the device and the host hold.
+    """
+    model, (budget, new_tokens, tokens) = context.loaded.model, context.turned
+    quoted = quoted_document(context.loaded.tokenizer, text, tokens=tokens, questions=5)
     policy = SnapKV(budget, window_size=16, kernel_size=13)
     cache, ids = _Watched(model, policy, recall="host"), list(quoted.ids)
-    for turn in range(given.turns):
+    for turn in range(context.turns):
         ids += quoted.quotes[turn % len(quoted.quotes)].question_ids
         begin, prompt_tokens = time.perf_counter(), len(ids)
         cache.most_bytes = 0
-        ids += generate(model, ids, cache, new_tokens)
+        ids += generate_greedily(model, ids, cache, new_tokens)
         report = cache.report()
         yield {
             "task": "turns",
@@ -134,7 +140,10 @@ def _turns(given: RunContext, text: str) -> Iterator[Row]:
 
 
 def cap_bytes(row: Row) -> int:
-    """What a turn may hold: the budget and the new tokens, and one layer of all that was seen."""
+    """Return the maximum number of bytes that a turn may hold.
+
+    It is the sum of the budget, the new tokens, and one layer of all tokens.
+    """
     per_token, tokens = row["bytes_per_token"], row["budget"] + row["new_tokens"]
     staged = row["prompt_tokens"] * per_token // row["layers"]
     return int(tokens * per_token + staged)
@@ -142,7 +151,7 @@ def cap_bytes(row: Row) -> int:
 
 def _means(rows: list[Row]) -> Iterable[Row]:
     names, full = list(NAMES), right_share(rows, FULL, None)
-    cells = grouped(rows, lambda row: (row["budget"] or 0, names.index(row["contender"])))
+    cells = group_rows(rows, lambda row: (row["budget"] or 0, names.index(row["contender"])))
     for (budget, place), own in sorted(cells.items()):
         right = fmean(row["right"] for row in own)
         yield {
@@ -158,11 +167,12 @@ def _means(rows: list[Row]) -> Iterable[Row]:
 
 
 def right_share(rows: Sequence[Row], contender: str, budget: int | None) -> float:
-    return fmean(row["right"] for row in of(rows, contender=contender, budget=budget))
+    """Return the fraction of right answers for one contender and one budget."""
+    return fmean(row["right"] for row in select_rows(rows, contender=contender, budget=budget))
 
 
 def _turns_table(rows: list[Row]) -> Iterator[str]:
-    some = [row for row in rows if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)]
+    shown_rows = [row for row in rows if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)]
     columns = {
         "turn": "{turn}",
         "tokens seen": lambda row: f"{row['prompt_tokens'] + row['new_tokens'] - 1:,}",
@@ -172,7 +182,7 @@ def _turns_table(rows: list[Row]) -> Iterator[str]:
         "host": "{host_bytes:bytes}",
         "s": "{seconds:.2f}",
     }
-    return Listing(columns, f"{len(rows)} turns in one cache").parts(some)
+    return Listing(columns, f"{len(rows)} turns in one cache").parts(shown_rows)
 
 
 _QUESTIONS = Listing(
@@ -203,5 +213,5 @@ MANY_QUESTIONS = Experiment(
         "budgets": Size((128,), (96,)),
         "turned": Size((128, 8, 512), (64, 2, 256)),
     },
-    tables=lambda rows: [*_QUESTIONS.parts(rows), *_turns_table(of(rows, task="turns"))],
+    tables=lambda rows: [*_QUESTIONS.parts(rows), *_turns_table(select_rows(rows, task="turns"))],
 )

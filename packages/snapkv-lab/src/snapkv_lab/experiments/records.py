@@ -1,4 +1,4 @@
-"""Where rows and pages go, and where and with what rows were measured."""
+"""The folder of rows and pages, and descriptions of where rows were measured."""
 
 import shutil
 import subprocess
@@ -7,25 +7,26 @@ from pathlib import Path
 
 import torch
 
-from snapkv_lab.measure.environment import describe
+from snapkv_lab.measure.environment import describe_device
 from snapkv_lab.rows import Row
 
 ROOT = Path(__file__).parents[5]
 CHECKOUT = (ROOT / "packages" / "snapkv-lab").is_dir()
 RESULTS = ROOT / "docs" / "results" if CHECKOUT else Path("snapkv-results")
-"""Where rows and pages go; of an installed package, a folder below the current one."""
+"""The folder of rows and pages. For an installed package it is in the current folder."""
 
 
 def describe_environment(device: torch.device | None = None) -> Row:
+    """Return a description of the software and the machine, with the commit."""
     return {
         "commit": git("rev-parse", "--short=10", "HEAD"),
         "changed_files": len(git("status", "--porcelain", "--", "packages").splitlines()),
-        **describe(device or torch.device("cpu")),
+        **describe_device(device or torch.device("cpu")),
     }
 
 
 def git(*arguments: str) -> str:
-    """Output of a git command; empty outside a checkout."""
+    """Return the output of a git command, or an empty text outside of a checkout."""
     if not CHECKOUT or shutil.which("git") is None:
         return ""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
@@ -33,7 +34,7 @@ def git(*arguments: str) -> str:
 
 
 def environment_line(rows: Iterable[Row]) -> str:
-    """What the rows say about model, software and machine, each with its commits."""
+    """Return a sentence about model, software and machine of the rows, with their commits."""
     commits: dict[str, dict[str, None]] = {}
     for row in rows:
         if "environment" in row:

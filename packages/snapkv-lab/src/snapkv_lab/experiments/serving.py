@@ -1,7 +1,7 @@
-"""vLLM with compressed prompts against stock vLLM, over the demo model in this process, in turns.
+"""vLLM with compressed prompts against stock vLLM, with the demo model in this process, in turns.
 
-Import this before vLLM: one engine after the other, threads as the system gives them. Needs `make
-.venv-vllm/.installed`, whose Python runs this experiment.
+Import this module before vLLM. One engine works after the other, with the threads that the system
+gives them. It needs `make .venv-vllm/.installed`, whose Python runs this experiment.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from snapkv_lab.experiments.measuring import InterleavedTimings
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import NeedlePrompt, quoted_document
 from snapkv_lab.experiments.records import describe_environment
-from snapkv_lab.measure.timing import Spent, spent_on, spread
-from snapkv_lab.rows import Row, grouped
+from snapkv_lab.measure.timing import TimeSpent, measure_time, percentiles
+from snapkv_lab.rows import Row, group_rows
 from snapkv_vllm import engine_args
 from snapkv_vllm.versions import installed
 
@@ -37,15 +37,18 @@ BLOCK_TOKENS = 128
 _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 DTYPE = torch.bfloat16 if _HAS_AVX512 else torch.float32
-"""Without AVX-512 a CPU computes bfloat16 many times slower than float32."""
+"""Without AVX-512, a CPU computes bfloat16 many times more slowly than float32."""
 
 
 class Engine:
-    """vLLM that works step by step, over a pool of blocks; without a budget it is stock vLLM."""
+    """A vLLM engine that is run step by step.
+
+    It has a pool of blocks. Without a budget it is stock vLLM.
+    """
 
     def __init__(
         self,
-        given: RunContext,
+        context: RunContext,
         budget: int | None,
         blocks: int,
         cache_dtype: str = "auto",
@@ -54,13 +57,13 @@ class Engine:
     ) -> None:
         from vllm import LLM
 
-        text = given.loaded.model.config
+        text = context.loaded.model.config
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim  # of a token
+        numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim  # per token
         options: dict[str, Any] = {
             "dtype": str(DTYPE).removeprefix("torch."),
             "kv_cache_dtype": cache_dtype,
-            "max_model_len": given.prompt_tokens + given.new_tokens,
+            "max_model_len": context.prompt_tokens + context.new_tokens,
             "block_size": BLOCK_TOKENS,
             "kv_cache_memory_bytes": blocks * BLOCK_TOKENS * numbers * DTYPE.itemsize,
             "enable_prefix_caching": caches_prefixes,
@@ -70,7 +73,7 @@ class Engine:
         }
         if budget is not None:
             options = engine_args(budget=budget, policy="snapkv", parameters=VOTES, **options)
-        self.llm = LLM(place_of(given.model), **options)
+        self.llm = LLM(place_of(context.model), **options)
         self.core = self.llm.llm_engine.engine_core.engine_core
         schedule, self._computed = self.core.scheduler.schedule, list[int]()
 
@@ -82,24 +85,24 @@ class Engine:
         self.core.scheduler.schedule = schedule_and_note
 
     def answers(self, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], Row]:
-        """Greedy answers of all prompts sent at once, and what the steps took."""
+        """Return greedy answers to prompts that are sent at once, and the times of the steps."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
         engine = self.llm.llm_engine
         for number, ids in enumerate(prompts):
             engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
-        found: dict[int, list[int]] = {}
+        answers: dict[int, list[int]] = {}
         prefill, decode, running = [], [], []
         while engine.has_unfinished_requests():
             start = time.perf_counter()
             outputs = engine.step()
-            some = prefill if any(count > 1 for count in self._computed) else decode
-            some.append(time.perf_counter() - start)
+            times = prefill if any(count > 1 for count in self._computed) else decode
+            times.append(time.perf_counter() - start)
             running.append(len(self._computed))
             for one in outputs:
-                found[int(one.request_id)] = list(one.outputs[0].token_ids)
-        return [found[number] for number in range(len(prompts))], {
+                answers[int(one.request_id)] = list(one.outputs[0].token_ids)
+        return [answers[number] for number in range(len(prompts))], {
             "prefill_seconds": round(sum(prefill), 2),
             "decode_seconds": round(sum(decode), 2),
             "decode_steps": len(decode),
@@ -107,19 +110,22 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self.core.shutdown()
         del self.llm, self.core
         gc.collect()
 
 
 @contextlib.contextmanager
-def _warm(
-    given: RunContext, blocks: int, prompt: list[int], **more: dict[str, Any]
+def _warm_engines(
+    context: RunContext, blocks: int, prompt: list[int], **more: dict[str, Any]
 ) -> Iterator[dict[str, Engine]]:
-    """Stock vLLM, the plugin, and others by their options, side by side, ready all the time."""
-    made = {"stock": {"budget": None}, "snapkv": {"budget": given.budget}} | more
-    engines = {name: Engine(given, blocks=blocks, **own) for name, own in made.items()}
+    """Start all engines and warm them up.
+
+    These are stock vLLM, the plugin, and further engines by their options.
+    """
+    options = {"stock": {"budget": None}, "snapkv": {"budget": context.budget}} | more
+    engines = {name: Engine(context, blocks=blocks, **own) for name, own in options.items()}
     for engine in engines.values():
         engine.answers([prompt], 2)
     yield engines
@@ -127,32 +133,35 @@ def _warm(
         engine.close()
 
 
-def _on(given: RunContext) -> Row:
+def _describe_run(context: RunContext) -> Row:
     own = {"attn_implementation": "vLLM CPU_ATTN", "dtype": str(DTYPE).removeprefix("torch.")}
     environment = describe_environment() | {"vllm": installed()}
-    return {"model": given.loaded.description() | own, "environment": environment}
+    return {"model": context.loaded.description() | own, "environment": environment}
 
 
-def _reading(given: RunContext) -> Iterator[Row]:
-    """Prompts, each alone, up to their first tokens by either engine in turns."""
-    documents = given.documents(given.prompt_tokens, given.requests)
+def _reading(context: RunContext) -> Iterator[Row]:
+    """Measure the time until the first token of each prompt.
+
+    Each prompt is sent alone, and the engines take turns.
+    """
+    documents = context.documents(context.prompt_tokens, context.requests)
     prompts = [document.prompt_ids for document in documents]
-    tokens = given.prompt_tokens + given.new_tokens
-    blocks = given.requests * -(-tokens // BLOCK_TOKENS) + 1  # one that vLLM keeps for itself
-    with _warm(given, blocks, prompts[0]) as engines:
+    tokens = context.prompt_tokens + context.new_tokens
+    blocks = context.requests * -(-tokens // BLOCK_TOKENS) + 1  # vLLM keeps one for itself
+    with _warm_engines(context, blocks, prompts[0]) as engines:
         work = {name: _read(engine, prompts) for name, engine in engines.items()}
-        turns = InterleavedTimings(work, rounds=given.pairs)
+        turns = InterleavedTimings(work, rounds=context.pairs)
     row: Row = {
         "prompts_at_once": 1,
-        "prompt_tokens": given.prompt_tokens,
-        "pairs": given.pairs,
-        "budget": given.budget,
+        "prompt_tokens": context.prompt_tokens,
+        "pairs": context.pairs,
+        "budget": context.budget,
         "blocks": blocks,
     }
     for key, clock in (("", "wall_ms"), ("processor_", "cpu_ms")):
         for name in turns:
             seconds = [ms / 1000 for ms in turns.samples(name, clock)]
-            row[f"{name}_{key}seconds"] = spread(seconds, 4)
+            row[f"{name}_{key}seconds"] = percentiles(seconds, 4)
         row[f"{key}against_stock"] = turns.ratio("snapkv", "stock", clock=clock)
     yield row
 
@@ -162,58 +171,64 @@ def _read(engine: Engine, prompts: list[list[int]]) -> Callable[[], object]:
     return lambda: engine.answers([next(again)], 1)
 
 
-def _speed(given: RunContext) -> Iterator[Row]:
-    """The same requests by every engine in turns, each in a pool of as many bytes."""
-    documents = given.documents(given.prompt_tokens, given.requests)
+def _speed(context: RunContext) -> Iterator[Row]:
+    """Measure the time that each engine needs to answer the same requests.
+
+    The engines take turns, and all pools have equally many bytes.
+    """
+    documents = context.documents(context.prompt_tokens, context.requests)
     prompts = [document.prompt_ids for document in documents]
-    budgets = {"stock": None, "snapkv": given.budget}
+    budgets = {"stock": None, "snapkv": context.budget}
     fp8: dict[str, Any] = {}
-    if _HAS_AVX512:  # vLLM has it on no other CPU
+    if _HAS_AVX512:  # vLLM supports fp8 on no other CPU
         coded = {"cache_dtype": "fp8"}
         fp8 = {f"{name}, fp8": coded | {"budget": own} for name, own in budgets.items()}
-    with _warm(given, given.blocks, prompts[0], **fp8) as engines:
-        for number in range(given.rounds):
+    with _warm_engines(context, context.blocks, prompts[0], **fp8) as engines:
+        for number in range(context.rounds):
             for name in list(engines)[:: -1 if number % 2 else 1]:
                 start, processor = time.perf_counter(), time.process_time()
-                answers, steps = engines[name].answers(prompts, given.new_tokens)
+                answers, steps = engines[name].answers(prompts, context.new_tokens)
                 seconds = time.perf_counter() - start
                 yield {
                     "engine": name,
                     "round": number,
-                    "requests": given.requests,
-                    "prompt_tokens": given.prompt_tokens,
-                    "new_tokens": given.new_tokens,
-                    "blocks": given.blocks,
+                    "requests": context.requests,
+                    "prompt_tokens": context.prompt_tokens,
+                    "new_tokens": context.new_tokens,
+                    "blocks": context.blocks,
                     "budget": budgets[name.partition(",")[0]],
                     "seconds": round(seconds, 2),
                     "processor_seconds": round(time.process_time() - processor, 2),
                     **steps,
-                    "needles": _right(documents, answers),
+                    "needles": _count_right(documents, answers),
                 }
 
 
-def _questions(given: RunContext) -> Iterator[Row]:
-    """Questions on one text, one after the other, of which the first reads the text."""
+def _questions(context: RunContext) -> Iterator[Row]:
+    """Measure the time to answer several questions about the same text.
+
+    Only the first question reads the text.
+    """
     document = quoted_document(
-        given.loaded.tokenizer,
+        context.loaded.tokenizer,
         load_haystack().text,
-        tokens=given.prompt_tokens,
-        questions=given.questions,
+        tokens=context.prompt_tokens,
+        questions=context.questions,
     )
     prompts = [[*document.ids, *quote.question_ids] for quote in document.quotes]
-    blocks = 2 * -(-(given.prompt_tokens + given.new_tokens) // BLOCK_TOKENS) + 1
+    blocks = 2 * -(-(context.prompt_tokens + context.new_tokens) // BLOCK_TOKENS) + 1
     engines = {
-        name: Engine(given, budget, blocks, caches_prefixes=True)
-        for name, budget in (("stock", None), ("snapkv", given.budget))
+        name: Engine(context, budget, blocks, caches_prefixes=True)
+        for name, budget in (("stock", None), ("snapkv", context.budget))
     }
-    took: dict[str, list[list[Spent]]] = {name: [] for name in engines}
+    took: dict[str, list[list[TimeSpent]]] = {name: [] for name in engines}
     right: dict[str, int] = {}
-    for engine in engines.values():  # warms up, with a shorter text that is compressed, too
-        engine.answers([document.ids[: 2 * given.budget]], 2)
-    for _ in range(given.readings):
+    for engine in engines.values():  # warms up with a shorter text, which is also compressed
+        engine.answers([document.ids[: 2 * context.budget]], 2)
+    for _ in range(context.readings):
         for name, engine in engines.items():
             engine.llm.reset_prefix_cache()
-            answered = [_answered(engine, ids) for ids in prompts]
+            answered = [_time_answer(engine, ids) for ids in prompts]
             took[name].append([spent for _, spent in answered])
             pairs = zip(answered, document.quotes, strict=True)
             right[name] = sum(answer == quote.answer_ids for (answer, _), quote in pairs)
@@ -221,32 +236,32 @@ def _questions(given: RunContext) -> Iterator[Row]:
         engine.close()
         yield {
             "engine": name,
-            "questions": given.questions,
-            "prompt_tokens": given.prompt_tokens,
-            "budget": given.budget if name == "snapkv" else None,
-            "readings": given.readings,
-            **_spreads("first", [first for first, *_ in took[name]]),
-            **_spreads("other", [one for _, *others in took[name] for one in others]),
+            "questions": context.questions,
+            "prompt_tokens": context.prompt_tokens,
+            "budget": context.budget if name == "snapkv" else None,
+            "readings": context.readings,
+            **_percentile_fields("first", [first for first, *_ in took[name]]),
+            **_percentile_fields("other", [one for _, *others in took[name] for one in others]),
             "right": right[name],
         }
 
 
-def _spreads(which: str, spent: Sequence[Spent]) -> Row:
-    """Seconds by the clock, and of all threads together."""
+def _percentile_fields(which: str, spent: Sequence[TimeSpent]) -> Row:
+    """Return the seconds by the clock and of all threads together, as fields of a row."""
     return {
-        f"{which}_seconds": spread([one.wall_ms / 1000 for one in spent], 3),
-        f"{which}_processor_seconds": spread([one.cpu_ms / 1000 for one in spent], 3),
+        f"{which}_seconds": percentiles([one.wall_ms / 1000 for one in spent], 3),
+        f"{which}_processor_seconds": percentiles([one.cpu_ms / 1000 for one in spent], 3),
     }
 
 
-def _answered(engine: Engine, ids: list[int]) -> tuple[list[int], Spent]:
-    """The first four tokens of an answer, which are those of a quotation, and their time."""
+def _time_answer(engine: Engine, ids: list[int]) -> tuple[list[int], TimeSpent]:
+    """Return the first four tokens of an answer, as many as a quotation has, and their time."""
     answers: list[list[int]] = []
-    spent = spent_on(lambda: answers.extend(engine.answers([ids], 4)[0]))
+    spent = measure_time(lambda: answers.extend(engine.answers([ids], 4)[0]))
     return answers[0], spent
 
 
-def _right(documents: Sequence[NeedlePrompt], answers: Sequence[list[int]]) -> int:
+def _count_right(documents: Sequence[NeedlePrompt], answers: Sequence[list[int]]) -> int:
     pairs = zip(documents, answers, strict=True)
     return sum(answer[: len(one.answer_ids)] == one.answer_ids for one, answer in pairs)
 
@@ -254,9 +269,9 @@ def _right(documents: Sequence[NeedlePrompt], answers: Sequence[list[int]]) -> i
 _MEDIANS = ("seconds", "prefill_seconds", "decode_seconds", "decode_steps", "most_running")
 
 
-def _medians(rows: list[Row]) -> Iterable[Row]:
-    """Of some rounds the first, with the medians of what was measured in all."""
-    for own in grouped(rows, "engine").values():
+def _median_rows(rows: list[Row]) -> Iterable[Row]:
+    """Return a row for each engine, with the median of all rounds."""
+    for own in group_rows(rows, "engine").values():
         yield own[0] | {key: median(row[key] for row in own) for key in (*_MEDIANS, "needles")}
 
 
@@ -267,7 +282,7 @@ def _engine_name(row: Row) -> str:
 SERVING = Experiment(
     name="serving",
     title="Serving: stock vLLM and compressed prompts",
-    takes="hours",
+    duration="hours",
     measure={"reading": _reading, "speed": _speed, "questions": _questions},
     options={
         "requests": Size(16, 3),
@@ -281,7 +296,7 @@ SERVING = Experiment(
         "readings": Size(3, 2),
     },
     fields={"votes": VOTES},
-    described=_on,
+    describe=_describe_run,
     tables=[
         Listing(
             {
@@ -296,7 +311,7 @@ SERVING = Experiment(
             },
             "{requests} requests of {prompt_tokens:,} tokens at once",
             {"part": "speed"},
-            _medians,
+            _median_rows,
         ),
         Listing(
             {

@@ -1,8 +1,8 @@
-"""What reading a prompt and decoding after it take, in time and memory.
+"""The time and the memory of reading a prompt and of decoding after it.
 
-`speed`: decoding after a short and a long prompt, and the peak of reading, which the planner is
-judged by. `by_default`: what `ask` does without an option, against the full cache, which it may not
-exceed.
+`speed` measures decoding after a short and a long prompt, and the peak memory of reading, which the
+planner is compared with. `by_default` compares `ask` without options with the full cache, which it
+must not exceed.
 """
 
 import functools
@@ -16,10 +16,10 @@ from snapkv import CompressedCache, FullCache, SnapKV, default_policy
 from snapkv.policies import Policy
 from snapkv.validation import AUTO
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
-from snapkv_lab.experiments.measuring import InterleavedTimings, in_own_process
+from snapkv_lab.experiments.measuring import InterleavedTimings, run_in_own_process
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
-from snapkv_lab.measure.contenders import Contender, compressed, full
+from snapkv_lab.experiments.prompts import SEED, greedy_decoder, read_prompt
+from snapkv_lab.measure.contenders import Contender, compressed_contender, transformers_contender
 from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes, resident_bytes
 from snapkv_lab.rows import Row
 
@@ -27,57 +27,65 @@ _WARMUP_TOKENS = 64
 
 
 def contenders(budget: int) -> dict[str, Contender]:
-    """transformers' own cache and attention; every token kept through snapkv; compressed."""
-    found = (
-        full("transformers"),
-        compressed("full", FullCache()),
-        compressed("snapkv", SnapKV(budget)),
+    """Return a dictionary of the three caches that are compared.
+
+    They are transformers' own cache, snapkv with all tokens, and SnapKV.
+    """
+    caches = (
+        transformers_contender("transformers"),
+        compressed_contender("full", FullCache()),
+        compressed_contender("snapkv", SnapKV(budget)),
     )
-    return {each.label: each for each in found}
+    return {each.label: each for each in caches}
 
 
 @torch.inference_mode()
-def _decoding(given: RunContext) -> Iterator[Row]:
-    """Times per token, then ratios of a long prompt to a short one; all caches in turn."""
+def _decoding(context: RunContext) -> Iterator[Row]:
+    """Yield the time per token for each cache, followed by the ratios.
+
+    The ratios compare the long prompt with the short one.
+    """
     steps, rows = {}, {}
-    for tokens in given.decode_behind:
-        prompt = read_prompt(given.loaded.model, given.prompt(tokens))
-        for policy in (SnapKV(given.budget), FullCache()):
+    for tokens in context.decode_behind:
+        prompt = read_prompt(context.loaded.model, context.prompt(tokens))
+        for policy in (SnapKV(context.budget), FullCache()):
             cache = prompt.compressed(policy)
             report = cache.report()
-            steps[policy.name, tokens] = decoder(prompt, cache)
+            steps[policy.name, tokens] = greedy_decoder(prompt, cache)
             rows[policy.name, tokens] = (
                 {
                     "benchmark": "decode",
                     "cache": policy.name,
                     "prompt_tokens": tokens,
-                    "budget": None if policy.name == "full" else given.budget,
+                    "budget": None if policy.name == "full" else context.budget,
                 },
                 {"held_bytes": report.held_bytes, "full_bytes": report.full_bytes},
             )
-    turns = InterleavedTimings(steps, rounds=given.new_tokens, warmup_rounds=4)
+    turns = InterleavedTimings(steps, rounds=context.new_tokens, warmup_rounds=4)
     for name, (about, sizes) in rows.items():
-        yield about | {"ms_per_token": turns.ms(name, 2), "tokens": given.new_tokens} | sizes
-    short, long = given.decode_behind
+        yield about | {"ms_per_token": turns.ms(name, 2), "tokens": context.new_tokens} | sizes
+    short, long = context.decode_behind
     for policy in ("snapkv", "full"):
         yield rows[policy, long][0] | {
             "against_tokens": short,
-            "pairs": given.new_tokens,
+            "pairs": context.new_tokens,
             "ratio": turns.ratio((policy, long), (policy, short)),
         }
 
 
-def _peaks(given: RunContext) -> Iterator[Row]:
-    """A row per cache, each measured in a process of its own."""
-    for name in contenders(given.budget):
-        yield in_own_process(peak_of_reading, given.model, name, given.peak_length, given.budget)
+def _peaks(context: RunContext) -> Iterator[Row]:
+    """Yield a row for each cache, which is measured in its own process."""
+    for name in contenders(context.budget):
+        yield run_in_own_process(
+            peak_of_reading, context.model, name, context.peak_length, context.budget
+        )
 
 
 @torch.inference_mode()
 def peak_of_reading(name: str, cache_name: str, tokens: int, budget: int) -> Row:
-    """Bytes the process grows by, at its peak, while it reads the prompt."""
-    given = RunContext(model=name)
-    model, ids = given.loaded.model, torch.tensor([given.prompt(tokens)])
+    """Return the bytes that the process grows by while it reads a prompt, at the peak."""
+    context = RunContext(model=name)
+    model, ids = context.loaded.model, torch.tensor([context.prompt(tokens)])
     cache = contenders(budget)[cache_name].make(model, tokens)
     model(ids[:, :_WARMUP_TOKENS], use_cache=False, logits_to_keep=1)
     before = resident_bytes("VmRSS")
@@ -113,7 +121,7 @@ def _against_short(rows: list[Row]) -> Iterable[Row]:
 SPEED = Experiment(
     name="speed",
     title="Speed and memory",
-    measure=lambda given: itertools.chain(_decoding(given), _peaks(given)),
+    measure=lambda context: itertools.chain(_decoding(context), _peaks(context)),
     options={
         "peak_length": Size(4096, 160),
         "decode_behind": Size((1024, 6144), (96, 160)),
@@ -148,27 +156,30 @@ SPEED = Experiment(
 
 
 @torch.inference_mode()
-def _by_default(given: RunContext) -> Iterator[Row]:
-    """What `ask` keeps without an option, against the full cache: prefill, then tokens, in turn."""
+def _by_default(context: RunContext) -> Iterator[Row]:
+    """Compare the default settings with the full cache.
+
+    Each row has the time of the first token, then that of later tokens.
+    """
     policies = {"default": default_policy(AUTO), "full": FullCache()}
-    for tokens in given.lengths:
-        prompt = read_prompt(given.loaded.model, given.prompt(tokens))
-        ids = torch.tensor([given.prompt(tokens)], device=prompt.model.device)
+    for tokens in context.lengths:
+        prompt = read_prompt(context.loaded.model, context.prompt(tokens))
+        ids = torch.tensor([context.prompt(tokens)], device=prompt.model.device)
 
         def read(policy: Policy, ids: Tensor = ids) -> None:
-            cache = CompressedCache(given.loaded.model, policy)
-            given.loaded.model(ids, past_key_values=cache, logits_to_keep=1)
+            cache = CompressedCache(context.loaded.model, policy)
+            context.loaded.model(ids, past_key_values=cache, logits_to_keep=1)
 
         caches = {name: prompt.compressed(policy) for name, policy in policies.items()}
         report = caches["default"].report()
         reads = {name: functools.partial(read, policy) for name, policy in policies.items()}
-        steps = {name: decoder(prompt, cache) for name, cache in caches.items()}
+        steps = {name: greedy_decoder(prompt, cache) for name, cache in caches.items()}
         row: Row = {"benchmark": "default", "prompt_tokens": tokens}
         row |= {"kept_tokens": report.kept_tokens, "held_bytes": report.held_bytes}
         row["full_bytes"] = report.full_bytes
         for what, work, rounds in (
-            ("first", reads, given.readings),
-            ("token", steps, given.new_tokens),
+            ("first", reads, context.readings),
+            ("token", steps, context.new_tokens),
         ):
             turns = InterleavedTimings(work, rounds=rounds, warmup_rounds=1)
             row |= {
@@ -182,7 +193,7 @@ def _by_default(given: RunContext) -> Iterator[Row]:
 BY_DEFAULT = Experiment(
     name="by_default",
     title="Without an option, against the full cache",
-    takes="ten minutes",
+    duration="ten minutes",
     measure=_by_default,
     threads=1,
     options={

@@ -1,7 +1,7 @@
-"""Texts of many kinds with questions about them, for what compares methods.
+"""Texts of many kinds with questions about them, for experiments that compare methods.
 
-A text carries many questions, so that it is read once, with the full cache, and each question is
-read after a branch of it. An answer is made of parts, each of which is right or wrong by itself.
+A text carries many questions. It is read once with the full cache, and each question is read after
+a copy of that cache. An answer consists of parts, each of which is right or wrong.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -20,22 +20,23 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache, FullCache
-from snapkv.policies import EvictingPolicy
+from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.base import ALL_QUERIES
+from snapkv_app.models import LoadedModel
 from snapkv_app.observing import RecordedPrompt, RecordingPolicy
 from snapkv_lab.evaluate.corpora import Question, load_corpus
 from snapkv_lab.evaluate.haystack import (
     CITIES,
-    encode,
-    identifier,
+    draw_number,
+    draw_uuid,
     load_haystack,
-    number,
-    python_topics,
-    words,
+    load_python_topics,
+    load_words,
+    token_ids,
 )
 from snapkv_lab.evaluate.tasks.lines import Lines
 from snapkv_lab.evaluate.tasks.rag import phrase_questions, phrase_sample
-from snapkv_lab.experiments.prompts import quoted_document, stretch
+from snapkv_lab.experiments.prompts import cut_stretch, quoted_document, read_prompt_twice
 from snapkv_lab.rows import Row
 
 SEED = 7
@@ -43,12 +44,20 @@ SEED = 7
 
 @dataclass(frozen=True, kw_only=True)
 class TextQuestion:
-    """One question about a text, and its right answer.
+    """A question about a text, with the right answer.
 
-    The question is read with the text, before it is compressed, or where it is hidden after it,
-    between text and answer. `parts` are the places of the tokens that must be right, for each part
-    of the answer; none where only the loss is looked at. The first token is among them only where
-    the question is hidden: else it is predicted before anything is dropped, the same for all.
+    The question is read with the text before the cache is compressed. A hidden question is read
+    after that, between the text and the answer.
+
+    Attributes:
+        group: the kind of the question.
+        answer_ids: the tokens of the right answer.
+        parts: for each part of the answer, the indices of the tokens that must be right. It is
+            empty if only the loss counts. The first token only belongs to a part if the question is
+            hidden; otherwise it is predicted before any token is evicted, and is the same for all
+            methods.
+        question_ids: the tokens of the question.
+        between_ids: the tokens of a hidden question.
     """
 
     group: str
@@ -60,7 +69,10 @@ class TextQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionedText:
-    """A text and the questions about it, with a name that is unique in a study."""
+    """A text with a list of questions about it.
+
+    The name is unique in an experiment.
+    """
 
     name: str
     ids: Sequence[int]
@@ -68,16 +80,22 @@ class QuestionedText:
 
 
 class TextMaker:
-    """Makes texts for one tokenizer, always the same ones."""
+    """An object that makes texts and questions for one tokenizer.
+
+    Equal arguments give equal texts.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._encode = functools.partial(encode, tokenizer)
+        self._encode = functools.partial(token_ids, tokenizer)
         self._essays = load_haystack().text
-        self._prose = [self._essays, python_topics().text]
+        self._prose = [self._essays, load_python_topics().text]
 
     def needles(self, tokens: int, index: int, *, tail: str = "") -> QuestionedText:
-        """Six needles of different kinds in an essay, each asked for; with a tail, if any."""
+        """Make an essay with six needles of different kinds and a question about each.
+
+        `tail` is a text that follows every question.
+        """
         name = f"{'tails' if tail else 'needles'}/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         cities = draw.sample(CITIES, len(_KINDS))
@@ -89,12 +107,14 @@ class TextMaker:
             answer = f" {tail}\nAnswer: It is" if tail else f"\nAnswer: The {start} is"
             question = f"\n\nQuestion: What is the {start}?{answer}"
             cases.append(self._asked(group, question, f" {value}"))
-        return QuestionedText(name=name, ids=self._hidden_in(tokens, hidden, draw), cases=cases)
+        return QuestionedText(name=name, ids=self._hide_needles(tokens, hidden, draw), cases=cases)
 
-    def _hidden_in(self, tokens: int, needles: list[list[int]], draw: random.Random) -> list[int]:
-        """A stretch of an essay with needles after sentences, in an order that is drawn."""
+    def _hide_needles(
+        self, tokens: int, needles: list[list[int]], draw: random.Random
+    ) -> list[int]:
+        """Insert the needles into a stretch of an essay, after sentences and in a drawn order."""
         own = draw.sample(needles, len(needles))
-        hay = stretch(self._tokenizer, self._essays, tokens - sum(map(len, own)), draw)
+        hay = cut_stretch(self._tokenizer, self._essays, tokens - sum(map(len, own)), draw)
         ends = [
             place + 1
             for place, token in enumerate(hay)
@@ -106,6 +126,7 @@ class TextMaker:
         return hay
 
     def lines(self, tokens: int, index: int, questions: int) -> QuestionedText:
+        """Return a list of numbered lines, with questions about some of them."""
         name = f"lines/{tokens}/{index}"
         shape = {"lengths": (tokens,), "positions": 1, "samples_each": 1, "examples": 3}
         task = Lines(**shape, cloze=True, seed=SEED + index)
@@ -122,7 +143,7 @@ class TextMaker:
         return QuestionedText(name=name, ids=self._encode(sample.context), cases=cases)
 
     def rag(self, documents: int, index: int, questions: int) -> QuestionedText:
-        """Paragraphs of one article of SQuAD, and questions that they answer."""
+        """Make a text of paragraphs from one article of SQuAD, with questions that they answer."""
         name = f"rag/{documents}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         asked = draw.choice(_squad())
@@ -138,7 +159,7 @@ class TextMaker:
         return QuestionedText(name=name, ids=self._encode(context), cases=cases)
 
     def quotes(self, tokens: int, index: int, questions: int) -> QuestionedText:
-        """A natural text; sentences of it are begun and to be continued."""
+        """Return a text and some of its sentences that must be completed."""
         name = f"quotes/{tokens}/{index}"
         draw, source = random.Random(f"{SEED}/{name}"), self._prose[index % 2]
         document, shape = None, {"tokens": tokens, "questions": questions, "answer_tokens": 8}
@@ -150,14 +171,19 @@ class TextMaker:
         return QuestionedText(name=name, ids=document.ids, cases=cases)
 
     def prose(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
-        """A natural text that goes on, for its loss; essays and Python's manual in turn."""
+        """Return a text and its continuation, for which only the loss is measured.
+
+        Essays and Python's manual take turns.
+        """
         name = f"prose/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
-        ids = stretch(self._tokenizer, self._prose[index % 2], tokens + answer_tokens, draw)
-        return self._going_on(name, ids, answer_tokens)
+        ids = cut_stretch(self._tokenizer, self._prose[index % 2], tokens + answer_tokens, draw)
+        return self._make_continuation(name, ids, answer_tokens)
 
     def code(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
-        """A file of Python's standard library that goes on, for its loss."""
+        """Return a part of a Python file and its continuation, for which only the loss is
+        measured.
+        """
         name = f"code/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         library = sorted(Path(random.__file__).parent.glob("*.py"))
@@ -168,9 +194,9 @@ class TextMaker:
         while seen < begin:
             seen += len(lines.pop(0))
         ids = self._encode("".join(lines))[: tokens + answer_tokens]
-        return self._going_on(name, ids, answer_tokens)
+        return self._make_continuation(name, ids, answer_tokens)
 
-    def _going_on(self, name: str, ids: list[int], answer_tokens: int) -> QuestionedText:
+    def _make_continuation(self, name: str, ids: list[int], answer_tokens: int) -> QuestionedText:
         case = TextQuestion(group=name.partition("/")[0], answer_ids=ids[-answer_tokens:], parts=())
         return QuestionedText(name=name, ids=ids[:-answer_tokens], cases=[case])
 
@@ -183,14 +209,17 @@ def _case(group: str, asked: Sequence[int], ids: Sequence[int]) -> TextQuestion:
     return TextQuestion(group=group, question_ids=asked, answer_ids=ids, parts=parts)
 
 
-def texts_from(given: Any, first: int) -> Iterator[QuestionedText]:
-    """Round after round, so that a run that is stopped has some of every kind.
+def make_texts(context: Any, first: int) -> Iterator[QuestionedText]:
+    """Yield texts of all kinds in rounds, so that a stopped run has some of every kind.
 
-    Others than those that the pooling was chosen by, and than those from another first index;
-    `given` is what the run asks for: its model, `tokens` and `rounds`.
+    Another first index gives other texts than those that the pooling was chosen by.
+
+    Args:
+        context: the run, with the model, `tokens` and `rounds`.
+        first: the index of the first round.
     """
-    make, size = TextMaker(given.loaded.tokenizer), given.tokens
-    for index in range(first, first + given.rounds):
+    make, size = TextMaker(context.loaded.tokenizer), context.tokens
+    for index in range(first, first + context.rounds):
         yield make.needles(size, index)
         yield make.lines(size, index, questions=2)
         yield make.quotes(size, index, questions=2)
@@ -199,25 +228,31 @@ def texts_from(given: Any, first: int) -> Iterator[QuestionedText]:
         yield make.code(size, 32, index)
 
 
-def with_answers(texts: Iterable[QuestionedText]) -> Iterator[QuestionedText]:
-    """Those with answers that can be right; of prose and code there is only a loss."""
+def only_answerable(texts: Iterable[QuestionedText]) -> Iterator[QuestionedText]:
+    """Yield only the texts with questions that have a right answer.
+
+    Prose and code only have a loss.
+    """
     return (text for text in texts if any(case.parts for case in text.cases))
 
 
 def _phrase(draw: random.Random) -> str:
-    adjectives, nouns = words("adjective"), words("noun")
+    adjectives, nouns = load_words("adjective"), load_words("noun")
     return " ".join(draw.choice(kind) for kind in (adjectives, nouns, adjectives, nouns))
 
 
 _KINDS = {
-    "4 digits": (lambda draw: number(draw, 4), "number"),
-    "7 digits": (lambda draw: number(draw, 7), "code"),
-    "12 digits": (lambda draw: number(draw, 12), "serial number"),
+    "4 digits": (lambda draw: draw_number(draw, 4), "number"),
+    "7 digits": (lambda draw: draw_number(draw, 7), "code"),
+    "12 digits": (lambda draw: draw_number(draw, 12), "serial number"),
     "phrase": (_phrase, "phrase"),
-    "uuid": (identifier, "uuid"),
-    "two parts": (lambda draw: f"{number(draw, 4)} and {draw.choice(words('noun'))}", "pair"),
+    "uuid": (draw_uuid, "uuid"),
+    "two parts": (
+        lambda draw: f"{draw_number(draw, 4)} and {draw.choice(load_words('noun'))}",
+        "pair",
+    ),
 }
-"""Kinds of needles: what is hidden, and what it is called in the text."""
+"""The kinds of needles: what is hidden, and what the text calls it."""
 
 
 @functools.cache
@@ -226,9 +261,10 @@ def _squad() -> list[Question]:
 
 
 class ReadText:
-    """A text that a model has read with the full cache; questions are read after branches of it.
+    """A text that was read with the full cache, so that questions about it can be asked.
 
-    The model must have full attention in every layer, as the demo model has.
+    Each question is read after a copy of the cache. The model must have full attention in every
+    layer, as the demo model has.
     """
 
     def __init__(self, model: Any, context_ids: Sequence[int]) -> None:
@@ -237,7 +273,7 @@ class ReadText:
         self.prompt = self._read(self._cache, context_ids)
 
     def asked(self, question_ids: Sequence[int]) -> RecordedPrompt:
-        """The text and a question after it as one prompt."""
+        """Return the text followed by a question, as a single prompt."""
         if not question_ids:
             return self.prompt
         read = self._read(copy.copy(self._cache), question_ids)
@@ -258,16 +294,34 @@ class ReadText:
         return RecordedPrompt(model=self._model, layers=layers, last_logits=logits)
 
 
-class AskedPrompt(NamedTuple):
-    """A prompt that is compressed, its tokens, (1, T) int64, and the cases whose answers follow."""
+@dataclass(frozen=True)
+class AskedPrompt:
+    """A prompt that will be compressed, with the questions that follow it.
+
+    Attributes:
+        prompt: the prompt.
+        ids: its tokens, (1, T) int64.
+        cases: the questions.
+    """
 
     prompt: RecordedPrompt
     ids: Tensor
     cases: Sequence[TextQuestion]
+    _read_twice: dict[object, RecordedPrompt] = field(default_factory=dict)
+
+    def read_for(self, policy: Policy, loaded: LoadedModel) -> RecordedPrompt:
+        """Return the prompt as the policy needs it read. A second reading is made only once."""
+        if not policy.needs_reconstruction_pass:
+            return self.prompt
+        if policy.needs not in self._read_twice:
+            self._read_twice[policy.needs] = read_prompt_twice(
+                loaded.model, loaded.tokenizer, self.ids[0].tolist(), policy
+            )
+        return self._read_twice[policy.needs]
 
 
-def asked_of(read: ReadText, text: QuestionedText, setting: str) -> Iterator[AskedPrompt]:
-    """Each question after its text, or all of them hidden until the text is compressed."""
+def asked_prompts(read: ReadText, text: QuestionedText, setting: str) -> Iterator[AskedPrompt]:
+    """Yield a prompt for each question after its text, or one prompt for all hidden questions."""
     if setting == "hidden":
         hidden = [
             replace(each, between_ids=each.question_ids, parts=[range(len(each.answer_ids))])
@@ -282,13 +336,18 @@ def asked_of(read: ReadText, text: QuestionedText, setting: str) -> Iterator[Ask
 
 
 @torch.inference_mode()
-def scored(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuestion) -> Row:
-    """The right answer of a case fed to a cache after a prompt.
+def score_answer(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuestion) -> Row:
+    """Compute the score of the right answer to a question with the given cache.
 
-    "right": for every part of the answer whether each of its tokens was the most likely one, 0 or
-    1. "nll": negative log-likelihood (nats) per answer token after the first; None where there is
-    one token only. What stands between prompt and answer is read in the same pass, but for methods
-    that evict at every step: they read the answer token by token.
+    Methods that evict at every step read the answer token by token. Other methods read the tokens
+    between prompt and answer, and the answer, in one pass. The cache is used up.
+
+    Returns:
+        "right": for every part of the answer, 1 if each of its tokens was the most likely one, else
+            0.
+        "nll": negative log-likelihood (nats) per answer token after the first, or None if there is
+            only one
+        token.
     """
     answer, between = list(case.answer_ids), list(case.between_ids)
     fed = torch.tensor([between + answer[:-1]], device=prompt.last_logits.device)
@@ -297,11 +356,11 @@ def scored(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuestion) -
         parts: Sequence[Tensor] = [fed]
         if isinstance(cache.policy, EvictingPolicy):
             parts = [fed[:, : len(between)], *fed[:, len(between) :].split(1, dim=1)]
-        behind = torch.cat([_read(prompt.model, cache, each) for each in parts if each.numel()], 1)
-        logits = behind[:, len(between) - 1 :] if between else torch.cat([logits, behind], dim=1)
-    wanted = torch.tensor(answer, device=logits.device)
-    is_right = logits[0].argmax(dim=-1) == wanted
-    losses = torch.nn.functional.cross_entropy(logits[0].float(), wanted, reduction="none")
+        after = torch.cat([_read(prompt.model, cache, each) for each in parts if each.numel()], 1)
+        logits = after[:, len(between) - 1 :] if between else torch.cat([logits, after], dim=1)
+    right = torch.tensor(answer, device=logits.device)
+    is_right = logits[0].argmax(dim=-1) == right
+    losses = torch.nn.functional.cross_entropy(logits[0].float(), right, reduction="none")
     return {
         "right": [int(is_right[list(part)].all()) for part in case.parts],
         "nll": round(float(losses[1:].mean()), 4) if len(answer) > 1 else None,
@@ -309,29 +368,39 @@ def scored(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuestion) -
 
 
 def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
-    """Logits (1, N, V) after each of the tokens, which are read in one pass."""
+    """Read the tokens and return the logits after each of them.
+
+    Returns:
+        (1, N, V).
+    """
     cache.expect_tokens(ids)
     logits: Tensor = model(ids, past_key_values=cache).logits
     return logits
 
 
-def questions(
+def question_rows(
     read: ReadText,
     text: QuestionedText,
     setting: str,
     answers: Callable[[AskedPrompt], Iterable[list[Row]]],
 ) -> Iterator[Row]:
-    """The row of every question about a text: what the full cache answers, and what others do.
+    """Yield a row for each question about a text, with the answers of all methods.
 
-    `answers` gives a list for each of them, with a row for every case. Questions of which the full
-    cache has no part right tell nothing apart: others are not asked.
+    If the full cache has no part of an answer right, the question says nothing about other methods,
+    and they are not asked.
+
+    Args:
+        read: the text that was read.
+        text: the text with its questions.
+        setting: "hidden" or another name; hidden questions are asked after the compression.
+        answers: yields for each method a list with a row for every case of a prompt.
     """
     numbers = itertools.count()
-    for asked in asked_of(read, text, setting):
+    for asked in asked_prompts(read, text, setting):
         prompt = asked.prompt
-        full = [scored(prompt, prompt.compressed(FullCache()), case) for case in asked.cases]
-        known = [any(each["right"]) or not each["right"] for each in full]
-        found = list(answers(asked)) if any(known) else []
+        full = [score_answer(prompt, prompt.compressed(FullCache()), case) for case in asked.cases]
+        is_known = [any(each["right"]) or not each["right"] for each in full]
+        answers_by_way = list(answers(asked)) if any(is_known) else []
         for place, case in enumerate(asked.cases):
             yield {
                 "setting": setting,
@@ -339,27 +408,34 @@ def questions(
                 "question": next(numbers),
                 "group": case.group,
                 "full": full[place],
-                "answers": [rows[place] for rows in found] if known[place] else [],
+                "answers": [rows[place] for rows in answers_by_way] if is_known[place] else [],
             }
 
 
-def answers_of(rows: Iterable[Row]) -> list[Row]:
-    """Every answer of the rows of `questions`, with its row, "of"."""
-    return [{**found, "of": row} for row in rows for found in row.get("answers", ())]
+def list_answers(rows: Iterable[Row]) -> list[Row]:
+    """Return a list of all answers in the rows.
+
+    Each answer has its row as the field "of".
+    """
+    return [{**answer, "of": row} for row in rows for answer in row.get("answers", ())]
 
 
 class Count(NamedTuple):
-    """How many of how many."""
+    """The number of right answers and the number of all answers."""
 
     right: int
     of: int
 
     @property
     def share(self) -> float:
+        """The fraction of answers that are right."""
         return self.right / self.of if self.of else 0.0
 
     def interval(self) -> tuple[float, float]:
-        """Wilson's interval at 95 percent; all there is for none."""
+        """Return the Wilson score interval at the 95 percent level.
+
+        It is 0 to 1 without answers.
+        """
         if not self.of:
             return 0.0, 1.0
         z = 1.96
@@ -370,26 +446,23 @@ class Count(NamedTuple):
         return max(low / scale, 0.0), min(high / scale, 1.0)
 
     def __str__(self) -> str:
-        """Such as "0.50 of 10 (0.24 to 0.76)"."""
+        """Return the count as text, such as "0.50 of 10 (0.24 to 0.76)"."""
         low, high = self.interval()
         return f"{self.share:.2f} of {self.of} ({low:.2f} to {high:.2f})"
 
 
-def right_of(answers: Iterable[Row]) -> Count:
-    """Parts of answers that are right, of those that the full cache has right."""
-    known = [
+def count_right(answers: Iterable[Row]) -> Count:
+    """Count the right parts of answers, out of those that the full cache has right."""
+    counted = [
         own
         for row in answers
         for own, full in zip(row["right"], row["of"]["full"]["right"], strict=True)
         if full
     ]
-    return Count(sum(known), len(known))
+    return Count(sum(counted), len(counted))
 
 
-def loss_above(answers: Iterable[Row]) -> float:
+def mean_loss_above(answers: Iterable[Row]) -> float:
+    """Return the difference between the mean loss of the answers and that of the full cache."""
     pairs = ((row["nll"], row["of"]["full"]["nll"]) for row in answers)
     return fmean(own - full for own, full in pairs if full is not None)
-
-
-def right_and_loss(answers: Sequence[Row]) -> str:
-    return f"{right_of(answers)}, {loss_above(answers):+.2f}"

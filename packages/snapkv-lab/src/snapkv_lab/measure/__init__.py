@@ -1,1 +1,1 @@
-"""Time and memory of a model with each kind of cache."""
+"""Measurements of time and memory for a model with each kind of cache."""

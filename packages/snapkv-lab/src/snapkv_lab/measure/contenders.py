@@ -1,4 +1,4 @@
-"""The caches that are timed against each other, and filling them as if a prompt had been read."""
+"""The caches that are compared by time, and caches that are filled as if a prompt had been read."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCa
 from transformers.cache_utils import Cache
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.device_memory import out_of_memory_explained
 from snapkv.hf.install import install, uninstall
@@ -25,15 +25,23 @@ from snapkv.storage.bits import KVCodes
 from snapkv.validation import nearest
 from snapkv_app.prefills import Exact, Prefill
 from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes
-from snapkv_lab.measure.timing import spent_on, synchronize
+from snapkv_lab.measure.timing import measure_time, synchronize
 
 ROOM_TOKENS = 512
-"""Tokens after the prompt that caches of a fixed size have room for."""
+"""How many tokens after the prompt fit into caches of a fixed size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A kind of cache under the name that tables give it; what it gives is all that holds one."""
+    """A kind of cache with the label that tables give it. It keeps no reference to the caches it
+    makes.
+
+    Attributes:
+        label: the name in tables.
+        make: makes a cache for a model and a number of prompt tokens.
+        policy: what the cache keeps; None for a cache of transformers.
+        prefill: how prompts are read.
+    """
 
     label: str
     make: Callable[[PreTrainedModel, int], Cache]
@@ -41,20 +49,35 @@ class Contender:
     prefill: Prefill = field(default_factory=Exact)
 
     def reader(self, model: PreTrainedModel, ids: Tensor) -> Callable[[], float]:
-        """Reads a prompt, (B, T) int64, into a new cache; ms, or OutOfMemoryError."""
-        return lambda: spent_on(lambda: self._read(model, ids)).wall_ms
+        """Return a function that reads a prompt into a new cache and returns the milliseconds it
+        took.
+
+        Args:
+            model: the model that reads.
+            ids: the prompt, (B, T) int64.
+
+        Raises:
+            OutOfMemoryError: the returned function raises it if the prompt does not fit.
+        """
+        return lambda: measure_time(lambda: self._read(model, ids)).wall_ms
 
     def peak(self, model: PreTrainedModel, ids: Tensor) -> dict[str, int]:
-        """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it."""
+        """Read a prompt and return the peak memory and the memory that the cache holds.
+
+        These are "peak_growth_bytes" and "held_bytes".
+
+        Raises:
+            OutOfMemoryError: the prompt does not fit.
+        """
         caches: list[Cache] = []
         peak = peak_growth_bytes(lambda: caches.append(self._read(model, ids)), ids.device)
         return {"peak_growth_bytes": peak, "held_bytes": cache_bytes(caches[0])}
 
     @contextlib.contextmanager
-    def at_work(self, model: PreTrainedModel) -> Iterator[None]:
-        """Within this block the model carries what this cache needs, and nothing more.
+    def prepared(self, model: PreTrainedModel) -> Iterator[None]:
+        """Install in the model what this cache needs, and nothing else, for this block.
 
-        Caches of other contenders may live on; their turn comes in a block of their own.
+        Caches of other contenders stay valid, and are used in blocks of their own.
         """
         uninstall(model)
         with contextlib.nullcontext() if self.policy is None else install(model):
@@ -63,53 +86,65 @@ class Contender:
     @torch.no_grad()
     def _read(self, model: PreTrainedModel, ids: Tensor) -> Cache:
         explained = out_of_memory_explained(lambda: self.label)
-        with self.at_work(model), explained, self.prefill.installed(model):
+        with self.prepared(model), explained, self.prefill.installed(model):
             cache = self.make(model, ids.shape[1])
             model(ids, past_key_values=cache, logits_to_keep=1)
         return cache
 
 
 class Decoder:
-    """A cache after a prompt of that many tokens that was never read.
+    """A cache that is filled with random states, and that generates tokens when it is called.
 
-    Called, it generates so many tokens greedily: ms per token.
+    It is filled as if a prompt of `length` tokens had been read.
+
+    Raises:
+        OutOfMemoryError: the cache does not fit.
+        UnsupportedModelError: the model's cache does not hold keys and values per head.
     """
 
     def __init__(
         self, contender: Contender, model: PreTrainedModel, batch: int, length: int
     ) -> None:
         self._contender, self._model = contender, model
-        shape = (batch, length + 1)  # of a prompt and the token that it gave
+        shape = (batch, length + 1)  # the prompt, and the first token after it
         self._ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
-        self._cache = filled(contender, model, batch=batch, tokens=length)
+        self._cache = fill_cache(contender, model, batch=batch, tokens=length)
 
     @property
     def held_bytes(self) -> int:
-        """Room for tokens to come included."""
+        """The number of bytes that the cache holds, including the room for more tokens."""
         return cache_bytes(self._cache)
 
     @property
     def read_bytes(self) -> int:
-        """What attention reads for a token."""
+        """The number of bytes that are read for each generated token."""
         if isinstance(self._cache, CompressedCache):
             return self._cache.report().held_bytes
         return self.held_bytes
 
     @property
     def steps(self) -> str | None:
-        """How those of a compressed cache ran: "one graph", or why they did not."""
+        """How the decode steps of a compressed cache were run.
+
+        "one graph", or the reason why they were not captured.
+        """
         if isinstance(self._cache, CompressedCache):
             return self._cache.report()["steps"]  # type: ignore[no-any-return]
         return None
 
     def __call__(self, tokens: int) -> float:
-        with self._contender.at_work(self._model):
-            return spent_on(lambda: self._generate(tokens)).wall_ms / tokens
+        """Generate the given number of tokens, and return the time per token in milliseconds."""
+        with self._contender.prepared(self._model):
+            return measure_time(lambda: self._generate(tokens)).wall_ms / tokens
 
     def first_and_gaps(self, tokens: int, **options: Any) -> tuple[float, list[float]]:
-        """Milliseconds of the first three tokens, and from each to the next after those.
+        """Return the milliseconds of the first three tokens, and of each token after them.
 
-        The first of a `generate`, which is given the options, prepare what runs for all others.
+        The first tokens of a `generate` call prepare what all later steps use.
+
+        Args:
+            tokens: how many tokens to generate.
+            options: further arguments of `generate`.
         """
         at = [time.perf_counter()]
 
@@ -118,18 +153,29 @@ class Decoder:
             at.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-        with self._contender.at_work(self._model):
+        with self._contender.prepared(self._model):
             self._generate(tokens, stopping_criteria=[note], **options)
         gaps = [1000 * (later - before) for before, later in itertools.pairwise(at)]
         return sum(gaps[:3]), gaps[3:]
 
     def _generate(self, tokens: int, **options: Any) -> None:
-        self._ids = generated(self._model, self._ids, self._cache, tokens, **options)
+        self._ids = generate_tokens(self._model, self._ids, self._cache, tokens, **options)
 
 
-def generated(model: Any, ids: Tensor, cache: Any, tokens: int, **options: Any) -> Tensor:
-    """(B, T + tokens) int64: a prompt, (B, T), whose cache this is, and so many greedy tokens."""
-    found: Tensor = model.generate(
+def generate_tokens(model: Any, ids: Tensor, cache: Any, tokens: int, **options: Any) -> Tensor:
+    """Generate exactly the given number of tokens after a prompt.
+
+    Args:
+        model: the model.
+        ids: the prompt, (B, T) int64.
+        cache: the cache of this prompt; it grows in place.
+        tokens: how many tokens to generate.
+        options: further arguments of `generate`.
+
+    Returns:
+        (B, T + tokens) int64, the prompt and the new tokens.
+    """
+    result: Tensor = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
@@ -139,10 +185,12 @@ def generated(model: Any, ids: Tensor, cache: Any, tokens: int, **options: Any) 
         pad_token_id=0,
         **options,
     )
-    return found
+    return result
 
 
-def compressed(label: str, policy: Policy, *, codes: KVCodes | None = None) -> Contender:
+def compressed_contender(label: str, policy: Policy, *, codes: KVCodes | None = None) -> Contender:
+    """Return a contender that uses a compressed cache with the given policy."""
+
     def make(model: PreTrainedModel, prompt_tokens: int) -> Cache:
         del prompt_tokens
         return CompressedCache(model, policy, quantize=codes)
@@ -150,12 +198,15 @@ def compressed(label: str, policy: Policy, *, codes: KVCodes | None = None) -> C
     return Contender(label=label, make=make, policy=policy)
 
 
-def full(name: str) -> Contender:
+def transformers_contender(name: str) -> Contender:
+    """Return a contender that uses one of the caches in transformers.
+
+    Raises:
+        InvalidArgumentError: `name` is not a key of `FULL_CACHES`.
+    """
     if name not in FULL_CACHES:
-        raise InvalidArgumentError(
-            f"baseline: expected one of {', '.join(FULL_CACHES)}, got "
-            f"{name!r}{nearest(name, FULL_CACHES)}"
-        )
+        problem = f"expected one of {', '.join(FULL_CACHES)}, got {name!r}"
+        raise wrong("baseline", problem, f"Choose one of them{nearest(name, FULL_CACHES)}")
     return Contender(label=name, make=FULL_CACHES[name])
 
 
@@ -168,21 +219,26 @@ FULL_CACHES: dict[str, Callable[[PreTrainedModel, int], Cache]] = {
         backend="quanto", config=model.config, nbits=4
     ),
 }
-"""transformers' own caches by the name that `snapkv bench --baseline` takes."""
+"""The caches of transformers, by the name that `snapkv bench --baseline` takes."""
 
 
 @torch.no_grad()
-def filled(contender: Contender, model: PreTrainedModel, *, batch: int, tokens: int) -> Cache:
-    """A cache as a prompt of that many tokens leaves it, with random keys and values.
+def fill_cache(contender: Contender, model: PreTrainedModel, *, batch: int, tokens: int) -> Cache:
+    """Create a cache and fill it with random keys and values for the given number of tokens.
 
-    What decoding costs depends on how many tokens are stored, not on what they say. One layer at a
-    time is whole.
+    The time of a decode step depends on how many tokens are stored and not on their values. At most
+    one layer holds the whole prompt at a time.
+
+    Raises:
+        UnsupportedModelError: the model's cache does not hold keys and values per head.
     """
     cache = contender.make(model, tokens)
     if isinstance(cache, CompressedCache):
         cache.expect_prompt(tokens)
     for layer in cache.layers:
-        layer.update(_random(model, batch, tokens, "key"), _random(model, batch, tokens, "key"))
+        layer.update(
+            _random_states(model, batch, tokens, "key"), _random_states(model, batch, tokens, "key")
+        )
         if isinstance(layer, CompressedLayer):
             _end_prompt(cache, layer, model, tokens)
     return cache
@@ -191,8 +247,10 @@ def filled(contender: Contender, model: PreTrainedModel, *, batch: int, tokens: 
 def _end_prompt(
     cache: CompressedCache, layer: CompressedLayer, model: PreTrainedModel, tokens: int
 ) -> None:
-    """Ask the policy what to keep, as the wrapped attention does."""
-    queries = _random(model, layer.keys.shape[0], min(layer.policy.query_tokens, tokens), "query")
+    """Let the policy select what to keep in one layer, as the wrapped attention does."""
+    queries = _random_states(
+        model, layer.keys.shape[0], min(layer.policy.query_tokens, tokens), "query"
+    )
     output = layer.identity.output_projection
     prompt = PromptLayer(
         queries=queries,
@@ -209,14 +267,23 @@ def _end_prompt(
     cache.prompt_state.chooser.offer(layer, prompt)
 
 
-def _random(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:
-    """Random states of a layer: (B, Hq or Hkv, N, D)."""
+def _random_states(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:
+    """Return a tensor with random queries or keys for one layer of the model.
+
+    Returns:
+        (B, Hq, N, D), or (B, Hkv, N, D) for the kind "key".
+
+    Raises:
+        UnsupportedModelError: the model has latent attention.
+    """
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None) is not None:
-        raise UnsupportedModelError(
-            f"model: expected one whose cache holds keys and values per head, got "
-            f"{type(model).__name__} with latent attention; measure how it reads prompts, with "
-            "snapkv bench prefill or memory"
+        raise wrong(
+            "model",
+            "expected a model whose cache holds keys and values per head, got "
+            f"{type(model).__name__} with latent attention",
+            "Measure how it reads prompts, with snapkv bench prefill or memory",
+            UnsupportedModelError,
         )
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads

@@ -1,20 +1,21 @@
-"""Time per generated token after long prompts, and how many requests fit into the same memory."""
+"""The time per generated token after long prompts, and how many requests fit into equal memory."""
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.errors import OutOfMemoryError, wrong
 from snapkv.hf.device_memory import out_of_memory_explained
 from snapkv.validation import require_int
 from snapkv_app.plan.advice import weights_bytes
+from snapkv_lab.measure.bench import Bench, Timed
 from snapkv_lab.measure.contenders import ROOM_TOKENS, Contender, Decoder
-from snapkv_lab.measure.timing import alternate, ratios, spent_on, spread
+from snapkv_lab.measure.timing import measure_time, percentiles
 from snapkv_lab.rows import Row
 
 _COPIED_BYTES = {"cuda": 2**31, "cpu": 2**28}
@@ -23,18 +24,21 @@ MOST_REQUESTS = 256
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large copy reads and writes, the best of several."""
+    """Return the number of bytes per second that can be read and written on the device.
+
+    It is the best of several large copies.
+    """
     size = _COPIED_BYTES.get(device.type, 2**28)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    times = [spent_on(lambda: target.copy_(source)).wall_ms for _ in range(_COPIES)]
+    times = [measure_time(lambda: target.copy_(source)).wall_ms for _ in range(_COPIES)]
     return 2 * size / (min(times) / 1000)
 
 
 def least_ms_per_token(model: PreTrainedModel, cache_bytes: int, bytes_per_second: float) -> float:
-    """The time to read every weight and that much of a cache once.
+    """Return the time in milliseconds that is needed to read all weights and the cache once.
 
-    Of the embedding only a row is read, unless the output projection shares its matrix.
+    Only one row of the embedding is read, unless the output projection shares its matrix.
     """
     weights = sum(parameter.nbytes for parameter in model.parameters())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -43,84 +47,62 @@ def least_ms_per_token(model: PreTrainedModel, cache_bytes: int, bytes_per_secon
     return float(1000 * (weights + cache_bytes) / bytes_per_second)
 
 
-def raced(
-    contenders: Iterable[Contender],
-    ready: Callable[[Contender], Callable[[], float]],
-    *,
-    rounds: int,
-    warmup_rounds: int,
-) -> Iterator[tuple[str, list[float], list[float]]]:
-    """By label the times of what each is made ready for, in turns, and of the first that fits.
-
-    Without times are those that do not fit; they come first.
-    """
-    made = {}
-    for each in contenders:
-        try:
-            with out_of_memory_explained(lambda: "full"):
-                made[each.label] = ready(each)
-        except OutOfMemoryError:
-            yield each.label, [], []
-    runs = alternate(made, rounds=rounds, warmup_rounds=warmup_rounds) if made else {}
-    for name, samples in runs.items():
-        yield name, samples, next(iter(runs.values()))
-
-
 @dataclass(frozen=True, kw_only=True)
-class DecodeBench:
-    """How long a token takes after a long prompt.
+class DecodeBench(Bench):
+    """A benchmark of the time that is needed to generate a token after a long prompt.
 
-    Ratios are against the first contender. One round more than `rounds` warms up. `lengths` are
-    prompt tokens, `batches` rows, `tokens` are generated in every round; `bytes_per_second` is what
-    the device copies, for the share of that bandwidth.
+    One warm-up round is added to `rounds`.
+
+    Attributes:
+        tokens: how many tokens are generated in every round.
+        bytes_per_second: how fast the device copies; rows then have the share of this bandwidth.
     """
 
-    model: PreTrainedModel
-    contenders: Sequence[Contender]
-    lengths: Sequence[int]
-    batches: Sequence[int] = (1,)
     tokens: int = 16
-    rounds: int = 5
     bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        require_int("rounds", self.rounds, minimum=2)
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small, or the rounds need more than `ROOM_TOKENS`
+                tokens.
+        """
+        super().__post_init__()
         require_int("tokens", self.tokens, minimum=1)
         if self.tokens * (self.rounds + 1) > ROOM_TOKENS:
-            raise InvalidArgumentError(
-                f"tokens and rounds: expected at most {ROOM_TOKENS} tokens in all rounds and the "
-                f"one before them, got {self.tokens * (self.rounds + 1)}; lower one of them"
+            raise wrong(
+                "tokens and rounds",
+                f"expected at most {ROOM_TOKENS} tokens in all rounds, warm-up included, got "
+                f"{self.tokens * (self.rounds + 1)}",
+                "Lower one of them",
             )
 
     def rows(self) -> Iterator[Row]:
-        """One row per batch, length and cache; a cache that does not fit has a row that says so."""
-        for batch in self.batches:
-            for length in self.lengths:
-                yield from self._cell(batch, length)
+        """Yield one row per batch, length and cache. Its status says if the cache does not fit."""
+        for batch, length in itertools.product(self.batches, self.lengths):
+            yield from self._cell(batch, length)
 
     def _cell(self, batch: int, length: int) -> Iterator[Row]:
         decoders: dict[str, Decoder] = {}
 
-        def ready(contender: Contender) -> Callable[[], float]:
+        def ready(contender: Contender) -> Timed:
             decoder = decoders[contender.label] = Decoder(contender, self.model, batch, length)
             decoder(1)
             return partial(decoder, self.tokens)
 
-        turns = raced(self.contenders, ready, rounds=self.rounds, warmup_rounds=1)
-        for name, samples, base in turns:
-            row = {"bench": "decode", "cache": name, "batch": batch, "length": length}
-            if not samples:
-                yield row | {"status": "out of memory"}
-                continue
-            ms = spread(samples, 3)
-            row |= {"status": "ok", "filled": True, "held_bytes": decoders[name].held_bytes}
-            row |= {"ms_per_token": ms, "ratio": spread(ratios(samples, base), 4)}
+        def finish(name: str, samples: list[float], ratio: Row) -> Row:
+            ms, decoder = percentiles(samples, 3), decoders[name]
+            row: Row = {"filled": True, "held_bytes": decoder.held_bytes}
+            row |= {"ms_per_token": ms, "ratio": ratio}
             row["tokens_per_second"] = round(1000 * batch / ms["p50"], 2)
             if self.bytes_per_second is not None:
-                read_bytes = decoders[name].read_bytes
-                least = least_ms_per_token(self.model, read_bytes, self.bytes_per_second)
+                least = least_ms_per_token(self.model, decoder.read_bytes, self.bytes_per_second)
                 row |= {"least_ms": round(least, 3), "of_ceiling": round(least / ms["p50"], 4)}
-            yield row
+            return row
+
+        fields_of = partial(self._row, "decode", batch=batch, length=length)
+        yield from self._race(fields_of, ready, finish, warmup_rounds=1)
 
 
 def throughput(
@@ -132,20 +114,29 @@ def throughput(
     tokens: int,
     rounds: int,
 ) -> Iterator[Row]:
-    """Tokens per second at the largest batch whose caches fit into so much with the weights.
+    """Yield the tokens per second at the largest batch that fits, per length and cache.
 
-    One row per length and cache; a batch is never larger than `MOST_REQUESTS`.
+    Args:
+        model: the model that decodes.
+        contenders: the caches to compare.
+        lengths: prompt tokens.
+        memory_bytes: what weights and caches may take together.
+        tokens: how many tokens are generated in every round.
+        rounds: how many rounds are measured.
+
+    Yields:
+        One row per length and cache. A batch is never larger than `MOST_REQUESTS`.
     """
     room = memory_bytes - weights_bytes(model)
     for length, contender in itertools.product(lengths, contenders):
-        named: Row = {"bench": "throughput", "cache": contender.label, "length": length}
-        named["memory_bytes"] = memory_bytes
+        fields: Row = {"bench": "throughput", "cache": contender.label, "length": length}
+        fields["memory_bytes"] = memory_bytes
         requests = 0
         with contextlib.suppress(OutOfMemoryError), out_of_memory_explained(lambda: "one"):
             one = Decoder(contender, model, 1, length).held_bytes
             requests = min(room // one, MOST_REQUESTS)
         if requests < 1:
-            yield named | {"status": "out of memory", "batch": 0}
+            yield fields | {"status": "out of memory", "batch": 0}
             continue
         limit = "most_requests" if requests == MOST_REQUESTS else "memory"
         shape: Row = {
@@ -155,4 +146,4 @@ def throughput(
             "rounds": rounds,
         }
         for row in DecodeBench(model=model, contenders=[contender], **shape).rows():
-            yield row | named | {"limited_by": limit}
+            yield row | fields | {"limited_by": limit}

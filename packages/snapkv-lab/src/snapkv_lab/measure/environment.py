@@ -1,4 +1,4 @@
-"""With what a number was measured: part of every row."""
+"""A description of the software and the machine, which is part of every row."""
 
 import platform
 from pathlib import Path
@@ -10,8 +10,8 @@ import transformers
 import snapkv
 
 
-def versions() -> dict[str, Any]:
-    """Of the software that a result depends on."""
+def software_versions() -> dict[str, Any]:
+    """Return the versions of the installed packages."""
     return {
         "snapkv": snapkv.__version__,
         "torch": torch.__version__,
@@ -20,10 +20,11 @@ def versions() -> dict[str, Any]:
     }
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Return a description of the device and the versions of the software."""
     cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else processor()
-    described = versions() | {"processor": name, "threads": torch.get_num_threads()}
+    name = torch.cuda.get_device_name(device) if cuda else processor_name()
+    described = software_versions() | {"processor": name, "threads": torch.get_num_threads()}
     if cuda:
         properties = torch.cuda.get_device_properties(device)
         capability = f"{properties.major}.{properties.minor}"
@@ -32,10 +33,11 @@ def describe(device: torch.device) -> dict[str, Any]:
     return described
 
 
-def processor() -> str:
-    """The processor's name where Linux tells it, else its architecture; and torch's instructions.
+def processor_name() -> str:
+    """Return the name of the processor and the instruction set that torch uses.
 
-    Names such as "AMD EPYC" are of machines with and without AVX-512.
+    Linux gives the name; elsewhere the architecture takes its place. A name such as "AMD EPYC" is
+    shared by machines with and without AVX-512.
     """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

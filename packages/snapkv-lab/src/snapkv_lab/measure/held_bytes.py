@@ -1,4 +1,4 @@
-"""Bytes: of a cache, and the most that a piece of work holds at once."""
+"""The bytes that a cache holds, and the peak memory of a piece of work."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +11,16 @@ from transformers.cache_utils import Cache
 from snapkv.cache.layer import CompressedLayer
 
 FREED_MEMORY_HANDED_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Environment in which resident memory counts live tensors and not the allocator's reserves."""
+"""Environment variables that make the allocator return freed memory, so that resident memory counts
+live tensors.
+"""
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of all storage that a cache's layers hold; what several tensors share counts once."""
+    """Return the total number of bytes that are held by the layers of a cache.
+
+    Shared storage is counted once.
+    """
     sizes: dict[int, int] = {}
     for layer in cache.layers:
         ours = isinstance(layer, CompressedLayer)
@@ -28,7 +33,11 @@ def cache_bytes(cache: Cache) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Plain tensors in a tensor, list, tuple or object of ours; a quantised tensor's parts."""
+    """Yield all plain tensors that are contained in a value.
+
+    The value is a tensor, a list, a tuple or an object of snapkv. A quantized tensor gives the
+    tensors that it consists of.
+    """
     if isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:
@@ -43,10 +52,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def peak_growth_bytes(work: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes that some work holds at once, beyond what was held before it.
+    """Run a function and return the maximum number of bytes that it uses.
 
-    On CUDA of the allocator's tensors; on Linux of the whole process, whose allocator should be
-    told to hand freed memory back (``MALLOC_MMAP_THRESHOLD_=65536``), in a process of its own.
+    Bytes that were held before are not counted. On CUDA the allocator's tensors are counted.
+    Elsewhere the memory of the whole process is counted, which needs Linux. There the work should
+    run in a process of its own whose allocator returns freed memory
+    (``MALLOC_MMAP_THRESHOLD_=65536``).
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -54,12 +65,12 @@ def peak_growth_bytes(work: Callable[[], Any], device: torch.device) -> int:
         work()
         return torch.cuda.max_memory_allocated(device) - before
     before = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # start the peak again from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     work()
     return resident_bytes("VmHWM") - before
 
 
 def resident_bytes(field: str) -> int:
-    """A field of ``/proc/self/status``, which counts KiB."""
+    """Return a field of ``/proc/self/status`` in bytes; the file counts KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))

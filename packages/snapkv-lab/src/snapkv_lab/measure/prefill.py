@@ -1,47 +1,46 @@
-"""Reading prompts: how long it takes and how much memory, every cache in turn."""
+"""The time and the memory that reading a prompt takes, with every cache in turn."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from snapkv.errors import OutOfMemoryError
-from snapkv.validation import require_int
+from snapkv_lab.measure.bench import Bench, Timed
 from snapkv_lab.measure.contenders import Contender
-from snapkv_lab.measure.decode import raced
-from snapkv_lab.measure.timing import ratios, spread
+from snapkv_lab.measure.timing import percentiles
 from snapkv_lab.rows import Row
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillBench:
-    """What reading a prompt takes, once and then in `rounds` turns; ratios are to the first one."""
+class PrefillBench(Bench):
+    """A benchmark of the time and the memory that are needed to read a prompt.
 
-    model: PreTrainedModel
-    contenders: Sequence[Contender]
-    lengths: Sequence[int]
-    batches: Sequence[int] = (1,)
-    rounds: int = 5
-
-    def __post_init__(self) -> None:
-        require_int("rounds", self.rounds, minimum=2)
+    One warm-up is added to `rounds`.
+    """
 
     def times(self) -> Iterator[Row]:
-        """One row per batch, length and cache: the time to the logits after the prompt."""
-        for batch, length in self._cells():
-            yield from self._timed(batch, length)
+        """Yield a row with the time to read the prompt, for each batch size, length and cache."""
+        for batch, length in itertools.product(self.batches, sorted(self.lengths)):
+            yield from self._race(
+                partial(self._row, "prefill", batch=batch, length=length),
+                partial(self._reader, self._ids(batch, length)),
+                lambda _, samples, ratio: {"ms": percentiles(samples, 2), "ratio": ratio},
+                warmup_rounds=0,
+            )
 
     def peaks(self) -> Iterator[Row]:
-        """One row per batch, length and cache: the most bytes held at once, and those held after.
+        """Yield a row with the peak memory, for each batch size, length and cache.
 
-        Once a cache has not fitted, longer prompts are not tried with it.
+        If a cache does not fit, longer prompts are not tried with it.
         """
         full: set[tuple[str, int]] = set()
         self._load_weights()
-        for batch, length in self._cells():
+        for batch, length in itertools.product(self.batches, sorted(self.lengths)):
             for contender in self.contenders:
                 row = self._row("memory", contender, batch, length)
                 if (contender.label, batch) in full:
@@ -56,39 +55,21 @@ class PrefillBench:
 
     @torch.no_grad()
     def _load_weights(self) -> None:
-        """On a CPU, use every weight: mapped files come into memory where they are first used."""
+        """Use every weight once on a CPU, because mapped files are loaded into memory at
+        first use.
+        """
         if self.model.device.type != "cpu":
             return
         for parameter in self.model.parameters():
             parameter.reshape(-1).view(torch.uint8).sum()  # not every dtype can be summed
-        with contextlib.suppress(OutOfMemoryError):  # its cell will say so
+        with contextlib.suppress(OutOfMemoryError):  # the row of its cell reports it
             for contender in self.contenders:
                 contender.reader(self.model, self._ids(1, 1))()
 
-    def _cells(self) -> Iterator[tuple[int, int]]:
-        for batch in self.batches:
-            for length in sorted(self.lengths):
-                yield batch, length
-
-    def _timed(self, batch: int, length: int) -> Iterator[Row]:
-        ids = self._ids(batch, length)
-
-        def ready(contender: Contender) -> Callable[[], float]:
-            read = contender.reader(self.model, ids)
-            read()
-            return read
-
-        rows = {each.label: self._row("prefill", each, batch, length) for each in self.contenders}
-        turns = raced(self.contenders, ready, rounds=self.rounds, warmup_rounds=0)
-        for name, samples, base in turns:
-            if samples:
-                times = {"ms": spread(samples, 2), "ratio": spread(ratios(samples, base), 4)}
-                yield rows[name] | {"status": "ok"} | times
-            else:
-                yield rows[name] | {"status": "out of memory"}
-
-    def _row(self, bench: str, contender: Contender, batch: int, length: int) -> Row:
-        return {"bench": bench, "cache": contender.label, "batch": batch, "length": length}
+    def _reader(self, ids: Tensor, contender: Contender) -> Timed:
+        read = contender.reader(self.model, ids)
+        read()  # warms up
+        return read
 
     def _ids(self, batch: int, length: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Models of published shapes with random weights: speed does not ask for more."""
+"""Models of published shapes with random weights, which are enough to measure speed."""
 
 import functools
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.hf.device_memory import free_bytes, out_of_memory_explained
 from snapkv.validation import nearest
 from snapkv_app.plan.advice import weights_advice
@@ -21,8 +21,21 @@ def random_model(
     layers: int | None = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
+    """Create a model with random weights and the given shape.
+
+    Args:
+        shape: the name of the shape.
+        device: where the model is made.
+        dtype: the type of its weights.
+        layers: the number of layers; None for that of the shape.
+        attn_implementation: the attention that transformers uses; None for the default.
+
+    Raises:
+        InvalidArgumentError: the shape is not known.
+        OutOfMemoryError: the weights do not fit on the device.
+    """
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}
-    config = config_of(shape, layers)
+    config = shape_config(shape, layers)
     with torch.device("meta"):
         bare = AutoModelForCausalLM.from_config(config, **options)
     explain = functools.partial(weights_advice, bare, device, free_bytes(device))
@@ -32,15 +45,14 @@ def random_model(
     return model.eval()
 
 
-def config_of(shape: str, layers: int | None = None) -> Any:
-    """Return the configuration of a published shape, with fewer layers if a number is given.
+def shape_config(shape: str, layers: int | None = None) -> Any:
+    """Return the configuration of a model with the given shape.
 
     Raises:
-        InvalidArgumentError: no such shape.
+        InvalidArgumentError: the shape is not known.
     """
     if shape not in SHAPES:
-        raise InvalidArgumentError(
-            f"shape: expected one of {', '.join(SHAPES)}, got {shape!r}{nearest(shape, SHAPES)}"
-        )
+        problem = f"expected one of {', '.join(SHAPES)}, got {shape!r}"
+        raise wrong("shape", problem, f"Choose one of them{nearest(shape, SHAPES)}")
     changes = {} if layers is None else {"num_hidden_layers": layers}
     return AutoConfig.for_model(SHAPES[shape].family, **SHAPES[shape].config | changes)

@@ -1,4 +1,4 @@
-"""Times that can be compared on a busy machine: alternating runs, medians, ratios of pairs."""
+"""Times that can be compared on a busy machine: runs in turns, medians, and ratios of pairs."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,29 +10,39 @@ import torch
 T = TypeVar("T")
 
 
-class Spent(NamedTuple):
-    """What one run took."""
+class TimeSpent(NamedTuple):
+    """The time that a function took, in milliseconds.
+
+    `wall_ms` is the time by the clock, and `cpu_ms` that of all threads together.
+    """
 
     wall_ms: float
     cpu_ms: float
 
 
-def spent_on(work: Callable[[], Any]) -> Spent:
+def measure_time(work: Callable[[], Any]) -> TimeSpent:
+    """Run a function and return the time that it took.
+
+    The device is synchronized before and after it.
+    """
     synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     synchronize()
-    return Spent(1000 * (time.perf_counter() - wall), 1000 * (time.process_time() - cpu))
+    return TimeSpent(1000 * (time.perf_counter() - wall), 1000 * (time.process_time() - cpu))
 
 
-def alternate(
+def run_alternating(
     contenders: Mapping[str, Callable[[], T]], *, rounds: int, warmup_rounds: int
 ) -> dict[str, list[T]]:
-    """Run all contenders in every round, each round in another order.
+    """Run all functions in each round, in a different order each time.
 
-    Noise of the machine then hits all of them alike, and the times of one round make a pair. So
-    does what a run leaves behind: in a cycle of rounds each comes after each of the others equally
-    often (the design of Williams, 1949). What each gave is in the order of the rounds.
+    Noise of the machine then affects all of them alike, and the times of one round make a pair. In
+    a cycle of rounds each contender also runs after each other one equally often, so that what a
+    run leaves behind affects all alike (the design of Williams, 1949).
+
+    Returns:
+        The results of each contender, in the order of the rounds, without the warm-up rounds.
     """
     names = list(contenders)
     times: dict[str, list[T]] = {name: [] for name in names}
@@ -43,24 +53,31 @@ def alternate(
 
 
 def _order(count: int, index: int) -> list[int]:
-    """The places of a round: 0, 1, -1, 2, -2, ... from another one each round.
+    """Return the order in which the contenders are run in the given round.
 
-    An odd count takes two cycles until all is even, the second in reverse.
+    It is 0, 1, -1, 2, -2, ... shifted by `index`. If `count` is odd, only two cycles of rounds are
+    balanced; the second cycle is reversed.
     """
     zigzag = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(count)]
     order = [(place + index) % count for place in zigzag]
     return order[::-1] if count % 2 and index // count % 2 else order
 
 
-def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
+def pair_ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Return a list with the ratio of each pair of times."""
     return [one / other for one, other in zip(times, base, strict=True)]
 
 
-def spread(values: Sequence[float], digits: int) -> dict[str, float]:
+def percentiles(values: Sequence[float], digits: int) -> dict[str, float]:
+    """Return the 20th, 50th and 80th percentile of the values.
+
+    The keys are "p20", "p50" and "p80".
+    """
     cuts = quantiles(values, n=10, method="inclusive")
     return {f"p{10 * cut}": round(cuts[cut - 1], digits) for cut in (2, 5, 8)}
 
 
 def synchronize() -> None:
+    """Wait until a CUDA device has finished its work, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Several tokens per forward pass: Medusa heads."""
+"""Medusa: heads that draft several tokens, which one forward pass verifies."""
 
 from snapkv_lab.medusa.generating import Medusa
 from snapkv_lab.medusa.heads import MedusaHeads, load_heads, save_heads

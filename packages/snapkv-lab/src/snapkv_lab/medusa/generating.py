@@ -1,9 +1,9 @@
-"""Medusa: heads guess several tokens ahead, one forward pass verifies a tree of guesses.
+"""Medusa: heads draft several tokens ahead, and one forward pass verifies a tree of drafts.
 
-Cai et al. (2024), https://arxiv.org/abs/2401.10774. It runs inside transformers' `generate`, as its
+Cai et al. (2024), https://arxiv.org/abs/2401.10774. It runs inside transformers' `generate` as its
 `custom_generate`, so prompts, limits, stopping, logits processors and streaming are those of
-`generate`. On a compressed cache two counters matter: how many tokens the text has, which positions
-are counted from, and how many slots a layer stores, which is the layer's business alone.
+`generate`. A compressed cache has two counters: how many tokens the text has, from which positions
+are counted, and how many slots a layer stores, which only the layer itself uses.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer
 
-from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
+from snapkv.errors import CacheMismatchError, InvalidTypeError, wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among, passed
 from snapkv.hf.forward_context import branching
-from snapkv_lab.medusa.heads import LastStates, MedusaHeads, last_states
+from snapkv_lab.medusa.heads import LastStates, MedusaHeads, record_last_states
 from snapkv_lab.medusa.masks import TreeBranches
 from snapkv_lab.medusa.tree import (
     DELTA,
@@ -31,34 +31,35 @@ from snapkv_lab.medusa.verifying import (
     GenerateRequest,
     Tally,
     begin_verifying,
+    cut_at_stop,
     fast_few_rows,
     require_one_sequence,
-    until_stop,
 )
 
 FLOAT32_NODES_ON_CPU, NODES_ON_CPU, NODES_ON_GPU = 3, 6, 63
-"""Candidates per step: a CPU pays for each of them, a GPU hardly notices."""
+"""The candidates per step: each one takes time on a CPU, and hardly any on a GPU."""
 
 
 class Medusa:
-    """Generate with Medusa heads: ``model.generate(..., custom_generate=Medusa(heads))``.
+    """Generates text with Medusa heads: ``model.generate(..., custom_generate=Medusa(heads))``.
 
-    Greedy text is that of plain decoding on the same cache. With ``do_sample`` drafts are accepted
-    where they are plausible (`accept_typically`), and the text is no sample of the model's
+    Greedy text equals that of plain decoding on the same cache. With ``do_sample`` drafts are
+    accepted if they are plausible (`accept_typically`), and the text is not a sample of the model's
     distribution.
 
     Args:
-        heads: of the model, see `load_heads`.
-        tree: which candidates to try; by default the ones most likely to be right, 3 on a CPU
-            in float32, 6 in narrower types, and 63 on a GPU. It is cut to as many heads as there
-            are.
-        epsilon, delta: see `accept_typically`.
+        heads: the heads of the model, see `load_heads`.
+        tree: which candidates are tried. By default these are the ones most likely to be right: 3
+            on a CPU in float32, 6 on a CPU in narrower types, and 63 on a GPU. The tree is cut to
+            the number of heads.
+        epsilon: see `accept_typically`.
+        delta: see `accept_typically`.
 
     Attributes:
-        tally: what the last text took.
+        tally: the counts of the last text.
 
     Raises:
-        InvalidTypeError: `heads` or `tree` is something else.
+        InvalidTypeError: `heads` or `tree` has another type.
     """
 
     def __init__(
@@ -69,16 +70,19 @@ class Medusa:
         epsilon: float = EPSILON,
         delta: float = DELTA,
     ) -> None:
+        """Check the types of the arguments and choose the default tree.
+
+        Raises:
+            InvalidTypeError: `heads` or `tree` has another type.
+        """
         if not isinstance(heads, MedusaHeads):
-            raise InvalidTypeError(
-                f"heads: expected MedusaHeads, got {type(heads).__name__}; read them with "
-                "load_heads(folder, model)"
+            problem = f"expected MedusaHeads, got {type(heads).__name__}"
+            raise wrong(
+                "heads", problem, "Read them with load_heads(folder, model)", InvalidTypeError
             )
         if not isinstance(tree, CandidateTree | None):
-            raise InvalidTypeError(
-                f"tree: expected a CandidateTree or None, got {type(tree).__name__}; pass "
-                "CandidateTree(paths)"
-            )
+            problem = f"expected a CandidateTree or None, got {type(tree).__name__}"
+            raise wrong("tree", problem, "Pass CandidateTree(paths)", InvalidTypeError)
         if tree is None:
             weights = heads.weights
             nodes = NODES_ON_GPU
@@ -102,21 +106,23 @@ class Medusa:
         streamer: TextStreamer | None = None,
         **model_inputs: Any,
     ) -> Tensor:
-        """Generate after a prompt: called by `model.generate`.
+        """Generate text after a prompt. This method is called by `generate`.
+
+        Returns:
+            (1, T + new tokens) int64, the prompt and the text.
 
         Raises:
-            InvalidArgumentError: more than one sequence, padding, beams, or an output that only
-                plain decoding gives.
-            CacheMismatchError: no `CompressedCache`.
+            InvalidArgumentError: there are several sequences, padding or beams, or an output is
+                wanted that only plain decoding gives.
+            CacheMismatchError: the cache is not a `CompressedCache`, or has seen the whole prompt.
+            UnsupportedModelError: a layer of the cache cannot remove tokens.
         """
         require_one_sequence(input_ids, model_inputs.get("attention_mask"), generation_config)
         cache = cache_among(model_inputs)
         if not isinstance(cache, CompressedCache):
-            raise CacheMismatchError(
-                f"cache: expected a CompressedCache where drafts are verified, got "
-                f"{type(cache).__name__}; pass CompressedCache(model, FullCache()) to keep "
-                "everything"
-            )
+            problem = f"drafts are verified on a CompressedCache, got {type(cache).__name__}"
+            remedy = "Pass CompressedCache(model, FullCache()) to keep all tokens"
+            raise wrong("cache", problem, remedy, CacheMismatchError)
         cache.setup.require("drafts")
         request = GenerateRequest(
             model=model,
@@ -138,19 +144,19 @@ class Medusa:
         return text
 
     def _steps(self, request: GenerateRequest, stopping_criteria: Any) -> Iterator[Tensor]:
-        """The tokens that every step adds, until a criterion stops the text."""
+        """Yield the new tokens of each step until the text ends."""
         self.tally = tally = Tally()
-        with fast_few_rows(request.model), last_states(request.model) as states:
+        with fast_few_rows(request.model), record_last_states(request.model) as states:
             candidates = _Candidates(request, self, states)
             text = request.ids[0]
             first = request.choose(request.processed(text, candidates.start()))
-            tokens, done = until_stop(text, [first], stopping_criteria)
+            tokens, done = cut_at_stop(text, [first], stopping_criteria)
             tally.new_tokens = 1
             yield tokens
             text = torch.cat([text, tokens])
             while not done:
                 verified, drafted = candidates.verify(text, request.limit - len(text) - 1)
-                tokens, done = until_stop(text, verified, stopping_criteria)
+                tokens, done = cut_at_stop(text, verified, stopping_criteria)
                 candidates.keep(len(tokens))
                 text = torch.cat([text, tokens])
                 tally.passes += 1
@@ -162,7 +168,17 @@ class Medusa:
     def accept(
         self, tree: CandidateTree, tokens: Tensor, logits: Tensor, *, samples: bool
     ) -> list[int]:
-        """The accepted nodes, root first, of tokens (nodes,) and the logits (nodes, V) after."""
+        """Return a list of the nodes in the tree that are accepted.
+
+        Args:
+            tree: the candidates.
+            tokens: (nodes,) int64, the candidate in every node.
+            logits: (nodes, V), the logits after every node.
+            samples: whether `generate` samples.
+
+        Returns:
+            The nodes, root first.
+        """
         if not samples:
             return accept_greedily(tree.paths, tokens.cpu(), logits.argmax(dim=-1).cpu())
         return accept_typically(
@@ -175,31 +191,42 @@ class Medusa:
 
 
 class _Candidates:
-    """The candidates for one text, from the prompt to the last token."""
+    """The candidates for the next tokens of a text."""
 
     def __init__(self, request: GenerateRequest, medusa: Medusa, states: LastStates) -> None:
         self._request, self._medusa, self._states = request, medusa, states
-        self._path: list[int] = []  # nodes that the last step accepted, root first
+        self._path: list[int] = []  # the nodes that the last step accepted, root first
         self._nodes = 0
         self._hidden: Tensor
 
     def start(self) -> Tensor:
-        """Read the prompt; (V,) logits after it."""
+        """Read the prompt and return the logits for the first token.
+
+        Returns:
+            (V,).
+
+        Raises:
+            InvalidArgumentError: the last state of the model was not recorded, inside a
+                `SharedReading`.
+        """
         logits = self._request.read_prompt()
         if not hasattr(self._states, "value"):
-            raise InvalidArgumentError(
-                "custom_generate: expected a model that reads the prompt where Medusa's heads look "
-                "at its last state, got one inside a SharedReading; generate outside it"
-            )
+            problem = "the heads cannot see the model's last state inside a SharedReading"
+            raise wrong("custom_generate", problem, "Generate outside of it")
         self._hidden = self._states.value[0, -1]
         begin_verifying(self._request.cache)
         return logits
 
     def verify(self, text: Tensor, most_drafts: int) -> tuple[list[int], int]:
-        """Draft at most so many tokens after a text (N,), whose last one no cache has seen.
+        """Draft several tokens and verify them with a single forward pass.
+
+        Args:
+            text: (N,), whose last token the cache has not seen.
+            most_drafts: how many positions ahead may be drafted.
 
         Returns:
-            The accepted drafts and the token that the model takes after them; how many were tried.
+            The accepted drafts and the token that the model chooses after them; the number of
+                drafts.
         """
         tree = self._medusa.tree.pruned(min(most_drafts, self._medusa.tree.depth))
         tokens = self._candidates(text, tree)
@@ -215,11 +242,18 @@ class _Candidates:
         return [*accepted, following], len(tokens) - 1
 
     def keep(self, tokens: int) -> None:
-        """Roll the cache back to the text, of which `tokens` of the last step's have come."""
+        """Remove from the cache all tokens of the last pass that are not in the text.
+
+        `tokens` is how many tokens of the last step the text got.
+        """
         self._request.cache.keep_among_last(self._nodes, torch.tensor(self._path[:tokens]))
 
     def _candidates(self, text: Tensor, tree: CandidateTree) -> Tensor:
-        """(nodes,) int64: the token in every node; the text's last one in the root."""
+        """Return the token in each node of the tree.
+
+        Returns:
+            (nodes,) int64; the root has the text's last token.
+        """
         if not tree.choices:
             return text[-1:]
         guesses = self._medusa.heads.guesses(self._hidden)
@@ -227,7 +261,11 @@ class _Candidates:
         return flat[tree.picks.to(text.device)]
 
     def _read(self, tokens: Tensor, tree: CandidateTree, seen_tokens: int) -> Tensor:
-        """(nodes, V): the model's logits after every node."""
+        """Return the logits of the model after each node of the tree.
+
+        Returns:
+            (nodes, V).
+        """
         device = tokens.device
         reading: Any = contextlib.nullcontext()
         if not tree.is_chain:
@@ -245,7 +283,10 @@ class _Candidates:
     def _processed(
         self, text: Tensor, tokens: Tensor, tree: CandidateTree, logits: Tensor
     ) -> Tensor:
-        """The logits as `generate` changes them, given the text and the path to every node."""
+        """Return the logits after they have been changed by the logits processors.
+
+        The processors see the text and the path to every node.
+        """
         rows = []
         for node, seen in enumerate(tree.visible):
             path = tokens[seen.nonzero()[1:, 0].to(tokens.device)]

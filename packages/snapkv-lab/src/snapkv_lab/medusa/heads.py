@@ -1,13 +1,13 @@
-"""Medusa heads: small layers that guess the tokens after the next one, and their files.
+"""Medusa heads: small layers that draft the tokens after the next one, and their files.
 
-Medusa (Cai et al., 2024), section 2.1.1. From the state h that the model's output projection sees,
-head k guesses the token k + 1 places ahead: ``lm_head_k(r_n(... r_1(h)))`` with
-``r(x) = x + SiLU(W x + b)``.
+Medusa (Cai et al., 2024), section 2.1.1. From the state h that the model's output projection
+receives, head k drafts the token k + 1 positions ahead: ``lm_head_k(r_n(... r_1(h)))`` with ``r(x)
+= x + SiLU(W x + b)``.
 
-Files come in both published layouts. With a vocabulary matrix of their own (FasterDecoding):
-``{k}.{i}.linear.weight`` and ``.bias`` of layer i, then ``{k}.{layers}.weight``. With the model's
-own lm_head (text-generation-inference): the same without the last. Beside them lies a
-``config.json``; pickles are read as plain tensors or not at all.
+Files have one of the two published layouts. With an own vocabulary matrix per head
+(FasterDecoding): ``{k}.{i}.linear.weight`` and ``.bias`` of layer i, then ``{k}.{layers}.weight``.
+With the model's own lm_head (text-generation-inference): the same without the last tensor. A
+``config.json`` lies beside them. Pickles are only read if they contain nothing but tensors.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from snapkv.cache.saving.writing import replace_file, replacing
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.hf.model_parts import noting_inputs
 from snapkv.hf.placement import device_of
 from snapkv.validation import first_line
@@ -37,25 +37,31 @@ CONFIG = "config.json"
 _ACCURACIES = "medusa_accuracies"
 
 DEMO = "demo"
-"""The name of the heads of the demo model, which come with this package."""
+"""The name of the heads for the demo model, which are part of this package."""
 
 ACCURACIES = (
     (0.42, 0.13, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01),
     (0.26, 0.10, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01),
     (0.18, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01, 0.01),
 )
-"""How often a head's choices are right, by rank, where a file does not say; the last holds on."""
+"""How often a head's choices are right, by rank, for files that do not say it. The last row holds
+for all further heads.
+"""
 
 
 class MedusaHeads(nn.Module):
-    """The heads of one model.
+    """The Medusa heads of a model.
 
     Args:
-        weights: (heads, layers, d, d). biases: (heads, layers, d).
-        projections: (heads, V, d), one vocabulary matrix per head; None where the heads share the
+        weights: (heads, layers, d, d).
+        biases: (heads, layers, d).
+        projections: (heads, V, d), one vocabulary matrix per head; None if the heads share the
             model's own output projection.
-        model: the model the heads belong to.
-        accuracies: for each head, how often its choice of each rank was right when it was measured.
+        model: the model that the heads belong to.
+        accuracies: for each head, how often its choice of each rank was right in a measurement.
+
+    Raises:
+        UnsupportedModelError: the model has no output projection.
     """
 
     def __init__(
@@ -72,14 +78,17 @@ class MedusaHeads(nn.Module):
         self.projections = None
         if projections is not None:
             self.projections = nn.Parameter(projections, requires_grad=False)
-        self._shared = [output_projection(model)]  # in a list, or it would be a part of the heads
+        self._shared = [output_projection(model)]  # in a list, so it is no submodule of the heads
         self.accuracies = accuracies or tuple(
             ACCURACIES[min(head, len(ACCURACIES) - 1)] for head in range(len(weights))
         )
 
     @classmethod
     def untrained(cls, model: Any, num_heads: int) -> "MedusaHeads":
-        """Heads with the model's output projection that guess as the model does: all zeros."""
+        """Create heads that have not been trained, whose weights are all zeros.
+
+        They draft the token that the model itself would choose next.
+        """
         shared = output_projection(model)
         d, device = shared.weight.shape[1], device_of(shared)
         weights = torch.zeros(num_heads, 1, d, d, dtype=torch.float32, device=device)
@@ -87,11 +96,18 @@ class MedusaHeads(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        """How many tokens after the next one are guessed."""
+        """The number of tokens that are drafted after the next token."""
         return len(self.weights)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """(..., heads, d): what each head hands to its projection, of states (..., d)."""
+        """Return the states that are passed to the output projection of each head.
+
+        Args:
+            hidden: (..., d).
+
+        Returns:
+            (..., heads, d).
+        """
         states = hidden.to(self.weights)[..., None, :].expand(
             *hidden.shape[:-1], self.num_heads, -1
         )
@@ -101,7 +117,14 @@ class MedusaHeads(nn.Module):
         return states
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., heads, V): the heads' logits for states (..., d), as `last_states` notes them."""
+        """Return the logits of all heads.
+
+        Args:
+            hidden: (..., d), as `record_last_states` records them.
+
+        Returns:
+            (..., heads, V).
+        """
         states = self.states(hidden)
         if self.projections is not None:
             return torch.einsum("...kd,kvd->...kv", states, self.projections)
@@ -111,47 +134,63 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def guesses(self, hidden: Tensor) -> Tensor:
-        """(..., heads, `HEAD_RANKS`) int64: each head's top tokens after states (..., d)."""
+        """Return the most likely tokens of each head.
+
+        Args:
+            hidden: (..., d).
+
+        Returns:
+            (..., heads, `HEAD_RANKS`) int64.
+        """
         best: Tensor = self(hidden).topk(HEAD_RANKS, dim=-1).indices
         return best
 
 
 class LastStates:
-    """The last input of a model's output projection, (B, N, d) for the N tokens with logits."""
+    """The last states of the model, which are the input of its output projection.
+
+    `value` is (B, N, d) for the N tokens with logits.
+    """
 
     value: Tensor
 
 
 @contextlib.contextmanager
-def last_states(model: Any) -> Iterator[LastStates]:
-    """Within this block, notes what the output projection sees in this thread's forward passes."""
-    found = LastStates()
-    with noting_inputs(output_projection(model), lambda states: setattr(found, "value", states)):
-        yield found
+def record_last_states(model: Any) -> Iterator[LastStates]:
+    """Record the input of the output projection within this block.
+
+    Only forward passes of this thread are recorded.
+    """
+    last = LastStates()
+    with noting_inputs(output_projection(model), lambda states: setattr(last, "value", states)):
+        yield last
 
 
 def output_projection(model: Any) -> Any:
-    """The module that turns states into logits."""
+    """Return the module that computes the logits from the last hidden states.
+
+    Raises:
+        UnsupportedModelError: the model has none.
+    """
     projection = model.get_output_embeddings()
     if projection is None:
-        raise UnsupportedModelError(
-            f"model: expected one with an output projection (lm_head), got {type(model).__name__} "
-            "without; Medusa heads need it"
-        )
+        problem = f"{type(model).__name__} has no output projection (lm_head)"
+        raise wrong("model", problem, "Use a model for text generation", UnsupportedModelError)
     return projection
 
 
 def load_heads(source: str, model: Any) -> MedusaHeads:
-    """Read heads for a model; they are put on its device, in its dtype.
+    """Read heads for a model. They are moved to its device and converted to its dtype.
 
     Args:
-        source: a folder with ``config.json`` and ``medusa_lm_head.safetensors`` or ``.pt``, a hub
+        source: a folder with ``config.json`` and ``medusa_lm_head.safetensors`` or ``.pt``, the hub
             id of one, or "demo" for the heads of the demo model.
-        model: the model they were trained for.
+        model: the model that the heads were trained for.
 
     Raises:
-        InvalidArgumentError: no such folder, a file that is damaged or holds more than tensors,
-            keys that are missing or unknown, or heads of another model's shape.
+        InvalidArgumentError: the folder is missing, a file is damaged or contains more than
+            tensors, keys are missing or unknown, or the heads have the shape of another model.
+        UnsupportedModelError: the model has no output projection.
     """
     folder = _folder(source)
     config = {"medusa_num_layers": 1} | _config(folder)
@@ -173,18 +212,23 @@ def load_heads(source: str, model: Any) -> MedusaHeads:
         projections = torch.stack([tensors[f"{head}.{layers}.weight"] for head in range(heads)])
     accuracies = tuple(map(tuple, config.get(_ACCURACIES) or ())) or None
     shared = output_projection(model)
-    made = MedusaHeads(weights, biases, projections, model, accuracies)
-    return made.to(device=device_of(shared), dtype=shared.weight.dtype)
+    result = MedusaHeads(weights, biases, projections, model, accuracies)
+    return result.to(device=device_of(shared), dtype=shared.weight.dtype)
 
 
 def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: Any) -> None:
-    """Write heads that share the model's output projection, whole or not at all, in bfloat16.
+    """Save heads that share the output projection of the model.
+
+    They are written in bfloat16, and each file is written completely or not at all.
 
     Args:
-        heads: what `load_heads` will give back.
-        folder: where to; made if it is not there.
-        base_model: the model they belong to.
-        notes: what else ``config.json`` says, such as how they were trained.
+        heads: the heads; `load_heads` reads them back.
+        folder: where they are written; it is made if it is missing.
+        base_model: the model that they belong to.
+        notes: further entries of ``config.json``, such as how they were trained.
+
+    Raises:
+        OutputError: a file cannot be written.
     """
     tensors = {
         f"{head}.{layer}.linear.{kind}": states[head, layer].to(torch.bfloat16).cpu().contiguous()
@@ -208,22 +252,35 @@ def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: An
 def write_tensors(
     tensors: dict[str, Tensor], path: Path, notes: dict[str, str] | None = None
 ) -> None:
-    """Put a safetensors file in place of the one before it, if any."""
+    """Write a dictionary of tensors to a safetensors file.
+
+    An existing file is replaced, completely or not at all.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
     with replacing(path) as partial:
         try:
             save_file(tensors, partial, metadata={"format": "pt"} | (notes or {}))
         except SafetensorError as error:
             raise OSError(str(error)) from error
-        partial.chmod(0o644)  # as any other file; safetensors lets nobody else read it
+        partial.chmod(0o644)  # like any other file; safetensors makes it private
 
 
 def _folder(source: str) -> Path:
+    """Return the path of the folder that contains the heads.
+
+    It is downloaded if `source` is a hub id.
+
+    Raises:
+        InvalidArgumentError: there is no such folder.
+    """
     if source == DEMO:
         return Path(__file__).parent / "demo_heads"
     folder = Path(source).expanduser()
     if source.strip() and folder.is_dir():
         return folder
-    reason = "pass the folder that `snapkv medusa train` wrote"
+    reason = "there is no such folder"
     if not folder.exists() and source.count("/") == 1 and not source.startswith((".", "~")):
         from huggingface_hub import snapshot_download
 
@@ -231,58 +288,70 @@ def _folder(source: str) -> Path:
             return Path(snapshot_download(source, allow_patterns=[CONFIG, FILE, PICKLE]))
         except (OSError, ValueError) as error:
             reason = first_line(error)
-    raise InvalidArgumentError(
-        f"medusa: expected {DEMO!r}, a folder with {CONFIG} and {FILE}, or a hub id of one, "
-        f"got {source!r}: {reason}"
-    )
+    expected = f"expected {DEMO!r}, a folder with {CONFIG} and {FILE}, or a hub id of one"
+    remedy = "Pass the folder that `snapkv medusa train` wrote"
+    raise wrong("medusa", f"{expected}, got {source!r}: {reason}", remedy)
 
 
 def _config(folder: Path) -> dict[str, Any]:
+    """Read the ``config.json`` of a folder.
+
+    Raises:
+        InvalidArgumentError: it is missing, or is not a JSON object.
+    """
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError(f"{type(config).__name__}, no object")
     except (OSError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"medusa: expected a {CONFIG} that says medusa_num_heads in {folder}, got "
-            f"{type(error).__name__}: {error}; fetch the heads again"
-        ) from error
+        problem = f"the {CONFIG} in {folder} cannot be read: {type(error).__name__}: {error}"
+        raise wrong("medusa", problem, "Fetch the heads again") from error
     return config
 
 
 def _count(config: dict[str, Any], name: str, folder: Path) -> int:
+    """Return a positive integer from the configuration.
+
+    Raises:
+        InvalidArgumentError: the value is something else.
+    """
     count = config.get(name)
     if type(count) is not int or count < 1:
-        raise InvalidArgumentError(
-            f"{name}: expected a positive integer in {folder / CONFIG}, got {count!r}; correct it "
-            "or fetch the heads again"
-        )
+        problem = f"expected a positive integer in {folder / CONFIG}, got {count!r}"
+        raise wrong(name, problem, "Correct it, or fetch the heads again")
     return count
 
 
 def _tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
-    """The tensors of the folder's file, and its name."""
+    """Load the tensors from the folder and return them with the path of the file.
+
+    Raises:
+        InvalidArgumentError: there is no file, or it is damaged or contains more than tensors.
+    """
     path, pickled = folder / FILE, folder / PICKLE
-    expected, remedy = f"{FILE} or {PICKLE}", "pass the folder with the heads"
+    expected, remedy = f"{FILE} or {PICKLE}", "Pass the folder with the heads"
     try:
         if path.is_file():
-            expected, remedy = f"a complete safetensors file {path}", "fetch it again"
+            expected, remedy = f"a complete safetensors file {path}", "Fetch it again"
             return load_file(path), path
         if pickled.is_file():
             expected = f"nothing but tensors in {pickled}, which is damaged or would run code"
-            remedy = f"convert it to {FILE} where you trust it, or fetch it again"
+            remedy = f"Convert it to {FILE} if you trust it, or fetch it again"
             return torch.load(pickled, map_location="cpu", weights_only=True), pickled
         raise EOFError("neither")
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise InvalidArgumentError(
-            f"medusa: expected {expected} in {folder}, got {first_line(error)}; {remedy}"
-        ) from error
+        problem = f"expected {expected} in {folder}, got {first_line(error)}"
+        raise wrong("medusa", problem, remedy) from error
 
 
 def _require_tensors(
     tensors: Any, heads: int, layers: int, own: bool, model: Any, path: Path
 ) -> None:
-    """Refuse what would leave heads random, or silently out."""
+    """Check that all tensors exist and have the right shape.
+
+    Raises:
+        InvalidArgumentError: a tensor is missing, unknown or of another shape.
+    """
     V, d = output_projection(model).weight.shape
     linear = {"weight": (d, d), "bias": (d,)}
     shapes: dict[str, tuple[int, ...]] = {
@@ -296,12 +365,13 @@ def _require_tensors(
         key: tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
         for key, tensor in (tensors.items() if isinstance(tensors, dict) else ())
     }
-    wrong = sorted(map(str, (key for key in shapes | got if shapes.get(key) != got.get(key))))
-    if wrong:
-        key = wrong[0]
-        raise InvalidArgumentError(
-            f"medusa: expected for {type(model).__name__} with {d} hidden units and {V:,} tokens "
-            f"the {len(shapes)} tensors that {CONFIG} announces in {path}, got {len(wrong)} others "
-            f"such as {key}, {got.get(key, 'missing')} instead of {shapes.get(key, 'none')}; pass "
-            "the heads of this model, correct medusa_num_heads and medusa_num_layers, or fetch them"
+    others = sorted(map(str, (key for key in shapes | got if shapes.get(key) != got.get(key))))
+    if others:
+        key = others[0]
+        raise wrong(
+            "medusa",
+            f"expected for {type(model).__name__} with {d} hidden units and {V:,} tokens the "
+            f"{len(shapes)} tensors that {CONFIG} announces in {path}, got {len(others)} others "
+            f"such as {key}, {got.get(key, 'missing')} instead of {shapes.get(key, 'none')}",
+            "Pass the heads of this model, or correct medusa_num_heads and medusa_num_layers",
         )

@@ -1,21 +1,21 @@
-"""What attention is told of a tree of candidates: which token sees which, as a mask."""
+"""The attention mask of a tree of candidates: which token sees which."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.hf.attend import AttentionCall
 from snapkv.hf.forward_context import Branches
 from snapkv.hf.masks import stored_mask
 
 
 class TreeBranches(Branches):
-    """The branches of a tree that one forward pass reads.
+    """The branches of a tree of tokens that are read in a single forward pass.
 
     Args:
-        visible: (Q, Q) bool, which of the candidates each of them sees.
+        visible: (Q, Q) bool, which candidates each candidate sees.
     """
 
     def __init__(self, visible: Tensor) -> None:
@@ -23,32 +23,41 @@ class TreeBranches(Branches):
         self._made: dict[Any, tuple[Any, Any]] = {}
 
     def mask(self, call: AttentionCall) -> Any:
-        """Return the mask for a call; layers that were given the same mask share the result."""
+        """Return the mask for a call. Layers that got the same mask share the result.
+
+        Raises:
+            UnsupportedModelError: the attention is neither sdpa nor eager.
+        """
         slots = call.key.shape[2]
-        given = (id(call.mask), slots, call.query.device)
-        if given not in self._made:
-            made = tree_mask(call.implementation, call.mask, self.own_visible, call.query, slots)
-            self._made[given] = call.mask, made  # the mask given lives on, so does its id
-        return self._made[given][1]
+        key = (id(call.mask), slots, call.query.device)
+        if key not in self._made:
+            mask = tree_mask(call.implementation, call.mask, self.own_visible, call.query, slots)
+            self._made[key] = call.mask, mask  # keeps the mask alive, so its id stays unique
+        return self._made[key][1]
 
 
 def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, slots: int) -> Any:
-    """The mask for a tree of candidates, made of the one for as many tokens in a row.
+    """Return the mask for a tree of candidates, made from the mask for as many tokens in a row.
 
-    A candidate stands at its depth in the text: it sees of the past, and of its ancestors, what the
-    token in that place would see. So sliding windows and hidden pads stay as they are.
+    A candidate stands at its depth in the text. Of the past and of its ancestors it sees what the
+    token in that position would see, so sliding windows and hidden padding stay as they are.
 
     Args:
         implementation: name of the wrapped attention, such as "sdpa".
-        mask: what attention was given: None, boolean or additive 4-D.
-        visible: (Q, Q) bool, which of the candidates each of them sees.
-        query: (B, Hq, Q, D), the candidates' queries.
-        slots: columns of the mask, of which the candidates are the last.
+        mask: the mask that attention received: None, boolean or additive 4-D.
+        visible: (Q, Q) bool, which candidates each candidate sees.
+        query: (B, Hq, Q, D), the queries of the candidates.
+        slots: columns of the mask; the candidates are the last ones.
+
+    Raises:
+        UnsupportedModelError: the attention is neither sdpa nor eager.
     """
     if not (implementation in ("sdpa", "eager") and (mask is None or mask.ndim == 4)):
-        raise UnsupportedModelError(
-            f"attn_implementation: expected sdpa or eager where a tree of candidates is verified, "
-            f"got {implementation}; load the model so, or draft a chain"
+        raise wrong(
+            "attn_implementation",
+            f"a tree of candidates can be verified with sdpa or eager, got {implementation}",
+            "Load the model with one of them, or draft a chain",
+            UnsupportedModelError,
         )
     if mask is None:
         mask = stored_mask(implementation, None, slots, query)

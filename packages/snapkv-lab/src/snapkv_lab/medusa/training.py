@@ -1,10 +1,10 @@
-"""Training Medusa heads on a frozen model (Medusa-1, section 2.2.1).
+"""Training of Medusa heads on a frozen model (Medusa-1, section 2.2.1).
 
-Only the heads learn; they share the model's output projection, so 3 heads of a 135M model are 2 MB.
-Labels are the model's own answers to questions about documents (self-distillation, section 2.3.2),
-stored batch by batch; a run that was stopped goes on after the last one. Head k at
-position t learns the token at t + k + 1. Heads share nothing that learns and Adam does not mind the
-scale of a loss, so their losses are simply added.
+Only the heads learn. They share the model's output projection, so 3 heads of a 135M model take 2
+MB. The labels are the model's own answers to questions about documents (self-distillation, section
+2.3.2). They are stored batch by batch, and a stopped run continues after the last batch. Head k at
+position t learns the token at t + k + 1. The heads share no learned weights, and Adam does not
+depend on the scale of a loss, so their losses are simply added.
 """
 
 import functools
@@ -22,17 +22,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app.answering import end_token_ids, generate_options, until_end
 from snapkv_app.models import LoadedModel
 from snapkv_app.prompts import question_prompt
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import encode
-from snapkv_lab.evaluate.store import Progress, Store
+from snapkv_lab.evaluate.haystack import token_ids
+from snapkv_lab.evaluate.store import Progress, Store, key_fields
 from snapkv_lab.medusa.heads import (
     MedusaHeads,
-    last_states,
     output_projection,
+    record_last_states,
     save_heads,
     write_tensors,
 )
@@ -43,10 +43,12 @@ from snapkv_lab.rows import short_hash
 STATE = "training.safetensors"
 
 HELD_BYTES = 2**30
-"""The model's states are kept between epochs up to this size, and computed again beyond it."""
+"""The model's states are kept between epochs up to this size, and are computed again beyond it."""
 
 OTHER_TOKENS = 2048
-"""The loss runs over the tokens that the answers hold and so many others, drawn again each step."""
+"""The loss runs over the tokens of the answers and this many others, which each step draws
+again.
+"""
 
 STEPS_PER_SAVE = 20
 _NO_LABEL = -100
@@ -59,16 +61,28 @@ def train_heads(
     plan: MedusaTraining,
     progress: Progress,
 ) -> MedusaHeads:
-    """Train heads for a model and write them, with their accuracies on held-out answers."""
-    prompts = _prompts(loaded.tokenizer, texts, plan)
+    """Train heads for a model, and write them with their accuracies on held-out answers.
+
+    Args:
+        loaded: the model and its tokenizer.
+        texts: the documents that the answers are about.
+        folder: where answers, state and heads are stored; a stopped run continues there.
+        plan: the settings of the training.
+        progress: receives the progress.
+
+    Raises:
+        InvalidArgumentError: the documents are too short, or the folder holds another training.
+        OutputError: a file cannot be written.
+    """
+    prompts = _make_prompts(loaded.tokenizer, texts, plan)
     run = {"model": loaded.name, "revision": loaded.revision, "training": asdict(plan)}
     with Store(folder, run | {"data": short_hash(prompts)}, fields=("answer",)) as store:
-        exchanges = answers_to(loaded, prompts, plan, store, progress)
+        exchanges = generate_answers(loaded, prompts, plan, store, progress)
     states = _States(loaded.model, exchanges)
     held_out = list(range(0, len(exchanges), 10))
     learnt = [place for place in range(len(exchanges)) if place % 10]
     heads = _Training(states, learnt, folder, plan).run(progress)
-    heads.accuracies = measure(heads, states, held_out, progress)
+    heads.accuracies = measure_accuracies(heads, states, held_out, progress)
     save_heads(heads, folder, base_model=loaded.name, training=asdict(plan))
     return heads
 
@@ -81,58 +95,66 @@ QUESTIONS = (
     "Write a short introduction to the text for a beginner.",
     "Repeat the first paragraph of the text word for word.",
 )
-"""Asked in turn, one per passage."""
+"""The questions about the passages, which are asked in turn."""
 
 
 class Exchange(NamedTuple):
-    """A prompt and what the model answered, as token ids."""
+    """The token ids of a prompt and of the answer to it."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
 
-def answers_to(
+def generate_answers(
     loaded: LoadedModel,
     prompts: Sequence[tuple[int, ...]],
     plan: MedusaTraining,
     store: Store,
     progress: Progress,
 ) -> list[Exchange]:
-    """The model's answers to questions about passages; those in the store already stay."""
+    """Return the model's answers to all prompts, and generate those that the store lacks."""
     keys = [(str(number), "medusa", "answer") for number in range(len(prompts))]
-    left = [place for place, each in enumerate(keys) if each not in store]
-    for start in range(0, len(left), plan.batch):
-        progress("answering", left[start], plan.answers)
-        part = left[start : start + plan.batch]
-        answered = _answered(loaded, [prompts[place] for place in part], plan)
+    missing = [place for place, each in enumerate(keys) if each not in store]
+    for start in range(0, len(missing), plan.batch):
+        progress("answering", missing[start], plan.answers)
+        part = missing[start : start + plan.batch]
+        answered = _generate_batch(loaded, [prompts[place] for place in part], plan)
         for place, answer in zip(part, answered, strict=True):
-            named = dict(zip(("sample", "method", "question"), keys[place], strict=True))
-            store.add(named | {"answer": answer})
+            store.add(key_fields(keys[place]) | {"answer": answer})
     answers = (tuple(store[each]["answer"]) for each in keys)
     return [Exchange(*each) for each in zip(prompts, answers, strict=True)]
 
 
-def _prompts(tokenizer: Any, texts: Sequence[str], plan: MedusaTraining) -> list[tuple[int, ...]]:
+def _make_prompts(
+    tokenizer: Any, texts: Sequence[str], plan: MedusaTraining
+) -> list[tuple[int, ...]]:
+    """Split the texts into passages and return a prompt with a question about each.
+
+    The passages are shuffled.
+
+    Raises:
+        InvalidArgumentError: the texts have too few passages.
+    """
     passages, length = [], plan.passage_tokens
     for text in texts:
-        ids = encode(tokenizer, text)
+        ids = token_ids(tokenizer, text)
         starts = range(0, len(ids) - length + 1, length)
         passages += [tokenizer.decode(ids[start : start + length]) for start in starts]
     if len(passages) < plan.answers:
-        raise InvalidArgumentError(
-            f"data: expected text for {plan.answers} passages of {length} tokens, got "
-            f"{len(passages)}; pass more documents, or ask for fewer answers"
+        problem = (
+            f"expected text for {plan.answers} passages of {length} tokens, got {len(passages)}"
         )
+        raise wrong("data", problem, "Pass more documents, or ask for fewer answers")
     random.Random(plan.seed).shuffle(passages)
-    asked = zip(passages[: plan.answers], itertools.cycle(QUESTIONS), strict=False)
-    prompts = (question_prompt(tokenizer, passage, question) for passage, question in asked)
+    pairs = zip(passages[: plan.answers], itertools.cycle(QUESTIONS), strict=False)
+    prompts = (question_prompt(tokenizer, passage, question) for passage, question in pairs)
     return [tuple(prompt.token_ids(tokenizer)[0].tolist()) for prompt in prompts]
 
 
-def _answered(
+def _generate_batch(
     loaded: LoadedModel, prompts: Sequence[tuple[int, ...]], plan: MedusaTraining
 ) -> list[tuple[int, ...]]:
-    """The model's greedy answers to left-padded prompts, end tokens included."""
+    """Return the model's greedy answers to left-padded prompts, with their end tokens."""
     model, longest = loaded.model, max(map(len, prompts))
     settings = GenerationSettings(max_new_tokens=plan.max_new_tokens)
     ends = end_token_ids(model, settings)
@@ -150,7 +172,7 @@ def _answered(
 
 
 class _States:
-    """What the model's output projection sees in its own answers."""
+    """The hidden states of the model when it reads its own answers."""
 
     def __init__(self, model: Any, exchanges: Sequence[Exchange]) -> None:
         self.model, self._exchanges = model, exchanges
@@ -161,23 +183,30 @@ class _States:
 
     @torch.no_grad()
     def states_before(self, place: int) -> Tensor:
-        """(N, d): the states before each token of an answer, as the answer was generated."""
+        """Return the hidden states before each token of an answer.
+
+        Returns:
+            (N, d), as in the generation of the answer.
+        """
         if place in self._held:
             return self._held[place]
         exchange = self._exchanges[place]
         ids = torch.tensor([[*exchange.prompt, *exchange.answer[:-1]]], device=self.model.device)
-        with last_states(self.model) as states:
+        with record_last_states(self.model) as states:
             self.model(ids, use_cache=False, logits_to_keep=len(exchange.answer))
-        found = states.value[0].float()
-        if self._held_bytes + found.nbytes <= HELD_BYTES:
-            self._held[place] = found
-            self._held_bytes += found.nbytes
-        return found
+        before = states.value[0].float()
+        if self._held_bytes + before.nbytes <= HELD_BYTES:
+            self._held[place] = before
+            self._held_bytes += before.nbytes
+        return before
 
     def pairs(self, places: Sequence[int], num_heads: int) -> tuple[Tensor, Tensor]:
-        """(N, d) states, and (N, heads) int64 labels; -100 after the end of an answer.
+        """Return the hidden states and the labels for the given answers.
 
-        The state before token i guesses that token; head k guesses the one k + 1 after it.
+        The state before token i predicts that token, and head k predicts the token k + 1 after it.
+
+        Returns:
+            (N, d) states and (N, heads) int64 labels, which are -100 after the end of an answer.
         """
         states, labels = [], []
         for place in places:
@@ -189,7 +218,7 @@ class _States:
 
 
 class _Training:
-    """The steps of a run, each saved so that the next run goes on after it."""
+    """The steps of a training. Its state is saved regularly, so that the next run can continue."""
 
     def __init__(
         self, states: _States, places: Sequence[int], folder: Path, plan: MedusaTraining
@@ -206,6 +235,7 @@ class _Training:
         self._total = plan.epochs * math.ceil(len(places) / plan.step_answers)
 
     def run(self, progress: Progress) -> MedusaHeads:
+        """Run the remaining training steps and return the heads."""
         start = self._resume()
         for step, batch in enumerate(self._batches()):
             if step < start:
@@ -243,14 +273,21 @@ class _Training:
         self._optimizer.step()
 
     def _rate(self, step: int) -> float:
-        """Share of the learning rate: up over the first tenth, then down as a cosine."""
+        """Return the factor of the learning rate for the given step.
+
+        It rises over the first tenth of the steps, and then falls as a cosine.
+        """
         warm = max(1, self._total // 10)
         if step < warm:
             return (step + 1) / warm
         return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self._total - warm)))
 
     def _tokens(self, step: int) -> Tensor:
-        """(T,) int64: tokens that the softmax of this step runs over."""
+        """Return the tokens that are used to compute the loss of the given step.
+
+        Returns:
+            (T,) int64.
+        """
         seen, V = self._states.tokens, output_projection(self._states.model).weight.shape[0]
         generator = torch.Generator().manual_seed(self._plan.seed + step)
         others = torch.randint(0, V, (OTHER_TOKENS,), generator=generator)
@@ -280,10 +317,14 @@ class _Training:
 
 
 @torch.no_grad()
-def measure(
+def measure_accuracies(
     heads: MedusaHeads, states: _States, places: Sequence[int], progress: Progress
 ) -> tuple[tuple[float, ...], ...]:
-    """For each head, how often its choice of each rank up to `HEAD_RANKS` is right."""
+    """Measure the accuracy of each head on the given answers.
+
+    Returns:
+        For each head, how often its choice of each rank up to `HEAD_RANKS` is right.
+    """
     hits = heads.weights.new_zeros(heads.num_heads, HEAD_RANKS, dtype=torch.float32)
     counted = hits.new_zeros(heads.num_heads, 1)
     for number, place in enumerate(places):

@@ -1,8 +1,8 @@
 """Trees of candidates: which drafts are tried together, and which of them are accepted.
 
-Medusa (Cai et al., 2024), sections 2.1.2 and 2.3. Head k drafts the token k + 1 places ahead; a
-path of the tree takes one of the most likely tokens of each head. Node 0 is the root, the token the
-model itself has chosen.
+Medusa (Cai et al., 2024), sections 2.1.2 and 2.3. Head k drafts the token k + 1 positions ahead. A
+path of the tree takes one of the most likely tokens of each head. Node 0 is the root: the token
+that the model itself has chosen.
 """
 
 import functools
@@ -13,70 +13,78 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 
 HEAD_RANKS = 10
 """How many tokens of each head a tree can try."""
 
 NO_NODE = -1
-"""Fills up the paths that are shorter than the longest."""
+"""The value that pads paths which are shorter than the longest one."""
 
 EPSILON = 0.09
-"""Typical acceptance: a token this likely is always accepted (Medusa's `posterior_threshold`)."""
+"""Typical acceptance: a token with this probability is always accepted (Medusa's
+`posterior_threshold`).
+"""
 
 DELTA = 0.3
-"""Typical acceptance: how much less will do where the model is unsure (`posterior_alpha`)."""
+"""Typical acceptance: the factor that lowers the bound if the model is unsure
+(`posterior_alpha`).
+"""
 
 Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class CandidateTree:
-    """Paths below the root, each a list of ranks: (0, 2) is the third choice of head 2 below the
-    first choice of head 1.
+    """A tree of candidate tokens, which is described by the paths to its nodes.
+
+    A path is a list of ranks: (0, 2) is the third choice of head 2 below the first choice of head
+    1.
 
     Args:
-        choices: the paths of all nodes but the root, in any order. They are sorted by length, then
-            by their ranks; node i + 1 is the i-th of them.
+        choices: the paths of all nodes except the root, in any order. They are sorted by length and
+            then by their ranks; node i + 1 is the i-th path.
 
     Raises:
-        InvalidArgumentError: a path without its parent, a rank out of range, or one path twice.
+        InvalidArgumentError: a path has no parent, a rank is out of range, or a path is repeated.
     """
 
     choices: tuple[Path, ...]
 
     def __post_init__(self) -> None:
-        """Sort the paths and check that they make a tree."""
+        """Sort the paths and check that they form a tree.
+
+        Raises:
+            InvalidArgumentError: a path has no parent, a rank is out of range, or a path is
+                repeated.
+        """
         paths = sorted((tuple(path) for path in self.choices), key=lambda path: (len(path), path))
         known: set[Path] = {()}
         for path in paths:
-            fault = "an empty path, the root's" if not path else ""
+            fault = "is empty and belongs to the root" if not path else ""
             if path in known:
-                fault = fault or "it twice"
+                fault = fault or "is repeated"
             elif path[:-1] not in known:
-                fault = f"no path {path[:-1]} above it"
+                fault = f"needs the path {path[:-1]} above it"
             elif not 0 <= path[-1] < HEAD_RANKS:
-                fault = f"a rank that is not 0 to {HEAD_RANKS - 1}"
+                fault = f"has a rank outside 0 to {HEAD_RANKS - 1}"
             if fault:
-                raise InvalidArgumentError(
-                    f"choices: expected every path once, below its parent, of ranks from 0 to "
-                    f"{HEAD_RANKS - 1}, got {path} with {fault}; correct it"
-                )
+                raise wrong("choices", f"the path {path} {fault}", "Correct it")
             known.add(path)
         object.__setattr__(self, "choices", tuple(paths))
 
     @classmethod
     def chain(cls, depth: int) -> "CandidateTree":
-        """The first choice of each of `depth` heads, one below the other."""
+        """Create a tree that consists of a single path with the most likely tokens."""
         return cls(tuple((0,) * length for length in range(1, depth + 1)))
 
     @classmethod
     def likeliest(cls, accuracies: Sequence[Sequence[float]], nodes: int) -> "CandidateTree":
-        """The tree with the longest expected acceptance (section 2.3.3).
+        """Create the tree with the largest expected number of accepted tokens (section 2.3.3).
 
         Args:
             accuracies: for each head, how often its choice of each rank is right.
-            nodes: how many nodes below the root.
+            nodes: the number of nodes below the root.
         """
         chosen: list[Path] = []
         waiting: list[tuple[float, Path]] = [
@@ -93,22 +101,25 @@ class CandidateTree:
 
     @functools.lru_cache  # noqa: B019 # trees are few and small
     def pruned(self, depth: int) -> "CandidateTree":
-        """The tree without paths longer than `depth`: as deep as there are heads, or room."""
+        """Return a copy of the tree without the paths that are longer than the given depth."""
         return CandidateTree(tuple(path for path in self.choices if len(path) <= depth))
 
     @property
     def depth(self) -> int:
-        """Length of the longest path."""
+        """The length of the longest path."""
         return max(map(len, self.choices), default=0)
 
     @property
     def is_chain(self) -> bool:
-        """Whether no two candidates compete."""
+        """Whether no two candidates compete for the same position."""
         return len(self.choices) == self.depth
 
     @functools.cached_property
     def visible(self) -> Tensor:
-        """(1 + N, 1 + N) bool: each node sees itself, its ancestors and the root."""
+        """The attention mask of the tree, in which each node sees itself and its ancestors.
+
+        (1 + N, 1 + N) bool.
+        """
         seen = torch.eye(1 + len(self.choices), dtype=torch.bool)
         for node, parent in enumerate(self._parents[1:], start=1):
             seen[node] |= seen[parent]
@@ -116,21 +127,28 @@ class CandidateTree:
 
     @functools.cached_property
     def depths(self) -> Tensor:
-        """(1 + N,) int64: how far after the root each node is in the text."""
+        """The depth of each node in the tree.
+
+        (1 + N,) int64; the root has depth 0.
+        """
         return torch.tensor([0, *map(len, self.choices)])
 
     @functools.cached_property
     def picks(self) -> Tensor:
-        """(1 + N,) int64: places in [root, `HEAD_RANKS` of head 1, as many of head 2, ...]."""
+        """The index of the token that each node takes from the candidates of all heads.
+
+        (1 + N,) int64: indices into [root, `HEAD_RANKS` tokens of head 1, as many of head 2, ...].
+        """
         return torch.tensor(
             [0, *(path[-1] + HEAD_RANKS * (len(path) - 1) + 1 for path in self.choices)]
         )
 
     @functools.cached_property
     def paths(self) -> Tensor:
-        """(leaves, 1 + depth) int64: the nodes from the root to every leaf, then `NO_NODE`.
+        """The nodes on the path from the root to each leaf of the tree.
 
-        The longest come first, of equal length those of higher ranks.
+        (leaves, 1 + depth) int64, padded with `NO_NODE`. The longest paths come first; among paths
+        of equal length, those with higher ranks come first.
         """
         inner = set(self._parents[1:])
         leaves = [node for node in range(1 + len(self.choices)) if node not in inner]
@@ -144,21 +162,21 @@ class CandidateTree:
 
     @functools.cached_property
     def _parents(self) -> list[int]:
-        """The node above each; the root's own for the root."""
+        """The parent of each node. The root is its own parent."""
         node_of = {(): 0} | {path: node for node, path in enumerate(self.choices, start=1)}
         return [0, *(node_of[path[:-1]] for path in self.choices)]
 
 
 def accept_greedily(paths: Tensor, tokens: Tensor, chosen: Tensor) -> list[int]:
-    """The longest path of candidates that the model would have chosen itself.
+    """Return the longest path of tokens that the model would have chosen itself.
 
     Args:
-        paths: (leaves, 1 + depth) int64, nodes from the root to every leaf, then -1.
+        paths: (leaves, 1 + depth) int64, nodes from the root to every leaf, padded with -1.
         tokens: (nodes,) int64, the candidate in every node.
-        chosen: (nodes,) int64, the token the model takes after every node.
+        chosen: (nodes,) int64, the token that the model chooses after every node.
 
     Returns:
-        The accepted nodes, root first; of paths of equal length, those of the first.
+        The accepted nodes, root first. Of paths with equal length, the first one counts.
     """
     lengths = _accepted(paths, tokens[paths[:, 1:]] == chosen[paths[:, :-1]])
     return _nodes(paths, lengths, int(lengths.argmax()))
@@ -172,19 +190,20 @@ def accept_typically(
     epsilon: float = EPSILON,
     delta: float = DELTA,
 ) -> list[int]:
-    """The longest path of candidates that are plausible: p > min(epsilon, delta * exp(-entropy)).
+    """Return the longest path of tokens that are plausible.
 
-    Medusa, section 2.3.1. What is generated is no sample of the model's distribution.
+    A token is plausible if p > min(epsilon, delta * exp(-entropy)), as in Medusa, section 2.3.1.
+    The generated text is not a sample of the model's distribution.
 
     Args:
         paths: as for `accept_greedily`.
         tokens: as for `accept_greedily`.
-        probabilities: (nodes, V), the model's after every node, temperature included.
-        epsilon: a token this likely is accepted whatever the entropy.
-        delta: factor on the bound where the model is unsure.
+        probabilities: (nodes, V), the model's probabilities after every node, temperature included.
+        epsilon: a token with this probability is accepted whatever the entropy.
+        delta: the factor on the bound if the model is unsure.
 
     Returns:
-        The accepted nodes, root first; of paths of equal length, those of the most likely.
+        The accepted nodes, root first. Of paths with equal length, the most likely one counts.
     """
     above, below = paths[:, :-1], paths[:, 1:]
     entropy = torch.special.entr(probabilities).sum(dim=-1)
@@ -199,7 +218,11 @@ def accept_typically(
 
 
 def _accepted(paths: Tensor, fits: Tensor) -> Tensor:
-    """(leaves,) int64: how many candidates of every path fit, up to the first that does not."""
+    """Return the number of tokens that are accepted on each path.
+
+    Returns:
+        (leaves,) int64: how many candidates fit, up to the first that does not.
+    """
     return (fits & (paths[:, 1:] != NO_NODE)).long().cumprod(dim=-1).sum(dim=-1)
 
 

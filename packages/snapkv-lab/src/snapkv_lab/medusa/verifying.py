@@ -1,4 +1,6 @@
-"""What verifying drafts takes of `generate`, of a cache and of a model's linear layers."""
+"""The parts of `generate`, of a cache and of linear layers that the verification of drafts
+needs.
+"""
 
 import contextlib
 import functools
@@ -12,23 +14,23 @@ from torch.nn import Linear, Module, Parameter
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import CacheMismatchError, UnsupportedModelError, wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 
 MOST_ROWS = 5
-"""Beyond so many rows torch's own float32 product is the faster one."""
+"""The most rows for which the product here is faster than torch's own float32 product."""
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """What one text took.
+    """The number of tokens that were generated, drafted and accepted in a text.
 
     Attributes:
-        new_tokens: generated, the first included.
-        passes: forward passes of the model after the prompt that verified drafts.
-        drafted: candidates that were verified.
-        accepted: those of them that are in the text.
+        new_tokens: how many tokens were generated, the first included.
+        passes: how many forward passes verified drafts.
+        drafted: how many candidates were verified.
+        accepted: how many of them are in the text.
     """
 
     new_tokens: int = 0
@@ -38,40 +40,65 @@ class Tally:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verifying pass: 1 where nothing is ever accepted, as in plain decoding."""
+        """The average number of tokens that are generated in each forward pass.
+
+        It is 1 if nothing is accepted, as in plain decoding.
+        """
         return (self.new_tokens - 1) / self.passes if self.passes else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """What `generate` asks for."""
+    """The arguments of a call to `generate`."""
 
     model: PreTrainedModel
     cache: CompressedCache
     ids: Tensor  # (1, T) int64, the prompt
     samples: bool
-    processors: LogitsProcessorList  # change the logits of a token, given the text before it
-    limit: int  # most tokens of prompt and text together
-    chunk_tokens: int | None  # read the prompt in pieces of so many; None for one pass
+    processors: LogitsProcessorList  # they change the logits of a token, given the text before it
+    limit: int  # the most tokens of prompt and text together
+    chunk_tokens: int | None  # the prompt is read in pieces of this size; None for one pass
 
     def processed(self, text: Tensor, logits: Tensor) -> Tensor:
-        """(V,) float32: the logits of the token after a text (N,), as `generate` changes them."""
+        """Return the logits after they have been changed by the logits processors.
+
+        Args:
+            text: (N,).
+            logits: (V,) after the text.
+
+        Returns:
+            (V,) float32.
+        """
         changed: Tensor = self.processors(text[None], logits[None].float())
         return changed[0]
 
     def choose(self, logits: Tensor) -> int:
-        """The next token, of processed logits (V,)."""
+        """Choose the next token from the logits.
+
+        Args:
+            logits: (V,), processed.
+        """
         if self.samples:
             return int(torch.multinomial(logits.softmax(dim=-1), 1))
         return int(logits.argmax())
 
     def read_prompt(self) -> Tensor:
-        """Read what the cache has not seen of the prompt; (V,) logits after its last token."""
+        """Read the rest of the prompt and return the logits for the next token.
+
+        Returns:
+            (V,).
+
+        Raises:
+            CacheMismatchError: the cache has seen as many tokens as the prompt has.
+        """
         seen = self.cache.get_seq_length()
         if seen >= self.ids.shape[1]:
-            raise CacheMismatchError(
-                f"input_ids: expected the whole text where drafts are verified, longer than the "
-                f"{seen:,} tokens the cache has seen, got {self.ids.shape[1]:,}; pass all of it"
+            raise wrong(
+                "input_ids",
+                f"expected the whole text, longer than the {seen:,} tokens that the cache has "
+                f"seen, got {self.ids.shape[1]:,}",
+                "Pass all of it",
+                CacheMismatchError,
             )
         unread = self.ids[:, seen:]
         for piece in torch.split(unread, self.chunk_tokens or unread.shape[1], dim=1):
@@ -80,8 +107,8 @@ class GenerateRequest:
         return logits
 
 
-def until_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tuple[Tensor, bool]:
-    """The tokens up to the first that ends the text, and whether one does."""
+def cut_at_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tuple[Tensor, bool]:
+    """Return the tokens up to the first that ends the text, and whether one ends it."""
     added = torch.tensor(tokens, device=text.device)
     for count in range(1, len(tokens) + 1):
         if bool(stopping_criteria(torch.cat([text, added[:count]])[None], None).all()):
@@ -90,49 +117,46 @@ def until_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tuple
 
 
 def require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationConfig) -> None:
-    padded = mask is not None and not bool(mask.all())
-    for is_refused, refusal in (
-        (
-            ids.shape[0] != 1 or (config.num_beams or 1) > 1,
-            f"input_ids: expected one sequence without beams where drafts are verified, got "
-            f"{ids.shape[0]} with num_beams={config.num_beams}; generate them one by one",
-        ),
-        (
-            not ids.shape[1],
-            "input_ids: expected the prompt as token ids, got none; pass input_ids, not embeddings",
-        ),
-        (
-            padded,
-            "attention_mask: expected no padding where drafts are verified, got a masked position; "
-            "pass the one sequence without pads",
-        ),
-        (
-            config.return_dict_in_generate,
-            "return_dict_in_generate: expected False where drafts are verified, got True; leave it "
-            "out",
-        ),
-    ):
-        if is_refused:
-            raise InvalidArgumentError(refusal)
+    """Check that a single sequence is generated, without beams and without padding.
+
+    Raises:
+        InvalidArgumentError: there are several sequences, beams, padding or no token ids, or the
+            output of `return_dict_in_generate` is wanted.
+    """
+    if ids.shape[0] != 1 or (config.num_beams or 1) > 1:
+        problem = f"expected one sequence, got {ids.shape[0]} with num_beams={config.num_beams}"
+        raise wrong("input_ids", problem, "Generate the sequences one by one, without beams")
+    if not ids.shape[1]:
+        problem = "expected the prompt as token ids, got none"
+        raise wrong("input_ids", problem, "Pass input_ids instead of embeddings")
+    if mask is not None and not bool(mask.all()):
+        raise wrong(
+            "attention_mask", "expected no padding, got some", "Pass the row without padding"
+        )
+    if config.return_dict_in_generate:
+        raise wrong("return_dict_in_generate", "expected False, got True", "Leave it out")
 
 
 def begin_verifying(cache: Cache) -> None:
-    """From now on every forward pass holds drafts, some of which are forgotten after it."""
+    """Prepare the cache for tokens that may be removed again.
+
+    Raises:
+        UnsupportedModelError: a layer cannot remove tokens.
+    """
     stuck = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
     if stuck:
-        raise UnsupportedModelError(
-            f"model: expected layers that can forget rejected drafts, got {', '.join(stuck)}; "
-            "generate without drafts"
-        )
+        problem = f"layers of the type {', '.join(stuck)} cannot remove rejected drafts"
+        raise wrong("model", problem, "Generate without drafts", UnsupportedModelError)
     cache.activate_past_recording()
 
 
 @contextlib.contextmanager
 def fast_few_rows(model: Module) -> Iterator[None]:
-    """Within this block the model's linear layers read few rows at about the price of one, on CPUs.
+    """Make the linear layers of the model faster for a small number of rows.
 
-    For two to five rows torch's float32 kernel takes about twice as long as for one, which is what
-    drafts are meant to save; the same product turned around, weights first, does not.
+    This only concerns two to five rows on CPUs, within this block. For so few rows torch's float32
+    product takes about twice as long as for one row, which cancels the gain of drafts. The
+    transposed product, with the weights first, does not.
     """
     slow = [
         module
@@ -154,7 +178,15 @@ def _is_slow(weight: Tensor) -> bool:
 
 
 def _forward(module: Linear, states: Tensor) -> Tensor:
-    """(..., N): states (..., K) through a weight (N, K), as `Linear.forward` does."""
+    """Compute the output of a linear layer.
+
+    Args:
+        module: the layer, with a weight (N, K).
+        states: (..., K).
+
+    Returns:
+        (..., N).
+    """
     rows = states.numel() // module.in_features
     usual = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     if usual or not 1 < rows <= MOST_ROWS or states.dtype != module.weight.dtype:

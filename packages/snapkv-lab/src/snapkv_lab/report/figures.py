@@ -1,4 +1,6 @@
-"""The figures of a run and of a bench: heat maps, bars, curves; with the intervals of the means."""
+"""Figures of runs and benches: heat maps, bars and curves with confidence intervals of the
+means.
+"""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_lab import drawing
 from snapkv_lab.evaluate.intervals import Interval
 from snapkv_lab.evaluate.runner import Results
@@ -26,17 +28,17 @@ _MOST_TICKS = 12
 _MOST_UPRIGHT = 4
 _UNITS = {"length": "tokens", "depth": "percent", "position": "percent"}
 _MARKERS = "osD^vP*X"
-# Okabe and Ito's colours, which the colour-blind can tell apart too.
+# The colours of Okabe and Ito, which colour-blind readers can also tell apart.
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 
 def draw(results: Results) -> dict[str, "Figure"]:
-    """The figures of a run by name.
+    """Draw the figures of a run, and return them by name.
 
-    "scores" is a heat map per method for a task of two axes, and bars or curves for one axis.
-    "budgets" is there where a method ran at several budgets, labelled ``NAME@BUDGET``: its mean
-    score at each, with the other methods as horizontal lines. "loss" is there where the loss of the
-    references was taken: the mean of every method.
+    "scores" is a heat map per method if the task has two axes; with one axis it shows bars or
+    curves. "budgets" is added if a method ran with several budgets, labelled ``NAME@BUDGET``: it
+    shows the mean score at each budget, and the other methods as horizontal lines. "loss" is added
+    if the loss of the references was measured: it shows the mean loss of every method.
     """
     import matplotlib
 
@@ -51,29 +53,36 @@ def draw(results: Results) -> dict[str, "Figure"]:
     return figures
 
 
-def save(figures: dict[str, "Figure"], path: str) -> list[Path]:
-    """Write the scores to `path` and any other figure next to it, as ``NAME-budgets.png``."""
+def save_figures(figures: dict[str, "Figure"], path: str) -> list[Path]:
+    """Write the scores to `path` and other figures next to it, such as ``NAME-budgets.png``.
+
+    Returns:
+        The paths of the files.
+    """
     target, written = Path(path), []
     for name, figure in figures.items():
         file = target if name == "scores" else target.with_stem(f"{target.stem}-{name}")
-        drawing.save(figure, file)
+        drawing.save_figure(figure, file)
         written.append(file)
     return written
 
 
 def _heat_maps(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
-    """A panel per method and question, the first axis from left to right, the second downwards."""
+    """Draw a heat map for each method and each question.
+
+    The first axis runs right, and the second runs down.
+    """
     values = [axis_values(results.rows, axis) for axis in results.task.axes[:2]]
-    columns, rows = (sorted(each) if _numeric(each) else each for each in values)
+    columns, rows = (sorted(each) if _is_numeric(each) else each for each in values)
     across = 2 if len(lines) == 4 else min(len(lines), _MOST_PANELS_IN_A_ROW)
     down = -(-len(lines) // across)
     width, height = (min(max(0.45 * len(cells), 2.4), 6.0) for cells in (columns, rows))
     figure = _figure(results, 1.6 + across * (width + 0.5), 0.6 + down * (height + 0.8))
-    panels = drawing.panels(figure, down, across, len(lines))
+    panels = drawing.new_panels(figure, down, across, len(lines))
     for panel, line in zip(panels, lines, strict=True):
         _heat_map(panel, results, line, columns, rows)
     if _trained_border(results, columns) is not None:
-        positions = shown_tokens(results.run["model"]["max_tokens"])
+        positions = format_tokens(results.run["model"]["max_tokens"])
         figure.supxlabel(f"dashed line: the model's {positions} positions end")
     scale = figure.colorbar(panels[0].images[0], ax=figure.axes, shrink=0.8, ticks=[0, 0.5, 1])
     scale.ax.set_yticklabels(["0", "50", "100"])
@@ -84,18 +93,18 @@ def _heat_maps(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
 def _heat_map(
     panel: "Axes", results: Results, line: ScoreLine, columns: list[Any], rows: list[Any]
 ) -> None:
-    """One method: a coloured cell per score, from 0 to 1 whatever the scores are."""
+    """Draw the heat map of a single method. The colours always cover the range from 0 to 1."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
     x_axis, y_axis = results.task.axes[:2]
-    found: dict[tuple[Any, Any], list[Row]] = {}
+    rows_at: dict[tuple[Any, Any], list[Row]] = {}
     for row in results.rows:
         if (row["method"], row["question"]) == (line.method, line.question):
             place = (columns.index(row["cell"][x_axis]), rows.index(row["cell"][y_axis]))
-            found.setdefault(place, []).append(row)
+            rows_at.setdefault(place, []).append(row)
     grid = [[float("nan")] * len(columns) for _ in rows]
-    for (x, y), cell in found.items():
+    for (x, y), cell in rows_at.items():
         scores = [row["score"] for row in cell if row["score"] is not None]
         if scores:
             grid[y][x] = fmean(scores)
@@ -118,26 +127,29 @@ def _heat_map(
 
 
 def _trained_border(results: Results, columns: list[Any]) -> float | None:
-    """Where lengths beyond the model's positions begin, in columns; None where none or all do."""
+    """Return the position of the border between lengths that the model supports and longer ones.
+
+    None if no length exceeds the model's positions, or if all of them do.
+    """
     positions = results.run["model"]["max_tokens"]
-    if results.task.axes[0] != "length" or positions is None or not _numeric(columns):
+    if results.task.axes[0] != "length" or positions is None or not _is_numeric(columns):
         return None
     inside = sum(length <= positions for length in columns)
     return inside - 0.5 if 0 < inside < len(columns) else None
 
 
 def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
-    """Curves over a numeric axis; groups of bars, and one for the mean, over names."""
+    """Draw curves over a numeric axis, or groups of bars over names with a group for the mean."""
     axis = results.task.axes[0]
     columns = axis_values(results.rows, axis)
-    if _numeric(columns):
+    if _is_numeric(columns):
         columns = sorted(columns)
         figure = _figure(results, max(5.0, 0.6 * len(columns) + 2), 4.0)
         panel = figure.subplots()
         for index, line in enumerate(lines):
             scores = [line.scores.get(column, float("nan")) for column in columns]
             intervals = [line.intervals.get(column) for column in columns]
-            curve(panel, range(len(columns)), scores, intervals, index, _name(line))
+            draw_curve(panel, range(len(columns)), scores, intervals, index, _name(line))
         _label_axis(panel.xaxis, axis, columns)
     else:
         figure = _figure(results, max(5.0, 0.16 * len(lines) * (len(columns) + 1) + 2), 4.0)
@@ -159,9 +171,9 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
     heights = [100 * (score or 0.0) for score in scores]
     panel.bar(places, heights, width, color=line_style(index)["color"], label=_name(line))
     intervals = [*(line.intervals.get(column) for column in columns), line.interval]
-    known = [(place, ends) for place, ends in zip(places, intervals, strict=True) if ends]
-    lows, highs = ([100 * ends[side] for _, ends in known] for side in (0, 1))
-    panel.vlines([place for place, _ in known], lows, highs, color="black", linewidth=0.8)
+    with_interval = [(place, ends) for place, ends in zip(places, intervals, strict=True) if ends]
+    lows, highs = ([100 * ends[side] for _, ends in with_interval] for side in (0, 1))
+    panel.vlines([place for place, _ in with_interval], lows, highs, color="black", linewidth=0.8)
     for place, column, score in zip(places, columns, scores, strict=False):
         if score is None and column in line.reasons:
             text = line.reasons[column].replace("out of memory", "OOM")
@@ -169,26 +181,33 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
 
 
 def _families(lines: Sequence[ScoreLine]) -> dict[str, dict[int, ScoreLine]]:
-    """Methods that answered at several budgets: by name and question, their lines by budget."""
-    found: dict[str, dict[int, ScoreLine]] = {}
+    """Group the methods that were run with several budgets.
+
+    Returns:
+        By name and question, one line per budget.
+    """
+    families: dict[str, dict[int, ScoreLine]] = {}
     for line in lines:
         labelled = re.fullmatch(r"(.+)@(\d+)", line.method)
         if labelled and line.scores:
             name = _name(line, method=labelled[1])
-            found.setdefault(name, {})[int(labelled[2])] = line
-    return {name: by_budget for name, by_budget in found.items() if len(by_budget) > 1}
+            families.setdefault(name, {})[int(labelled[2])] = line
+    return {name: by_budget for name, by_budget in families.items() if len(by_budget) > 1}
 
 
 def _budgets(
     results: Results, lines: Sequence[ScoreLine], families: dict[str, dict[int, ScoreLine]]
 ) -> "Figure":
-    """Mean score against budget, with the methods of one budget as dashed lines."""
+    """Draw the mean score of each method as a function of the budget.
+
+    Methods with one budget are dashed lines.
+    """
     figure = _figure(results, 6.0, 4.0)
     panel = figure.subplots()
     for index, (name, by_budget) in enumerate(families.items()):
         budgets, own = zip(*sorted(by_budget.items(), key=itemgetter(0)), strict=True)
         means = [line.mean or 0.0 for line in own]
-        curve(panel, budgets, means, [line.interval for line in own], index, name)
+        draw_curve(panel, budgets, means, [line.interval for line in own], index, name)
     swept = [line for by_budget in families.values() for line in by_budget.values()]
     others = [line for line in lines if line not in swept and line.scores]
     for index, line in enumerate(others, len(families)):
@@ -201,7 +220,7 @@ def _budgets(
 
 
 def _losses(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
-    """A row per method and question: the mean loss of the references, and its interval."""
+    """Draw the mean loss of the references for every method and question, with its interval."""
     figure = _figure(results, 6.0, 1.4 + 0.3 * len(lines))
     panel = figure.subplots()
     for place, line in enumerate(lines):
@@ -215,26 +234,26 @@ def _losses(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
     panel.set_yticks(range(len(lines)), [_name(line) for line in lines])
     panel.set_ylim(len(lines) - 0.4, -0.6)
     panel.set_xlabel("loss of the reference (mean, nats per token; lower is better)")
-    drawing.ruled(panel, "x")
+    drawing.add_grid(panel, "x")
     return figure
 
 
 def _figure(results: Results, width: float, height: float) -> "Figure":
-    figure = drawing.figure(width, height)
+    figure = drawing.new_figure(width, height)
     figure.suptitle(f"{results.task.name}, {results.run['model']['name']}")
     return figure
 
 
 def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
-    """The score's axis, from 0 to 100 whatever the scores are, and the legend above."""
+    """Set the range of the score axis and add a legend."""
     panel.set_ylim(0, 105)
     panel.set_ylabel(f"{results.task.metric} (mean)")
-    drawing.ruled(panel, "y")
+    drawing.add_grid(panel, "y")
     panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(legend, 3), frameon=False)
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Colour and marker of the curve of that number."""
+    """Return the colour and the marker for the curve with the given number."""
     return {
         "color": _LINES[index % len(_LINES)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -242,7 +261,7 @@ def line_style(index: int) -> dict[str, Any]:
     }
 
 
-def curve(
+def draw_curve(
     panel: "Axes",
     places: Sequence[float],
     scores: Sequence[float],
@@ -250,7 +269,10 @@ def curve(
     index: int,
     label: str,
 ) -> None:
-    """Scores times 100 as the curve of that number, their intervals shaded; none ends the band."""
+    """Draw the scores as a curve, with the confidence intervals as a shaded area.
+
+    Scores are multiplied by 100. An interval that is None interrupts the shading.
+    """
     style = line_style(index)
     panel.plot(list(places), [100 * score for score in scores], label=label, **style)
     ends = [(float("nan"), float("nan")) if each is None else each for each in intervals]
@@ -261,37 +283,43 @@ def curve(
 def _token_axis(panel: "Axes", counts: set[int]) -> None:
     panel.set_xscale("log", base=2)
     panel.minorticks_off()
-    panel.set_xticks(sorted(counts), [shown_tokens(count) for count in sorted(counts)])
+    panel.set_xticks(sorted(counts), [format_tokens(count) for count in sorted(counts)])
 
 
 def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
-    """Ticks at the cells, not at all of them where they are many."""
-    step = -(-len(values) // _MOST_TICKS) if _numeric(values) else 1
+    """Label the cells of an axis, but only some of them if there are many numbers."""
+    step = -(-len(values) // _MOST_TICKS) if _is_numeric(values) else 1
     places = range(0, len(values), step)
-    is_length = name == "length" and _numeric(values)
-    texts = [shown_tokens(values[i]) if is_length else str(values[i]) for i in places]
+    is_length = name == "length" and _is_numeric(values)
+    texts = [format_tokens(values[i]) if is_length else str(values[i]) for i in places]
     axis.set_ticks(list(places), texts)
-    unit = _UNITS.get(name) if _numeric(values) else None
+    unit = _UNITS.get(name) if _is_numeric(values) else None
     axis.set_label_text(f"{name} ({unit})" if unit else name)
 
 
 def _name(line: ScoreLine, method: str | None = None) -> str:
-    """What a legend calls a method; that its question is seen by the vote goes without saying."""
+    """Return the name of the method that is shown in the legend.
+
+    A hidden question is mentioned, a visible one is not.
+    """
     hidden = "" if line.question == "visible" else f", question {line.question}"
     return f"{method or line.method}{hidden}"
 
 
-def shown_tokens(count: Any) -> str:
-    """Tokens as people write them: 512, 4k, 31.5k."""
+def format_tokens(count: Any) -> str:
+    """Return the number of tokens as a short text, such as 512, 4k or 31.5k."""
     return f"{count / 1024:.4g}k" if count >= 1024 and count % 512 == 0 else f"{count:,}"
 
 
-def _numeric(values: Sequence[Any]) -> bool:
+def _is_numeric(values: Sequence[Any]) -> bool:
     return all(isinstance(value, int | float) for value in values)
 
 
 class _Measured(NamedTuple):
-    """Which number of a bench's rows is drawn, divided by its unit; `also` another one, dotted."""
+    """The field of a row that is shown in the figure of a benchmark.
+
+    It is divided by `unit`. `also` names a second field, which is drawn as a dotted curve.
+    """
 
     key: str
     label: str
@@ -309,17 +337,23 @@ _MEASURED = {
 
 
 def draw_bench(rows: Sequence[Row]) -> "Figure":
-    """A panel per batch size, a curve per cache; cells out of memory are marked at their length."""
+    """Draw the results of a benchmark, with a panel for each batch size and a curve for each cache.
+
+    "OOM" marks lengths that did not fit.
+
+    Raises:
+        InvalidArgumentError: there are no rows.
+    """
     import matplotlib
 
     if not rows:
-        raise InvalidArgumentError("plot: expected rows to draw, got none; measure something")
+        raise wrong("plot", "expected rows to draw, got none", "Measure at least one cache")
     bench = rows[0]["bench"]
     # Throughput finds a batch size of its own for every cache.
     batches = [None] if bench == "throughput" else sorted({row["batch"] for row in rows})
     with matplotlib.rc_context(drawing.STYLE):
-        figure = drawing.figure(1 + 4.2 * len(batches), 4.2)
-        panels = drawing.panels(figure, 1, len(batches), len(batches))
+        figure = drawing.new_figure(1 + 4.2 * len(batches), 4.2)
+        panels = drawing.new_panels(figure, 1, len(batches), len(batches))
         for panel, batch in zip(panels, batches, strict=True):
             own = [row for row in rows if batch in (None, row["batch"])]
             _bench_panel(panel, own, _MEASURED[bench])
@@ -331,22 +365,22 @@ def draw_bench(rows: Sequence[Row]) -> "Figure":
 def _bench_panel(panel: "Axes", rows: Sequence[Row], measured: _Measured) -> None:
     for index, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = sorted((row for row in rows if row["cache"] == cache), key=itemgetter("length"))
-        there = [row for row in own if row["status"] == "ok"]
-        style, lengths = line_style(index), [row["length"] for row in there]
-        values = [_value(row, measured.key) / measured.unit for row in there]
+        measured_rows = [row for row in own if row["status"] == "ok"]
+        style, lengths = line_style(index), [row["length"] for row in measured_rows]
+        values = [_value(row, measured.key) / measured.unit for row in measured_rows]
         panel.plot(lengths, values, label=cache, **style)
         if measured.also is not None:
-            held = [_value(row, measured.also) / measured.unit for row in there]
+            held = [_value(row, measured.also) / measured.unit for row in measured_rows]
             panel.plot(lengths, held, linestyle=":", **style)
         place: dict[str, Any] = {"transform": panel.get_xaxis_transform(), "fontsize": 7}
         place |= {"ha": "center", "va": "top", "color": style["color"]}
         for row in own:
-            if row["status"] != "ok":  # said at the upper edge
+            if row["status"] != "ok":  # the note stands at the upper edge
                 panel.text(row["length"], 0.98 - 0.05 * index, "OOM", **place)
     _token_axis(panel, {row["length"] for row in rows})
     panel.set_ylim(bottom=0)
     panel.set(xlabel="prompt tokens", ylabel=measured.label)
-    drawing.ruled(panel, "y")
+    drawing.add_grid(panel, "y")
     panel.legend(frameon=False, fontsize="small")
 
 

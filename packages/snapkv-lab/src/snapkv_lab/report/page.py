@@ -1,4 +1,4 @@
-"""The page of a run, one file without links to others; and its tables as CSV and Markdown."""
+"""The report of a run: an HTML page that needs no other file, and tables as CSV and Markdown."""
 
 import base64
 import csv
@@ -14,7 +14,7 @@ from typing import Any
 from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.errors import missing_package
 from snapkv.policies import FullCache
-from snapkv_lab.drawing import encoded, require_drawable
+from snapkv_lab.drawing import encode_figure, require_drawable
 from snapkv_lab.evaluate.intervals import METHOD, line_differences, relative_differences
 from snapkv_lab.evaluate.runner import Results
 from snapkv_lab.evaluate.summary import ScoreLine, axis_values, score_lines
@@ -23,9 +23,9 @@ from snapkv_lab.report.tables import (
     IN_NATS,
     IN_PERCENT,
     Table,
-    escaped,
-    shown_bytes,
-    shown_difference,
+    escape_markdown,
+    format_difference,
+    format_optional_bytes,
 )
 from snapkv_lab.rows import Row
 
@@ -42,12 +42,15 @@ _REASONS = {
 }
 
 Pairs = Iterator[tuple[str, str]]
-"""A line of a table: texts with the headings that they stand under."""
+"""The cells of one table row: pairs of a heading and a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a page: figures, and a table, which `folded` ones hide at first."""
+    """A section of the page, with figures and a table.
+
+    A folded section is closed at first.
+    """
 
     title: str
     table: Table | None = None
@@ -55,27 +58,40 @@ class Section:
     folded: bool = False
 
 
-def _facts(block: Row, before: str = "") -> Pairs:
-    """Settings as names and texts, what is inside another under both names."""
+def _flatten_settings(block: Row, before: str = "") -> Pairs:
+    """Yield the names and the values of all settings as text.
+
+    Nested settings get the names of both levels.
+    """
     for name, value in block.items():
         if isinstance(value, dict):
-            yield from _facts(value, f"{before}{name}: ")
+            yield from _flatten_settings(value, f"{before}{name}: ")
         else:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             yield f"{before}{name}", text
 
 
 def require_reportable() -> None:
-    """Raise before a run starts if its page could not be made when it ends."""
+    """Check that a page can be made, before a long run starts.
+
+    Raises:
+        MissingDependencyError: jinja2 or matplotlib is not installed.
+    """
     if importlib.util.find_spec("jinja2") is None:
         raise missing_package("report: writing a page", "jinja2")
     require_drawable()
 
 
 def write_report(results: Results, folder: str) -> Path:
-    """Write page, cells and methods of a run into a folder, each whole or not; the page's path."""
+    """Write the page, the table of cells and the table of methods into a folder.
+
+    Each file is written completely or not at all. Returns the path of the page.
+
+    Raises:
+        OutputError: the folder or a file cannot be written.
+    """
     target = Path(folder)
-    page, cells, methods = as_page(results), as_csv(results), as_markdown(results)
+    page, cells, methods = render_page(results), render_csv(results), render_markdown(results)
     with naming(target):
         target.mkdir(parents=True, exist_ok=True)
     for name, text in (("index.html", page), ("results.csv", cells), ("results.md", methods)):
@@ -84,13 +100,13 @@ def write_report(results: Results, folder: str) -> Path:
 
 
 def method_table(results: Results) -> Table:
-    """A row per method: its score in every column, their mean with its interval, what it cost.
+    """Return a table with the scores and the costs of each method.
 
-    Where the full cache ran too, the differences from it come after the mean: the relative one,
-    and the one of the scores with its interval. Where the loss of the references was taken, its
-    mean follows, with its interval and its difference from the full cache. Scores are times 100, or
-    say why there is none; those that a paper gives for the model come last. The best of the
-    measured scores of each column are bold.
+    If the full cache ran too, the differences from it follow the mean: the relative difference, and
+    the difference of the scores with its interval. If the loss of the references was measured, its
+    mean follows with its interval and its difference from the full cache. Scores are multiplied by
+    100; a missing score shows the reason. Scores that a paper published for the model come last.
+    The best measured score of each column is bold.
     """
     task, axis, rows = results.task, results.task.axes[0], results.rows
     columns, lines = axis_values(rows, axis), score_lines(rows, axis)
@@ -109,52 +125,57 @@ def method_table(results: Results) -> Table:
         yield "95 %", IN_PERCENT.interval(line.interval) if line.intervals else "-"
         if differences:
             yield "vs full", f"{100 * relative[place]:+.1f} %" if place in relative else "-"
-            yield "difference", shown_difference(differences.get(place))
+            yield "difference", format_difference(differences.get(place))
         if has_loss:
-            yield from _shown_loss(line.loss, line.loss_interval)
+            yield from _loss_cells(line.loss, line.loss_interval)
         if losses:
-            yield "loss difference", shown_difference(losses.get(place), "loss")
-        yield "cache", shown_bytes(line.held_bytes)
+            yield "loss difference", format_difference(losses.get(place), "loss")
+        yield "cache", format_optional_bytes(line.held_bytes)
         yield "ms/token", "-" if line.token_ms is None else f"{line.token_ms:.0f}"
 
     return Table(
         title=f"{task.name}: {task.metric} by {axis}",
         caption=f"95 %: interval of the mean, {METHOD}{_OF_LOSS if has_loss else ''}"
-        f"{_left_whole(rows)}",
+        f"{_describe_unpruned(rows)}",
         left=2,
-        bold=_best(lines, columns),
-        **_paired(map(shown, [*lines, *_published(results, columns)])),
+        bold=_find_best(lines, columns),
+        **_split_pairs(map(shown, [*lines, *_published_lines(results, columns)])),
     )
 
 
-def _paired(lines: Iterable[Pairs]) -> dict[str, Any]:
-    """Headings and rows of lines that say both."""
-    made = [list(line) for line in lines]
-    headings = tuple(heading for heading, _ in made[0]) if made else ()
-    return {"headings": headings, "rows": [tuple(text for _, text in line) for line in made]}
+def _split_pairs(lines: Iterable[Pairs]) -> dict[str, Any]:
+    """Split pairs of headings and texts into the headings and the rows of a table."""
+    rows = [list(line) for line in lines]
+    headings = tuple(heading for heading, _ in rows[0]) if rows else ()
+    return {"headings": headings, "rows": [tuple(text for _, text in line) for line in rows]}
 
 
 def has_losses(results: Results) -> bool:
+    """Return whether the loss of the references was measured."""
     return any("loss" in row for row in results.rows)
 
 
-def _left_whole(rows: Sequence[Row]) -> str:
-    """Of which methods some prompts were as short as the budget, so that nothing was dropped."""
-    asked, whole = Counter[str](), Counter[str]()
+def _describe_unpruned(rows: Sequence[Row]) -> str:
+    """Return a note about methods that did not compress all of the prompts.
+
+    Their other prompts were not longer than the budget.
+    """
+    prompts, unpruned = Counter[str](), Counter[str]()
     for row in rows:
-        if row["policy"]["name"] != FullCache.name and "compressed" in row:  # as in later releases
-            asked[row["method"]] += row["samples"]
-            whole[row["method"]] += row["samples"] - row["compressed"]
+        # Rows of early releases do not say how many prompts were compressed.
+        if row["policy"]["name"] != FullCache.name and "compressed" in row:
+            prompts[row["method"]] += row["samples"]
+            unpruned[row["method"]] += row["samples"] - row["compressed"]
     return "".join(
-        f"; {name}: nothing was dropped of {n:,} of {asked[name]:,} prompts"
-        for name, n in whole.items()
+        f"; {name}: nothing was dropped of {n:,} of {prompts[name]:,} prompts"
+        for name, n in unpruned.items()
         if n
     )
 
 
-def _published(results: Results, columns: Sequence[Any]) -> list[ScoreLine]:
-    """What a paper gives for the model in the columns of the run."""
-    given = results.task.published(results.run["model"]["name"])
+def _published_lines(results: Results, columns: Sequence[Any]) -> list[ScoreLine]:
+    """Return the scores that a paper published for the model in the columns of the run."""
+    published = results.task.published(results.run["model"]["name"])
     return [
         ScoreLine(
             method=f"paper: {method}",
@@ -163,14 +184,18 @@ def _published(results: Results, columns: Sequence[Any]) -> list[ScoreLine]:
             intervals={},
             reasons={},
         )
-        for method, scores in given.items()
+        for method, scores in published.items()
     ]
 
 
-def _best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple[int, int]]:
-    """Where a table has the highest of each column; all that look alike.
+def _find_best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple[int, int]]:
+    """Find the cells with the best score in each column.
 
-    A mean over fewer columns than another's is not compared with it.
+    Cells with equal texts all count. A mean over fewer columns is not compared with a mean over all
+    of them.
+
+    Returns:
+        (row, column) of each cell.
     """
     most = max((len(line.scores) for line in lines), default=0)
     values = [
@@ -178,49 +203,50 @@ def _best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple
         + [line.mean if len(line.scores) == most else None]
         for line in lines
     ]
-    found = set()
+    places = set()
     for place, column in enumerate(zip(*values, strict=True), 2):
         highest = max((score for score in column if score is not None), default=None)
-        found |= {
+        places |= {
             (row, place)
             for row, score in enumerate(column)
             if score is not None and IN_PERCENT.text(score) == IN_PERCENT.text(highest)
         }
-    return frozenset(found)
+    return frozenset(places)
 
 
-def _shown_loss(loss: float | None, interval: Sequence[float] | None) -> Pairs:
+def _loss_cells(loss: float | None, interval: Sequence[float] | None) -> Pairs:
     yield "loss", IN_NATS.text(loss)
     yield "loss 95 %", "-" if loss is None else IN_NATS.interval(interval)
 
 
 def cell_table(results: Results) -> list[Row]:
-    """A row per method, question and cell, numbers as they were measured."""
+    """Return one row per method, question and cell, with numbers as they were measured."""
     model, more = results.run["model"]["name"], has_losses(results)
     return [
         {"task": row["task"], "metric": row["metric"], "model": model}
         | {"method": row["method"], "question": row["question"], **row["cell"]}
         | {"status": row["status"], "failed": sum(row["failed"].values())}
         | {name: row[name] for name in _NUMBERS}
-        | _ends("score", row["interval"])
-        | _difference("difference", row["difference"], "score")
-        | ({"loss": row["loss"]} | _ends("loss", row["loss_interval"]) if more else {})
-        | (_difference("loss_difference", row["loss_difference"], "loss") if more else {})
+        | _interval_fields("score", row["interval"])
+        | _difference_fields("difference", row["difference"], "score")
+        | ({"loss": row["loss"]} | _interval_fields("loss", row["loss_interval"]) if more else {})
+        | (_difference_fields("loss_difference", row["loss_difference"], "loss") if more else {})
         for row in results.rows
     ]
 
 
-def _difference(name: str, found: Row | None, of: str) -> Row:
-    given = found or {of: None, "interval": None}
-    return {name: given[of]} | _ends(name, given["interval"])
+def _difference_fields(name: str, measured: Row | None, of: str) -> Row:
+    difference = measured or {of: None, "interval": None}
+    return {name: difference[of]} | _interval_fields(name, difference["interval"])
 
 
-def _ends(name: str, interval: Sequence[float] | None) -> Row:
+def _interval_fields(name: str, interval: Sequence[float] | None) -> Row:
     low, high = interval or (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
 
 
-def as_csv(results: Results) -> str:
+def render_csv(results: Results) -> str:
+    """Return the results of all cells in CSV format."""
     rows = cell_table(results)
     target = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -230,15 +256,16 @@ def as_csv(results: Results) -> str:
     return target.getvalue()
 
 
-def as_markdown(results: Results) -> str:
+def render_markdown(results: Results) -> str:
+    """Return the table of methods in Markdown format."""
     table = method_table(results)
-    model = escaped(results.run["model"]["name"])
-    parts = (f"# {escaped(table.title)}", f"Model: {model}", table.as_markdown())
-    return "\n\n".join((*parts, escaped(table.caption))) + "\n"
+    model = escape_markdown(results.run["model"]["name"])
+    parts = (f"# {escape_markdown(table.title)}", f"Model: {model}", table.as_markdown())
+    return "\n\n".join((*parts, escape_markdown(table.caption))) + "\n"
 
 
-def as_page(results: Results) -> str:
-    """One file without links to others."""
+def render_page(results: Results) -> str:
+    """Return the page as a single HTML document without links to other files."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     task, methods = results.task, method_table(results)
@@ -248,10 +275,10 @@ def as_page(results: Results) -> str:
         f"score. {methods.caption}"
     )
     failures = _failures(results)
-    facts = list(_facts(results.run | policies))
+    facts = list(_flatten_settings(results.run | policies))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,  # everything that is not markup
+        autoescape=True,  # texts of the user are no markup
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -289,10 +316,10 @@ def _pictures(results: Results) -> Iterator[dict[str, str]]:
         "loss": "loss of the reference",
     }
     for name, figure in figures.draw(results).items():
-        data = base64.b64encode(encoded(figure, ".svg")).decode()
+        data = base64.b64encode(encode_figure(figure, ".svg")).decode()
         yield {
             "title": titles[name],
-            "alt": f"{titles[name]} of every method. Means: {means}.",  # for who does not see it
+            "alt": f"{titles[name]} of every method. Means: {means}.",  # for screen readers
             "source": f"data:image/svg+xml;base64,{data}",
         }
 
@@ -310,14 +337,14 @@ def _cells(results: Results) -> Table:
         is_scored = row["score"] is not None
         yield "score", IN_PERCENT.text(row["score"]) if is_scored else row["status"]
         yield "95 %", IN_PERCENT.interval(row["interval"]) if is_scored else "-"
-        yield "difference", shown_difference(row["difference"])
+        yield "difference", format_difference(row["difference"])
         if has_loss:
-            yield from _shown_loss(row["loss"], row["loss_interval"])
-            yield "loss difference", shown_difference(row["loss_difference"], "loss")
+            yield from _loss_cells(row["loss"], row["loss_interval"])
+            yield "loss difference", format_difference(row["loss_difference"], "loss")
         yield "samples", str(row["samples"])
         yield "prompt tokens", counted(row["prompt_tokens"])
         yield "kept tokens", counted(row["kept_tokens"])
-        yield "cache", shown_bytes(row["held_bytes"])
+        yield "cache", format_optional_bytes(row["held_bytes"])
         yield "first token", f"{counted(row['first_token_ms'])} ms"
         yield "ms/token", counted(row["token_ms"])
 
@@ -325,20 +352,20 @@ def _cells(results: Results) -> Table:
         caption="Means over the samples of a cell, with their intervals; differences are from the "
         "full cache; times are medians",
         left=2,
-        **_paired(map(shown, results.rows)),
+        **_split_pairs(map(shown, results.rows)),
     )
 
 
 def _failures(results: Results) -> Table:
-    """By method, question and reason: how many samples have no answer, and in which columns."""
+    """Count the samples without an answer by method, question and reason, with their columns."""
     axis = results.task.axes[0]
-    found: dict[tuple[str, str, str], Counter[Any]] = {}
+    counts: dict[tuple[str, str, str], Counter[Any]] = {}
     for row in results.rows:
         for reason, count in row["failed"].items():
-            columns = found.setdefault((row["method"], row["question"], reason), Counter())
+            columns = counts.setdefault((row["method"], row["question"], reason), Counter())
             columns[row["cell"][axis]] += count
     rows = []
-    for (method, question, reason), columns in found.items():
+    for (method, question, reason), columns in counts.items():
         why = f"{reason}: {_REASONS[reason]}" if reason in _REASONS else reason
         where = f"{axis} {', '.join(map(str, columns))}"
         rows.append((method, question, why, str(columns.total()), where))

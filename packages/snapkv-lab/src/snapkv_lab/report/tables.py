@@ -1,4 +1,4 @@
-"""Tables of texts, for a terminal, a page or Markdown, and how numbers stand in them."""
+"""Tables of text for a terminal, a page or Markdown, and how numbers are written in them."""
 
 import html
 import string
@@ -7,13 +7,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from snapkv.validation import format_bytes
-from snapkv_lab.evaluate.intervals import Measure, is_seen
+from snapkv_lab.evaluate.intervals import Measure, excludes_zero
 from snapkv_lab.rows import Row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of texts; the first `left` columns are words, the others numbers; `bold` are places."""
+    """A table of text cells.
+
+    Attributes:
+        title: a line above the table.
+        headings: one text per column.
+        rows: one text per column for every row.
+        caption: a line below the table.
+        left: how many first columns hold words and are left-aligned; the others hold numbers.
+        bold: (row, column) of the cells that are shown in bold.
+    """
 
     title: str = ""
     headings: Sequence[str]
@@ -23,34 +32,48 @@ class Table:
     bold: frozenset[tuple[int, int]] = frozenset()
 
     def as_markdown(self) -> str:
+        """Return the table in Markdown format, without the title and the caption."""
         lines = []
         for row, texts in enumerate(self.rows):
             marks = ["**" if (row, column) in self.bold else "" for column in range(len(texts))]
-            lines.append([m + escaped(text) + m for m, text in zip(marks, texts, strict=True)])
-        return markdown_table([*map(escaped, self.headings)], lines, self.left)
+            lines.append(
+                [m + escape_markdown(text) + m for m, text in zip(marks, texts, strict=True)]
+            )
+        return markdown_table([*map(escape_markdown, self.headings)], lines, self.left)
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Cells as they are; the first `left` columns are left-aligned, numbers stand on the right."""
+    """Return a Markdown table with the given headings and rows.
+
+    The cells are already Markdown. The first `left` columns are left-aligned, and the others are
+    right-aligned.
+    """
     rule = ["---"] * left + ["---:"] * (len(headings) - left)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rule, *rows])
 
 
-def escaped(text: str) -> str:
-    """Text that Markdown takes for nothing else."""
+def escape_markdown(text: str) -> str:
+    """Escape all special characters in the text, so that Markdown shows it unchanged.
+
+    The text becomes one line.
+    """
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")
 
 
 # Tables of rows.
 
 Cell = str | Callable[[Any], str]
-"""A pattern that a row fills, such as "{ms[p50]:.1f}", or a function of the row."""
+"""Makes the text of a cell: a pattern such as "{ms[p50]:.1f}", which is filled with the fields of a
+row, or a function of the row.
+"""
 
 
 class _Patterns(string.Formatter):
-    """Patterns over rows. None is an empty cell; three formats more than Python's.
+    """A formatter that fills a pattern with the values of a row.
 
-    `bytes`; `seconds|.2f` of milliseconds; `spread|.3f`, a median with 20th and 80th percentile.
+    A field that is None gives an empty text. Three formats are added to Python's: `bytes` writes
+    bytes with a unit, `seconds|.2f` writes milliseconds as seconds, and `spread|.3f` writes a
+    median with its 20th and 80th percentile.
     """
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -67,14 +90,17 @@ class _Patterns(string.Formatter):
         return str(super().format_field(value, format_spec))
 
 
-def cell(pattern: Cell, row: Any) -> str:
+def format_cell(pattern: Cell, row: Any) -> str:
+    """Return the text of a table cell for the given row."""
     return pattern(row) if callable(pattern) else _Patterns().vformat(pattern, (), row)
 
 
 class Pivot(NamedTuple):
-    """A line for each value of `line`, a column for each of `heading`, as they come in the rows.
+    """A description of a table whose columns depend on the values in the rows.
 
-    Where several rows have the same place the last one counts; where none does, there is `empty`.
+    There is one line per `line` and one column per `heading`. If several rows have the same line
+    and heading, the last one is shown. A cell without a row shows `empty`. `first` is the heading
+    of the first column.
     """
 
     first: str
@@ -84,20 +110,23 @@ class Pivot(NamedTuple):
     empty: str = "-"
 
 
-def tabled(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str:
+def render_rows(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str:
+    """Return a Markdown table of the given rows and columns."""
     if isinstance(columns, Pivot):
-        return _pivoted(list(rows), columns)
+        return _render_pivot(list(rows), columns)
     return markdown_table(
-        list(columns), [[cell(each, row) for each in columns.values()] for row in rows]
+        list(columns), [[format_cell(each, row) for each in columns.values()] for row in rows]
     )
 
 
-def _pivoted(rows: Sequence[Row], by: Pivot) -> str:
-    found: dict[str, dict[str, str]] = {}
+def _render_pivot(rows: Sequence[Row], by: Pivot) -> str:
+    cells: dict[str, dict[str, str]] = {}
     for row in rows:
-        found.setdefault(cell(by.line, row), {})[cell(by.heading, row)] = cell(by.of, row)
-    headings = list(dict.fromkeys(cell(by.heading, row) for row in rows))
-    lines = ([name, *(own.get(each, by.empty) for each in headings)] for name, own in found.items())
+        cells.setdefault(format_cell(by.line, row), {})[format_cell(by.heading, row)] = format_cell(
+            by.of, row
+        )
+    headings = list(dict.fromkeys(format_cell(by.heading, row) for row in rows))
+    lines = ([name, *(own.get(each, by.empty) for each in headings)] for name, own in cells.items())
     return markdown_table([by.first, *headings], lines)
 
 
@@ -105,17 +134,20 @@ def _pivoted(rows: Sequence[Row], by: Pivot) -> str:
 
 
 class Scale(NamedTuple):
-    """How numbers of a table are written: times what, and with how many digits."""
+    """The scale and the number of digits with which numbers are shown in a table."""
 
     times: int
     digits: int
 
     def text(self, number: float | None, sign: str = "") -> str:
-        """A number, with its sign where that is "+"; a dash for none."""
+        """Return the number as text, or a dash if there is none.
+
+        It has a plus sign if `sign` is "+".
+        """
         return "-" if number is None else f"{self.times * number:{sign}z.{self.digits}f}"
 
     def interval(self, ends: Sequence[float] | None) -> str:
-        """An interval, or why there is none, or none with a width."""
+        """Return the interval as text, or the reason why there is none."""
         if ends is None:
             return "one sample"
         if ends[0] == ends[1]:
@@ -124,17 +156,25 @@ class Scale(NamedTuple):
 
 
 IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
-"""How scores are written, and losses."""
+"""The scales for scores and for losses."""
 
 
-def shown_difference(difference: Row | None, of: Measure = "score") -> str:
-    """A difference with its interval, and whether none is seen; a dash for None."""
+def format_difference(difference: Row | None, of: Measure = "score") -> str:
+    """Return the difference and its confidence interval as text.
+
+    A note says if the interval contains zero. The text is a dash if there is no difference.
+    """
     if difference is None:
         return "-"
     scale = IN_PERCENT if of == "score" else IN_NATS
-    seen = "" if difference["interval"] is None or is_seen(difference) else ", no difference seen"
+    seen = (
+        ""
+        if difference["interval"] is None or excludes_zero(difference)
+        else ", no difference seen"
+    )
     return f"{scale.text(difference[of], '+')} ({scale.interval(difference['interval'])}){seen}"
 
 
-def shown_bytes(count: float | None) -> str:
+def format_optional_bytes(count: float | None) -> str:
+    """Return the number of bytes as text, or a dash if there is none."""
     return "-" if count is None else format_bytes(round(count))

@@ -10,4 +10,4 @@ from snapkv_lab.study.sensitivity import Sensitivity as Sensitivity
 
 _ALL = (HitRate, Overlap, Instructions, Position, Sensitivity, FitGate)
 STUDIES: dict[str, type[Study]] = {study.name: study for study in _ALL}
-"""Every study by the name it has on the command line."""
+"""Every study by its name on the command line."""

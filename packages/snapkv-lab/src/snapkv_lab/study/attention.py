@@ -1,4 +1,6 @@
-"""Studies that read documents, have questions answered, and look at what each layer attends to."""
+"""Studies that read documents, ask questions about them, and look at the attention of each
+layer.
+"""
 
 import itertools
 from abc import abstractmethod
@@ -9,16 +11,23 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.validation import require_at_least
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.drawing import Panel, curves
+from snapkv_lab.drawing import Panel, draw_curves
 from snapkv_lab.evaluate.sample import Sample, Template, data_hash
-from snapkv_lab.evaluate.store import Progress, Store, key
+from snapkv_lab.evaluate.store import Progress, Store, key_fields
 from snapkv_lab.report.tables import Table
-from snapkv_lab.rows import Row, grouped, of
-from snapkv_lab.study.base import Findings, Study, mean_rows, named, over_layers, weighted
-from snapkv_lab.study.material import LEAST_TOKENS, QUESTIONS, cut, long_texts
+from snapkv_lab.rows import Row, group_rows, select_rows
+from snapkv_lab.study.base import (
+    Findings,
+    Study,
+    format_range_over_layers,
+    format_weighted_mean,
+    group_by_label,
+    mean_rows,
+)
+from snapkv_lab.study.material import LEAST_TOKENS, QUESTIONS, cut_documents, load_long_texts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,12 +36,15 @@ if TYPE_CHECKING:
     from snapkv_app.models import LoadedModel
 
 
-Measured = dict[tuple[str, int], dict[str, float | None]]
-"""Numbers of a layer, by what they are of and the number of a window."""
+LayerNumbers = dict[tuple[str, int], dict[str, float | None]]
+"""The numbers of one layer, by two keys: the kind of the rows, and the number of a window."""
 
 
 class Reading(NamedTuple):
-    """A prompt and what was answered to it; ids are (1, T + answer), the prompt first."""
+    """The token ids of a prompt and its answer, with the text of the answer.
+
+    The ids are (1, T + answer), the prompt first.
+    """
 
     ids: "Tensor"
     prompt_tokens: int
@@ -40,9 +52,11 @@ class Reading(NamedTuple):
 
     @property
     def tokens(self) -> int:
+        """The total number of tokens in the prompt and the answer."""
         return int(self.ids.shape[1])
 
     def describe(self) -> Row:
+        """Return a description of the prompt and its answer, ready for JSON."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "answer_tokens": self.tokens - self.prompt_tokens,
@@ -50,7 +64,12 @@ class Reading(NamedTuple):
         }
 
 
-def read(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
+def read_sample(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
+    """Generate the answer to a sample with the full cache.
+
+    Raises:
+        PromptTooLongError: the model has too few positions.
+    """
     from snapkv.hf.cache import CompressedCache
     from snapkv.policies import FullCache
     from snapkv_app.answering import continue_ids, prompt_ids
@@ -63,7 +82,10 @@ def read(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
 
 
 class ReadingStep(NamedTuple):
-    """One step: what is read of a document, and what tells it from other parts with it."""
+    """A step of the study, in which questions about a document are answered.
+
+    `variant` distinguishes it from other steps about the same document.
+    """
 
     name: str
     variant: str
@@ -72,7 +94,7 @@ class ReadingStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingStudy(Study):
-    """A study that reads long documents, has questions answered, and looks at every layer.
+    """A study that reads long documents, asks questions about them, and looks at every layer.
 
     Args:
         documents: files, one document each; by default essays or Python's documentation.
@@ -82,18 +104,18 @@ class ReadingStudy(Study):
             positions are too short.
         temperature: of the answers; 0 is greedy decoding, with which small models repeat
             themselves.
-        seed: of the answers.
+        seed: random seed of the answers.
         template: tokenizer for the model's chat template, if any; none for plain text.
     """
 
     by: ClassVar[tuple[str, ...]]
-    """What tells a row from others."""
+    """The fields that distinguish a row from others."""
 
     numbers: ClassVar[tuple[str, ...]]
-    """What a row says; averaged over documents, None left out."""
+    """The numbers of a row, which are averaged over documents; None is left out."""
 
-    parted: ClassVar[tuple[str, str]]
-    """What tells the rows of one layer apart."""
+    row_keys: ClassVar[tuple[str, str]]
+    """The two fields that distinguish the rows of one layer."""
 
     documents: tuple[str, ...] = ()
     samples: int = 3
@@ -104,63 +126,87 @@ class ReadingStudy(Study):
     template: Template = "tokenizer"
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small, or there is no question, or an empty one.
+        """
         require_at_least("samples", self.samples, 1)
         require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
         if not self.questions or not all(question.strip() for question in self.questions):
-            raise InvalidArgumentError(
-                "question: expected at least one question and no empty one, got "
-                f"{list(self.questions)}; ask one"
-            )
+            problem = f"expected at least one question and no empty one, got {list(self.questions)}"
+            raise wrong("question", problem, "Ask a question")
 
     @property
     @abstractmethod
     def answer_tokens(self) -> int:
-        """Tokens of every answer, whether or not the model would have ended it."""
+        """The number of tokens in each answer."""
 
-    def look(
-        self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
+    def measure_step(
+        self, loaded: "LoadedModel", step: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
-        """Rows of one part, with the keys of `by` and `numbers`: those of every layer."""
+        """Return the rows of a single step, with one or more rows for each layer.
+
+        The rows have the fields of `by` and `numbers`.
+        """
         from snapkv_app.observing import observed
 
         (reading,) = readings
-        measured = partial(self.measured, prompt_tokens=reading.prompt_tokens)
+        measured = partial(self.measure_layer, prompt_tokens=reading.prompt_tokens)
         seen = observed(loaded, reading.ids, self.query_tokens, measured)
         return [
-            dict(zip(self.parted, key, strict=True)) | {"layer": layer} | numbers
+            dict(zip(self.row_keys, key, strict=True)) | {"layer": layer} | numbers
             for layer, rows in seen.items()
             for key, numbers in rows.items()
         ]
 
     @property
     def query_tokens(self) -> int:
-        """How many of the last queries of prompt and answer are looked at."""
+        """The number of queries at the end of the text whose attention is measured.
+
+        Raises:
+            NotImplementedError: the study looks at its readings in another way.
+        """
         raise NotImplementedError
 
-    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> Measured:
-        """Numbers of one layer, its states those of prompt and answer, by the keys `parted`."""
+    def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
+        """Measure the attention in one layer of the model.
+
+        Args:
+            layer: the layer with the states of prompt and answer.
+            prompt_tokens: the length of the prompt.
+
+        Returns:
+            The numbers by the two fields of `row_keys`.
+
+        Raises:
+            NotImplementedError: the study looks at its readings in another way.
+        """
         raise NotImplementedError
 
-    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
-        """What is read of named documents: one question about each, in turns."""
+    def steps(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
+        """Yield a step for each document. The questions are asked in turn."""
         for number, (name, text) in enumerate(texts):
             question = self.questions[number % len(self.questions)]
             yield ReadingStep(name, "last", (self.sample(name, text, question),))
 
     def sample(self, name: str, document: str, question: str, *, first: bool = False) -> Sample:
-        """A question after a document, or in front of it."""
+        """Return a sample with a question about the document.
+
+        The question follows the document, or comes before it if `first`.
+        """
         settings = GenerationSettings(
             max_new_tokens=self.answer_tokens,
             min_new_tokens=self.answer_tokens,
             temperature=self.temperature,
             seed=self.seed,
         )
-        before, behind = (f"{question}\n\n", "") if first else ("", f"\n\n{question}")
+        before, after = (f"{question}\n\n", "") if first else ("", f"\n\n{question}")
         return Sample(
             name=name,
             cell={},
             context=before + document,
-            question=behind,
+            question=after,
             plain_question="\n\nAnswer:" if first else f"\n\nQuestion: {question}\nAnswer:",
             references=(),
             settings=settings,
@@ -169,63 +215,76 @@ class ReadingStudy(Study):
     def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Read what is missing in the folder, and conclude from the means over all documents."""
-        texts, warnings = long_texts(self.documents, count=self.samples)
-        study, parts, notices = self._fitted(loaded, texts)
-        samples = [sample for part in parts for sample in part.samples]
+        """Run all steps that have not been run yet, and return the results.
+
+        Raises:
+            InvalidArgumentError: the folder holds another run, or a document is too short.
+            OutputError: a record cannot be written; the records before it are in the folder.
+            PromptTooLongError: the model has too few positions.
+        """
+        texts, warnings = load_long_texts(self.documents, count=self.samples)
+        study, steps, notices = self._fit_documents(loaded, texts)
+        samples = [sample for step in steps for sample in step.samples]
         block = self.settings(loaded) | {"samples": len(samples), "data": data_hash(samples)}
         if notices:
             block |= {"document_tokens_read": study.document_tokens, "notices": list(notices)}
-        tell = on_progress or (lambda *_: None)
+        keys = [(step.name, self.name, step.variant) for step in steps]
         with Store(folder, block) as store:
-            for place, part in enumerate(parts):
-                tell(f"{part.name}, {part.variant}", place, len(parts))
-                about = {"sample": part.name, "method": self.name, "question": part.variant}
-                if key(about) not in store:
-                    store.add(about | study._record(loaded, part))
-            tell("done", len(parts), len(parts))
-            found = (row for record in store.records for row in record["rows"])
-            rows = mean_rows(found, self.by, self.numbers)
+            records = (
+                key_fields(key) | study._record(loaded, step)
+                for key, step in zip(keys, steps, strict=True)
+                if key not in store
+            )
+            store.complete(keys, records, on_progress)
+            step_rows = (row for record in store.records for row in record["rows"])
+            rows = mean_rows(step_rows, self.by, self.numbers)
             return Findings.of(store, rows, warnings=warnings, notices=notices)
 
-    def _fitted(
+    def _fit_documents(
         self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
     ) -> tuple["ReadingStudy", list[ReadingStep], tuple[str, ...]]:
-        """The study with documents as long as they and the model allow; its parts; what to say."""
+        """Cut the documents to a length that the model supports.
+
+        Returns:
+            The study with the new length, its steps, and a notice if the length was changed.
+        """
         study, why = self, ""
-        while True:  # a text that was cut can have a token more than it was cut to
-            found = cut(loaded.tokenizer, documents, study.document_tokens)
-            if found.tokens < study.document_tokens:
-                why = f"{found.shortest} has no more"
-                study = replace(study, document_tokens=found.tokens)
-            parts = list(study.parts(found.texts))
-            excess = study._excess_tokens(loaded, parts)
+        while True:  # a text can have one more token after it was cut and tokenized again
+            cut = cut_documents(loaded.tokenizer, documents, study.document_tokens)
+            if cut.tokens < study.document_tokens:
+                why = f"{cut.shortest} has no more"
+                study = replace(study, document_tokens=cut.tokens)
+            steps = list(study.steps(cut.texts))
+            excess = study._excess_tokens(loaded, steps)
             if excess <= 0 or study.document_tokens - excess < LEAST_TOKENS:
-                tokens = f"{found.tokens:,} tokens instead of {self.document_tokens:,}"
-                said = (f"documents are cut to {tokens}: {why}",) if why else ()
-                return study, parts, said  # what does not fit is refused when it is read
+                tokens = f"{cut.tokens:,} tokens instead of {self.document_tokens:,}"
+                notices = (f"documents are cut to {tokens}: {why}",) if why else ()
+                return study, steps, notices  # a document that does not fit is refused later
             why = f"the model has {loaded.max_tokens:,} positions for prompt and answer"
             study = replace(study, document_tokens=study.document_tokens - excess)
 
-    def _excess_tokens(self, loaded: "LoadedModel", parts: Sequence[ReadingStep]) -> int:
-        """How many tokens the longest prompt and its answer have more than the model positions."""
+    def _excess_tokens(self, loaded: "LoadedModel", steps: Sequence[ReadingStep]) -> int:
+        """Return the number of tokens by which the longest prompt exceeds the limit of the model.
+
+        Prompt and answer are counted together.
+        """
         if loaded.max_tokens is None:
             return 0
-        samples = (sample for part in parts for sample in part.samples)
+        samples = (sample for step in steps for sample in step.samples)
         prompts = (each.prompt(loaded.tokenizer, self.template, "visible") for each in samples)
         longest = max(int(each.token_ids(loaded.tokenizer).shape[1]) for each in prompts)
         return longest + self.answer_tokens - loaded.max_tokens
 
-    def _record(self, loaded: "LoadedModel", part: ReadingStep) -> Row:
-        readings = [read(loaded, sample, self.template) for sample in part.samples]
+    def _record(self, loaded: "LoadedModel", step: ReadingStep) -> Row:
+        readings = [read_sample(loaded, sample, self.template) for sample in step.samples]
         return {
             "readings": [reading.describe() for reading in readings],
-            "rows": self.look(loaded, part, readings),
+            "rows": self.measure_step(loaded, step, readings),
         }
 
 
 SELECTIONS = ("vote", "sinks and recent")
-"""The window's vote, and as many first and last positions, chosen without a vote."""
+"""The selection of the window's vote, and as many first and last positions without a vote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,10 +293,10 @@ class HitRate(ReadingStudy):
 
     The last tokens of the prompt vote, and each query head keeps the best part of the prefix. A
     position of the prefix is important to a generated token and a head if its attention is above
-    the threshold; the hit rate is the part of the important positions that was
-    kept. The sums of Eq. 8 are over the heads of a layer and the tokens of a generation window.
-    The table also has the rate without the attention sinks (first tokens), and both rates for a
-    selection of the first and the last tokens of the prefix.
+    the threshold. The hit rate is the share of the important positions that was kept. The sums of
+    Eq. 8 are over the heads of a layer and the tokens of a generation window. The table also shows
+    the rate without the attention sinks (the first tokens), and both rates for a selection of the
+    first and the last tokens of the prefix.
 
     Args:
         keep_ratio: the part of the prefix that is kept, p in the paper.
@@ -253,7 +312,7 @@ class HitRate(ReadingStudy):
     name: ClassVar[str] = "hit-rate"
     compared: ClassVar[str] = "window"
     by: ClassVar[tuple[str, ...]] = ("selection", "window", "layer")
-    parted: ClassVar[tuple[str, str]] = ("selection", "window")
+    row_keys: ClassVar[tuple[str, str]] = ("selection", "window")
     numbers: ClassVar[tuple[str, ...]] = (
         "hit_rate",
         "hit_rate_beyond_sinks",
@@ -271,20 +330,25 @@ class HitRate(ReadingStudy):
     generation_tokens: int = 128
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is out of range, or too few positions are kept.
+        """
         super().__post_init__()
         for name in ("generation_windows", "generation_tokens"):
             require_at_least(name, getattr(self, name), 1)
         require_at_least("sink_tokens", self.sink_tokens, 0)
         if not 0 < self.threshold < 1:
-            raise InvalidArgumentError(
-                f"threshold: expected attention between 0 and 1, got {self.threshold}; pass 0.05"
-            )
-        self._vote()
+            problem = f"expected attention between 0 and 1, got {self.threshold}"
+            raise wrong("threshold", problem, "Pass 0.05")
+        self._voting_policy()
         if int(self.keep_ratio * (self.document_tokens - self.window_size)) <= self.sink_tokens:
-            raise InvalidArgumentError(
-                f"keep_ratio: expected to keep more than sink_tokens={self.sink_tokens} positions "
-                f"of a document of {self.document_tokens} tokens, got {self.keep_ratio}; raise "
-                "keep_ratio or document_tokens"
+            raise wrong(
+                "keep_ratio",
+                f"{self.keep_ratio} of a document of {self.document_tokens} tokens keeps no more "
+                f"than sink_tokens={self.sink_tokens} positions",
+                "Raise keep_ratio or document_tokens",
             )
 
     @property
@@ -295,12 +359,15 @@ class HitRate(ReadingStudy):
     def query_tokens(self) -> int:
         return self.window_size + self.answer_tokens
 
-    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> Measured:
-        """Hit rates in one layer, by selection and window of the answer, which count from 1."""
+    def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
+        """Return the hit rates in one layer of the model.
+
+        They are by selection and window; windows count from 1.
+        """
         from snapkv_lab.study.measures import important_and_hit
 
-        masks = self._selected(layer, prompt_tokens)
-        rows: Measured = {}
+        masks = self._select_positions(layer, prompt_tokens)
+        rows: LayerNumbers = {}
         for window in range(self.generation_windows):
             start = prompt_tokens + window * self.generation_tokens
             span = {"start": start, "stop": start + self.generation_tokens}
@@ -309,25 +376,31 @@ class HitRate(ReadingStudy):
             for selection, own in zip(SELECTIONS, hit, strict=True):
                 numbers = rows[selection, window + 1] = {}
                 for beyond, first in (("", 0), ("_beyond_sinks", self.sink_tokens)):
-                    numbers[f"hit_rate{beyond}"] = _rate(own[first:], important[first:])
+                    numbers[f"hit_rate{beyond}"] = _hit_rate(own[first:], important[first:])
                     numbers[f"important{beyond}"] = int(important[first:].sum()) / queries
         return rows
 
-    def _selected(self, layer: "PromptLayer", prompt_tokens: int) -> "Tensor":
-        """(2, Hq, prefix) bool: what each of `SELECTIONS` keeps of the prefix."""
+    def _select_positions(self, layer: "PromptLayer", prompt_tokens: int) -> "Tensor":
+        """Return the positions in the prefix that are kept by each selection.
+
+        Returns:
+            (2, Hq, prefix) bool, in the order of `SELECTIONS`.
+        """
         import torch
 
-        from snapkv_lab.study.measures import between, selected
+        from snapkv_lab.study.measures import layer_between, selected_mask
 
         prefix = prompt_tokens - self.window_size
-        voted = selected(self._vote(), between(layer, prefix, prompt_tokens), prefix)
+        voted = selected_mask(
+            self._voting_policy(), layer_between(layer, prefix, prompt_tokens), prefix
+        )
         recent = torch.arange(prefix, device=voted.device) >= (
             prefix - int(voted[0].sum()) + self.sink_tokens
         )
         recent[: self.sink_tokens] = True
         return torch.stack([voted, recent.expand_as(voted)])
 
-    def _vote(self) -> "SnapKV":
+    def _voting_policy(self) -> "SnapKV":
         from snapkv.policies import SnapKV
 
         return SnapKV(
@@ -338,16 +411,19 @@ class HitRate(ReadingStudy):
         )
 
     def table(self, rows: Sequence[Row]) -> Table:
-        """Rates over all layers, by what was kept and what is compared.
+        """Return a table with the mean hit rates of all layers.
 
-        In layers with few important positions a rate means little, and weighs little in the
+        In layers with few important positions a rate says little, so it has little weight in the
         weighted mean.
         """
         rates = ("hit_rate", "important"), ("hit_rate_beyond_sinks", "important_beyond_sinks")
 
         def texts(own: Sequence[Row]) -> Iterator[str]:
             for rate, count in rates:
-                yield from (over_layers(own, rate), weighted(own, rate, count))
+                yield from (
+                    format_range_over_layers(own, rate),
+                    format_weighted_mean(own, rate, count),
+                )
 
         beyond = f"beyond the first {self.sink_tokens}"
         return Table(
@@ -356,14 +432,14 @@ class HitRate(ReadingStudy):
             headings=("kept", self.compared, "hit rate", "weighted", beyond, "weighted"),
             rows=[
                 (*map(str, key), *texts(own))
-                for key, own in grouped(rows, itemgetter("selection", self.compared)).items()
+                for key, own in group_rows(rows, itemgetter("selection", self.compared)).items()
             ],
             left=6,
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
         solid, dotted = (
-            named(
+            group_by_label(
                 (row for row in rows if row["selection"] == selection),
                 self.compared,
                 f"{selection}, {self.compared} {{}}",
@@ -371,14 +447,14 @@ class HitRate(ReadingStudy):
             for selection in SELECTIONS
         )
         beyond = f"Without the first {self.sink_tokens} tokens"
-        return curves(
+        return draw_curves(
             Panel("All important positions", "layer", "hit_rate", solid, dotted),
             Panel(beyond, "layer", "hit_rate_beyond_sinks", solid, dotted),
         )
 
 
-def _rate(hit: "Tensor", important: "Tensor") -> float | None:
-    """Eq. 8; None where nothing is important."""
+def _hit_rate(hit: "Tensor", important: "Tensor") -> float | None:
+    """Return the hit rate, or None if there are no important positions (Eq. 8)."""
     total = int(important.sum())
     return int(hit.sum()) / total if total else None
 
@@ -388,7 +464,8 @@ class Position(HitRate):
     """Whether the vote works as well with the question before the document.
 
     The hit rates of `hit-rate`, for the same question about the same document at the end of the
-    prompt and at its beginning. At the beginning, the observation window contains no word of it.
+    prompt and at its beginning. With the question at the beginning, the observation window contains
+    no word of it.
 
     Args:
         generation_windows: parts of the answer; their rates are averaged.
@@ -400,32 +477,35 @@ class Position(HitRate):
 
     generation_windows: int = 2
 
-    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
-        for part in super().parts(texts):
-            yield part
-            (last,) = part.samples
+    def steps(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
+        for step in super().steps(texts):
+            yield step
+            (last,) = step.samples
             question = last.question.strip()
-            first = self.sample(part.name, last.context, question, first=True)
-            yield ReadingStep(part.name, "first", (first,))
+            first = self.sample(step.name, last.context, question, first=True)
+            yield ReadingStep(step.name, "first", (first,))
 
-    def look(
-        self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
+    def measure_step(
+        self, loaded: "LoadedModel", step: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
-        return [{"question": part.variant, **row} for row in super().look(loaded, part, readings)]
+        return [
+            {"question": step.variant, **row}
+            for row in super().measure_step(loaded, step, readings)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap(ReadingStudy):
     """Which positions each window of the prompt attends to most, against the answer.
 
-    The end of the prompt and the answer are cut into windows. The attention that a window pays the
-    prompt is averaged over its tokens, and each query head's best positions are the window's; the
-    overlap of two windows is the part of the one's positions that are the other's too. Windows
-    of the prompt are compared with the whole answer (Fig. 2), those of the answer with the last
-    window of the prompt (Fig. 3).
+    The end of the prompt and the answer are cut into windows. The attention of a window to the
+    prompt is averaged over its tokens, and the positions with the most attention belong to the
+    window, for each query head. The overlap of two windows is the share of the first one's
+    positions that belong to the second one too. Windows of the prompt are compared with the whole
+    answer (Fig. 2), and those of the answer with the last window of the prompt (Fig. 3).
 
-    Candidates are all positions before the last window. An early window cannot attend to what
-    comes after it; a second number therefore has only the positions before the first window for
+    The candidates are all positions before the last window. An early window cannot attend to what
+    follows it. A second number therefore only has the positions before the first window as
     candidates, which every window sees.
 
     Args:
@@ -437,7 +517,7 @@ class Overlap(ReadingStudy):
 
     name: ClassVar[str] = "overlap"
     by: ClassVar[tuple[str, ...]] = ("of", "window", "layer")
-    parted: ClassVar[tuple[str, str]] = ("of", "window")
+    row_keys: ClassVar[tuple[str, str]] = ("of", "window")
     numbers: ClassVar[tuple[str, ...]] = ("overlap", "overlap_of_common")
 
     keep_ratio: float = 0.05
@@ -446,15 +526,21 @@ class Overlap(ReadingStudy):
     generation_windows: int = 4
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small, or no position would be kept.
+        """
         super().__post_init__()
         for name in ("window_tokens", "prompt_windows", "generation_windows"):
             require_at_least(name, getattr(self, name), 1)
         before = self.document_tokens - self.prompt_windows * self.window_tokens
         if not 0 < self.keep_ratio < 1 or int(self.keep_ratio * before) < 1:
-            raise InvalidArgumentError(
-                f"keep_ratio: expected a part of the {max(before, 0):,} positions before "
-                f"{self.prompt_windows} windows of {self.window_tokens} that is at least one "
-                f"position, got {self.keep_ratio}; raise document_tokens, or lower prompt_windows"
+            raise wrong(
+                "keep_ratio",
+                f"{self.keep_ratio} is not at least one of the {max(before, 0):,} positions before "
+                f"{self.prompt_windows} windows of {self.window_tokens} tokens",
+                "Raise document_tokens, or lower prompt_windows",
             )
 
     @property
@@ -465,14 +551,15 @@ class Overlap(ReadingStudy):
     def query_tokens(self) -> int:
         return self.prompt_windows * self.window_tokens + self.answer_tokens
 
-    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> Measured:
-        """Overlaps in one layer, by what the window is of and its number.
+    def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
+        """Return the overlap of the windows in one layer of the model.
 
-        Windows of the prompt count from ``-prompt_windows`` to -1, those of the answer from 1.
+        The keys are "prompt" or "answer" and the number of the window. Windows of the prompt count
+        from ``-prompt_windows`` to -1, and those of the answer from 1.
         """
         import torch
 
-        from snapkv_lab.study.measures import best, mean_attention, overlap
+        from snapkv_lab.study.measures import mean_attention, most_attended, overlap_share
 
         size, T = self.window_tokens, prompt_tokens
         starts = {
@@ -485,14 +572,17 @@ class Overlap(ReadingStudy):
             for window, start in starts.items()
         }
         answer = [a for (of, _), a in attention.items() if of == "answer"]
-        whole = torch.stack(answer).mean(dim=0)
-        rows: Measured = {window: {} for window in starts}
+        mean_answer = torch.stack(answer).mean(dim=0)
+        rows: LayerNumbers = {window: {} for window in starts}
         for name, tokens in candidates.items():
             keep_tokens = int(self.keep_ratio * tokens)
-            ours = {w: best(a[:, :tokens], keep_tokens) for w, a in attention.items()}
-            against = {"prompt": best(whole[:, :tokens], keep_tokens), "answer": ours["prompt", -1]}
+            ours = {w: most_attended(a[:, :tokens], keep_tokens) for w, a in attention.items()}
+            against = {
+                "prompt": most_attended(mean_answer[:, :tokens], keep_tokens),
+                "answer": ours["prompt", -1],
+            }
             for window in starts:
-                rows[window][name] = overlap(against[window[0]], ours[window])
+                rows[window][name] = overlap_share(against[window[0]], ours[window])
         return rows
 
     def table(self, rows: Sequence[Row]) -> Table:
@@ -501,17 +591,20 @@ class Overlap(ReadingStudy):
             "with the prompt's last: mean over layers (lowest to highest)",
             headings=("window", "overlap", "of common candidates"),
             rows=[
-                (f"{of} {window}", *(over_layers(own, number) for number in self.numbers))
-                for (of, window), own in grouped(rows, itemgetter("of", "window")).items()
+                (
+                    f"{of} {window}",
+                    *(format_range_over_layers(own, number) for number in self.numbers),
+                )
+                for (of, window), own in group_rows(rows, itemgetter("of", "window")).items()
             ],
             left=3,
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        layers = named(of(rows, of="prompt"), "layer", "layer {}")
-        windows = named(of(rows, of="answer"), "window", "answer {}")
+        layers = group_by_label(select_rows(rows, of="prompt"), "layer", "layer {}")
+        windows = group_by_label(select_rows(rows, of="answer"), "window", "answer {}")
         common = "The same, of positions that all windows see"
-        return curves(
+        return draw_curves(
             Panel("Windows of the prompt against the answer", "window", "overlap", layers),
             Panel(common, "window", "overlap_of_common", layers),
             Panel("The prompt's last window against the answer", "layer", "overlap", windows),
@@ -522,11 +615,11 @@ class Overlap(ReadingStudy):
 class Instructions(ReadingStudy):
     """Whether other questions look at other parts of the same document.
 
-    All questions are asked about every document. A question and its answer vote together, each
-    query head keeps the best part of the document, and every two questions are compared: which
-    part of the one's positions are the other's too. What agreement there could be is told by
-    halves: the votes of every other token of one question with those of the tokens between them,
-    of the same question and of another.
+    All questions are asked about every document. A question and its answer vote together, and each
+    query head keeps the best part of the document. Every two questions are compared: which share of
+    the first one's positions are the second one's too. The largest agreement that can be expected
+    is measured with halves: the votes of every other token of one question are compared with those
+    of the tokens between them, of the same question and of another one.
 
     Args:
         keep_ratio: the part of the document that is kept.
@@ -541,35 +634,37 @@ class Instructions(ReadingStudy):
     answer_length: int = 64
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: there are fewer than two questions, or no position would be kept.
+        """
         super().__post_init__()
         require_at_least("answer_length", self.answer_length, 1)
         if len(self.questions) < 2:
-            raise InvalidArgumentError(
-                f"question: expected at least two to compare, got {len(self.questions)}; ask more"
-            )
+            problem = f"expected at least two questions, got {len(self.questions)}"
+            raise wrong("question", problem, "Ask another question")
         if not 0 < self.keep_ratio < 1 or int(self.keep_ratio * self.document_tokens) < 1:
-            raise InvalidArgumentError(
-                f"keep_ratio: expected a part of {self.document_tokens:,} positions that is at "
-                f"least one, got {self.keep_ratio}; pass 0.05"
-            )
+            problem = f"{self.keep_ratio} is not at least one of {self.document_tokens:,} positions"
+            raise wrong("keep_ratio", problem, "Pass 0.05")
 
     @property
     def answer_tokens(self) -> int:
         return self.answer_length
 
-    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
+    def steps(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
         for name, text in texts:
             samples = tuple(self.sample(name, text, question) for question in self.questions)
             yield ReadingStep(name, "all", samples)
 
-    def look(
-        self, loaded: "LoadedModel", part: ReadingStep, readings: Sequence[Reading]
+    def measure_step(
+        self, loaded: "LoadedModel", step: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
-        """A row per pair of questions and layer."""
+        """Return a row for each pair of questions and each layer."""
         from snapkv_app.observing import observed
-        from snapkv_lab.study.measures import overlap
+        from snapkv_lab.study.measures import overlap_share
 
-        document = common_tokens([reading.ids[0].tolist() for reading in readings])
+        document = count_common_tokens([reading.ids[0].tolist() for reading in readings])
         measured = partial(self._votes, document=document)
         votes = [
             observed(loaded, reading.ids, reading.tokens - document, measured)
@@ -581,30 +676,36 @@ class Instructions(ReadingStudy):
                 "compared": "one question" if one == other else "different questions",
                 "questions": f"{one + 1} and {other + 1}",
                 "layer": layer,
-                "overlap": overlap(votes[one][layer][0], votes[other][layer][0]),
-                "overlap_of_halves": overlap(votes[one][layer][1], votes[other][layer][2]),
+                "overlap": overlap_share(votes[one][layer][0], votes[other][layer][0]),
+                "overlap_of_halves": overlap_share(votes[one][layer][1], votes[other][layer][2]),
             }
             for layer in votes[0]
             for one, other in pairs
         ]
 
     def _votes(self, layer: "PromptLayer", document: int) -> "Tensor":
-        """(3, Hq, document) bool: selected by all voters, by every other one, and by the rest."""
+        """Return the positions that are selected by all queries, and by each half of them.
+
+        Returns:
+            (3, Hq, document) bool.
+        """
         import torch
 
-        from snapkv_lab.study.measures import attention_of_halves, best
+        from snapkv_lab.study.measures import attention_of_halves, most_attended
 
         halves = attention_of_halves(layer, document, layer.keys.shape[2], document)
         keep_tokens = int(self.keep_ratio * document)
-        return torch.stack([best(votes, keep_tokens) for votes in (halves.sum(dim=0), *halves)])
+        return torch.stack(
+            [most_attended(votes, keep_tokens) for votes in (halves.sum(dim=0), *halves)]
+        )
 
     def table(self, rows: Sequence[Row]) -> Table:
         return Table(
             title="overlap of selected positions: mean over layers (lowest to highest)",
             headings=("questions", "overlap", "of halves"),
             rows=[
-                (questions, *(over_layers(own, number) for number in self.numbers))
-                for questions, own in grouped(rows, "questions").items()
+                (questions, *(format_range_over_layers(own, number) for number in self.numbers))
+                for questions, own in group_rows(rows, "questions").items()
             ],
             left=3,
         )
@@ -613,14 +714,16 @@ class Instructions(ReadingStudy):
         different = (row for row in rows if row["compared"] == "different questions")
         means = mean_rows(rows, ("compared", "layer"), ("overlap_of_halves",))
         halves = "Every other token against the rest"
-        return curves(
-            Panel("Different questions", "layer", "overlap", named(different, "questions")),
-            Panel(halves, "layer", "overlap_of_halves", named(means, "compared")),
+        return draw_curves(
+            Panel(
+                "Different questions", "layer", "overlap", group_by_label(different, "questions")
+            ),
+            Panel(halves, "layer", "overlap_of_halves", group_by_label(means, "compared")),
         )
 
 
-def common_tokens(texts: Sequence[Sequence[int]]) -> int:
-    """How many of their first tokens all texts share."""
+def count_common_tokens(texts: Sequence[Sequence[int]]) -> int:
+    """Return the number of tokens at the beginning that all texts have in common."""
     shortest = min(map(len, texts))
     together = zip(*texts, strict=False)
     return next((i for i, tokens in enumerate(together) if len(set(tokens)) > 1), shortest)

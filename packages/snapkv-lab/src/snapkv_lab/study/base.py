@@ -1,4 +1,4 @@
-"""A study: settings in; rows, a table and a figure out."""
+"""The base class of studies: settings in; rows, a table and a figure out."""
 
 import json
 from abc import ABC, abstractmethod
@@ -8,20 +8,22 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from snapkv_lab.evaluate.store import Progress, Summarised
+from snapkv_lab.evaluate.store import Progress, RunSummary
 from snapkv_lab.report.tables import Table
-from snapkv_lab.rows import Row, grouped, mean_of, short_hash
+from snapkv_lab.rows import Row, group_rows, mean_value, short_hash
 
 if TYPE_CHECKING:
     from snapkv_app.models import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings(Summarised):
-    """The findings of a study: a record of how they were made, and rows.
+class Findings(RunSummary):
+    """The result of a study.
 
-    `warnings` name parts of the user's files that were not read, `notices` deviations from the
-    settings, `closing` the conclusion and its use.
+    Attributes:
+        warnings: the parts of the user's files that were not read.
+        notices: the deviations from the settings.
+        closing: what to do with the result.
     """
 
     warnings: tuple[str, ...] = ()
@@ -31,7 +33,7 @@ class Findings(Summarised):
 
 @dataclass(frozen=True, kw_only=True)
 class Study(ABC):
-    """One of the paper's observations: a frozen dataclass of its settings.
+    """One of the paper's observations, as a frozen dataclass of its settings.
 
     The fields of a subclass are its options on the command line, with the texts under ``Args:`` of
     its docstring as their help.
@@ -43,57 +45,70 @@ class Study(ABC):
     def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Measure what is missing in the folder, and summarise everything.
+        """Run the study and return the results.
+
+        What the folder already holds is not measured again.
+
+        Args:
+            loaded: the model and its tokenizer.
+            folder: where records are stored; a stopped run continues there.
+            on_progress: receives the progress.
 
         Raises:
-            InvalidArgumentError: the folder holds another run.
-            OutputError: a part cannot be written; those before it are in the folder.
+            InvalidArgumentError: the folder holds another run, or a document is too short.
+            OutputError: a record cannot be written; the records before it are in the folder.
             PromptTooLongError: the model has too few positions.
         """
 
     @abstractmethod
     def table(self, rows: Sequence[Row]) -> Table:
-        """The rows in brief."""
+        """Return a table that summarises the rows."""
 
     @abstractmethod
     def figure(self, rows: Sequence[Row]) -> Any:
-        """A matplotlib figure of the rows."""
+        """Return a matplotlib figure of the rows."""
 
     def settings(self, loaded: "LoadedModel") -> Row:
-        """Everything that the rows depend on, except the documents' text."""
-        from snapkv_lab.measure.environment import versions
+        """Return all settings that the rows depend on, except the text of the documents."""
+        from snapkv_lab.measure.environment import software_versions
 
         study: Row = json.loads(json.dumps({"name": self.name, **asdict(self)}))
-        return {"study": study, "model": loaded.description(), **versions()}
+        return {"study": study, "model": loaded.description(), **software_versions()}
 
     def fingerprint(self, loaded: "LoadedModel") -> str:
-        """A short name for the settings."""
+        """Return a short hash of the settings, which is used as a name."""
         return short_hash(self.settings(loaded))
 
 
 def mean_rows(rows: Iterable[Row], by: Sequence[str], numbers: Sequence[str]) -> list[Row]:
-    """One row for all that agree in `by`, with the mean of each number where it is not None."""
+    """Return the mean of each number over all rows with the same values in the given fields.
+
+    A number that is None is left out of its mean.
+    """
     return [
-        dict(zip(by, values, strict=True)) | {name: mean_of(group, name) for name in numbers}
-        for values, group in grouped(rows, lambda row: tuple(row[name] for name in by)).items()
+        dict(zip(by, values, strict=True)) | {name: mean_value(group, name) for name in numbers}
+        for values, group in group_rows(rows, lambda row: tuple(row[name] for name in by)).items()
     ]
 
 
-def named(rows: Iterable[Row], by: str, label: str = "{}") -> dict[str, list[Row]]:
-    """Rows by one key, under the labels of the curves of a figure."""
-    return {label.format(value): own for value, own in grouped(rows, by).items()}
+def group_by_label(rows: Iterable[Row], by: str, label: str = "{}") -> dict[str, list[Row]]:
+    """Group the rows by the value of a field, and give each group a label."""
+    return {label.format(value): own for value, own in group_rows(rows, by).items()}
 
 
-def over_layers(rows: Sequence[Row], name: str) -> str:
-    """The mean of a number over rows of one layer each, its lowest and its highest value."""
-    known = [row[name] for row in rows if row[name] is not None]
-    if not known:
+def format_range_over_layers(rows: Sequence[Row], name: str) -> str:
+    """Return the mean, the lowest and the highest value of all layers as text."""
+    values = [row[name] for row in rows if row[name] is not None]
+    if not values:
         return "-"
-    return f"{fmean(known):.2f} ({min(known):.2f} to {max(known):.2f})"
+    return f"{fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def weighted(rows: Sequence[Row], name: str, weight: str) -> str:
-    """The mean of a number over rows of one layer each, weighted by another number of theirs."""
-    known = [row for row in rows if row[name] is not None]
-    total = sum(row[weight] for row in known)
-    return f"{sum(row[name] * row[weight] for row in known) / total:.2f}" if total else "-"
+def format_weighted_mean(rows: Sequence[Row], name: str, weight: str) -> str:
+    """Return the weighted mean of all layers as text.
+
+    The weight is another number of the rows.
+    """
+    known_rows = [row for row in rows if row[name] is not None]
+    total = sum(row[weight] for row in known_rows)
+    return f"{sum(row[name] * row[weight] for row in known_rows) / total:.2f}" if total else "-"

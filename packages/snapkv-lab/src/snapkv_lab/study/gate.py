@@ -1,4 +1,6 @@
-"""A gate for `KVzap`: what a token's own key and value tell of what a second reading would say."""
+"""A gate for `KVzap`, which predicts from a token's own key and value how a second reading scores
+it.
+"""
 
 import json
 import random
@@ -9,20 +11,20 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snapkv.validation import require_at_least, require_each_at_least
-from snapkv_lab.drawing import Panel, curves
+from snapkv_lab.drawing import Panel, draw_curves
 from snapkv_lab.evaluate.haystack import (
-    distinct,
-    encode,
-    number,
-    python_sources,
-    python_topics,
-    readmes,
-    word_key,
+    draw_distinct,
+    draw_number,
+    draw_word_key,
+    load_python_sources,
+    load_python_topics,
+    load_readmes,
+    token_ids,
 )
 from snapkv_lab.evaluate.store import Progress, Store
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row
-from snapkv_lab.study.base import Findings, Study, mean_rows, named
+from snapkv_lab.study.base import Findings, Study, group_by_label, mean_rows
 from snapkv_lab.study.material import LEAST_TOKENS
 
 if TYPE_CHECKING:
@@ -34,10 +36,10 @@ if TYPE_CHECKING:
 
 FILE = "gate.safetensors"
 SINKS, LAST = 4, 16
-"""First and last tokens of a text that are not looked at: methods keep them whatever they score."""
+"""The first and last tokens of a text that are not used, because methods keep them in any case."""
 
 RIDGE = 1e-3
-"""Added to the variance of every number that is looked at, as a part of it."""
+"""The share of each feature's variance that is added to it."""
 
 _LEAST_SCORE = 1e-12
 
@@ -50,7 +52,7 @@ class FitGate(Study):
     logs and made up sentences. For every KV head, ridge regression fits the logarithm of the score
     of KVzip+ (KVzap, arXiv 2601.07891) to the token's key and value. The last text of each kind is
     held out to measure how well the ranks agree. The gate is stored for this model and used by
-    `kvzap` from then on; the folder has it as `gate.safetensors`.
+    `kvzap` from then on. The folder also holds it as `gate.safetensors`.
 
     Args:
         texts: number of texts.
@@ -73,43 +75,53 @@ class FitGate(Study):
     def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Read, fit, judge and keep the gate."""
+        """Read the texts, fit the gate, and save it to a file.
+
+        Raises:
+            InvalidArgumentError: the folder holds another run.
+            OutputError: the gate cannot be written.
+            PromptTooLongError: the model has too few positions.
+        """
         from snapkv.cache.saving.writing import replace_file
         from snapkv.hf.known_gates import remember_gate
 
-        tell = on_progress or (lambda *_: None)
+        report = on_progress or (lambda *_: None)
         fitted, left_out = Regression(), []
         for place, (kind, ids) in enumerate(self._read(loaded)):
-            tell(kind, place, self.texts)
-            layers = read_twice(loaded, ids)
+            report(kind, place, self.texts)
+            layers = read_layers_twice(loaded, ids)
             if place < self.texts - len(KINDS):
                 fitted.add(layers)
             else:
                 left_out.append((kind, layers))
         gate = fitted.gate(loaded)
         rows = [row for kind, layers in left_out for row in _agreement(gate, kind, layers)]
-        tell("done", self.texts, self.texts)
+        report("done", self.texts, self.texts)
         with Store(folder, block := self.settings(loaded)) as store:
             unwritten = store.summarise(rows)
         replace_file(folder / FILE, gate.as_file())
-        closing = f"--policy kvzap --set gate={folder / FILE} goes by it"
+        closing = f"--policy kvzap --set gate={folder / FILE} uses it"
         if self.remember:
-            closing = f"--policy kvzap goes by it from now on: stored in {remember_gate(gate)}"
+            closing = f"--policy kvzap uses it from now on: stored in {remember_gate(gate)}"
         return Findings(folder=folder, run=block, rows=rows, closing=closing, unwritten=unwritten)
 
     def _read(self, loaded: "LoadedModel") -> Iterator[tuple[str, list[int]]]:
-        """Kinds and the tokens of texts, the kinds in turn, each of all lengths."""
+        """Yield the kind and the token ids of each text.
+
+        Kinds take turns, and each has all lengths.
+        """
         kinds, most = list(KINDS.items()), (loaded.max_tokens or 10**9) // 2 - 64
         for place in range(self.texts):
             kind, make = kinds[place % len(kinds)]
             draw = random.Random(f"{self.seed}/{kind}/{place}")
-            wanted = min(most, self.lengths[(place + place // len(kinds)) % len(self.lengths)])
+            tokens = min(most, self.lengths[(place + place // len(kinds)) % len(self.lengths)])
             ids: list[int] = []
-            while len(ids) < wanted:
-                ids += encode(loaded.tokenizer, make(draw) + "\n\n")
-            yield kind, ids[:wanted]
+            while len(ids) < tokens:
+                ids += token_ids(loaded.tokenizer, make(draw) + "\n\n")
+            yield kind, ids[:tokens]
 
     def table(self, rows: Sequence[Row]) -> Table:
+        """Return a table of the mean agreement for each kind of text."""
         numbers = ("correlation", "best_quarter")
         return Table(
             title="agreement with KVzip+ on texts that were left out, mean over layers and heads",
@@ -121,22 +133,22 @@ class FitGate(Study):
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        kinds = named(rows, "kind")
-        return curves(
+        kinds = group_by_label(rows, "kind")
+        return draw_curves(
             Panel("Rank correlation with KVzip+", "layer", "correlation", kinds),
             Panel("Of KVzip+'s best quarter", "layer", "best_quarter", kinds),
         )
 
 
 class Regression:
-    """Sums of products over all tokens, of which ridge regression needs no more."""
+    """A ridge regression that only needs to store sums over all tokens."""
 
     def __init__(self) -> None:
         self._products: list[Tensor] = []
         self._targets: list[Tensor] = []
 
     def add(self, layers: "Sequence[PromptLayer]") -> None:
-        """Take in a text of every layer."""
+        """Add the tokens of a text to the regression."""
         for depth, layer in enumerate(layers):
             looked_at, scores = _examples(layer)
             products, targets = looked_at.mT @ looked_at, looked_at.mT @ scores[..., None]
@@ -149,7 +161,13 @@ class Regression:
             self._sizes = layer.keys.shape[-1], layer.values.shape[-1]
 
     def weights(self) -> "Tensor":
-        """(layers, heads, features), the constant last, of which nothing is taken off."""
+        """Compute the weights of the regression.
+
+        The constant is last and is not shrunk.
+
+        Returns:
+            (layers, heads, features).
+        """
         import torch
 
         products, targets = torch.stack(self._products), torch.stack(self._targets)
@@ -158,37 +176,44 @@ class Regression:
         variances = products.diagonal(dim1=-2, dim2=-1) / tokens[..., 0] - means.square()
         added = RIDGE * tokens[..., 0] * variances.clamp(min=1e-9)
         added[..., -1] = 0.0
-        found: Tensor = torch.linalg.solve(products + torch.diag_embed(added), targets)[..., 0]
-        return found
+        solution: Tensor = torch.linalg.solve(products + torch.diag_embed(added), targets)[..., 0]
+        return solution
 
     def gate(self, loaded: "LoadedModel") -> "Gate":
-        """The gate of the model that has read the texts."""
+        """Return the fitted gate for the model."""
         from snapkv.hf.identity import digest_of
         from snapkv.policies.gate import Gate
 
         return Gate.of(self.weights(), *self._sizes, model=digest_of(loaded.model))
 
 
-def read_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[PromptLayer]":
-    """Every layer of a text that was read twice, with the scores of KVzip+ as `received`."""
+def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[PromptLayer]":
+    """Read a text twice and return the states of all layers.
+
+    The scores of KVzip+ are their `received`.
+    """
     import torch
 
     from snapkv import CompressedCache, KVzip
     from snapkv.kvzip import instruction_of, read_layers
 
     class Teacher(KVzip):
-        """KVzip+, which also gets to know how keys turn."""
+        """The policy KVzip+, which also receives the rotation of the keys."""
 
         needs = KVzip(plus=True).needs | {"rotation"}
 
     cache = CompressedCache(loaded.model, Teacher(SINKS + LAST + 1, window_size=LAST, plus=True))
-    given = torch.tensor([list(ids)], device=loaded.model.device)
+    tokens = torch.tensor([list(ids)], device=loaded.model.device)
     instruction = instruction_of(loaded.tokenizer)
-    return read_layers(loaded.model, given, cache, instruction_ids=instruction)
+    return read_layers(loaded.model, tokens, cache, instruction_ids=instruction)
 
 
 def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
-    """(H, N, features) and (H, N) float64: what is looked at, and what should come of it."""
+    """Return the features and the scores of all tokens in a layer.
+
+    Returns:
+        (H, N, features) and (H, N), both float64.
+    """
     from snapkv.policies.gate import features
 
     assert layer.received is not None
@@ -198,15 +223,15 @@ def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
 
 
 def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list[Row]:
-    """A row for every layer of a text."""
+    """Return the agreement between the gate and the scores of KVzip+ for each layer."""
     import torch
 
     rows = []
     for depth, layer in enumerate(layers):
         _, scores = _examples(layer)
-        given = gate.log_scores(layer)[0, :, SINKS : layer.keys.shape[2] - LAST].double()
+        predicted = gate.log_scores(layer)[0, :, SINKS : layer.keys.shape[2] - LAST].double()
         best = max(1, scores.shape[1] // 4)
-        ranks = [each.argsort(dim=-1).argsort(dim=-1).double() for each in (given, scores)]
+        ranks = [each.argsort(dim=-1).argsort(dim=-1).double() for each in (predicted, scores)]
         pairs = [torch.stack(pair) for pair in zip(*ranks, strict=True)]
         both = [int((pair >= scores.shape[1] - best).all(dim=0).sum()) for pair in pairs]
         rows.append(
@@ -221,7 +246,7 @@ def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list
     return rows
 
 
-# What is read.
+# The texts that are read.
 
 
 def _part(text: str, draw: random.Random, characters: int = 6000) -> str:
@@ -231,25 +256,30 @@ def _part(text: str, draw: random.Random, characters: int = 6000) -> str:
 
 def _records(draw: random.Random) -> str:
     rows = [
-        {"id": number(draw, 6), "name": word_key(draw), "price": draw.randrange(10**5) / 100}
+        {
+            "id": draw_number(draw, 6),
+            "name": draw_word_key(draw),
+            "price": draw.randrange(10**5) / 100,
+        }
         for _ in range(40)
     ]
     return json.dumps(rows, indent=draw.choice([None, 1]))
 
 
 def _logs(draw: random.Random) -> str:
-    parts = distinct(lambda: word_key(draw), 6)
+    parts = draw_distinct(lambda: draw_word_key(draw), 6)
     return "\n".join(
-        f"2024-0{draw.randrange(1, 9)}-{number(draw, 2)} {draw.choice(('INFO', 'WARN', 'ERROR'))} "
-        f"{draw.choice(parts)}: {draw.choice(('started', 'closed', 'waited', 'failed'))} after "
-        f"{number(draw, draw.randrange(1, 5))} ms"
+        f"2024-0{draw.randrange(1, 9)}-{draw_number(draw, 2)} "
+        f"{draw.choice(('INFO', 'WARN', 'ERROR'))} {draw.choice(parts)}: "
+        f"{draw.choice(('started', 'closed', 'waited', 'failed'))} after "
+        f"{draw_number(draw, draw.randrange(1, 5))} ms"
         for _ in range(60)
     )
 
 
 def _sentences(draw: random.Random) -> str:
     return " ".join(
-        f"{draw.choice(_PEOPLE)} {draw.choice(_DID)} the {word_key(draw).replace('-', ' ')} "
+        f"{draw.choice(_PEOPLE)} {draw.choice(_DID)} the {draw_word_key(draw).replace('-', ' ')} "
         f"{draw.choice(('on Monday', 'last May', 'with care'))} in {draw.randrange(1950, 2030)}."
         for _ in range(60)
     )
@@ -259,11 +289,13 @@ _PEOPLE = ("Anna", "Bjorn", "Carla", "Dmitri", "Elena", "Farid", "Grete", "Hugo"
 _DID = ("bought", "sold", "found", "lost", "repaired", "painted", "praised", "moved", "described")
 
 KINDS: dict[str, Callable[[random.Random], str]] = {
-    "code": lambda draw: _part(draw.choice(python_sources(20_000)), draw),
-    "reference": lambda draw: "\n\n".join(draw.sample(python_topics().pieces, 2)),
-    "readmes": lambda draw: _part(draw.choice(readmes()), draw),
+    "code": lambda draw: _part(draw.choice(load_python_sources(20_000)), draw),
+    "reference": lambda draw: "\n\n".join(draw.sample(load_python_topics().pieces, 2)),
+    "readmes": lambda draw: _part(draw.choice(load_readmes()), draw),
     "records": _records,
     "logs": _logs,
     "sentences": _sentences,
 }
-"""Kinds of texts; experiments judge gates on others, essays and paragraphs of Wikipedia."""
+"""The kinds of texts. Experiments measure gates on other kinds: essays and paragraphs of
+Wikipedia.
+"""

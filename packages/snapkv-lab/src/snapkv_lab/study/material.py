@@ -1,11 +1,11 @@
-"""What the studies read: long documents and questions that can be asked about any of them."""
+"""The material of studies: long documents, and questions that suit any text."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app import text_files
-from snapkv_lab.evaluate.haystack import encode, load_haystack
+from snapkv_lab.evaluate.haystack import load_haystack, token_ids
 
 QUESTIONS = (
     "What is the main argument of the text, and how does the author support it?",
@@ -13,17 +13,25 @@ QUESTIONS = (
     "Which examples does the text give, and what does each of them show?",
     "Write a detailed summary of the text.",
 )
-"""Asked where the user asks nothing."""
+"""The questions that are asked if the user has none."""
 
 
 LEAST_TOKENS = 128
-"""A document shorter than that is refused."""
+"""The shortest document that is accepted, in tokens."""
 
 
-def long_texts(
+def load_long_texts(
     files: Sequence[str], *, count: int
 ) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Names and texts of documents, and a line for each thing that was not read of them."""
+    """Load the documents and return their names, their texts and a list of warnings.
+
+    Args:
+        files: the user's files; without any, parts of the haystack are taken.
+        count: how many parts of the haystack are taken.
+
+    Raises:
+        DocumentError: a file cannot be read.
+    """
     if files:
         read, warnings = text_files.read_noting(files)
         return [(document.name, document.text) for document in read], tuple(warnings)
@@ -36,31 +44,35 @@ def long_texts(
     return texts, ()
 
 
-class Cut(NamedTuple):
-    """Documents of the same length."""
+class CutDocuments(NamedTuple):
+    """A list of documents that have been cut to the same length."""
 
     texts: list[tuple[str, str]]
     tokens: int
     shortest: str
 
 
-def cut(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> Cut:
-    """Documents cut to a number of tokens, or all of them to what the shortest one has."""
-    ids = [encode(tokenizer, text[: tokens * _CHARACTERS_PER_TOKEN]) for _, text in texts]
+def cut_documents(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> CutDocuments:
+    """Cut all documents to the same number of tokens.
+
+    It is `tokens`, or the length of the shortest one.
+
+    Raises:
+        InvalidArgumentError: a document is shorter than `LEAST_TOKENS`.
+    """
+    ids = [token_ids(tokenizer, text[: tokens * _CHARACTERS_PER_TOKEN]) for _, text in texts]
     shortest, of_it = min(zip(texts, ids, strict=True), key=lambda pair: len(pair[1]))
     most = min(tokens, len(of_it))
     if most < LEAST_TOKENS:
-        raise InvalidArgumentError(
-            f"document: expected at least document_tokens={tokens:,} tokens in each, or "
-            f"{LEAST_TOKENS} to cut all of them to, got {most:,} in {shortest[0]}; pass a longer "
-            "document"
-        )
+        problem = f"expected at least {LEAST_TOKENS} of document_tokens={tokens:,} tokens in each"
+        remedy = "Pass a longer document"
+        raise wrong("document", f"{problem}, got {most:,} in {shortest[0]}", remedy)
     cut_texts = [
         (name, tokenizer.decode(own[:most], skip_special_tokens=True))
         for (name, _), own in zip(texts, ids, strict=True)
     ]
-    return Cut(cut_texts, most, shortest[0])
+    return CutDocuments(cut_texts, most, shortest[0])
 
 
 _CHARACTERS_PER_TOKEN = 12
-"""More than any long stretch of text needs; what is after that is not tokenized."""
+"""More characters than any long text needs per token. The text after them is not tokenized."""

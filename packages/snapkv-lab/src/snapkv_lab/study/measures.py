@@ -1,6 +1,7 @@
-"""What the studies measure of one layer: who is voted for, who is attended to, and the overlap.
+"""Measurements of one layer: which positions are voted for, which are attended to, and the overlap.
 
-Axes as in `snapkv.ops`: Hq query heads, P positions before a window; one row of a batch.
+The axes are those of `snapkv.ops`: Hq query heads, and P positions before a window. The batch has
+one row.
 """
 
 from collections.abc import Iterator
@@ -13,11 +14,14 @@ from snapkv import ops
 from snapkv.policies import Policy, PromptLayer
 
 _BLOCK_TOKENS = 64
-"""Queries whose attention over all keys is held at a time."""
+"""The number of queries whose attention over all keys is held at a time."""
 
 
-def between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
-    """The layer as it was when `stop` tokens had been read, with the queries from `start` on."""
+def layer_between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
+    """Return the states of the layer after the first `stop` tokens.
+
+    Its queries are those from `start` on.
+    """
     first = layer.keys.shape[2] - layer.queries.shape[2]
     assert first <= start < stop <= layer.keys.shape[2]
     return replace(
@@ -28,8 +32,12 @@ def between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
     )
 
 
-def selected(policy: Policy, layer: PromptLayer, tokens: int) -> Tensor:
-    """(Hq, tokens) bool: which of the first tokens a policy keeps for a query head (Eq. 4, 5)."""
+def selected_mask(policy: Policy, layer: PromptLayer, tokens: int) -> Tensor:
+    """Return the positions that are kept by the policy for each query head (Eq. 4, 5).
+
+    Returns:
+        (Hq, tokens) bool.
+    """
     heads = layer.queries.shape[1]
     selection = policy.select(layer)
     if selection is None:
@@ -43,10 +51,21 @@ def selected(policy: Policy, layer: PromptLayer, tokens: int) -> Tensor:
 def important_and_hit(
     layer: PromptLayer, masks: Tensor, *, start: int, stop: int, threshold: float
 ) -> tuple[Tensor, Tensor]:
-    """(P,) and (N, P) int64: how often positions are important, and how often selected too.
+    """Count how often positions are important, and how often they are also selected.
 
-    A position is important where a query's attention to it is above the threshold (Eq. 6); it is
-    hit where it is selected as well (Eq. 7). Sums over heads and the queries of [start, stop).
+    A position is important if a query's attention to it is above the threshold (Eq. 6). It is a hit
+    if it is selected as well (Eq. 7). The counts are sums over the heads and over the queries of
+    [start, stop).
+
+    Args:
+        layer: the layer.
+        masks: (N, Hq, P) bool, N selections.
+        start: the first query.
+        stop: the end of the queries.
+        threshold: the attention that makes a position important.
+
+    Returns:
+        (P,) and (N, P) int64.
     """
     times = torch.zeros(masks.shape[1:], dtype=torch.int64, device=masks.device)
     for weights in _blocks(layer, start, stop, masks.shape[-1]):
@@ -55,20 +74,25 @@ def important_and_hit(
 
 
 def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:
-    """(Hq, tokens) float32: mean attention of the queries of [start, stop) to the first tokens.
+    """Return the mean attention of the given queries to the first tokens.
 
-    Zero for tokens after the queries.
+    Returns:
+        (Hq, tokens) float32, with zeros for tokens after the queries.
     """
-    part = between(layer, start, stop)
+    part = layer_between(layer, start, stop)
     received = ops.attention_received(
         part.queries, part.keys, part.score_options, block_tokens=_BLOCK_TOKENS
     )[0, :, :tokens]
-    behind = tokens - received.shape[-1]
-    return torch.nn.functional.pad(received, (0, behind)) / (stop - start)
+    padding = tokens - received.shape[-1]
+    return torch.nn.functional.pad(received, (0, padding)) / (stop - start)
 
 
 def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:
-    """(2, Hq, tokens) float32: attention of every other query of [start, stop), and of the rest."""
+    """Return the sum of the attention of every other query, and of the remaining queries.
+
+    Returns:
+        (2, Hq, tokens) float32.
+    """
     halves = [
         torch.stack([weights[:, ::2].sum(dim=1), weights[:, 1::2].sum(dim=1)])
         for weights in _blocks(layer, start, stop, tokens)
@@ -77,19 +101,28 @@ def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) 
 
 
 def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[Tensor]:
-    """(Hq, up to 64, tokens) float32: attention of some queries of [start, stop) at a time."""
+    """Yield the attention weights for a small number of queries at a time.
+
+    Each block is (Hq, up to 64 queries, tokens).
+    """
     for block in range(start, stop, _BLOCK_TOKENS):
-        part = between(layer, block, min(block + _BLOCK_TOKENS, stop))
+        part = layer_between(layer, block, min(block + _BLOCK_TOKENS, stop))
         weights = ops.attention_weights(part.queries, part.keys, part.score_options)
         yield weights[0, :, :, :tokens]
 
 
-def best(attention: Tensor, keep_tokens: int) -> Tensor:
-    """The most attended positions of every head (Eq. 3): (Hq, P) bool; ties go to the lower."""
+def most_attended(attention: Tensor, keep_tokens: int) -> Tensor:
+    """Return the positions that receive the most attention from each head (Eq. 3).
+
+    Of equal positions the lower one wins.
+
+    Returns:
+        (Hq, P) bool.
+    """
     kept = ops.keep_best(attention[None], [keep_tokens])[0]
     return torch.zeros_like(attention, dtype=torch.bool).scatter_(1, kept, True)
 
 
-def overlap(one: Tensor, other: Tensor) -> float:
-    """H(one, other) of Eq. 8: which part of the positions in one set is in the other."""
+def overlap_share(one: Tensor, other: Tensor) -> float:
+    """Return the fraction of the positions in the first set that are also in the second (Eq. 8)."""
     return float((one & other).sum() / one.sum())

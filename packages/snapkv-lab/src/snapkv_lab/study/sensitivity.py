@@ -1,4 +1,4 @@
-"""How window, kernel and pooling change what a task scores (Table 2, Sec. 5.4)."""
+"""How window, kernel and pooling change the score of a task (Table 2, Sec. 5.4)."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from snapkv.validation import require_at_least
 from snapkv_app.cli.amounts import EXACT, one_storage
-from snapkv_lab.drawing import cells
+from snapkv_lab.drawing import draw_cells
 from snapkv_lab.evaluate.sample import Template
 from snapkv_lab.evaluate.store import Progress
 from snapkv_lab.evaluate.tasks import Needle
 from snapkv_lab.report.tables import Table
-from snapkv_lab.rows import Row, grouped
+from snapkv_lab.rows import Row, group_rows
 from snapkv_lab.study.base import Findings, Study
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class Sensitivity(Study):
         length: tokens of the prompt.
         depths: places of the needle.
         permutations: runs of every depth, each with the documents in another order.
-        digits: of the hidden number.
+        digits: digits of the hidden number.
         cloze: give the model the start of the answer, which small models need.
         haystack: folder of text files; without one, essays or Python's documentation.
-        seed: of needles and orders.
+        seed: random seed of needles and orders.
         template: tokenizer for the model's chat template, if any; none for plain text.
     """
 
@@ -72,7 +72,18 @@ class Sensitivity(Study):
         on_progress: Progress | None = None,
         executor: "Executor | None" = None,
     ) -> Findings:
-        """Run the task with every setting; `executor` is who answers, this process by default."""
+        """Run the task with all settings and return the results.
+
+        Args:
+            loaded: the model and its tokenizer.
+            folder: where answers are stored; a stopped run continues there.
+            on_progress: receives the progress.
+            executor: answers the questions; None for this process.
+
+        Raises:
+            InvalidArgumentError: the folder holds another run.
+            OutputError: an answer cannot be written; the answers before it are in the folder.
+        """
         from snapkv_lab.evaluate.runner import Run
 
         task = Needle(
@@ -89,13 +100,13 @@ class Sensitivity(Study):
         return Findings(
             folder=folder,
             run=results.run,
-            rows=[_row(own) for own in grouped(results.rows, "method").values()],
+            rows=[_combine_cells(own) for own in group_rows(results.rows, "method").values()],
             warnings=results.task.warnings,
             unwritten=results.unwritten,
         )
 
     def _methods(self) -> list["Method"]:
-        """The full cache, and SnapKV with every setting."""
+        """Return a list of the full cache and SnapKV with all settings."""
         from snapkv import FullCache, KVCodes, SnapKV
         from snapkv_lab.evaluate.asking import Method
 
@@ -107,19 +118,19 @@ class Sensitivity(Study):
                 kind = "no pooling" if kernel == 1 else f"{pooling} {kernel}"
                 settings: Row = {"kernel_size": kernel, "pooling": pooling}
                 policy = SnapKV(self.budget, window_size=window, **settings)
-                made = Method(label=f"window {window}, {kind}", policy=policy)
-                methods.append(made.stored_in(codes))
+                method = Method(label=f"window {window}, {kind}", policy=policy)
+                methods.append(method.stored_in(codes))
         return methods
 
     def table(self, rows: Sequence[Row]) -> Table:
         full, settings = rows[0], self._by_pooling(rows)
         keys = ("window_size", "pooling", "kernel_size")
-        scores = {tuple(row[key] for key in keys): _score(row) for row in settings}
+        scores = {tuple(row[key] for key in keys): _format_score(row) for row in settings}
         windows, kernels = (sorted({row[key] for row in settings}) for key in keys[::2])
         headings = ("window", "pooling", *(f"kernel {kernel}" for kernel in kernels))
         return Table(
             title=f"accuracy of {full['samples']} samples at a budget of {self.budget} of "
-            f"{self.length} tokens; the full cache: {_score(full)}",
+            f"{self.length} tokens; the full cache: {_format_score(full)}",
             headings=headings,
             rows=[
                 (
@@ -134,10 +145,13 @@ class Sensitivity(Study):
 
     def figure(self, rows: Sequence[Row]) -> Any:
         keys = {"x": "kernel_size", "y": "window_size", "panel": "pooling", "value": "score"}
-        return cells(f"Accuracy, budget {self.budget}", self._by_pooling(rows), **keys)
+        return draw_cells(f"Accuracy, budget {self.budget}", self._by_pooling(rows), **keys)
 
     def _by_pooling(self, rows: Sequence[Row]) -> list[Row]:
-        """All settings but the full cache; what does not pool is one of every kind of pooling."""
+        """Return the rows of all settings for each kind of pooling.
+
+        Rows without pooling are repeated for each.
+        """
         return [
             row | {"pooling": pooling}
             for pooling in self.poolings
@@ -146,8 +160,8 @@ class Sensitivity(Study):
         ]
 
 
-def _row(cells: Sequence[Row]) -> Row:
-    """All depths of one method."""
+def _combine_cells(cells: Sequence[Row]) -> Row:
+    """Combine the scores of one method at all depths into a single row."""
     policy, samples = cells[0]["policy"], sum(cell["samples"] for cell in cells)
     right = sum(cell["score"] * cell["samples"] for cell in cells if cell["samples"])
     return {
@@ -160,5 +174,5 @@ def _row(cells: Sequence[Row]) -> Row:
     }
 
 
-def _score(row: Row) -> str:
+def _format_score(row: Row) -> str:
     return "-" if row["score"] is None else f"{row['score']:.2f}"

@@ -1,4 +1,4 @@
-"""What cannot be is said in one line, before a model is loaded where that can be known."""
+"""Bad input is reported in one line, before a model is loaded if that is possible."""
 
 import sys
 
@@ -9,7 +9,7 @@ EARLY = [
     ("eval needle --plot no/figure.png", "plot: expected a file in an existing folder"),
     ("eval needle --lengths 100", "lengths: expected at least 300, got 100"),
     ("eval needle --lengths=", "lengths: expected at least one number, got none"),
-    ("eval needle --digits 5k", "digits: expected at most 1,000, got 5,120; pass a smaller number"),
+    ("eval needle --digits 5k", "digits: expected at most 1,000, got 5,120"),
     ("eval needle --policy=", "policy: expected the name of a method, got an empty one"),
     ("eval needle --haystack no/such", "no/such"),
     ("eval needle --policy snapvk", "did you mean snapkv?"),
@@ -26,17 +26,17 @@ EARLY = [
     ("eval needle --bits int5", "bits: expected some of exact"),
     ("eval needle --bits int4,int4", "bits: expected some of exact"),
     ("bench decode --shape llama-3.1-8b --model x", "model: expected none with"),
-    ("bench throughput --batch 2", "batch: expected none, since the largest batch that fits"),
+    ("bench throughput --batch 2", "batch: the largest batch that fits is searched for, got 2"),
 ]
 LATE = [
-    ("eval needle --turns recall --lengths 300", "turns: expected it with a task of several"),
+    ("eval needle --turns recall --lengths 300", "turns: recall has no effect with needle"),
     ("bench decode --baseline transformer", "baseline: expected one of transformers"),
     ("bench decode --shape llama-4", "shape: expected one of smollm2-135m"),
 ]
 
 
 @pytest.mark.parametrize(("command", "message"), [*EARLY, *LATE], ids=lambda value: value[:40])
-def test_bad_input_is_one_line_and_status_2(snapkv, tiny_only, here, command, message):
+def test_bad_input_is_reported_in_one_line_with_status_2(snapkv, tiny_only, here, command, message):
     (here / "file").touch()
     done = snapkv(*command.split())
     assert (done.status, done.out) == (2, "")
@@ -50,11 +50,11 @@ def test_bad_input_is_one_line_and_status_2(snapkv, tiny_only, here, command, me
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "lokal", "head:", ""])
-def test_an_address_of_no_cluster_is_refused(snapkv, here, monkeypatch, address):
+def test_address_without_a_cluster_is_refused(snapkv, here, monkeypatch, address):
     monkeypatch.setattr("snapkv_lab.evaluate.on_ray._ray", lambda: None)
     done = snapkv("eval", "needle", "--ray", address)
     assert done.status == 2
-    assert "expected local, auto or the address of a cluster that runs" in done.err
+    assert "expected local, auto or the address of a running cluster" in done.err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""`snapkv bench` on a tiny model: rows, tables, files, figures; what does not fit keeps a row."""
+"""`snapkv bench` on a tiny model: rows, tables, files, figures, and rows of caches that do
+not fit.
+"""
 
 import json
 import subprocess
@@ -19,7 +21,7 @@ SMALL = ("--lengths", "64,128", "--budget", "48", "--rounds", "2")
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """The command loads a tiny model and copies little to measure the bandwidth."""
+    """Let the command load a tiny model, and copy few bytes to measure the bandwidth."""
     loaded = SimpleNamespace(model=tiny_model("llama"), description=lambda: {"name": "tiny"})
     monkeypatch.setattr("snapkv_app.cli.loading.load", lambda **options: loaded)
     monkeypatch.setattr("snapkv_lab.measure.decode._COPIED_BYTES", {"cpu": 2**20})
@@ -60,7 +62,7 @@ def test_decode_gives_a_row_per_length_batch_and_cache(snapkv, tiny, tmp_path):
     assert stored[0]["environment"]["torch"] == torch.__version__
 
 
-def test_prefill_reads_in_the_pieces_that_are_asked_for(snapkv, tiny):
+def test_prefill_bench_reads_in_the_requested_pieces(snapkv, tiny):
     way = "layer-by-layer:chunk_tokens=32"
     rows = rows_of(snapkv("bench", "prefill", *SMALL, "--prefill", way, "--json"))
     caches = ("transformers", f"default@48 {way}")
@@ -71,7 +73,7 @@ def test_prefill_reads_in_the_pieces_that_are_asked_for(snapkv, tiny):
 
 
 def test_memory_holds_less_and_measures_each_cache_alone(snapkv, tiny, monkeypatch, tmp_path):
-    """The processes are played by this one."""
+    """The commands of separate processes run in this one."""
     started = []
 
     def run(command, *, env, **options):
@@ -93,8 +95,8 @@ def test_memory_holds_less_and_measures_each_cache_alone(snapkv, tiny, monkeypat
 
 
 @pytest.mark.slow
-def test_weights_that_are_mapped_do_not_count_where_they_are_first_used():
-    """The real model, whose weights come into memory when they are used."""
+def test_mapped_weights_do_not_count_as_memory_of_a_cache():
+    """The real demo model maps its weights, which come into memory when they are used."""
     command = (
         sys.executable,
         "-m",

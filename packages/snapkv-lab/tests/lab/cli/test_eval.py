@@ -6,13 +6,13 @@ import re
 import pytest
 
 from snapkv_app.cli.fields import documented_arguments
-from snapkv_lab.cli.methods import methods
+from snapkv_lab.cli.methods import make_methods
 from snapkv_lab.evaluate.tasks import TASKS
 
 NEEDLE = ("eval", "needle", "--lengths", "300,360", "--depths", 2, "--digits", 1, "--cloze")
 
 
-def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(
+def test_eval_prints_a_table_and_stores_answers_in_the_named_folder(
     snapkv, tiny_only, here, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "120")
@@ -26,7 +26,7 @@ def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(
     assert len((here / folder[1] / "samples.jsonl").read_text().splitlines()) == 2 * 2 * 3
 
 
-def test_at_equal_bytes_few_bits_hold_more_and_too_few_bytes_are_said(snapkv, tiny_only, here):
+def test_fewer_bits_hold_more_tokens_and_too_few_bytes_are_reported(snapkv, tiny_only, here):
     done = snapkv(
         *("eval", "needle", "--lengths", 360, "--depths", 1, "--digits", 1, "--cloze"),
         *("--budget", "40%,1KiB", "--bits", "exact,k8v4", "--results", "o", "--json"),
@@ -43,7 +43,7 @@ def test_at_equal_bytes_few_bits_hold_more_and_too_few_bytes_are_said(snapkv, ti
     assert too_small == {"budget too small"}
 
 
-def test_json_is_one_object_and_nothing_else(snapkv, tiny_only, here):
+def test_json_output_is_exactly_one_object(snapkv, tiny_only, here):
     done = snapkv(
         *NEEDLE, "--budget", 64, "--setting", "both", "--results", "results", "--limit", 1,
         "--json",
@@ -61,7 +61,7 @@ def test_json_is_one_object_and_nothing_else(snapkv, tiny_only, here):
     assert (here / "results" / "run.json").exists()
 
 
-def test_the_loss_of_the_references_stands_in_every_output(snapkv, tiny_only, here, monkeypatch):
+def test_reference_loss_is_in_every_output(snapkv, tiny_only, here, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     given = (*NEEDLE, "--budget", "64,40", "--results", "o", "--reference-loss")
     done = snapkv(*given, "--plot", "n.svg", "--report", "page")
@@ -94,7 +94,7 @@ def test_the_loss_of_the_references_stands_in_every_output(snapkv, tiny_only, he
     assert "default@1024: nothing was dropped of 4 of 4 prompts" in " ".join(done.out.split())
 
 
-def test_every_way_of_later_questions_is_a_method_and_the_full_cache_comes_once(
+def test_each_way_of_later_questions_is_a_method_but_the_full_cache_appears_once(
     snapkv, tiny_only, here
 ):
     turns = ("eval", "turns", "--lengths", 200, "--questions", 2, "--samples-each", 1, "--cloze")
@@ -108,7 +108,7 @@ def test_every_way_of_later_questions_is_a_method_and_the_full_cache_comes_once(
 
 
 def test_baselines_come_first_then_every_policy_at_every_budget():
-    found = methods(["full"], ["snapkv,h2o", "snapkv:kernel_size=13,pooling=avg"], [512, 1024])
+    found = make_methods(["full"], ["snapkv,h2o", "snapkv:kernel_size=13,pooling=avg"], [512, 1024])
     assert [method.label for method in found] == [
         "full",
         "snapkv@512", "snapkv@1024",

@@ -1,9 +1,11 @@
-"""`snapkv study`: options out of each study, rows and figures where the user says."""
+"""`snapkv study`: the options of each study, and rows and figures where the user wants them."""
 
 import json
 
 
-def test_a_study_of_own_documents_and_questions(snapkv, tiny_only, document, tmp_path):
+def test_study_command_reads_the_users_documents_and_questions(
+    snapkv, tiny_only, document, tmp_path
+):
     out, figure = tmp_path / "rows", tmp_path / "figure.svg"
     small = ("--document-tokens", "130", "--answer-length", "2")
     study = ("study", "instructions", "--document", document, *small, "--results", out)
@@ -21,11 +23,11 @@ def test_a_study_of_own_documents_and_questions(snapkv, tiny_only, document, tmp
     assert str(out) in shown.err.replace("\n", "")
 
 
-def test_a_gate_is_in_the_folder_of_the_run(snapkv, tiny_only, tmp_path):
+def test_fit_gate_command_writes_the_gate_into_its_folder(snapkv, tiny_only, tmp_path):
     small = ("--texts", "12", "--lengths", "128", "--no-remember")
     done = snapkv("study", "fit-gate", *small, "--results", tmp_path / "out")
     assert done.status == 0, done.err
     assert "rank correlation" in done.out
     gate = tmp_path / "out" / "gate.safetensors"
-    assert done.err.splitlines()[-1] == f"--policy kvzap --set gate={gate} goes by it"
+    assert done.err.splitlines()[-1] == f"--policy kvzap --set gate={gate} uses it"
     assert gate.stat().st_size

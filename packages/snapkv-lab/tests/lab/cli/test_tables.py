@@ -1,4 +1,4 @@
-"""Tables of the laboratory's commands, on narrow screens: nothing is cut off."""
+"""Tables of the laboratory's commands on narrow screens, where no text is cut off."""
 
 import io
 
@@ -27,8 +27,8 @@ TABLES = {
 
 
 @pytest.mark.parametrize(("name", "width"), [*((name, 20) for name in TABLES), ("eval", 80)])
-def test_nothing_is_lost_on_a_narrow_screen(name, width):
-    grid = tables.on_screen(TABLES[name]())
+def test_tables_lose_no_text_on_a_narrow_screen(name, width):
+    grid = tables.to_grid(TABLES[name]())
     console = Console(file=io.StringIO(), width=width)
     console.print(grid)
     page = console.file.getvalue()

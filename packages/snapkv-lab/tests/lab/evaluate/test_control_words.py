@@ -1,4 +1,4 @@
-"""Words of a chat template in a task's text are text, in every template and through lm-eval."""
+"""Words of a chat template in a task's text stay text, in every template and through lm-eval."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_a_sample_and_its_later_turns_have_the_turns_of_their_template(demo, tem
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_what_lm_eval_asks_has_them_too(demo, tmp_path, chat):
+def test_prompts_of_lm_eval_use_the_tokenizers_control_words(demo, tmp_path, chat):
     def ids(text):
         turns = [{"role": role, "content": text} for role in ("system", "user")]
         context = lm.apply_chat_template(turns) if chat else text

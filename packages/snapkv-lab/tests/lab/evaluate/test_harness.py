@@ -1,4 +1,4 @@
-"""lm-eval's tasks from compressed caches: likelihoods by hand, local tasks, and one command."""
+"""lm-eval's tasks with compressed caches: likelihoods by hand, local tasks, and one command."""
 
 import json
 
@@ -83,7 +83,7 @@ def tiny(demo):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Task files over a local file of rows."""
+    """Task files with a local file of rows."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     data = TASK.replace("ROWS", str(rows)).replace("CACHE", str(tmp_path / "cache"))
@@ -94,7 +94,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def evaluate(tiny, folder, monkeypatch, capsys):
-    """Run the command on the tiny model; returns its status and what it printed."""
+    """Run the command on the tiny model, and return its status and its output."""
 
     monkeypatch.chdir(folder)
 
@@ -115,7 +115,7 @@ def requests(kind, *arguments):
 
 
 def plain_log_likelihood(model, context, continuation):
-    """Without any cache: all tokens in one pass."""
+    """Score a continuation without a cache: all tokens in one pass."""
     whole = torch.cat([context, continuation], dim=1)
     with torch.no_grad():
         scores = model(whole).logits.log_softmax(dim=-1)
@@ -124,7 +124,7 @@ def plain_log_likelihood(model, context, continuation):
 
 
 def stepwise_log_likelihood(model, context, continuation, policy):
-    """From a compressed cache, as generation would go on: a token at a time."""
+    """Score a continuation after a compressed cache, one token at a time."""
     cache = CompressedCache(model, policy)
     total, fed = 0.0, context
     with torch.no_grad():
@@ -149,10 +149,10 @@ WAYS = [*(({}, policy) for policy in EVERY_WAY), (HYBRID, AdaKV(SnapKV(40)))]
 
 
 @pytest.mark.parametrize(("changed", "policy"), WAYS, ids=lambda each: getattr(each, "name", ""))
-def test_continuations_that_share_a_context_have_the_scores_they_have_alone(
-    tiny, ids, changed, policy
-):
-    """Of different lengths, the longest in the middle; one of them is greedy's."""
+def test_continuations_of_a_shared_context_score_as_they_do_alone(tiny, ids, changed, policy):
+    """They have different lengths, the longest in the middle, and one is what greedy decoding
+    gives.
+    """
     loaded = tiny_loaded(tiny.tokenizer, **changed) if changed else tiny
     context, other = ids
     completed = loaded.completed(policy)
@@ -196,8 +196,8 @@ TEXTS = [CONTEXT, CONTEXT[40:] * 2, "Short. " + CONTEXT[:90], CONTEXT[7:300], "T
 
 
 @pytest.mark.parametrize("policy", EVERY_WAY, ids=lambda policy: policy.name)
-def test_prompts_answered_together_have_the_answers_they_have_alone(tiny, tmp_path, policy):
-    """Of different lengths, some shorter than the budget; some end early at a stop string."""
+def test_prompts_in_a_batch_get_the_same_answers_as_alone(tiny, tmp_path, policy):
+    """They have different lengths, some are shorter than the budget, and some stop early."""
     method = Method(label="own", policy=policy)
     alone = [
         answer(tiny, Prompt(text=text), policy, GenerationSettings(max_new_tokens=9)).text
@@ -213,7 +213,7 @@ def test_prompts_answered_together_have_the_answers_they_have_alone(tiny, tmp_pa
 
 
 def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, tmp_path):
-    """Blanks at the end belong to what follows; an empty context is one token."""
+    """Blanks at the end belong to the continuation, and an empty context is one token."""
     asked = ("The gate ", "opens"), ("The gate", " opens"), ("", "opens")
     with Store(tmp_path, {}) as store:
         model = CompressedLM(tiny, FULL, store)
@@ -224,7 +224,7 @@ def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, tmp_path):
     assert empty[0] == pytest.approx(plain_log_likelihood(tiny.model, first, opens), abs=1e-4)
 
 
-def test_one_command_runs_local_tasks_by_every_method(evaluate):
+def test_lm_eval_command_runs_local_tasks_with_every_method(evaluate):
     status, out, _ = evaluate("local_gate,local_choice", "--policy", "snapkv", "--json")
     assert status == 0
     found = json.loads(out)
@@ -241,13 +241,13 @@ def test_one_command_runs_local_tasks_by_every_method(evaluate):
 @pytest.mark.parametrize(
     ("tasks", "options", "message"),
     [
-        ("local_whole", {}, "got local_whole, which scores whole texts"),
+        ("local_whole", {}, "tasks: local_whole scores whole texts"),
         ("", {}, "tasks: expected names of lm-eval's tasks"),
         ("local_gate", {"include_path": "nowhere"}, "include_path: expected a folder"),
-        ("local_gate", {}, "tasks: expected the data of local_gate"),
+        ("local_gate", {}, "tasks: the data of local_gate cannot be loaded"),
     ],
 )
-def test_bad_input_is_named_in_one_line(evaluate, folder, tasks, options, message):
+def test_bad_input_of_lm_eval_is_reported_in_one_line(evaluate, folder, tasks, options, message):
     if "the data" in message:
         (folder / "rows.jsonl").unlink()
     status, _, err = evaluate(tasks, **options)
@@ -255,25 +255,25 @@ def test_bad_input_is_named_in_one_line(evaluate, folder, tasks, options, messag
     assert message in err.splitlines()[-1]
 
 
-def test_without_the_package_its_command_is_named(evaluate, monkeypatch):
+def test_missing_lm_eval_error_names_the_install_command(evaluate, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     status, _, err = evaluate("local_gate")
     assert status == 2
-    assert "run pip install 'lm-eval" in err
+    assert "Run pip install 'lm-eval" in err
 
 
 # Runs that are continued.
 
 
 class Added(list):
-    """Responses that were stored; where there are `fails_at` of them, memory runs out."""
+    """The stored responses. After `fails_at` of them, memory runs out."""
 
     fails_at = None
 
 
 @pytest.fixture
 def added(monkeypatch):
-    """What is answered from now on, since every response is stored as soon as it is there."""
+    """Record every response from now on, since each is stored as soon as it is known."""
     given, real = Added(), Store.add
 
     def add(self, record):
@@ -290,7 +290,7 @@ BOTH = "local_gate,local_choice"
 ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices of each of two
 
 
-def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, added, folder):
+def test_stopped_lm_eval_run_only_asks_missing_requests(evaluate, added, folder):
     stop, batches = 10, ("--batch-size", "2")
     _, whole, _ = evaluate(BOTH, "--json", "--results", "whole", *batches)
     assert len(added) == len(records(folder / "whole")) == ANSWERS
@@ -310,7 +310,7 @@ def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, added, folder):
 
 
 @pytest.mark.slow
-def test_a_changed_question_is_asked_anew(evaluate, added, folder):
+def test_changed_request_is_asked_again(evaluate, added, folder):
     evaluate("local_gate", "--results", "run")
     added.clear()
     rows = [ROWS[0], {**ROWS[1], "question": "Who opens the gate?"}]

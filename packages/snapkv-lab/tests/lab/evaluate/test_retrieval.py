@@ -1,4 +1,4 @@
-"""HotpotQA as it is installed, its index, and the order that meaning gives."""
+"""The installed HotpotQA, its index, and the order by meaning."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def reranker():
     return TextEmbeddings()
 
 
-def test_hotpotqa_has_its_questions_and_two_paragraphs_for_each():
+def test_each_hotpotqa_question_has_two_paragraphs_that_answer_it():
     data = load_corpus("hotpotqa")
     assert (len(data.questions), len(data.passages)) == (7405, 66635)
     assert {len(question.gold) for question in data.questions} == {2}
@@ -31,21 +31,21 @@ def test_hotpotqa_has_its_questions_and_two_paragraphs_for_each():
 
 
 def test_passages_are_ranked_by_the_stems_of_title_and_text():
-    """BM25: a rare word twice in few words, then two words, then one among many."""
-    ranked = PassageIndex(PASSAGES).ranked("Hamburg, Dresden, harbours?")
+    """BM25 ranks a rare word twice in a short text first, then two words, then one among many."""
+    ranked = PassageIndex(PASSAGES).rank("Hamburg, Dresden, harbours?")
     titles = [passage.title for passage in ranked]
     assert titles == ["Hamburg", "Rivers", "Bridges", "Cats", "Cats"]
 
 
-def test_meaning_orders_what_shares_no_word(reranker):
+def test_embeddings_order_texts_that_share_no_word(reranker):
     texts = [f"{passage.title}. {passage.text}" for passage in PASSAGES]
     places = reranker.nearest("Where do kittens rest?", texts)
     assert set(places[:2]) == {3, 4}
     assert sorted(places) == [0, 1, 2, 3, 4]
 
 
-def test_embeddings_in_a_padded_batch_are_those_of_each_text_alone(reranker):
-    """Against the plain definition: the mean of the last states, of length 1, no padding."""
+def test_embeddings_in_a_padded_batch_equal_those_of_each_text_alone(reranker):
+    """The reference is the plain definition: the mean of the last states, scaled to length 1."""
     texts = ["A cat.", "The Elbe flows through Hamburg and Dresden. " * 5, "old", "word " * 400]
     found = reranker.embeddings(texts)
     assert found.shape == (4, 384)

@@ -1,4 +1,4 @@
-"""RULER's thirteen tasks: worded as the official ones, of the right length, scored as they are."""
+"""RULER's thirteen tasks: official wording, length and scores."""
 
 import re
 import runpy
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from snapkv_app.packages import package_file
-from snapkv_lab.evaluate.haystack import words
+from snapkv_lab.evaluate.haystack import load_words
 from snapkv_lab.evaluate.task import needed_tokens
-from snapkv_lab.evaluate.tasks.ruler import GENERATORS, NOISE, Ruler, Wanted
+from snapkv_lab.evaluate.tasks.ruler import GENERATORS, NOISE, PuzzleRequest, Ruler
 
 ESSAY = tuple(" ".join(f"This is sentence {i}." for i in range(200)).split())
 KINDS = {
@@ -21,7 +21,7 @@ KINDS = {
 
 
 def puzzle(task, parts, *, length=4096, index=0, seed="seed"):
-    wanted = Wanted(length=length, index=index, seed=seed, essay=ESSAY)
+    wanted = PuzzleRequest(length=length, index=index, seed=seed, essay=ESSAY)
     return GENERATORS[task].puzzle(wanted, parts)
 
 
@@ -31,13 +31,13 @@ def whole(made):
 
 @pytest.fixture(scope="module")
 def official():
-    """Templates and answer lengths of the official suite, out of the installed package."""
+    """Templates and answer lengths of the official suite, from the installed package."""
     path = package_file("long_context_eval", "data", "synthetic", "constants.py")
     return runpy.run_path(str(path))["TASKS"]
 
 
 def pattern(template, **filled):
-    """The official template as a regular expression that captures what is filled in."""
+    """Return the official template as a regular expression that captures what is filled in."""
     parts = re.split(r"\{(\w+)\}", template.replace("assgined", "assigned"))
     texts = [re.escape(text) for text in parts[::2]]
     groups = [re.escape(filled[name]) if name in filled else "(.*)" for name in parts[1::2]]
@@ -47,7 +47,7 @@ def pattern(template, **filled):
 @pytest.mark.parametrize(
     "task", ["niah_single_1", "niah_single_3", "niah_multiquery", "vt", "cwe", "fwe", "qa_2"]
 )
-def test_the_wording_and_the_answer_length_are_official(official, task):
+def test_ruler_uses_the_official_wording_and_answer_lengths(official, task):
     kind = KINDS.get(task, task.split("_")[0])
     made = puzzle(task, 120)
     template = official[kind]["template"] + official[kind]["answer_prefix"]
@@ -74,7 +74,9 @@ def test_the_wording_and_the_answer_length_are_official(official, task):
         ("niah_multiquery", 4, 4),
     ],
 )
-def test_what_is_hidden_and_what_is_asked_for(task, needles, references):
+def test_niah_hides_and_asks_for_the_documented_numbers_of_keys_and_values(
+    task, needles, references
+):
     made = puzzle(task, 12 if task in ("niah_multikey_2", "niah_multikey_3") else 300)
     found = re.findall(r"One of the special magic (\w+) for (\S.*?) is: ([\w-]+)\.", made.context)
     assert len(found) == needles
@@ -94,7 +96,7 @@ def test_needles_stand_between_the_sentences_of_an_essay():
     assert left == list(ESSAY[:400])
 
 
-def test_vt_has_a_solved_example_and_one_chain_of_five_in_order():
+def test_vt_prompt_has_a_solved_example_and_one_chain_of_five_assignments():
     made = puzzle("vt", 30)
     example, asked = made.context.split("\n\n\n\n")
     assert example.count(NOISE) == 10
@@ -113,7 +115,7 @@ def test_cwe_repeats_ten_words_more_often_and_shows_a_solved_list():
     shown, answers = solved.split(
         "\nQuestion: What are the 10 most common words in the above list?"
     )
-    known = "|".join(sorted(map(re.escape, words("noun", "adjective", "verb")), key=len)[::-1])
+    known = "|".join(sorted(map(re.escape, load_words("noun", "adjective", "verb")), key=len)[::-1])
 
     def counts(text):
         return Counter(re.findall(rf"\d+\. ({known})(?= \d+\. |$)", text))
@@ -140,7 +142,7 @@ def test_fwe_has_no_ties_at_the_third_word():
         assert Counter(others).most_common(4)[3][1] < min(others[w] for w in made.references)
 
 
-def test_qa_takes_the_documents_of_the_question_first():
+def test_qa_shows_the_documents_of_the_question_before_others():
     own, near = 2, 8
     alone, some, many = (puzzle("qa_2", parts) for parts in (0, near, near + 30))
     for made, others in ((alone, 0), (some, near), (many, near + 30)):
@@ -162,7 +164,7 @@ def test_every_task_fills_its_length_and_never_exceeds_it(demo):
     assert len({sample.context for sample in made}) == len(made)
 
 
-def test_a_question_whose_documents_are_too_long_is_passed_over(demo):
+def test_question_with_too_long_documents_is_skipped(demo):
     made = list(Ruler(tasks=("qa_1",), lengths=(400,), samples_each=12).samples(demo.tokenizer))
     numbers = [int(sample.name.rpartition("/")[2]) for sample in made]
     assert len(numbers) == 12
@@ -179,6 +181,6 @@ def test_a_question_whose_documents_are_too_long_is_passed_over(demo):
         ("qa_2", ("yes", "no"), "perhaps", 0.0),
     ],
 )
-def test_scores_are_the_official_ones(task, references, prediction, expected):
+def test_ruler_scores_equal_the_official_ones(task, references, prediction, expected):
     sample = SimpleNamespace(cell={"task": task}, references=references)
     assert Ruler().score(sample, prediction) == expected

@@ -1,4 +1,4 @@
-"""Every sample from the cache of every method: what is asked, recorded, refused."""
+"""Runs of samples with all methods: prompts, records and refusals."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from snapkv_app.prefills import LayerByLayer
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.runner import Run
-from snapkv_lab.evaluate.store import key
+from snapkv_lab.evaluate.store import record_key
 from snapkv_lab.rows import read_rows
 from tests.lab.evaluate.tiny import METHODS, Keys, records, untimed
 
@@ -22,7 +22,9 @@ def run(tiny, folder, task=None, methods=METHODS[:2], **options):
 
 
 def answering(monkeypatch, policy=None, times=0):
-    """Prompts answered from now on; so many of a policy's first ones are lost."""
+    """Record the prompts that are answered, and let the first answers of a policy run out of
+    memory.
+    """
     prompts, lost = [], []
 
     def sometimes(loaded, prompt, asked, settings, **options):
@@ -37,7 +39,7 @@ def answering(monkeypatch, policy=None, times=0):
     return prompts
 
 
-def test_a_record_is_what_answering_gives(tiny, tmp_path):
+def test_record_equals_the_answer_of_the_application(tiny, tmp_path):
     results = run(tiny, tmp_path)
     found = records(tmp_path)
     assert [(r["sample"], r["method"]) for r in found] == [
@@ -71,7 +73,7 @@ def test_a_record_is_what_answering_gives(tiny, tmp_path):
     assert results.rows == read_rows(tmp_path / "summary.jsonl")
 
 
-def test_a_second_run_answers_only_what_is_new(tiny, tmp_path, monkeypatch):
+def test_second_run_only_answers_missing_questions(tiny, tmp_path, monkeypatch):
     first = run(tiny, tmp_path)
     prompts = answering(monkeypatch)
     again = run(tiny, tmp_path)
@@ -94,7 +96,10 @@ def test_a_second_run_answers_only_what_is_new(tiny, tmp_path, monkeypatch):
         ),
         ({"template": "none"}, 'another template: "tokenizer" there, "none" here'),
         ({"limit": 1}, "another limit: null there, 1 here, another samples: 4 there, 2 here"),
-        ({"methods": (Method(label="full", policy=SnapKV(64)),)}, "policy: expected full to be"),
+        (
+            {"methods": (Method(label="full", policy=SnapKV(64)),)},
+            "were made by full as",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -105,7 +110,7 @@ def test_another_run_in_the_folder_is_refused(tiny, tmp_path, change, said):
     assert len(records(tmp_path)) == 8
 
 
-def test_a_prompt_beyond_the_positions_is_a_cell_without_answer(tiny, tmp_path):
+def test_prompt_beyond_the_positions_gives_a_cell_without_score(tiny, tmp_path):
     rows = run(tiny, tmp_path, task=Keys(sentences=(8, 100), each=1)).rows
     by_cell = {(row["method"], row["cell"]["sentences"]): row for row in rows}
     for method in ("full", "snapkv@64"):
@@ -128,7 +133,7 @@ def test_an_answer_lost_to_memory_is_asked_again_by_the_next_run(tiny, tmp_path,
     assert len(prompts) == 3
     whole = run(tiny, tmp_path / "whole", questions=questions)
     lost, kept = (untimed(records(tmp_path / name)) for name in ("lost", "whole"))
-    assert sorted(lost, key=key) == sorted(kept, key=key)
+    assert sorted(lost, key=record_key) == sorted(kept, key=record_key)
     assert untimed(again.rows) == untimed(whole.rows)
     assert {row["status"] for row in again.rows} == {"ok"}
     prompts.clear()
@@ -136,7 +141,7 @@ def test_an_answer_lost_to_memory_is_asked_again_by_the_next_run(tiny, tmp_path,
     assert not prompts
 
 
-def test_methods_that_share_a_reading_answer_as_those_that_read_alone(tiny, tmp_path):
+def test_methods_with_a_shared_reading_answer_as_with_their_own(tiny, tmp_path):
     pieces = Method(label="pieces", policy=SnapKV(40), prefill=LayerByLayer(chunk_tokens=32))
     policies = {"h2o": H2O(40), "tova": TOVA(40), "adakv": AdaKV(SnapKV(40)), "kvzip": TWICE.policy}
     methods = [*METHODS, pieces, *(Method(label=k, policy=p) for k, p in policies.items())]
@@ -145,7 +150,7 @@ def test_methods_that_share_a_reading_answer_as_those_that_read_alone(tiny, tmp_
     for method in methods:
         run(tiny, tmp_path / "alone", methods=[method], **given)
     together, alone = (
-        {key(record): record for record in untimed(records(tmp_path / name))}
+        {record_key(record): record for record in untimed(records(tmp_path / name))}
         for name in ("together", "alone")
     )
     assert len(together) == 4 * len(methods)
@@ -171,7 +176,7 @@ def test_a_prompt_is_read_once_for_all_methods_that_read_exactly(tiny, tmp_path,
     assert len(read) == 4
 
 
-def test_other_failures_end_the_run_and_keep_its_answers(tiny, tmp_path, monkeypatch):
+def test_unexpected_error_ends_the_run_and_keeps_its_answers(tiny, tmp_path, monkeypatch):
     given = []
 
     def third_fails(*arguments, **options):
@@ -207,7 +212,7 @@ def test_hidden_and_visible_questions_are_the_same_tokens(tiny, tmp_path, monkey
     "error",
     [UnsupportedModelError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
 )
-def test_methods_read_alone_where_a_reading_cannot_be_shared(tiny, tmp_path, monkeypatch, error):
+def test_methods_read_separately_if_a_reading_cannot_be_shared(tiny, tmp_path, monkeypatch, error):
     def refused(model, ids):
         raise error
 

@@ -1,4 +1,4 @@
-"""A folder holds one run's answers, whole lines only, and one process adds to it."""
+"""A folder holds the answers of one run in complete lines, and one process adds to it."""
 
 import json
 
@@ -32,15 +32,15 @@ def filled(folder, count=3):
     return folder
 
 
-def test_a_folder_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path):
+def test_folder_with_other_files_is_refused_and_left_unchanged(tmp_path):
     name = "notes.txt"
     (tmp_path / name).write_text("mine")
-    with pytest.raises(InvalidArgumentError, match=rf"results: .*with '{name}' in it; choose"):
+    with pytest.raises(InvalidArgumentError, match=rf"results: .*the file '{name}', .*\. Choose"):
         Store(tmp_path, RUN)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "mine")]
 
 
-def test_a_line_cut_off_anywhere_is_taken_away_and_answered_again(tmp_path):
+def test_incomplete_line_is_removed_and_answered_again(tmp_path):
     filled(tmp_path)
     *whole, last = lines(tmp_path)
     for kept in range(len(last)):
@@ -53,7 +53,7 @@ def test_a_line_cut_off_anywhere_is_taken_away_and_answered_again(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"[1]", b'{"sample": "1"', b'{"sample": "1"}'])
-def test_a_damaged_line_is_named(tmp_path, damage):
+def test_error_names_the_damaged_line(tmp_path, damage):
     filled(tmp_path)
     whole = lines(tmp_path)
     (tmp_path / "samples.jsonl").write_bytes(whole[0] + damage + b"\n" + whole[2])
@@ -62,16 +62,16 @@ def test_a_damaged_line_is_named(tmp_path, damage):
     assert len(lines(tmp_path)) == 3  # nothing was repaired behind the user's back
 
 
-def test_one_process_at_a_time(tmp_path):
+def test_store_refuses_a_second_process(tmp_path):
     pytest.importorskip("fcntl")
-    refused = pytest.raises(InvalidArgumentError, match="no other run is writing to")
+    refused = pytest.raises(InvalidArgumentError, match="another run is writing to")
     with Store(tmp_path, RUN), refused:
         Store(tmp_path, RUN)
     with Store(tmp_path, RUN) as store:
         assert store.records == []
 
 
-def test_what_was_lost_to_memory_counts_until_the_end_and_is_then_asked_again(tmp_path):
+def test_answer_lost_to_memory_counts_in_this_run_and_is_repeated_by_the_next(tmp_path):
     wanted, lost = ("1", "full", "visible"), record("1") | {"status": LOST}
     with Store(tmp_path, RUN) as store:
         store.add(record("0"))

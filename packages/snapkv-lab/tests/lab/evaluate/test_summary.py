@@ -1,4 +1,4 @@
-"""Rows and their lines by hand, and how sure they are: by hand and by plain loops."""
+"""Rows, lines and their intervals, compared with results by hand and by plain loops."""
 
 from statistics import fmean
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from snapkv_lab.evaluate.intervals import (
     cell_differences,
-    is_seen,
+    excludes_zero,
     line_differences,
     mean_interval,
     relative_differences,
@@ -38,7 +38,7 @@ def rows_of(records):
     return summarise(records, keys, Keys())
 
 
-def test_a_row_is_means_of_scores_and_medians_of_times():
+def test_row_has_means_of_scores_and_medians_of_times():
     (row,) = rows_of(
         [
             record("a", "full", 1.0, token_ms=1.0, first_token_ms=10.0, held_bytes=100),
@@ -70,7 +70,7 @@ def test_a_row_is_means_of_scores_and_medians_of_times():
     }
 
 
-def test_what_has_no_answer_is_counted_and_in_no_mean():
+def test_missing_answers_are_counted_and_are_in_no_mean():
     records = [
         record("a", "full", None, status="out of memory"),
         record("b", "full", 0.4, token_ms=None),
@@ -85,7 +85,7 @@ def test_what_has_no_answer_is_counted_and_in_no_mean():
     assert (row["status"], row["samples"], row["score"]) == ("too long", 0, None)
 
 
-def test_a_line_is_the_mean_of_its_columns_means():
+def test_score_of_a_line_is_the_mean_of_its_column_means():
     cells = [
         ("full", 1, 0, 1.0), ("full", 1, 50, 0.5), ("full", 2, 0, 0.0),
         ("snapkv", 1, 0, 0.2), ("snapkv", 1, 50, None), ("snapkv", 2, 0, None),
@@ -110,7 +110,7 @@ def test_a_line_is_the_mean_of_its_columns_means():
     assert (snapkv.held_bytes, snapkv.token_ms) == (100, 1.0)
 
 
-def test_losses_are_rows_and_lines_of_their_own():
+def test_losses_have_their_own_fields_in_rows_and_lines():
     """a and b are compared; c has no loss, and z no answer. By hand: 3 - 2 and 2 - 1.5."""
     losses = {
         "full": {("a", 1): 2.0, ("b", 1): 1.5, ("c", 2): 1.0, ("d", 2): 4.0},
@@ -149,7 +149,7 @@ def difference(mean, interval, samples):
     return {"score": mean, "interval": interval, "samples": samples}
 
 
-def test_means_over_the_same_cells_are_compared():
+def test_relative_differences_compare_means_over_the_same_cells():
     full = [row("full", 10, [0.8]), row("full", 20, [0.4]), row("full", 30, [])]
     small = [row("a", 10, [0.5]), row("a", 20, [0.4]), row("a", 30, [1.0])]
     large = [row("b", 10, []), row("b", 20, [0.5])]
@@ -162,7 +162,7 @@ def test_means_over_the_same_cells_are_compared():
 
 
 def test_a_difference_is_paired_sample_by_sample():
-    """Both score one half, of other samples or of the same ones."""
+    """Both methods score one half, on different samples or on the same ones."""
     full = row("full", 10, (1.0, 0.0, 1.0, 0.0))
     same, other = row("h2o", 10, (1.0, 0.0, 1.0, 0.0)), row("tova", 10, (0.0, 1.0) * 2)
     found = line_differences([full, same, other], "documents")
@@ -170,7 +170,7 @@ def test_a_difference_is_paired_sample_by_sample():
         ("h2o", "visible"): difference(0.0, [0.0, 0.0], 4),
         ("tova", "visible"): difference(0.0, [-1.0, 1.0], 4),
     }
-    assert not any(map(is_seen, found.values()))
+    assert not any(map(excludes_zero, found.values()))
 
 
 def test_a_lines_difference_is_the_mean_of_its_columns():
@@ -180,12 +180,12 @@ def test_a_lines_difference_is_the_mean_of_its_columns():
     ]  # fmt: skip
     (found,) = line_differences(rows, "documents").values()
     assert found == difference(-0.75, [-0.75, -0.75], 6)
-    assert is_seen(found)
-    assert not is_seen(difference(1.0, None, 1))
+    assert excludes_zero(found)
+    assert not excludes_zero(difference(1.0, None, 1))
 
 
 def test_the_difference_of_turns_is_drawn_by_conversations():
-    """Two conversations of four turns: one is lost in all of them, the other in none."""
+    """Of two conversations with four turns, one is wrong in all turns and the other in none."""
     rows = [
         (own := row(method, turn, scores))
         | {"conversations": dict(zip(own["scores"], "ab", strict=True))}
@@ -197,7 +197,7 @@ def test_the_difference_of_turns_is_drawn_by_conversations():
     assert score_lines(rows, "documents")[1].interval == (0.0, 1.0)
 
 
-def test_a_full_cache_that_is_filled_otherwise_is_compared_like_any_method():
+def test_full_cache_with_another_prefill_is_compared_like_any_method():
     in_pieces = {"name": "full", "prefill": {"name": "layer-by-layer"}}
     other = row("full in pieces", 10, (0.5, 0.5)) | {"policy": in_pieces}
     rows = [row("full", 10, (1.0, 1.0)), other]
@@ -216,7 +216,7 @@ def interval(columns, conversations=None):
 
 
 def by_loops(columns):
-    """One draw after the other."""
+    """Compute an interval with one draw after the other."""
     drawn = []
     for cells in columns:
         if any(len(cell) == 1 for cell in cells):
@@ -246,12 +246,12 @@ scores = st.sampled_from((0.0, 0.2, 1 / 3, 0.5, 1.0))
 @given(
     st.lists(st.lists(st.lists(scores, min_size=1, max_size=4), min_size=1, max_size=3), max_size=3)
 )
-def test_an_interval_is_what_plain_loops_find(columns):
+def test_interval_equals_the_one_from_plain_loops(columns):
     expected, found = by_loops(columns), interval(columns)
     assert found == (expected and pytest.approx(expected, abs=1e-9))
 
 
-def test_an_interval_by_hand_and_what_cancels_out():
+def test_interval_equals_the_one_by_hand_and_cancelled_differences_are_zero():
     # Of 256 draws 81 have no right answer, which is more than 2.5 %. One has four right ones
     # (0.4 %) and 12 three (4.7 %): without the highest 2.5 % three of four are left.
     assert interval([[[0.0, 0.0, 0.0, 1.0]]]) == (0.0, 0.75)
@@ -259,10 +259,11 @@ def test_an_interval_by_hand_and_what_cancels_out():
     assert interval([[[0.1, 0.1]], [[0.2, 0.2]], [[-0.3, -0.3]]]) == (0.0, 0.0)
 
 
-def test_turns_of_a_conversation_are_drawn_together_by_hand():
-    """Of two conversations one is right in both turns: a draw has the right one 0, 1 or 2 times.
+def test_turns_of_a_conversation_are_drawn_together():
+    """One of two conversations is right in both turns, so a draw has it 0, 1 or 2 times.
 
-    Apart, a draw of neither turn would have it with a chance of 1/16; together it is 1/4.
+    A draw with neither right turn has a chance of 1/4. If turns were drawn separately, it would be
+    1/16.
     """
     turn, of_turn = [0.0, 1.0], ("a", "b")
     four = [[turn]] * 4

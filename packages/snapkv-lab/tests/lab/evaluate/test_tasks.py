@@ -1,4 +1,4 @@
-"""What every task of drawn samples promises; and lines, instructions and tracking by hand."""
+"""What all generated tasks have in common; and lines, instructions and tracking by hand."""
 
 import itertools
 import re
@@ -10,9 +10,9 @@ from snapkv import SnapKV
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv_app.answering import answer
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import distinct, words
+from snapkv_lab.evaluate.haystack import draw_distinct, load_words
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.task import fitted, needed_tokens, percents
+from snapkv_lab.evaluate.task import even_percents, fit_sample, needed_tokens
 from snapkv_lab.evaluate.tasks import Instructions, Lines
 
 NEW_TOKENS = 7
@@ -31,15 +31,15 @@ def sentences(count, text="The grass is green.\n"):
 
 
 @pytest.mark.parametrize("hint", [None, 40, 500])
-def test_one_more_part_would_not_fit(demo, hint):
-    sample, parts = fitted(sentences, demo.tokenizer, 333, least=1, most=10_000, hint=hint)
+def test_fitted_sample_has_no_room_for_another_part(demo, hint):
+    sample, parts = fit_sample(sentences, demo.tokenizer, 333, least=1, most=10_000, hint=hint)
     assert needed_tokens(sample, demo.tokenizer) <= 333
     assert sample == sentences(parts)
     if hint in (None, 500):  # a hint below the truth limits what is tried
         assert needed_tokens(sentences(parts + 1), demo.tokenizer) > 333
 
 
-def test_the_answer_and_the_chat_template_count(demo):
+def test_length_includes_the_answer_and_the_chat_template(demo):
     turn = demo.tokenizer.apply_chat_template(
         [{"role": "user", "content": sentences(3).context + sentences(3).question}],
         add_generation_prompt=True,
@@ -49,35 +49,35 @@ def test_the_answer_and_the_chat_template_count(demo):
     assert needed_tokens(sentences(3), demo.tokenizer) == len(tokens) + NEW_TOKENS
 
 
-def test_parts_of_uneven_length_never_exceed_it_and_what_cannot_fit_is_none(demo):
+def test_parts_of_uneven_length_never_exceed_the_length_and_none_is_returned_if_nothing_fits(demo):
     def uneven(count):
         return sentences(1, "".join("word " * (1 + i * i % 17) for i in range(count)))
 
-    sample, _ = fitted(uneven, demo.tokenizer, 400, least=0, most=1000)
+    sample, _ = fit_sample(uneven, demo.tokenizer, 400, least=0, most=1000)
     assert 350 < needed_tokens(sample, demo.tokenizer) <= 400
-    search = partial(fitted, sentences, demo.tokenizer, 200, most=1000)
+    search = partial(fit_sample, sentences, demo.tokenizer, 200, most=1000)
     assert search(least=100) is None
     assert search(least=100, hint=200) is None
     assert search(least=0) is not None
 
 
-def test_percents_words_and_draws():
-    assert (percents(1), percents(4)) == ([50], [0, 33, 67, 100])
-    nouns, both = words("noun"), words("noun", "adjective")
-    assert (len(nouns), len(words("adjective"))) == (6782, 912)
-    assert list(both) == sorted({*nouns, *words("adjective")})
+def test_percents_words_and_drawn_texts_are_as_documented():
+    assert (even_percents(1), even_percents(4)) == ([50], [0, 33, 67, 100])
+    nouns, both = load_words("noun"), load_words("noun", "adjective")
+    assert (len(nouns), len(load_words("adjective"))) == (6782, 912)
+    assert list(both) == sorted({*nouns, *load_words("adjective")})
     texts = iter(["a", "b", "a", "x", "b", "c"])
-    assert distinct(lambda: next(texts), 3, besides=["x"]) == ["a", "b", "c"]
+    assert draw_distinct(lambda: next(texts), 3, besides=["x"]) == ["a", "b", "c"]
     few = itertools.cycle("ab")
-    with pytest.raises(InvalidArgumentError, match="got 3, of which 2 were found"):
-        distinct(lambda: next(few), 3)
+    with pytest.raises(InvalidArgumentError, match="got 3, and only 2 could be drawn"):
+        draw_distinct(lambda: next(few), 3)
 
 
-def test_without_the_package_the_command_is_named(monkeypatch):
+def test_missing_package_error_names_the_install_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    words.cache_clear()
+    load_words.cache_clear()
     with pytest.raises(MissingDependencyError, match=r"wonderwords.*pip install 'wonderwords"):
-        words("noun")
+        load_words("noun")
 
 
 # LongEval-Lines.
@@ -86,7 +86,7 @@ LINE = re.compile(r"line (\S.*): REGISTER_CONTENT is <(\d{5})>")
 
 
 def record(context):
-    """Names and numbers of the lines, in order."""
+    """Return the names and numbers of the lines, in order."""
     head, _, body = context.partition("Now the record start:\n\n")
     assert head.startswith("Below is a record of lines I want you to remember. Each line begins ")
     assert body.endswith(">\n")
@@ -97,7 +97,7 @@ def lines_of(demo, **settings):
     return list(Lines(**{"lengths": (400,), "samples_each": 1, **settings}).samples(demo.tokenizer))
 
 
-def test_a_record_is_worded_as_published_and_the_last_whole_number_is_the_answer(demo):
+def test_lines_record_has_the_published_wording_and_the_last_number_counts(demo):
     (sample,) = lines_of(demo, positions=1)
     (name, value), *_ = [line for line in record(sample.context) if line[1] in sample.references]
     assert sample.question == (
@@ -121,7 +121,7 @@ def test_the_asked_line_stands_at_its_position(demo):
         assert place == round(sample.cell["position"] / 100 * (len(values) - 1))
 
 
-def test_examples_repeat_other_lines_and_the_cloze_begins_the_asked_one(demo):
+def test_examples_repeat_other_lines_and_cloze_begins_the_asked_line(demo):
     given = {"positions": 3, "examples": 3, "cloze": True, "lengths": (500, 1024)}
     for sample in lines_of(demo, **given):
         length = sample.cell["length"]
@@ -163,8 +163,10 @@ def test_every_instruction_is_asked_of_the_same_text_and_checked_without_a_judge
     assert [cloze.score(one, f"no {one.references[0]}") for one in samples] == [0, 0, 0]
 
 
-def test_protected_instructions_stay(demo):
-    """A window that knows no question drops them, unless they are protected."""
+def test_protected_instructions_are_kept(demo):
+    """The window does not know the question, so instructions are evicted unless they are
+    protected.
+    """
     task = Instructions(protect=True, cloze=True, **SMALL)
     sample = next(iter(task.samples(demo.tokenizer)))
     prompt = sample.prompt(demo.tokenizer, "tokenizer", "hidden")

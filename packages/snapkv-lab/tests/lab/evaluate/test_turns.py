@@ -1,4 +1,4 @@
-"""Several questions in one cache: the samples, what every way keeps, and going on after a stop."""
+"""Several questions in one cache: the samples, the kept tokens, and stopped runs."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def run_of(loaded, methods, **given):
 
 
 @pytest.mark.parametrize("cloze", [False, True], ids=["free", "cloze"])
-def test_every_question_is_about_a_line_of_its_own(demo, cloze):
+def test_each_question_of_a_conversation_asks_for_another_line(demo, cloze):
     questions = 3
     task = Turns(cloze=cloze, **SMALL)
     samples = list(task.samples(demo.tokenizer))
@@ -46,7 +46,7 @@ def test_every_question_is_about_a_line_of_its_own(demo, cloze):
         assert 150 < ids.shape[1] + sample.settings.max_new_tokens <= 200
 
 
-def test_the_question_of_every_turn_votes(tiny):
+def test_question_of_every_turn_votes(tiny):
     sample = next(Turns(**SMALL).samples(tiny.tokenizer))
     policy = default_policy(64).policy
     method = Method(label="default", policy=policy, later="recall")
@@ -57,8 +57,8 @@ def test_the_question_of_every_turn_votes(tiny):
         assert found.policy == replace(policy, voters=voters).describe()
 
 
-def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(tiny, tmp_path):
-    """The slow way: every turn's text is read from its start, and continued greedily."""
+def test_full_cache_answers_each_turn_as_if_the_conversation_were_read_again(tiny, tmp_path):
+    """The reference reads every turn's text from its start, and continues greedily."""
     template = "tokenizer"
     run = run_of(tiny, [Method(label="full", policy=FullCache())], template=template)
     run.evaluate(tmp_path / "out")
@@ -92,7 +92,9 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(tiny, 
             assert said[turn.name] == text.partition("\n")[0]
 
 
-def test_ways_of_later_questions_keep_and_say_what_they_promise(tiny, tmp_path, monkeypatch):
+def test_append_compress_and_recall_keep_the_documented_tokens_and_are_recorded(
+    tiny, tmp_path, monkeypatch
+):
     real, places = asking.answer_ids, []
 
     def answer_ids(loaded, ids, cache, *args, **options):
@@ -126,7 +128,9 @@ def test_ways_of_later_questions_keep_and_say_what_they_promise(tiny, tmp_path, 
     assert said["recall"] != said["full"]
 
 
-def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, tmp_path):
+def test_text_with_second_reading_is_read_twice_only_once_and_questions_are_appended(
+    tiny, tmp_path
+):
     policy = KVzip(48)
     methods = [Method(label="kvzip", policy=policy)]
     results = run_of(tiny, methods, questions=("hidden",)).evaluate(tmp_path / "out")
@@ -137,7 +141,7 @@ def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, 
         assert kept[turn] - kept[turn - 1] == pytest.approx(seen[turn] - seen[turn - 1], abs=8)
 
 
-def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny, tmp_path):
+def test_run_stopped_between_turns_continues_with_the_same_answers(tiny, tmp_path):
     methods = [Method(label="recall", policy=SnapKV(48), later="recall")]
     whole = run_of(tiny, methods).evaluate(tmp_path / "whole")
     run_of(tiny, methods).evaluate(tmp_path / "cut")
@@ -149,7 +153,9 @@ def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny
     assert len(written) == 6
 
 
-def test_where_a_conversation_ends_early_its_other_questions_say_why(tiny, tmp_path, monkeypatch):
+def test_remaining_questions_of_an_interrupted_conversation_record_the_reason(
+    tiny, tmp_path, monkeypatch
+):
     real, calls = asking.answer_ids, []
 
     def answer_ids(*args, **options):
@@ -167,7 +173,7 @@ def test_where_a_conversation_ends_early_its_other_questions_say_why(tiny, tmp_p
     assert [record["status"] for record in records(tmp_path / "out")] == ["ok"] * 3
 
 
-def test_questions_behind_the_models_positions_are_too_long(demo, tmp_path):
+def test_questions_beyond_the_models_positions_are_recorded_as_too_long(demo, tmp_path):
     loaded = tiny_loaded(demo.tokenizer, positions=215)
     run = run_of(loaded, [Method(label="full", policy=FullCache())], limit=1)
     run.evaluate(tmp_path / "out")

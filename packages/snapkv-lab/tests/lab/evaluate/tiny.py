@@ -29,7 +29,7 @@ TIMES = ("token_ms", "first_token_ms")
 def tiny_loaded(
     tokenizer: Any, positions: int = 512, family: str = "llama", **changed: Any
 ) -> LoadedModel:
-    """What it says is noise, the same every time."""
+    """Return the model, whose answers are noise but always the same."""
     torch.manual_seed(0)
     config = tiny_config(
         family,
@@ -50,12 +50,12 @@ def save_tiny(folder: Path, tokenizer: Any, positions: int = 512) -> Path:
 
 
 def records(folder: Path) -> list[Row]:
-    """The answers of a run."""
+    """Return the answers of a run."""
     return read_rows(folder / "samples.jsonl")
 
 
 def untimed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what differs from run to run."""
+    """Return records without the fields that differ from run to run."""
     return [{k: v for k, v in record.items() if k not in TIMES} for record in records]
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from snapkv_lab.experiments import experiment
-from snapkv_lab.experiments.experiment import Experiment, Size, declared
+from snapkv_lab.experiments.experiment import Experiment, Size, load_experiments
 from snapkv_lab.experiments.pages import Listing
-from snapkv_lab.report.tables import Pivot, tabled
+from snapkv_lab.report.tables import Pivot, render_rows
 from snapkv_lab.rows import read_rows
 
-EXPERIMENTS = declared()
+EXPERIMENTS = load_experiments()
 ABOUT = {
     "model": {"name": "m", "dtype": "float32", "attn_implementation": "sdpa", "device": "cpu"},
     "environment": {
@@ -25,8 +25,8 @@ def toy(tmp_path, monkeypatch):
     asked = []
 
     def measured(name):
-        def measure(given):
-            asked.append((name, given.small, given.tokens, given.budgets))
+        def measure(context):
+            asked.append((name, context.small, context.tokens, context.budgets))
             yield {"value": len(asked)}
 
         return measure
@@ -37,7 +37,7 @@ def toy(tmp_path, monkeypatch):
         measure={name: measured(name) for name in ("one", "two")},
         options={"tokens": Size(5, 3), "budgets": (1, 2)},
         fields={"seed": 1},
-        described=lambda given: ABOUT,
+        describe=lambda context: ABOUT,
         tables=[Listing({"part": "{part}", "value": "{value:.1f}"})],
     )
 
@@ -60,16 +60,16 @@ def test_rows_of_one_part_take_the_place_of_its_old_ones(toy):
     assert [(row["part"], row["value"]) for row in read_rows(own.rows)] == [("one", 3), ("two", 2)]
 
 
-def test_what_is_read_from_elsewhere_is_not_stored_again(toy):
-    """As of `evaluation`, whose answers lie in folders of their own."""
+def test_rows_loaded_from_elsewhere_are_not_stored_again(toy):
+    """`evaluation` is such an experiment: its answers are in folders of their own."""
     asked, own = toy
-    elsewhere = replace(own, read=lambda: {"a": "summary"}, tables=None)
+    elsewhere = replace(own, load=lambda: {"a": "summary"}, tables=None)
     elsewhere.main([])
     assert len(asked) == 2
     assert not elsewhere.rows.exists()
 
 
-def test_nothing_is_stored_of_a_look_and_nothing_measured_to_render(toy, capsys):
+def test_small_runs_store_nothing_and_rendering_measures_nothing(toy, capsys):
     asked, own = toy
     own.main(["--small", "--part", "two"])
     assert asked == [("two", True, 3, (1, 2))]
@@ -82,11 +82,11 @@ def test_nothing_is_stored_of_a_look_and_nothing_measured_to_render(toy, capsys)
     assert (len(asked), own.page.exists()) == (5, True)
 
 
-def test_a_run_of_cases_goes_on_behind_those_that_have_rows(tmp_path, monkeypatch):
+def test_run_of_cases_continues_after_the_cases_with_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "RESULTS", tmp_path)
     measured = []
 
-    def measure(given, case):
+    def measure(context, case):
         measured.append(case.name)
         if case.name == "b" and len(measured) == 2:
             raise KeyboardInterrupt
@@ -96,8 +96,8 @@ def test_a_run_of_cases_goes_on_behind_those_that_have_rows(tmp_path, monkeypatc
         name="toy",
         title="A toy",
         measure={"main": measure},
-        cases=lambda given, part: [Experiment(name=name, title=part) for name in "abc"],
-        described=lambda given: ABOUT,
+        cases=lambda context, part: [Experiment(name=name, title=part) for name in "abc"],
+        describe=lambda context: ABOUT,
         tables=[Listing({"text": "{text}"}, where={"part": "main"})],
     )
     with pytest.raises(KeyboardInterrupt):
@@ -116,19 +116,19 @@ def test_cells_are_patterns_or_functions_of_a_row():
         "s": "{ms[p50]:seconds|.3f}", "spread": "{ms:spread|.1f}", "held": "{held:bytes}",
         "none": "{none:.2f}", "own": lambda row: str(len(row)),
     }  # fmt: skip
-    assert tabled(rows, columns).splitlines()[-1] == (
+    assert render_rows(rows, columns).splitlines()[-1] == (
         "| 0.002 | 2.0 (1.0 to 3.5) | 1.0 MiB |  | 3 |"
     )
 
 
-def test_a_place_without_a_row_is_a_dash():
+def test_pivot_cell_without_a_row_shows_a_dash():
     rows = [{"a": 1, "b": 2, "c": 3}, {"a": 2, "b": 4, "c": 5}]
-    lines = tabled(rows, Pivot("a", "{a}", "b {b}", "{c}")).splitlines()
+    lines = render_rows(rows, Pivot("a", "{a}", "b {b}", "{c}")).splitlines()
     assert lines == ["| a | b 2 | b 4 |", "| --- | ---: | ---: |", "| 1 | 3 | - |", "| 2 | - | 5 |"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_says_what_it_takes(name, capsys):
+def test_help_of_every_experiment_has_its_title(name, capsys):
     with pytest.raises(SystemExit) as ended:
         EXPERIMENTS[name].main(["--help"])
     assert ended.value.code == 0
@@ -149,8 +149,8 @@ SLOW = ["library", "methods"]
 )
 def test_rows_of_a_small_form_have_the_columns_of_the_stored_ones(name, saved):
     own = EXPERIMENTS[name]
-    rows = list(own.complete(own.given(small=True, model=saved)))
-    there = {frozenset(row) for row in own.known()}
+    rows = list(own.measure_rows(own.context(small=True, model=saved)))
+    there = {frozenset(row) for row in own.results()}
     assert rows
     assert {frozenset(row) for row in rows} <= there
     if name != "methods":

@@ -1,4 +1,4 @@
-"""The day with a GPU: tried on a CPU in its small form, cut off, and out of time."""
+"""The experiment for a GPU: its small form on a CPU, interruptions, and the end of its time."""
 
 import re
 
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers on static cach
 
 @pytest.mark.slow
 def test_every_part_measures_something_in_half_precision(monkeypatch):
-    monkeypatch.setattr(gpu, "_device", lambda given: torch.device("cpu"))
-    given = gpu.GPU.given(**SMALL, model="not stored")
-    rows = list(gpu.GPU.complete(given))
+    monkeypatch.setattr(gpu, "_device", lambda context: torch.device("cpu"))
+    context = gpu.GPU.context(**SMALL, model="not stored")
+    rows = list(gpu.GPU.measure_rows(context))
     assert {row["part"] for row in rows} == set(gpu.GPU.parts)
     assert all(row.get("status", "ok") == "ok" for row in rows), rows
     tokens = {row["cache"]: row for row in rows if row["part"] == "token" and row["batch"] == 1}
@@ -27,13 +27,13 @@ def test_every_part_measures_something_in_half_precision(monkeypatch):
     assert tokens["snapkv"]["held_bytes"] < 0.7 * tokens["full"]["held_bytes"]
 
 
-def test_all_of_it_takes_no_longer_than_it_says():
-    given = gpu.GPU.given()
-    seconds = sum(seconds for cells in gpu.DECLARED.values() for _, seconds, *_ in cells(given))
-    assert seconds <= 60 * given.minutes
+def test_gpu_experiment_fits_into_its_stated_time():
+    context = gpu.GPU.context()
+    seconds = sum(seconds for cells in gpu.DECLARED.values() for _, seconds, *_ in cells(context))
+    assert seconds <= 60 * context.minutes
 
 
-def test_without_a_gpu_the_full_form_is_refused_in_a_line(monkeypatch, tmp_path):
+def test_gpu_experiment_without_a_gpu_is_refused_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(experiment, "RESULTS", tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match=r"device: expected .*, got none; pass --small.*CPU$"):
@@ -43,18 +43,18 @@ def test_without_a_gpu_the_full_form_is_refused_in_a_line(monkeypatch, tmp_path)
 
 @pytest.fixture
 def day(tmp_path, monkeypatch):
-    """A day with few cells that take no time; its rows, and what to call for another."""
+    """A run with few cells that take no time: what ran, what fails, and a function that runs it."""
     monkeypatch.setattr(experiment, "RESULTS", tmp_path)
-    monkeypatch.setattr(gpu, "_device", lambda given: torch.device("cpu"))
+    monkeypatch.setattr(gpu, "_device", lambda context: torch.device("cpu"))
     ran = []
 
-    def cell(given, name):
+    def cell(context, name):
         ran.append(name)
         if name in failing:
             raise failing.pop(name)
         yield {"cache": name, "length": 9, "ms": one, "ratio": one}
 
-    def declared(given):
+    def declared(context):
         return ((name, 60, cell, name) for name in "abc")
 
     failing: dict[str, BaseException] = {}
@@ -63,7 +63,7 @@ def day(tmp_path, monkeypatch):
     return ran, failing, lambda *arguments: gpu.GPU.main(["--part", "reading", *arguments])
 
 
-def test_a_call_goes_on_behind_the_one_that_was_cut_off(day, capsys):
+def test_gpu_experiment_continues_after_an_interruption(day, capsys):
     ran, failing, call = day
     failing["b"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -75,7 +75,7 @@ def test_a_call_goes_on_behind_the_one_that_was_cut_off(day, capsys):
     assert "| 9 | c | 1 | 1.000 (1.000 to 1.000) |" in gpu.GPU.page.read_text("utf-8")
 
 
-def test_a_cell_that_fails_has_a_row_and_one_that_the_time_is_too_short_for_has_none(day, capsys):
+def test_failed_cell_has_a_row_and_a_cell_without_time_has_none(day, capsys):
     ran, failing, call = day
     failing["a"] = ValueError("why\nmore")
     call("--minutes", "0.5")
@@ -85,12 +85,12 @@ def test_a_cell_that_fails_has_a_row_and_one_that_the_time_is_too_short_for_has_
     failed = read_rows(gpu.GPU.rows)[1]
     assert failed["status"] == "failed: ValueError: why"
     assert "failed: ValueError: why" in gpu.GPU.page.read_text("utf-8")
-    assert "30 seconds are left; the same command goes on" in capsys.readouterr().err
+    assert "30 seconds are left; the same command continues" in capsys.readouterr().err
     call()
     assert ran == ["a", "b", "c"]
 
 
-def test_nothing_more_is_measured_where_the_device_is_lost(day, monkeypatch):
+def test_no_cell_is_measured_after_the_device_is_lost(day, monkeypatch):
     ran, failing, call = day
     failing["a"] = RuntimeError("CUDA error: an illegal memory access")
     monkeypatch.setattr(gpu, "_lost", lambda: "the device is lost")

@@ -11,8 +11,8 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.kvpress_names import instead_of
 from snapkv_app.models import LoadedModel
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
-from snapkv_lab.experiments.peers import Answers, Ours, Theirs
 from snapkv_lab.experiments.texts import AskedPrompt, ReadText, TextQuestion
+from snapkv_lab.experiments.ways import Answers, Ours, Theirs
 from tests.families import random_ids, tiny_model
 from tests.test_pages import migrations
 
@@ -25,8 +25,8 @@ POLICY = SnapKV(64, window_size=16, kernel_size=5, pooling="avg")
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_the_same_tokens_come_out_as_here(family):
-    """Behind the same budget, so the same positions were kept; behind all of them, others."""
+def test_kvpress_generates_the_same_tokens_as_snapkv(family):
+    """With the same budget the same positions are kept, and the full cache gives other tokens."""
     model, ids = tiny_model(family), random_ids(2, 300)
     cache = CompressedCache(model, POLICY)
     ours = model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False)[:, 300:]
@@ -39,10 +39,10 @@ def test_the_same_tokens_come_out_as_here(family):
     assert not torch.equal(full, ours)
 
 
-def test_what_it_does_not_take_is_said_and_it_goes_on():
+def test_kvpress_reports_bad_input_and_continues():
     model = tiny_model("llama")
     with Kvpress(PYTHON, model, SnapKV(20, window_size=8)) as theirs:
-        with pytest.raises(InvalidArgumentError, match=r"measured, got .*index out of range"):
+        with pytest.raises(InvalidArgumentError, match=r"it failed: .*index out of range"):
             theirs.read(torch.full((1, 64), 10**6))
         theirs.read(random_ids(1, 64))
         assert theirs.last["kept_tokens"] == 20
@@ -53,8 +53,8 @@ def test_what_it_does_not_take_is_said_and_it_goes_on():
 
 
 @pytest.mark.parametrize("between", [[], [5, 6]])
-def test_an_answer_is_judged_as_here(between):
-    """As the same choice of ours answers, from as many bytes; asked again, the same comes out."""
+def test_kvpress_scores_an_answer_as_snapkv_does(between):
+    """The same selection with equally many bytes gives the same answers, also if asked again."""
     model, ids = tiny_model("llama"), random_ids(1, 200)
     case = TextQuestion(group="g", answer_ids=[3, 7, 9], parts=[[0], [1, 2]], between_ids=between)
     prompt = ReadText(model, ids[0].tolist()).prompt

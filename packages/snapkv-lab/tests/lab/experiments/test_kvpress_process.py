@@ -1,4 +1,4 @@
-"""What is said where the process beside us fails; its part is played by a script."""
+"""Errors of the process with kvpress, whose part a script plays."""
 
 import sys
 from pathlib import Path
@@ -35,20 +35,20 @@ def read(theirs, tokens):
     return theirs.read(random_ids(1, tokens))
 
 
-def test_it_goes_on_after_what_it_does_not_take_and_its_last_words_are_the_reason(theirs):
-    with pytest.raises(InvalidArgumentError, match="measured, got no such press; leave it out"):
+def test_kvpress_process_continues_after_an_error_and_reports_its_last_output(theirs):
+    with pytest.raises(InvalidArgumentError, match=r"it failed: no such press\. Leave it out"):
         read(theirs, 1)
     assert read(theirs, 4) == 2.5
     assert theirs.last["kept_tokens"] == 3
-    with pytest.raises(InvalidArgumentError, match=r"got status 7 .* said ValueError: three"):
+    with pytest.raises(InvalidArgumentError, match=r"failed: status 7 .* was ValueError: three"):
         read(theirs, 3)
 
 
 @pytest.mark.parametrize(
     ("python", "said"),
     [
-        ("nowhere", "with kvpress, got 'nowhere'; make one"),
-        (sys.executable, "said ModuleNotFoundError: No module"),
+        ("nowhere", r"with kvpress, got 'nowhere'\. Make one"),
+        (sys.executable, "was ModuleNotFoundError: No module"),
     ],
     ids=["no interpreter", "one without kvpress"],
 )

@@ -7,22 +7,22 @@ import torch
 
 from snapkv import H2O, CompressedCache, FastGen, FullCache, SnapKV
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.methods import METHODS_OF
+from snapkv_lab.experiments.methods import SETTINGS
 from snapkv_lab.experiments.prompts import make_documents, quoted_document, read_prompt
-from snapkv_lab.experiments.texts import TextQuestion, scored
+from snapkv_lab.experiments.texts import TextQuestion, score_answer
 
 POLICIES = [
     FullCache(),
     SnapKV(128, window_size=32, kernel_size=1),
     SnapKV(96, window_size=16, kernel_size=5, pooling="avg", group_reduce="none"),
-    *(made(96) for made in METHODS_OF["visible"].values()),
+    *(way.policy(96) for way in SETTINGS["visible"].ways),
     FastGen(0.1),
 ]
 TOKENS = 256
 
 
 def asked(document):
-    """The question of a document that is read as a whole."""
+    """Return the question of a document that is read completely."""
     answer = document.answer_ids
     return TextQuestion(group="", answer_ids=answer, parts=[range(len(answer))])
 
@@ -53,7 +53,9 @@ def test_a_compressed_copy_equals_a_compressed_prefill_bit_for_bit(policy, tiny,
         assert torch.equal(mine.keys, theirs.keys)
         assert torch.equal(mine.values, theirs.values)
         assert torch.equal(copy.kept_positions(index), real.kept_positions(index))
-    assert scored(prompt, copy, asked(document)) == scored(prompt, real, asked(document))
+    assert score_answer(prompt, copy, asked(document)) == score_answer(
+        prompt, real, asked(document)
+    )
     assert all(map(torch.equal, before, [layer.keys for layer in prompt.layers]))
 
 

@@ -1,17 +1,19 @@
-"""Every number of the results comes from a committed row: the tables, and the words around them."""
+"""Every number in tables, and in the words around them, comes from a committed row."""
 
 import re
 
 import pytest
 
 from snapkv_lab.experiments import evaluations
-from snapkv_lab.experiments.experiment import declared
-from snapkv_lab.experiments.pages import PAGES, filled
+from snapkv_lab.experiments.experiment import load_experiments
+from snapkv_lab.experiments.pages import PAGES, refresh_tables
 from snapkv_lab.experiments.records import RESULTS
 from snapkv_lab.rows import read_rows
 
 EXPERIMENTS = {  # but for those that were never run
-    name: each for name, each in declared().items() if each.tables is not None and each.known()
+    name: each
+    for name, each in load_experiments().items()
+    if each.tables is not None and each.results()
 }
 TABLES = RESULTS / "tables"
 TEXTS = [page.read_text("utf-8") for page in PAGES if page.parent.name == "docs"]
@@ -21,12 +23,12 @@ SECTIONS = [
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_page_of_tables_is_what_its_rows_make(name):
+def test_page_of_tables_equals_the_one_rendered_from_its_rows(name):
     experiment = EXPERIMENTS[name]
-    assert experiment.page.read_text("utf-8") == experiment.render(experiment.known())
+    assert experiment.page.read_text("utf-8") == experiment.render(experiment.results())
 
 
-def test_no_page_of_tables_is_left_over():
+def test_every_page_of_tables_has_an_experiment():
     assert {*TABLES.glob("*")} == {each.page for each in EXPERIMENTS.values()}
 
 
@@ -34,7 +36,7 @@ def test_no_page_of_tables_is_left_over():
 def test_a_small_table_is_copied_from_a_page_of_tables(page):
     text = page.read_text("utf-8")
     assert "<!-- shown: " in text
-    assert filled(text, TABLES) == text
+    assert refresh_tables(text, TABLES) == text
 
 
 def test_every_page_of_tables_is_linked():
@@ -43,7 +45,7 @@ def test_every_page_of_tables_is_linked():
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.partition("\n")[0])
-def test_a_number_in_the_words_of_a_section_stands_in_the_tables_that_it_links_to(section):
+def test_each_number_in_a_sections_words_is_in_a_linked_table(section):
     tables = "".join(
         (TABLES / f"{name}.md").read_text("utf-8")
         for name in re.findall(r"\(results/tables/(\w+)\.md\)", section)
@@ -67,22 +69,22 @@ _LONG = """# A
 """
 
 
-def test_a_shown_table_takes_its_cells_from_the_lines_that_it_names(tmp_path):
+def test_shown_table_copies_the_cells_of_the_named_lines(tmp_path):
     (tmp_path / "long.md").write_text(_LONG, "utf-8")
     table = "| name | two |\n| --- | --- |\n| {} | ? |"
     text = "x\n<!-- shown: long | B{} -->\n\n" + table + "\n\n<!-- end -->\ny"
-    assert "\n| a | 2 |\n\n<!-- end -->\ny" in filled(text.format(" | 1", "a"), tmp_path)
-    assert "| a | 2 |\n| b | 4 |\n| b | 6 |" in filled(text.format("", "a"), tmp_path)
+    assert "\n| a | 2 |\n\n<!-- end -->\ny" in refresh_tables(text.format(" | 1", "a"), tmp_path)
+    assert "| a | 2 |\n| b | 4 |\n| b | 6 |" in refresh_tables(text.format("", "a"), tmp_path)
     for name in ("b", "c"):
         with pytest.raises(ValueError, match=f"expected one line {name}"):
-            filled(text.format(" | 1", name), tmp_path)
+            refresh_tables(text.format(" | 1", name), tmp_path)
     with pytest.raises(ValueError, match="expected columns"):
-        filled(text.format(" | 1", "a").replace("two", "three"), tmp_path)
+        refresh_tables(text.format(" | 1", "a").replace("two", "three"), tmp_path)
 
 
 @pytest.mark.parametrize("name", evaluations.COMPARISONS)
-def test_every_answer_of_an_experiment_is_there_and_scored_as_the_task_scores_it(name):
-    found = evaluations.measured()[name]
+def test_evaluation_experiment_has_every_answer_with_its_tasks_score(name):
+    found = evaluations.load_comparisons()[name]
     answers = read_rows(found.folder / "samples.jsonl")
     methods = evaluations.COMPARISONS[name].methods
     assert len(answers) == found.run["samples"] * len(methods)

@@ -1,4 +1,4 @@
-"""What compares methods: what is read, what is asked, and how it is counted."""
+"""The texts and questions that compare methods, and how answers are counted."""
 
 from dataclasses import replace
 
@@ -11,12 +11,12 @@ from snapkv_lab.experiments.texts import (
     Count,
     ReadText,
     TextMaker,
-    answers_of,
-    asked_of,
-    right_and_loss,
-    right_of,
-    scored,
+    asked_prompts,
+    count_right,
+    list_answers,
+    score_answer,
 )
+from snapkv_lab.experiments.ways import right_cell
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def read(tiny, text):
     return ReadText(tiny.model, text.ids)
 
 
-def test_a_question_behind_a_branch_is_read_as_if_it_were_one_prompt(tiny, text, read):
+def test_question_after_a_copied_cache_is_read_as_one_prompt(tiny, text, read):
     question = text.cases[0].question_ids
     both = [*text.ids, *question]
     branch, whole = read.asked(question), read_prompt(tiny.model, both, recorded_queries=len(both))
@@ -46,7 +46,7 @@ def test_a_question_behind_a_branch_is_read_as_if_it_were_one_prompt(tiny, text,
 
 
 def by_hand(prompt, cache, case):
-    """Whether the whole answer is the likeliest, and its loss behind its first token."""
+    """Return whether the whole answer is most likely, and its loss after the first token."""
     last, answer = prompt.last_logits[0, -1], case.answer_ids
     if case.between_ids:
         ids = torch.tensor([case.between_ids])
@@ -61,12 +61,14 @@ def by_hand(prompt, cache, case):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("policy", [FullCache(), default_policy(64), TOVA(64)], ids=repr)
-def test_an_answer_is_scored_as_by_hand(policy, text, read):
-    (visible, *_), (hidden,) = (list(asked_of(read, text, each)) for each in ("visible", "hidden"))
+def test_scored_answer_equals_one_by_hand(policy, text, read):
+    (visible, *_), (hidden,) = (
+        list(asked_prompts(read, text, each)) for each in ("visible", "hidden")
+    )
     assert hidden.prompt.prompt_tokens == len(text.ids) < visible.prompt.prompt_tokens
     for prompt, case in ((visible.prompt, visible.cases[0]), (hidden.prompt, hidden.cases[0])):
         whole = replace(case, parts=[range(len(case.answer_ids))])
-        found = scored(prompt, prompt.compressed(policy), whole)
+        found = score_answer(prompt, prompt.compressed(policy), whole)
         right, loss = by_hand(prompt, prompt.compressed(policy), case)
         assert found["right"] == [int(right)]
         assert found["nll"] == pytest.approx(loss, abs=1e-3)
@@ -87,7 +89,7 @@ def test_texts_hold_the_answers_to_their_questions(demo, make):
 
 
 def _made_rows():
-    """Two questions of one group and one text of which only the loss is measured."""
+    """Yield two questions of one group, and one text of which only the loss is measured."""
     for text, full, of_methods in (
         ("a", [1], [[0], [1]]),
         ("b", [1], [[1], [1]]),
@@ -104,14 +106,14 @@ def _made_rows():
         }
 
 
-def test_counts_are_of_what_the_full_cache_has_right():
-    answers = answers_of(_made_rows())
+def test_right_answers_count_only_parts_that_the_full_cache_has_right():
+    answers = list_answers(_made_rows())
     first, second = ([each for each in answers if each["method"] == name] for name in "ab")
-    assert (right_of(first), right_of(second)) == (Count(1, 2), Count(2, 2))
-    assert right_and_loss(first) == "0.50 of 2 (0.09 to 0.91), +0.25"
+    assert (count_right(first), count_right(second)) == (Count(1, 2), Count(2, 2))
+    assert right_cell({"answers": first}) == "0.50 of 2 (0.09 to 0.91), +0.25"
 
 
-def test_an_interval_is_wilsons():
+def test_count_interval_equals_wilsons():
     assert Count(5, 10).interval() == pytest.approx((0.237, 0.763), abs=5e-4)
     assert Count(0, 0).interval() == (0, 1)
     assert Count(4, 4).interval()[1] == 1

@@ -1,4 +1,4 @@
-"""Measuring the memory of reading, whatever the weights are."""
+"""The memory of reading a prompt, with weights of any shape and type."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapkv import SnapKV
-from snapkv_lab.measure.contenders import compressed
+from snapkv_lab.measure.contenders import compressed_contender
 from snapkv_lab.measure.prefill import PrefillBench
 from tests.families import tiny_model
 
@@ -20,7 +20,7 @@ def test_weights_of_any_shape_and_dtype_are_used_before_memory_is_measured(weigh
     model = copy.deepcopy(tiny_model("llama"))  # others use it too
     model.scale = torch.nn.Parameter(weight, requires_grad=False)
     bench = PrefillBench(
-        model=model, contenders=[compressed("snapkv", SnapKV(48))], lengths=[96], rounds=2
+        model=model, contenders=[compressed_contender("snapkv", SnapKV(48))], lengths=[96], rounds=2
     )
     (row,) = bench.peaks()
     assert row["status"] == "ok"

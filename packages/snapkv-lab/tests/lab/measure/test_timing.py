@@ -4,11 +4,11 @@ from itertools import pairwise, permutations
 
 import pytest
 
-from snapkv_lab.measure.timing import alternate, ratios, spent_on, spread
+from snapkv_lab.measure.timing import measure_time, pair_ratios, percentiles, run_alternating
 
 
 def turns_of(names, rounds, warmup_rounds=0):
-    """The names in the order of their runs, and what came back: the number of the run."""
+    """Return the names in the order of their runs, and the numbers of the runs by name."""
     order = []
 
     def contender(name):
@@ -18,7 +18,7 @@ def turns_of(names, rounds, warmup_rounds=0):
 
         return run
 
-    times = alternate(
+    times = run_alternating(
         {name: contender(name) for name in names}, rounds=rounds, warmup_rounds=warmup_rounds
     )
     return "".join(order), times
@@ -32,7 +32,7 @@ def test_contenders_take_turns_and_each_round_starts_with_another():
 
 
 @pytest.mark.parametrize(("names", "rounds"), [("ab", 2), ("abc", 6), ("abcd", 4), ("abcde", 10)])
-def test_each_comes_behind_each_of_the_others_equally_often(names, rounds):
+def test_each_contender_follows_each_other_one_equally_often(names, rounds):
     order, _ = turns_of(names, rounds)
     turns = [order[start : start + len(names)] for start in range(0, len(order), len(names))]
     assert {"".join(sorted(turn)) for turn in turns} == {names}
@@ -42,11 +42,11 @@ def test_each_comes_behind_each_of_the_others_equally_often(names, rounds):
 
 
 def test_percentiles_and_ratios_of_pairs():
-    assert spread([5, 1, 4, 2, 3], 1) == {"p20": 1.8, "p50": 3, "p80": 4.2}
-    assert ratios([2, 9], [1, 3]) == [2, 3]
+    assert percentiles([5, 1, 4, 2, 3], 1) == {"p20": 1.8, "p50": 3, "p80": 4.2}
+    assert pair_ratios([2, 9], [1, 3]) == [2, 3]
 
 
-def test_waiting_takes_time_on_the_clock_and_none_of_the_processor():
-    spent = spent_on(lambda: time.sleep(0.05))
+def test_sleeping_takes_clock_time_but_no_processor_time():
+    spent = measure_time(lambda: time.sleep(0.05))
     assert spent.wall_ms >= 49
     assert spent.cpu_ms < 25

@@ -1,4 +1,4 @@
-"""Heads for tests: some that guess at random, some that know the answer."""
+"""Heads for tests: some draft at random, and some know the text."""
 
 import torch
 
@@ -8,7 +8,7 @@ from tests.families import VOCABULARY
 
 
 def random_heads(model, num_heads=3, seed=0, scale=0.02):
-    """Heads that guess as the model does for the next token, or nearly so."""
+    """Return heads that draft almost as the model does for the next token."""
     generator = torch.Generator().manual_seed(seed)
     heads = MedusaHeads.untrained(model, num_heads)
     heads.weights.data.normal_(generator=generator).mul_(scale)
@@ -16,7 +16,7 @@ def random_heads(model, num_heads=3, seed=0, scale=0.02):
 
 
 class KnowingHeads(MedusaHeads):
-    """Heads that have read the text: right tokens at ranks that change, wrong ones between."""
+    """Heads that know the text: the right tokens have changing ranks, with wrong ones between."""
 
     @classmethod
     def of(cls, model, cache, text, num_heads=3, seed=0):

@@ -1,4 +1,4 @@
-"""Acceptance by hand, against a loop, and over many draws."""
+"""Acceptance of drafts: by hand, against a loop, and over many draws."""
 
 import math
 
@@ -10,7 +10,7 @@ from snapkv_lab.medusa.tree import CandidateTree, accept_greedily, accept_typica
 TREE = CandidateTree(((0,), (0, 0), (1,)))  # nodes: root, [0], [1], [0, 0]
 
 
-def test_the_longest_path_that_the_model_would_take():
+def test_greedy_acceptance_returns_the_longest_path_of_the_models_choices():
     tokens = torch.tensor([5, 6, 7, 8])
     assert accept_greedily(TREE.paths, tokens, torch.tensor([6, 8, 0, 0])) == [0, 1, 3]
     assert accept_greedily(TREE.paths, tokens, torch.tensor([6, 9, 0, 0])) == [0, 1]
@@ -18,16 +18,17 @@ def test_the_longest_path_that_the_model_would_take():
     assert accept_greedily(TREE.paths, tokens, torch.tensor([9, 8, 0, 0])) == [0]
 
 
-def test_of_equal_paths_the_first_is_taken():
+def test_greedy_acceptance_returns_the_first_of_equal_paths():
     tree = CandidateTree(((0,), (1,)))
     tokens = torch.tensor([5, 6, 6])
     assert accept_greedily(tree.paths, tokens, torch.tensor([6, 0, 0])) == tree.paths[0].tolist()
 
 
 @pytest.mark.parametrize("pad", [0, 7])
-def test_a_pad_is_never_accepted(pad):
-    """The reference pads with token 0: where the model takes token 0 behind a short leaf, it
-    accepts the pad and stores a row too many."""
+def test_padding_of_short_paths_is_never_accepted(pad):
+    """The reference pads with token 0. If the model chooses token 0 after a short leaf, it accepts
+    the padding and stores a row too many.
+    """
     tokens = torch.tensor([5, 6, 7, pad])
     chosen = torch.tensor([7, 1, pad, pad])
     assert accept_greedily(TREE.paths, tokens, chosen) == [0, 2]
@@ -36,7 +37,7 @@ def test_a_pad_is_never_accepted(pad):
     assert accept_typically(TREE.paths, tokens, probabilities) == [0, 2]
 
 
-def test_typical_acceptance_by_hand():
+def test_typical_acceptance_equals_one_by_hand():
     """H = 1.142 nats: 0.3 * exp(-H) = 0.0958, so the bound is 0.09; 0.15 passes, 0.05 does not."""
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     assert -(p * p.log()).sum() == pytest.approx(1.142, abs=1e-3)
@@ -46,7 +47,7 @@ def test_typical_acceptance_by_hand():
         assert nodes == ([0, 1] if accepted else [0])
 
 
-def test_where_the_model_is_unsure_less_will_do():
+def test_typical_acceptance_lowers_its_bound_if_the_model_is_unsure():
     """Uniform over 50: the bound is 0.3 / 50 = 0.006, and 0.02 passes."""
     p = torch.full((2, 50), 0.02)
     chain = CandidateTree.chain(1).paths
@@ -55,7 +56,7 @@ def test_where_the_model_is_unsure_less_will_do():
     assert accept_typically(chain, torch.tensor([0, 7]), p, delta=1.1) == [0]
 
 
-def test_of_equally_long_typical_paths_the_likeliest_is_taken():
+def test_typical_acceptance_returns_the_likeliest_of_equally_long_paths():
     tree = CandidateTree(((0,), (1,)))
     p = torch.tensor([[0.3, 0.5, 0.2]]).expand(3, 3)
     assert accept_typically(tree.paths, torch.tensor([2, 0, 1]), p) == [0, 2]

@@ -1,4 +1,4 @@
-"""Products of few rows: the same numbers, only where torch is slow, and undone at the end."""
+"""Products of few rows: equal numbers, used only where torch is slow, and removed at the end."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.pairs import pairs
 
 
 class Doubled(Linear):
-    """A layer of somebody else's that happens to be linear."""
+    """A linear layer of another package."""
 
     def forward(self, states):
         return 2 * super().forward(states)
@@ -25,7 +25,7 @@ def replaced(model: Module) -> int:
 
 @torch.no_grad()
 @pairs(shape=((1,), (1, MOST_ROWS), (2, 2), (1, MOST_ROWS + 1)), bias=(False, True))
-def test_the_numbers_are_those_of_the_layer(shape, bias):
+def test_fast_rows_give_the_numbers_of_the_linear_layer(shape, bias):
     torch.manual_seed(0)
     layer, states = Linear(48, 80, bias=bias), torch.randn(*shape, 48)
     expected = layer(states)
@@ -36,7 +36,7 @@ def test_the_numbers_are_those_of_the_layer(shape, bias):
 
 
 @torch.no_grad()
-def test_weights_come_first_for_few_rows_only(monkeypatch):
+def test_transposed_product_is_used_only_for_few_rows(monkeypatch):
     layer, used = Linear(16, 8), []
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda *pair: used.append(pair[0]) or mm(*pair))
@@ -55,7 +55,7 @@ def test_other_layers_dtypes_and_training_are_left_alone():
     assert replaced(layers) == 0
 
 
-def test_the_model_is_as_it_was_when_a_text_has_ended_or_failed():
+def test_linear_layers_are_restored_after_a_text_or_an_error():
     model = tiny_model("llama")
     seen = []
 

@@ -1,4 +1,4 @@
-"""Heads: what they compute, and files in every published layout or refused with the reason."""
+"""Heads: their computation, files in every published layout, and refusals with their reason."""
 
 import io
 import json
@@ -20,7 +20,7 @@ D = 64
 
 
 def own_layout(heads=2, layers=1):
-    """{k}.{i}.linear.* and a vocabulary matrix per head."""
+    """Return tensors {k}.{i}.linear.* with a vocabulary matrix per head."""
     tensors = shared_layout(heads, layers)
     for head in range(heads):
         tensors[f"{head}.{layers}.weight"] = torch.randn(VOCABULARY, D)
@@ -60,7 +60,7 @@ def by_hand(model, tensors, head, layers, h):
     pickled={"safetensors": False, "pt": True},
 )
 @torch.no_grad()
-def test_both_layouts_compute_what_they_say(tmp_path, layout, layers, pickled):
+def test_heads_of_both_layouts_compute_the_documented_formula(tmp_path, layout, layers, pickled):
     model, tensors = tiny_model("llama"), layout(2, layers)
     heads = load_heads(write(tmp_path, tensors, pickled=pickled, medusa_num_layers=layers), model)
     hidden = torch.randn(3, D)
@@ -73,7 +73,7 @@ def test_both_layouts_compute_what_they_say(tmp_path, layout, layers, pickled):
 
 
 @torch.no_grad()
-def test_zero_heads_guess_as_the_model_does():
+def test_heads_of_zeros_draft_as_the_model_does():
     model = tiny_model("llama")
     hidden = torch.randn(D)
     for logits in MedusaHeads.untrained(model, 3)(hidden):
@@ -81,7 +81,7 @@ def test_zero_heads_guess_as_the_model_does():
 
 
 @torch.no_grad()
-def test_saved_heads_come_back(tmp_path):
+def test_saved_heads_are_loaded_unchanged(tmp_path):
     model = tiny_model("llama")
     heads = random_heads(model)
     heads.accuracies = ((0.5, 0.2),) * 3
@@ -96,7 +96,7 @@ def test_saved_heads_come_back(tmp_path):
     ]  # fmt: skip
 
 
-def test_the_demo_models_heads_come_with_the_package(demo):
+def test_package_contains_the_heads_of_the_demo_model(demo):
     heads = load_heads("demo", demo.model)
     assert heads.num_heads == 3
     folder = Path(heads_file).parent / "demo_heads"
@@ -145,7 +145,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_file_that_would_leave_heads_random_is_refused(tmp_path, fault):
+def test_heads_file_with_missing_or_unknown_tensors_is_refused(tmp_path, fault):
     tensors, config, message = BROKEN[fault]
     with pytest.raises(InvalidArgumentError, match=message):
         load_heads(write(tmp_path, tensors, **config), tiny_model("llama"))
@@ -173,7 +173,7 @@ def test_folders_without_heads_are_refused(tmp_path):
         with pytest.raises(InvalidArgumentError, match="medusa: expected 'demo', a folder"):
             load_heads(source, model)
     for name, content, said in (
-        ("notes", "", r"config\.json that says"),
+        ("notes", "", r"config\.json in .* cannot be read"),
         ("config.json", "[]", "no object"),
         ("config.json", '{"medusa_num_heads": 2}', "got neither"),
         ("medusa_lm_head.safetensors", "garbage", "complete safetensors"),

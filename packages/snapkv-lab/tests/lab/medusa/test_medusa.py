@@ -1,4 +1,4 @@
-"""Medusa on every kind of storage: the tokens of greedy decoding on the same cache."""
+"""Medusa on every kind of storage gives the tokens of greedy decoding on the same cache."""
 
 import pytest
 import torch
@@ -65,7 +65,10 @@ def generate(model, ids, cache, **options):
 
 
 def verified(model, ids, storage="dynamic", tree=BUSHY, **options):
-    """The cache, and the heads that know what plain decoding says, which is what is said."""
+    """Check that Medusa gives the plain text, with heads that know it.
+
+    Returns the cache, the Medusa object, the cache of plain decoding, and the text.
+    """
     plain, cache = new_cache(model, storage), new_cache(model, storage)
     text = generate(model, ids, plain, **options)
     medusa = Medusa(KnowingHeads.of(model, cache, text), tree)
@@ -74,7 +77,7 @@ def verified(model, ids, storage="dynamic", tree=BUSHY, **options):
 
 
 def stored(cache):
-    """What every layer holds behind the prompt's part, keys and values."""
+    """Yield the stored keys and values of every layer, without unused slots."""
     for layer in cache.layers:
         filled = layer.store.tail.tokens if hasattr(layer, "store") else layer.keys.shape[-2]
         yield layer.keys[..., :filled, :], layer.values[..., :filled, :]
@@ -92,7 +95,7 @@ def test_branches_are_verified_as_if_each_were_alone(family, implementation, sto
 
 
 @storages
-def test_greedy_text_is_that_of_plain_decoding_whatever_is_guessed(storage):
+def test_greedy_text_equals_plain_decoding_whatever_heads_draft(storage):
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     text, cache = generate(model, ids, new_cache(model, storage)), new_cache(model, storage)
     wrong = Medusa(
@@ -105,7 +108,7 @@ def test_greedy_text_is_that_of_plain_decoding_whatever_is_guessed(storage):
     assert torch.equal(generate(model, ids, cache, custom_generate=random), text)
 
 
-def test_the_text_ends_where_plain_decoding_ends():
+def test_text_ends_where_plain_decoding_ends():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     end = int(generate(model, ids, new_cache(model, "dynamic"))[0, PROMPT + 6])
     cache, _, _, text = verified(model, ids, eos_token_id=end)
@@ -113,7 +116,7 @@ def test_the_text_ends_where_plain_decoding_ends():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_second_turn_goes_on_from_the_same_cache(family):
+def test_second_turn_continues_with_the_same_cache(family):
     if family == "gemma3_text" and SLIDING_LAYERS_CRASH_AFTER_DRAFTS:
         pytest.skip("transformers: sliding layers that have recorded drafts misread what follows")
     model, ids = tiny_model(family), random_ids(1, PROMPT)
@@ -127,10 +130,8 @@ def test_a_second_turn_goes_on_from_the_same_cache(family):
 @pytest.mark.parametrize("options", [{"recall": "host"}, {"turns": "compress"}], ids=str)
 @pytest.mark.parametrize("question_tokens", [1, 3, 12])
 @pytest.mark.parametrize("tree", [BUSHY, CandidateTree.chain(3)], ids=["tree", "chain"])
-def test_the_window_of_a_short_turn_reaches_back_to_what_was_accepted(
-    options, question_tokens, tree
-):
-    """The votes of the next turn are those of the text, not of candidates that were rejected."""
+def test_window_of_a_short_turn_includes_accepted_drafts(options, question_tokens, tree):
+    """The next turn's votes are those of the text, not of rejected candidates."""
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     policy, kept = SnapKV(16, window_size=8, kernel_size=1), []
     plain = CompressedCache(model, policy, **options)
@@ -145,7 +146,7 @@ def test_the_window_of_a_short_turn_reaches_back_to_what_was_accepted(
     assert kept[0] == kept[1] == kept[2]
 
 
-def test_candidates_are_read_at_once_where_prompts_are_read_in_small_pieces():
+def test_candidates_are_read_in_one_pass_even_if_prompts_are_read_in_pieces():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     text = generate(model, ids, new_cache(model, "dynamic"))
     with layer_by_layer(model, chunk_tokens=3):
@@ -154,7 +155,7 @@ def test_candidates_are_read_at_once_where_prompts_are_read_in_small_pieces():
 
 def test_heads_need_a_model_that_reads_the_prompt():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    medusa, refused = Medusa(random_heads(model)), "expected a model that reads the prompt"
+    medusa, refused = Medusa(random_heads(model)), "inside a SharedReading"
     with SharedReading(model, ids).given(), pytest.raises(InvalidArgumentError, match=refused):
         generate(model, ids, new_cache(model, "dynamic"), custom_generate=medusa)
 
@@ -167,7 +168,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("options", PLAIN.values(), ids=PLAIN)
-def test_the_options_of_generate_hold(options):
+def test_options_of_generate_apply_to_medusa(options):
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     text = generate(model, ids, new_cache(model, "dynamic"), **options)
     cache, streamer = new_cache(model, "dynamic"), Recorder()
@@ -178,7 +179,7 @@ def test_the_options_of_generate_hold(options):
     assert medusa.tally.acceptance_length > 2
 
 
-def test_only_the_new_tokens_of_a_text_are_not_enough():
+def test_medusa_refuses_only_the_new_tokens_of_a_text():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     cache = new_cache(model, "dynamic")
     text = generate(model, ids, cache)
@@ -217,7 +218,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_be_verified_is_refused(why):
+def test_medusa_refuses_beams_padding_and_dict_outputs(why):
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     options, cache = REFUSED[why], new_cache(model, "full")
     with pytest.raises(InvalidArgumentError, match=why):
@@ -236,7 +237,7 @@ def test_other_caches_heads_and_trees_are_refused():
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
-def test_masks_that_cannot_say_a_tree_are_refused(implementation):
+def test_attention_without_tree_masks_is_refused(implementation):
     with pytest.raises(UnsupportedModelError, match=r"sdpa or eager.*draft a chain"):
         tree_mask(implementation, None, BUSHY.visible, torch.zeros(1, 8, 40, 16), 76)
 

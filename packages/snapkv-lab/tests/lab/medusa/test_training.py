@@ -1,4 +1,4 @@
-"""Training heads: they learn, a run that was stopped goes on, and another run is not mixed in."""
+"""Training of heads: they learn, a stopped run continues, and another run is refused."""
 
 import json
 from typing import ClassVar
@@ -55,8 +55,8 @@ def ignore(*_):
     pass
 
 
-def test_heads_learn_what_they_are_shown(tmp_path):
-    """Answers of random tokens can only be known by heart."""
+def test_heads_learn_a_repeated_pattern(tmp_path):
+    """Answers of random tokens can only be learned by heart."""
     model = tiny_model("llama")
     shown = [
         Exchange(
@@ -68,14 +68,16 @@ def test_heads_learn_what_they_are_shown(tmp_path):
     states = training._States(model, shown)
     plan = MedusaTraining(num_heads=2, epochs=60, step_answers=2, learning_rate=0.01)
     heads = training._Training(states, range(4), tmp_path, plan).run(ignore)
-    for accuracies in training.measure(heads, states, range(4), ignore):
+    for accuracies in training.measure_accuracies(heads, states, range(4), ignore):
         assert accuracies[0] > 0.7
         assert sum(accuracies) <= 1.0001
-    untrained = training.measure(random_heads(model, 2, scale=0.0), states, range(4), ignore)
+    untrained = training.measure_accuracies(
+        random_heads(model, 2, scale=0.0), states, range(4), ignore
+    )
     assert max(accuracies[0] for accuracies in untrained) < 0.3
 
 
-def test_a_run_leaves_heads_that_load_and_a_model_that_has_not_changed(loaded, tmp_path):
+def test_training_writes_loadable_heads_and_does_not_change_the_model(loaded, tmp_path):
     before = {name: weight.clone() for name, weight in loaded.model.named_parameters()}
     heads = training.train_heads(loaded, [WORDS], tmp_path, PLAN, ignore)
     for name, weight in loaded.model.named_parameters():
@@ -99,10 +101,10 @@ def test_a_stopped_run_ends_with_the_same_heads(loaded, tmp_path, stage, number)
     assert torch.equal(parts.biases, whole.biases)
 
 
-def test_the_answers_are_the_models_own(loaded, tmp_path):
+def test_training_answers_equal_the_models_greedy_answers(loaded, tmp_path):
     with pytest.raises(_StoppedError):
         training.train_heads(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
-    prompts = training._prompts(loaded.tokenizer, [WORDS], PLAN)
+    prompts = training._make_prompts(loaded.tokenizer, [WORDS], PLAN)
     for prompt, row in zip(prompts[:5], read_rows(tmp_path / "samples.jsonl"), strict=False):
         ids = torch.tensor([prompt])
         alone = loaded.model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
@@ -110,7 +112,7 @@ def test_the_answers_are_the_models_own(loaded, tmp_path):
 
 
 @torch.no_grad()
-def test_head_k_learns_the_token_k_places_behind_the_next():
+def test_head_k_learns_the_token_k_positions_after_the_next():
     model = tiny_model("llama")
     exchange = Exchange(prompt=tuple(random_ids(1, 6)[0].tolist()), answer=(5, 6, 7, 8))
     hidden, labels = training._States(model, [exchange]).pairs([0], 2)

@@ -1,4 +1,4 @@
-"""Candidate trees: the worked examples by hand, the properties on random trees."""
+"""Candidate trees: worked examples by hand, and properties of random trees."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from snapkv_lab.medusa import CandidateTree
 from snapkv_lab.medusa.tree import HEAD_RANKS, NO_NODE
 
 
-def test_worked_example():
+def test_tree_tensors_equal_those_of_a_worked_example():
     tree = CandidateTree(((0,), (0, 0), (1,)))
     assert tree.choices == ((0,), (1,), (0, 0))
     rows = ["".join(str(int(seen)) for seen in row) for row in tree.visible]
@@ -28,13 +28,13 @@ def test_a_chain_is_plain_text():
     assert tree.paths.tolist() == [[0, 1, 2, 3]]
 
 
-def test_without_candidates_there_is_the_root():
+def test_tree_without_candidates_has_only_the_root():
     tree = CandidateTree(())
     assert (tree.depth, tree.paths.tolist(), tree.visible.tolist()) == (0, [[0]], [[True]])
 
 
 def test_a_tree_deeper_than_the_heads_is_pruned():
-    """The reference takes a rank of a fourth head out of what three heads have guessed."""
+    """The reference reads a rank of a fourth head from the drafts of three heads."""
     deep = CandidateTree.likeliest([(0.5, 0.2)] * 4, 20)
     assert deep.depth == 4
     pruned = deep.pruned(3)
@@ -43,7 +43,7 @@ def test_a_tree_deeper_than_the_heads_is_pruned():
     assert int(pruned.picks.max()) < 1 + 3 * HEAD_RANKS
 
 
-def test_likeliest_takes_the_best_products():
+def test_likeliest_tree_has_the_paths_with_the_largest_products():
     """0.6, then 0.6 * 0.5 = 0.3, then 0.2 before 0.6 * 0.1 and 0.2 * 0.5."""
     tree = CandidateTree.likeliest([(0.6, 0.2), (0.5, 0.1)], 3)
     assert tree.choices == ((0,), (1,), (0, 0))
@@ -52,14 +52,14 @@ def test_likeliest_takes_the_best_products():
 @pytest.mark.parametrize(
     ("choices", "fault"),
     [
-        (((0, 0),), "no path"),
-        (((0,), (0,)), "twice"),
+        (((0, 0),), "needs the path"),
+        (((0,), (0,)), "repeated"),
         (((10,),), "0 to 9"),
         (((-1,),), "0 to 9"),
         (((),), "empty"),
     ],
 )
-def test_what_is_no_tree_is_refused(choices, fault):
+def test_paths_that_form_no_tree_are_refused(choices, fault):
     with pytest.raises(InvalidArgumentError, match=f"choices: .*{fault}"):
         CandidateTree(choices)
 

@@ -1,4 +1,4 @@
-"""Results as a run gives them, made by hand."""
+"""Results of a run, made by hand."""
 
 import json
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ RUN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Grid(Keys):
-    """Two axes."""
+    """A task with two axes."""
 
     axes: ClassVar[tuple[str, ...]] = ("length", "depth")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sets(Keys):
-    """Named columns, with scores of a paper."""
+    """A task with named columns and scores of a paper."""
 
     axes: ClassVar[tuple[str, ...]] = ("set",)
 
@@ -38,7 +38,7 @@ class Sets(Keys):
 
 
 def row(method, cell, score, *, status="ok", question="visible"):
-    """A row of `summarise`; without a score, one whose only sample has none."""
+    """Return a row of `summarise`; without a score, its only sample has no answer."""
     known = score is not None
     return {
         "task": "keys",
@@ -61,7 +61,7 @@ def row(method, cell, score, *, status="ok", question="visible"):
 
 
 def answered(method, cell, scores):
-    """A row with those scores of its samples."""
+    """Return a row whose samples have these scores."""
     mean = sum(scores) / len(scores) if scores else None
     named = {f"{json.dumps(cell)}/{number}": score for number, score in enumerate(scores)}
     return row(method, cell, mean) | {"scores": named}
@@ -72,7 +72,7 @@ def results(task, rows: Sequence[Row], **run) -> Results:
 
 
 def grid(methods=("full", "snapkv@512", "snapkv@1024"), lengths=(1024, 4096, 16384)) -> Results:
-    """The full cache has no memory at 4096 tokens; 16384 are too long for all."""
+    """Return results where the full cache lacks memory at 4096 tokens, and 16384 are too long."""
     reasons = {16384: "too long"}
     made = []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""What a figure shows is what the rows say."""
+"""Figures show what the rows contain."""
 
 import math
 import xml.etree.ElementTree as ElementTree
@@ -88,7 +88,7 @@ def test_named_columns_are_groups_of_bars_and_a_mean():
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["full", "snapkv@512"]
 
 
-def test_several_budgets_are_a_curve_and_the_others_lines_across():
+def test_several_budgets_are_drawn_as_a_curve_and_other_methods_as_lines():
     made = figures.draw(grid(methods=("full", "snapkv@512", "snapkv@1024", "h2o@512")))
     (axes,) = made["budgets"].axes
     curve, *across = axes.lines
@@ -103,7 +103,7 @@ def test_several_budgets_are_a_curve_and_the_others_lines_across():
 
 
 def shaded(axes):
-    """Where the bands of a panel lie, from the lowest to the highest point of each."""
+    """Return the lowest and the highest point of each shaded band of a panel."""
     return [
         tuple(round(end, 6) for end in (points[:, 1].min(), points[:, 1].max()))
         for band in axes.collections
@@ -129,15 +129,15 @@ def test_intervals_are_lines_on_bars_and_bands_around_curves():
 
 @pytest.mark.parametrize("suffix", drawing.FORMATS)
 def test_the_same_rows_give_the_same_file(suffix):
-    first, again = (drawing.encoded(figures.draw(grid())["scores"], suffix) for _ in range(2))
+    first, again = (drawing.encode_figure(figures.draw(grid())["scores"], suffix) for _ in range(2))
     assert first == again
 
 
-def test_names_are_text_and_no_formula():
+def test_dollar_signs_in_names_start_no_formula():
     run = grid(methods=("$\\frac{1}$", "a_b^c"))
     run.run["model"] = {**run.run["model"], "name": "<b>$x$ & \\alpha</b>"}
     for figure in figures.draw(run).values():
-        ElementTree.fromstring(drawing.encoded(figure, ".svg"))
+        ElementTree.fromstring(drawing.encode_figure(figure, ".svg"))
 
 
 # Benches: a curve per cache, a panel per batch.

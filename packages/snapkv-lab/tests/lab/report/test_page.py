@@ -1,4 +1,4 @@
-"""The page is one file that shows what the rows say, to everybody; its tables are beside it."""
+"""The page is one file that shows the rows and is readable for everybody, with tables beside it."""
 
 import csv
 import html
@@ -7,7 +7,13 @@ import re
 
 import pytest
 
-from snapkv_lab.report.page import as_csv, as_markdown, as_page, cell_table, method_table
+from snapkv_lab.report.page import (
+    cell_table,
+    method_table,
+    render_csv,
+    render_markdown,
+    render_page,
+)
 from snapkv_lab.report.tables import IN_PERCENT
 from tests.lab.report.runs import grid, results, row, sets
 
@@ -16,7 +22,7 @@ pytest.importorskip("jinja2")
 
 
 def tables(page):
-    """The texts of the cells of every table, line by line."""
+    """Return the texts of the cells of every table, line by line."""
     return [
         [
             [html.unescape(text) for text in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", line, re.S)]
@@ -26,7 +32,7 @@ def tables(page):
     ]
 
 
-def test_the_table_of_methods_with_the_best_of_every_column():
+def test_method_table_marks_the_best_score_of_every_column():
     table = method_table(sets())
     costs = ("cache", "ms/token")
     assert table.headings[:5] == ("method", "question", "qa", "code", "news")
@@ -46,8 +52,8 @@ def test_the_table_of_methods_with_the_best_of_every_column():
     assert table.bold == {(0, 2), (1, 2), (0, 3), (1, 4), (1, 5)}
 
 
-def test_nothing_on_the_page_is_fetched_from_elsewhere():
-    page = as_page(grid())
+def test_page_fetches_no_other_file():
+    page = render_page(grid())
     assert not re.search(r"<(script|link|iframe|a|object|form)\b|<[^>]* on\w+=|url\(|@import", page)
     sources = re.findall(r'\bsrc="(.*?)"', page)
     assert sources
@@ -59,14 +65,14 @@ def test_nothing_on_the_page_is_fetched_from_elsewhere():
 NASTY = '<script>alert("x")</script>&amp;|*b*\n{{ 7 * 7 }}'
 
 
-def test_names_stay_text():
+def test_method_names_are_escaped_on_the_page():
     run = results(
         sets().task,
         [row(NASTY, {"set": NASTY}, None, status=NASTY), row("full", {"set": NASTY}, 1.0)],
         model={"name": NASTY, "max_tokens": None},
         haystack={NASTY: NASTY},
     )
-    page = as_page(run)
+    page = render_page(run)
     assert not re.search(r"<script|<b>", page)
     methods, failures, _, facts = tables(page)
     assert methods[0][2] == NASTY
@@ -74,11 +80,11 @@ def test_names_stay_text():
     assert failures[1][2] == NASTY
     assert dict(facts[1:])[f"haystack: {NASTY}"] == NASTY
     assert dict(facts[1:])["model: name"] == NASTY
-    markdown = as_markdown(run)
+    markdown = render_markdown(run)
     assert "<script>" not in markdown
     assert all(line.count(" | ") == 6 for line in markdown.splitlines() if line.startswith("|"))
     assert '<td class="best">' in page
-    (first, _) = csv.DictReader(io.StringIO(as_csv(run)))
+    (first, _) = csv.DictReader(io.StringIO(render_csv(run)))
     assert (first["method"], first["set"], first["model"]) == (NASTY, NASTY, NASTY)
 
 
@@ -91,13 +97,13 @@ def test_names_stay_text():
         ((-1e-9, 0.25), "0.0 to 25.0"),
     ],
 )
-def test_an_interval_as_text(interval, text):
+def test_intervals_are_written_as_text(interval, text):
     assert IN_PERCENT.interval(interval) == text
 
 
-def test_the_csv_has_the_numbers_as_they_are():
+def test_csv_has_unrounded_numbers():
     run = grid()
-    rows = list(csv.DictReader(io.StringIO(as_csv(run))))
+    rows = list(csv.DictReader(io.StringIO(render_csv(run))))
     assert len(rows) == len(run.rows) == len(cell_table(run))
     assert rows[1] == {
         "task": "keys", "metric": "accuracy", "model": "demo", "method": "snapkv@512",
@@ -117,11 +123,11 @@ def test_intervals_and_differences_are_on_the_page_and_in_the_csv():
         "interval": [0.25, 0.25],
         "difference": {"score": -0.25, "interval": [-0.5, 0.0], "samples": 4},
     }
-    cells = tables(as_page(run))[1]
+    cells = tables(render_page(run))[1]
     assert [line[4:6] for line in cells[1:]] == [["25.0 to 75.0", "-"], [
         "no spread", "-25.0 (-50.0 to 0.0), no difference seen",
     ]]  # fmt: skip
-    full, h2o = csv.DictReader(io.StringIO(as_csv(run)))
+    full, h2o = csv.DictReader(io.StringIO(render_csv(run)))
     names = ("score_low", "score_high", "difference", "difference_low", "difference_high")
     assert [full[name] for name in names] == ["0.25", "0.75", "", "", ""]
     assert [h2o[name] for name in names] == ["0.25", "0.25", "-0.25", "-0.5", "0.0"]

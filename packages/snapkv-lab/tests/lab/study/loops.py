@@ -1,10 +1,10 @@
-"""The paper's measures in plain loops over Python numbers: no tensors, nothing shared."""
+"""The paper's measures as plain loops over Python numbers, without tensors and shared code."""
 
 import math
 
 
 def attention(queries, keys, scaling, position):
-    """What the query at a position pays every token up to itself."""
+    """Return the attention of the query at a position to every token up to itself."""
     scores = [
         scaling * sum(q * k for q, k in zip(queries[position], key, strict=True))
         for key in keys[: position + 1]
@@ -14,21 +14,21 @@ def attention(queries, keys, scaling, position):
 
 
 def top(numbers, count):
-    """Indices of the largest numbers; of equal ones the lower comes first."""
+    """Return the indices of the largest numbers; of equal ones the lower comes first."""
     return set(sorted(range(len(numbers)), key=lambda i: (-numbers[i], i))[:count])
 
 
 def summed(rows, tokens):
-    """Attention of several queries, summed for each of the first tokens."""
+    """Return the attention of several queries, summed for each of the first tokens."""
     return [sum(row[i] for row in rows if i < len(row)) for i in range(tokens)]
 
 
 def hit_rate(heads, scaling, *, prompt, window, keep_ratio, threshold, answer, first, sinks=None):
-    """Eq. 4-8 over all heads and some tokens of the answer, from position `first` on.
+    """Compute Eq. 4-8 over all heads and some tokens of the answer, from position `first` on.
 
     `heads` has queries and keys for every query head: lists over positions of lists over channels.
-    With `sinks`, so many first positions and the last ones are kept, not those voted for. Also how
-    many positions are important to a token and a head.
+    With `sinks`, this number of first positions and the last ones are kept, instead of those voted
+    for. It also returns how many positions are important per token and head.
     """
     prefix = prompt - window
     count = math.floor(keep_ratio * prefix)
@@ -47,7 +47,9 @@ def hit_rate(heads, scaling, *, prompt, window, keep_ratio, threshold, answer, f
 
 
 def overlap(heads, scaling, *, one, other, candidates, keep_tokens):
-    """Which part of the positions that some queries attend to most is also the others'."""
+    """Return the share of the positions with most attention that two groups of queries have in
+    common.
+    """
     shared = 0
     for queries, keys in heads:
         sets = [

@@ -1,4 +1,4 @@
-"""The study of the gate: its regression against one written out, and what becomes of it."""
+"""The study of the gate: its regression against one written out, and the use of the gate."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ SMALL = FitGate(texts=2 * len(KINDS), lengths=(128, 140))
 
 
 def layers_of(gate, seed, tokens, noise=0.0):
-    """Layers that a second reading has scored as the gate does, or nearly so."""
+    """Return layers whose scores from a second reading nearly equal those of the gate."""
     made = []
     for depth in range(gate.layers):
         layer = random_layer(seed + depth, prompt_tokens=tokens, query_tokens=0)
@@ -26,7 +26,7 @@ def layers_of(gate, seed, tokens, noise=0.0):
     return made
 
 
-def test_the_regression_is_that_of_standardised_numbers_written_out():
+def test_regression_equals_ridge_regression_on_standardised_numbers():
     gate, fitted = drawn_gate(layers=2), Regression()
     texts = [layers_of(gate, 10 * n, tokens, noise=0.5) for n, tokens in enumerate((60, 90, 200))]
     for layers in texts:
@@ -46,7 +46,7 @@ def test_the_regression_is_that_of_standardised_numbers_written_out():
             torch.testing.assert_close(fitted.weights()[depth, head], expected)
 
 
-def test_a_fitted_gate_is_remembered_or_not_and_the_policy_goes_by_it(tiny, gates, tmp_path):
+def test_fitted_gate_is_stored_if_requested_and_used_by_the_policy(tiny, gates, tmp_path):
     found = SMALL.measure(tiny, tmp_path / "out")
     assert {row["kind"] for row in found.rows} == set(KINDS)
     assert len(SMALL.table(found.rows).rows) == len(KINDS)

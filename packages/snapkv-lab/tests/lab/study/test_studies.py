@@ -1,4 +1,4 @@
-"""Studies of answered documents: what is looked at, what is written, what is refused."""
+"""Studies of documents and answers: measurements, files and refusals."""
 
 import json
 from dataclasses import replace
@@ -12,8 +12,8 @@ from snapkv_app.models import LoadedModel
 from snapkv_app.observing import observed
 from snapkv_lab import drawing
 from snapkv_lab.study import HitRate, Instructions, Overlap, Position, Sensitivity
-from snapkv_lab.study.base import mean_rows, weighted
-from snapkv_lab.study.material import long_texts
+from snapkv_lab.study.base import format_weighted_mean, mean_rows
+from snapkv_lab.study.material import load_long_texts
 from tests.families import random_ids, tiny_model
 from tests.lab.evaluate.tiny import tiny_loaded
 
@@ -27,7 +27,7 @@ READING = {
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "cohere2"])
-def test_what_is_observed_is_the_models_own_attention(family):
+def test_observed_attention_equals_the_models_own(family):
     model, ids = tiny_model(family, "eager"), random_ids(1, 60)
     loaded = LoadedModel(model=model, tokenizer=None, name=family, revision=None)
     seen = observed(
@@ -45,7 +45,7 @@ def test_what_is_observed_is_the_models_own_attention(family):
 
 @pytest.fixture(scope="module")
 def findings(demo, tiny, tmp_path_factory):
-    """Of small runs of all studies of documents, and of the one of answers, by name."""
+    """The results of small runs of all studies, by name."""
     found = {
         name: study.measure(tiny, tmp_path_factory.mktemp(name)) for name, study in READING.items()
     }
@@ -63,7 +63,7 @@ def test_a_study_has_a_table_a_figure_and_a_folder(name, findings, tmp_path):
     assert table.rows
     assert all(len(line) == len(table.headings) for line in table.rows)
     path = tmp_path / "figure.svg"
-    drawing.save(study.figure(found.rows), path, drawing.PLAIN)
+    drawing.save_figure(study.figure(found.rows), path, drawing.PLAIN)
     assert path.read_text().count("<path") > 10
     run = json.loads((found.folder / "run.json").read_text())
     assert {"torch", "transformers", "snapkv", "python", "data", "model"} <= run.keys()
@@ -85,15 +85,17 @@ def test_hit_rate_has_a_row_for_every_selection_window_and_layer(findings):
     assert reading["prompt_tokens"] > 200
 
 
-def test_a_study_goes_on_where_it_was_stopped_and_leaves_another_alone(findings, tiny, monkeypatch):
-    monkeypatch.setattr("snapkv_lab.study.attention.read", None)  # nothing is read again
+def test_stopped_study_continues_and_refuses_the_folder_of_another_study(
+    findings, tiny, monkeypatch
+):
+    monkeypatch.setattr("snapkv_lab.study.attention.read_sample", None)  # nothing is read again
     found, study = findings["hit-rate"], READING["hit-rate"]
     assert study.measure(tiny, found.folder).rows == found.rows
-    with pytest.raises(InvalidArgumentError, match="results of the same run"):
+    with pytest.raises(InvalidArgumentError, match="results of another run"):
         replace(study, threshold=0.1).measure(tiny, found.folder)
 
 
-def test_rows_say_what_was_compared(findings):
+def test_rows_of_instructions_name_the_compared_questions(findings):
     rows = {name: found.rows for name, found in findings.items()}
     windows = {(row["of"], row["window"]) for row in rows["overlap"]}
     assert windows == {("prompt", -3), ("prompt", -2), ("prompt", -1), ("answer", 1)}
@@ -103,8 +105,8 @@ def test_rows_say_what_was_compared(findings):
     assert {row["question"] for row in rows["position"]} == {"first", "last"}
 
 
-def test_the_question_comes_first_and_the_document_last(demo):
-    parts = Position(**SMALL).parts([("text", "Long ago.")])
+def test_position_study_puts_the_question_before_the_document(demo):
+    parts = Position(**SMALL).steps([("text", "Long ago.")])
     texts = {
         part.variant: part.samples[0].prompt(demo.tokenizer, "tokenizer", "visible").text
         for part in parts
@@ -123,19 +125,19 @@ def test_sensitivity_has_a_row_for_every_setting_and_the_full_cache(findings):
     assert table.headings == ("window", "pooling", "kernel 1", "kernel 5")
 
 
-def test_a_summary_that_cannot_be_written_is_said(tiny, tmp_path):
+def test_findings_report_a_summary_that_cannot_be_written(tiny, tmp_path):
     (tmp_path / "summary.jsonl").mkdir()
     given = {"windows": (16,), "kernels": (1,), "budget": 64, "length": 400, "depths": 1}
     assert Sensitivity(**given).measure(tiny, tmp_path).unwritten is not None
 
 
-def test_means_leave_out_what_is_not_known_and_count_a_layer_by_its_weight():
+def test_means_skip_none_and_weight_layers():
     rows = [{"layer": 1, "x": 0.5}, {"layer": 1, "x": None}, {"layer": 2, "x": None}]
     means = [{"layer": 1, "x": 0.5}, {"layer": 2, "x": None}]
     assert mean_rows(rows, ("layer",), ("x",)) == means
     rows = [{"rate": 1.0, "of": 3}, {"rate": 0.0, "of": 1}, {"rate": None, "of": 0}]
-    assert weighted(rows, "rate", "of") == "0.75"
-    assert weighted(rows[2:], "rate", "of") == "-"
+    assert format_weighted_mean(rows, "rate", "of") == "0.75"
+    assert format_weighted_mean(rows[2:], "rate", "of") == "-"
 
 
 def documents_of(tmp_path, *lengths):
@@ -147,11 +149,11 @@ def documents_of(tmp_path, *lengths):
 
 
 def fitted(study, loaded):
-    return study._fitted(loaded, long_texts(study.documents, count=study.samples)[0])
+    return study._fit_documents(loaded, load_long_texts(study.documents, count=study.samples)[0])
 
 
 @pytest.mark.parametrize("name", ["position", "instructions"])
-def test_documents_that_are_shorter_than_asked_for_are_read_as_they_are(demo, tmp_path, name):
+def test_documents_shorter_than_requested_are_read_completely(demo, tmp_path, name):
     files = documents_of(tmp_path, 900, 400, 5000)
     study, parts, (notice,) = fitted(
         replace(READING[name], documents=files, document_tokens=3072), demo
@@ -164,7 +166,7 @@ def test_documents_that_are_shorter_than_asked_for_are_read_as_they_are(demo, tm
 
 
 @pytest.mark.parametrize(("name", "positions"), [("position", 400), ("instructions", 700)])
-def test_documents_are_cut_to_what_the_model_has_positions_for(demo, tmp_path, name, positions):
+def test_documents_are_cut_to_the_models_positions(demo, tmp_path, name, positions):
     loaded = tiny_loaded(demo.tokenizer, positions=positions)
     files = documents_of(tmp_path, 3000, 2000)
     study, parts, notices = fitted(
@@ -180,7 +182,7 @@ def test_documents_are_cut_to_what_the_model_has_positions_for(demo, tmp_path, n
     assert f"cut to {study.document_tokens} tokens" in notices[0]
 
 
-def test_a_shortened_study_says_so_and_is_continued(tiny, tmp_path):
+def test_shortened_study_has_a_notice_and_can_continue(tiny, tmp_path):
     study = replace(READING["hit-rate"], documents=documents_of(tmp_path, 190))
     first = study.measure(tiny, tmp_path / "out")
     assert first.notices == tuple(first.run["notices"])

@@ -1,4 +1,4 @@
-"""The experiments by name; one file per task. Importing them loads neither torch nor data."""
+"""The tasks of the evaluation by name. Importing them loads neither torch nor data."""
 
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks.instructions import Instructions as Instructions
@@ -14,4 +14,4 @@ from snapkv_lab.evaluate.tasks.turns import Turns as Turns
 _OF_RAG = (RagCitation, RagPosition, RagPipeline)
 _ALL = (Needle, Lines, Instructions, Turns, LongBench, Ruler, *_OF_RAG)
 TASKS: dict[str, type[Task]] = {task.name: task for task in _ALL}
-"""Every task by the name it has on the command line."""
+"""Every task by its name on the command line."""

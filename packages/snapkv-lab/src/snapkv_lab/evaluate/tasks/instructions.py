@@ -1,8 +1,8 @@
-"""Several instructions before a long text, each checked by a program.
+"""Several instructions before a long text, each of which a program can check.
 
-What is dropped from a cache may be one of several instructions while the others stay. Every sample
-has three of them in front of the text: a code word to copy, a word to begin with, and a mark to end
-with. One of them is checked, without a judge and whatever the answer's language.
+Eviction may drop one of several instructions while the others stay. Every sample has three
+instructions before the text: a code word to copy, a word to begin with, and a mark to end with. One
+of them is checked, without a judge and in any language.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, HaystackTask, encode
+from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, HaystackTask, token_ids
 from snapkv_lab.evaluate.sample import Sample
 
 _HEADER = "Instructions for your answer:\n"
@@ -46,7 +46,7 @@ class Instructions(HaystackTask):
         cloze: ask to repeat the instructions and begin the one that is checked, which small models
             need; otherwise the answer has to follow all of them.
         protect: keep the instructions, whatever their votes.
-        seed: of words, marks and the place where the text begins.
+        seed: random seed for words, marks and the place where the text begins.
     """
 
     name: ClassVar[str] = "instructions"
@@ -61,8 +61,14 @@ class Instructions(HaystackTask):
     seed: int = 42
 
     def __post_init__(self) -> None:
+        """Check the settings, and read the haystack now, so that a missing folder is refused early.
+
+        Raises:
+            InvalidArgumentError: a number is too small.
+            DocumentError: the haystack is missing or holds no text.
+        """
         self.require(samples_each=1, lengths=2 * _OVERHEAD_TOKENS)
-        self.text  # noqa: B018 # read now: a folder without text is refused
+        self.text  # noqa: B018 # is read here
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         for length, index in itertools.product(self.lengths, range(self.samples_each)):
@@ -74,7 +80,7 @@ class Instructions(HaystackTask):
                 yield self._sample(f"{length}/{asked}/{index}", length, asked, wanted, text)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Whether the instruction was followed; in a cloze, whether it was copied."""
+        """Return 1 if the instruction was followed, or for a cloze, if it was copied."""
         check = _CHECKS["begin" if self.cloze else str(sample.cell["instruction"])]
         return float(check(prediction.strip().strip('"').lower(), sample.references[0]))
 
@@ -95,10 +101,13 @@ class Instructions(HaystackTask):
         )
 
     def _text(self, tokenizer: Any, tokens: int, draw: random.Random) -> str:
-        """That many tokens of the haystack from a drawn place on; behind its end it begins anew."""
-        whole, characters = self.text.text, tokens * CHARACTERS_PER_TOKEN
-        start = draw.randrange(len(whole))
-        piece = (whole[start:] + whole * (1 + characters // len(whole)))[:characters]
-        ids = encode(tokenizer, piece)[:tokens]
+        """Return a part of the haystack with the given number of tokens.
+
+        It begins at a random place. After the end of the haystack it continues at its beginning.
+        """
+        source, characters = self.text.text, tokens * CHARACTERS_PER_TOKEN
+        start = draw.randrange(len(source))
+        piece = (source[start:] + source * (1 + characters // len(source)))[:characters]
+        ids = token_ids(tokenizer, piece)[:tokens]
         text: str = tokenizer.decode(ids, skip_special_tokens=True)
         return text

@@ -1,13 +1,13 @@
 """LongEval-Lines: one of many numbered lines, asked for by its name.
 
-The record of the public test (LongChat, 2023): every line has a name of an adjective and a noun and
-a number; the prompt ends by asking for the number of one line. As in the paper's ablation of
-pooling (Fig. 8), the number has five digits and the place of the line is what is varied. Names are
-drawn until no two are the same, which the public generator does not check.
+The record is that of the public test (LongChat, 2023): every line has a number and a name that
+consists of an adjective and a noun, and the prompt ends with the question for the number of one
+line. As in the paper's ablation of pooling (Fig. 8), the number has five digits and the position of
+the line varies. Names are drawn until all differ, which the public generator does not check.
 
-Examples and cloze are not in the public test; the smallest models need both, without a chat
-template. The examples are other lines of the record, repeated after the question as they stand in
-it; the cloze begins the asked line in the same way.
+Examples and cloze are not in the public test. The smallest models need both, without a chat
+template. The examples are other lines of the record, repeated after the question as they are
+written in it. The cloze begins the asked line in the same way.
 """
 
 import itertools
@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import distinct, number, word_key
+from snapkv_lab.evaluate.haystack import draw_distinct, draw_number, draw_word_key
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.task import Task, all_fitted, percents
+from snapkv_lab.evaluate.task import Task, even_percents, fit_samples
 
 _HEADER = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
@@ -50,7 +50,7 @@ class Lines(Task):
         samples_each: samples of every length and position.
         examples: other lines repeated after the question as a pattern; small models need three.
         cloze: begin the asked line for the model, up to its number.
-        seed: of names, numbers and examples.
+        seed: random seed for names, numbers and examples.
     """
 
     name: ClassVar[str] = "lines"
@@ -69,8 +69,8 @@ class Lines(Task):
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         for length in self.lengths:
-            places = itertools.product(percents(self.positions), range(self.samples_each))
-            yield from all_fitted(
+            places = itertools.product(even_percents(self.positions), range(self.samples_each))
+            yield from fit_samples(
                 (partial(self._record, length, *place) for place in places),
                 tokenizer,
                 length,
@@ -80,7 +80,7 @@ class Lines(Task):
             )
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Whether the last whole number of the answer is the line's."""
+        """Return 1 if the last whole number of the answer is the number of the line."""
         numbers = re.findall(r"\d+", prediction)
         return float(bool(numbers) and int(numbers[-1]) == int(sample.references[0]))
 
@@ -88,18 +88,18 @@ class Lines(Task):
         name = f"{length}/{position}/{index}"
         draw = random.Random(f"{self.seed}/{name}")
         asked = round((count - 1) * position / 100)
-        keys = distinct(lambda: word_key(draw), count)
-        values = [number(draw, _DIGITS) for _ in keys]
+        keys = draw_distinct(lambda: draw_word_key(draw), count)
+        values = [draw_number(draw, _DIGITS) for _ in keys]
         others = draw.sample([i for i in range(count) if i != asked], self.examples)
         lines = [_LINE.format(name=key) + value for key, value in zip(keys, values, strict=True)]
-        shown = "".join(f"\n{lines[i]}>" for i in others)
-        question = _QUESTION.format(name=keys[asked]) + shown
+        shown_examples = "".join(f"\n{lines[i]}>" for i in others)
+        question = _QUESTION.format(name=keys[asked]) + shown_examples
         return Sample(
             name=name,
             cell={"length": length, "position": position},
             context=_HEADER + "".join(f"{line}{_END}" for line in lines),
             question=question,
-            plain_question=f"{question}\n" if shown or self.cloze else question,
+            plain_question=f"{question}\n" if shown_examples or self.cloze else question,
             answer_start=_LINE.format(name=keys[asked]) if self.cloze else "",
             references=(values[asked],),
             settings=self._settings,
@@ -107,7 +107,10 @@ class Lines(Task):
 
     @property
     def _settings(self) -> GenerationSettings:
-        """The published 100 tokens; shorter where the prompt shows how an answer ends."""
+        """The settings for generating the answer.
+
+        They allow the published 100 tokens, or fewer if the prompt shows how an answer ends.
+        """
         if self.cloze:
             return GenerationSettings(max_new_tokens=_DIGITS + 3, stop_strings=(">",))
         return GenerationSettings(max_new_tokens=100, stop_strings=(_END,) if self.examples else ())

@@ -1,9 +1,9 @@
 """LongBench v1 (Bai et al., 2023) as it was published: the paper's Table 1.
 
-Prompts, lengths, the cut through the middle, which sets get no chat template, metrics: all as in
-the published code, so that scores can be compared with published ones. The paper's own run differs
-from it in the template (`--template longbench`) and in that no answer was empty
-(`--min-new-tokens 1`).
+Prompts, lengths, the removal of the middle, the sets without a chat template, and the metrics are
+those of the published code, so that scores can be compared with published ones. The paper's own run
+differs in the template (`--template longbench`), and in that no answer was empty (`--min-new-tokens
+1`).
 """
 
 import hashlib
@@ -19,21 +19,21 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
-from snapkv.errors import DocumentError, InvalidArgumentError, MissingDependencyError
+from snapkv.errors import DocumentError, MissingDependencyError, SnapKVError, wrong
 from snapkv.validation import first_line, nearest, require_choice
 from snapkv_app.packages import INSTALL, package_file
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate import metrics
-from snapkv_lab.evaluate.corpora import Check, is_texts, parsed_lines
+from snapkv_lab.evaluate.corpora import Check, is_text_list, parse_json_lines
 from snapkv_lab.evaluate.sample import Cell, Sample
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.rows import Row
 
 HUB = "zai-org/LongBench"
-"""The hub's data set that holds `data.zip`; THUDM/LongBench before it was renamed."""
+"""The data set of the hub that holds `data.zip`. It was called THUDM/LongBench before."""
 
-_LEAST_TOKENS = 64  # of a prompt, so that a half holds the end of a question
-_TEMPLATE_TOKENS = 256  # for a chat template, and for text with more tokens when it is read again
+_LEAST_TOKENS = 64  # a half of a prompt then holds the end of a question
+_TEMPLATE_TOKENS = 256  # room for a chat template, and for decoded text that gets more tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class LongBench(Task):
 
     name: ClassVar[str] = "longbench"
     metric: ClassVar[str] = "score"
-    axes: ClassVar[tuple[str, ...]] = ("dataset",)  # and the length, where it is extended
+    axes: ClassVar[tuple[str, ...]] = ("dataset",)  # LongBench-E adds the length
 
     data: str | None = None
     datasets: tuple[str, ...] = ()
@@ -64,45 +64,48 @@ class LongBench(Task):
     def __post_init__(self) -> None:
         if self.extended:
             object.__setattr__(self, "axes", ("dataset", "length"))
-        chosen_sets(self.datasets, extended=self.extended)
+        choose_sets(self.datasets, extended=self.extended)
         self.require(min_new_tokens=0)
         if self.max_prompt_tokens is not None:
             self.require(max_prompt_tokens=_LEAST_TOKENS)
         require_choice("code_similarity", self.code_similarity, ("difflib", "levenshtein"))
 
     def for_model(self, name: str, max_tokens: int | None) -> Self:
-        """The task with the length that the model's prompts are cut to."""
+        """Return a copy of the task with the maximum length of prompts for this model."""
         if self.max_prompt_tokens is not None:
             return self
         return replace(self, max_prompt_tokens=max_prompt_tokens(name, max_tokens))
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         data = hub_archive() if self.data is None else Path(self.data)
-        for data_set in chosen_sets(self.datasets, extended=self.extended):
+        for data_set in choose_sets(self.datasets, extended=self.extended):
             yield from self._samples(tokenizer, data, data_set)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """The set's metric; the best over the right answers."""
+        """Return the best score of the prediction over all right answers."""
         data_set = SETS[str(sample.cell["dataset"])]
         classes = sample.details["classes"]
         return data_set.score(prediction, sample.references, classes, self.code_similarity)
 
     def published(self, model: str) -> dict[str, dict[str, float]]:
-        """The paper's Table 1; it has nothing on LongBench-E."""
-        found = {} if self.extended else _PUBLISHED["published"].get(_model_key(model), {})
+        """Return the scores that the paper has published for the model.
+
+        They are those of Table 1, which has none for LongBench-E.
+        """
+        by_method = {} if self.extended else _PUBLISHED["published"].get(_model_key(model), {})
         return {
             method: {name: score / 100 for name, score in zip(SETS, scores, strict=True)}
-            for method, scores in found.items()
+            for method, scores in by_method.items()
         }
 
     def _samples(self, tokenizer: Any, data: Path, data_set: "DataSet") -> Iterator[Sample]:
-        before, behind = prompt_format(data_set)
+        before, after = prompt_format(data_set)
         rows = read_rows(data, data_set, extended=self.extended)
         settings = self._settings(tokenizer, data_set)
         for number, row in enumerate(rows, 1):
-            context, question = before + row["context"], behind.replace("{input}", row["input"])
+            context, question = before + row["context"], after.replace("{input}", row["input"])
             if self.max_prompt_tokens is not None:
-                context, question = truncated(tokenizer, context, question, self.max_prompt_tokens)
+                context, question = cut_middle(tokenizer, context, question, self.max_prompt_tokens)
             cell: Cell = {"dataset": data_set.name}
             if self.extended:
                 words = row["length"]
@@ -115,12 +118,12 @@ class LongBench(Task):
                 references=tuple(row["answers"]),
                 settings=settings,
                 chat=data_set.chat,
-                # as published: of the last row
+                # the published code uses those of the last row
                 details={"classes": tuple(rows[-1].get("all_classes") or ())},
             )
 
     def _settings(self, tokenizer: Any, data_set: "DataSet") -> GenerationSettings:
-        """How a set is answered; dialogues are summarised on one line that is not empty."""
+        """Return how a set is answered. Dialogues are summarised on one line that is not empty."""
         settings = GenerationSettings(
             max_new_tokens=data_set.max_new_tokens, min_new_tokens=self.min_new_tokens
         )
@@ -132,13 +135,17 @@ class LongBench(Task):
 
 
 def max_prompt_tokens(model: str, max_tokens: int | None) -> int | None:
-    """What prompts are cut to: the published number, or what the model's positions leave room for.
+    """Return the maximum number of tokens in a prompt, or None if there is no limit.
 
-    `model` is a hub id, or a folder of that name; None is no limit.
+    It is the published number if there is one; else the model's positions minus room for an answer.
+
+    Args:
+        model: a hub id, or a folder with that name.
+        max_tokens: the positions of the model; None if they are not limited.
     """
-    known: int | None = _PUBLISHED["max_prompt_tokens"].get(_model_key(model))
-    if known is not None or max_tokens is None:
-        return known
+    published: int | None = _PUBLISHED["max_prompt_tokens"].get(_model_key(model))
+    if published is not None or max_tokens is None:
+        return published
     answer_tokens = max(one.max_new_tokens for one in SETS.values())
     return max(max_tokens - answer_tokens - _TEMPLATE_TOKENS, max_tokens // 2)
 
@@ -147,34 +154,34 @@ def _model_key(model: str) -> str:
     return PurePath(model).name.lower()
 
 
-def truncated(
+def cut_middle(
     tokenizer: Any, context: str, question: str, max_prompt_tokens: int
 ) -> tuple[str, str]:
-    """Context and question of a prompt without its middle, or as they are where that fits.
+    """Return context and question of a prompt without its middle, if it is too long.
 
-    Its beginning holds the instructions and its end the question, so both stay. The prompt is read
-    with the tokenizer's special tokens; of its ids the first and the last half of
-    `max_prompt_tokens` are turned into text again and joined. Where the question alone is longer
-    than a half, its beginning is cut off too.
+    The beginning with the instructions and the end with the question stay. The prompt is tokenized
+    with special tokens. The first and the last half of `max_prompt_tokens` are decoded and joined.
+    If the question alone is longer than a half, its beginning is cut off too.
     """
     ids = _encode(tokenizer, context + question)
     if len(ids) <= max_prompt_tokens:
         return context, question
     half = max_prompt_tokens // 2
-    # The tokenizer may give back some characters of the question by others.
-    head, tail, asked = (
+    # The tokenizer may decode some characters of the question differently.
+    head, tail, decoded_question = (
         tokenizer.decode(part, skip_special_tokens=True)
         for part in (ids[:half], ids[-half:], _encode(tokenizer, question))
     )
-    place = len(head) + _start_of(asked, tail)
+    place = len(head) + _start_of(decoded_question, tail)
     text = head + tail
     return text[:place], text[place:]
 
 
 def _start_of(question: str, tail: str) -> int:
-    """Where a question begins that a text ends with, or 0 where the text is only a part of it.
+    """Return the index at which the question begins in a text that ends with it.
 
-    White space is not compared: what a tokenizer gives back of it depends on what stands before.
+    It is 0 if the text is shorter than the question. White space is not compared, because a
+    tokenizer decodes it differently after other text.
     """
     letters = sum(not character.isspace() for character in question)
     place = len(tail)
@@ -191,7 +198,10 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """One English or code set of LongBench, as `longbench.toml` says."""
+    """One of the data sets in LongBench, in English or with code.
+
+    The file `longbench.toml` describes them.
+    """
 
     name: str
     category: str
@@ -201,12 +211,15 @@ class DataSet:
 
     @property
     def chat(self) -> bool:
-        """Whether its prompt is wrapped in a chat template; few-shot and code prompts are not."""
+        """Whether the prompt is wrapped in a chat template.
+
+        Few-shot and code prompts are not.
+        """
         return self.category not in ("few-shot learning", "code")
 
     @property
     def extended(self) -> bool:
-        """Whether LongBench-E has it too."""
+        """Whether the set is also in LongBench-E."""
         return self.name not in ("narrativeqa", "musique", "qmsum")
 
     def score(
@@ -216,18 +229,21 @@ class DataSet:
         classes: Sequence[str],
         code_similarity: metrics.CodeSimilarity,
     ) -> float:
-        """The best score over the right answers, 0 to 1; of examples, the first line's."""
+        """Return the best score over the right answers, from 0 to 1.
+
+        For few-shot sets only the first line of the prediction counts.
+        """
         if self.category == "few-shot learning":
             prediction = metrics.first_line(prediction)
         measures: dict[str, metrics.Metric] = {
             "F1": metrics.qa_f1,
             "ROUGE-L": metrics.rouge_l,
-            "count": metrics.count,
-            "retrieval": metrics.retrieval,
-            "classification": partial(metrics.classification, classes=classes),
+            "count": metrics.count_score,
+            "retrieval": metrics.retrieval_score,
+            "classification": partial(metrics.classification_score, classes=classes),
             "code similarity": partial(metrics.code_similarity, backend=code_similarity),
         }
-        return metrics.best(measures[self.metric], prediction, references)
+        return metrics.best_score(measures[self.metric], prediction, references)
 
 
 _PUBLISHED: dict[str, dict[str, Any]] = tomllib.loads(
@@ -237,25 +253,32 @@ SETS = {name: DataSet(name=name, **own) for name, own in _PUBLISHED["sets"].item
 """The 16 English and code sets by name, in the order of the paper's table."""
 
 
-def chosen_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
-    """The sets of those names in the table's order; all that there are for no names."""
-    known = {name: one for name, one in SETS.items() if one.extended or not extended}
+def choose_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
+    """Return the named sets in the table's order, or all sets if there are no names.
+
+    Raises:
+        InvalidArgumentError: a set does not exist, or is not in LongBench-E.
+    """
+    available = {name: one for name, one in SETS.items() if one.extended or not extended}
     for name in names:
-        if name not in known:
+        if name not in available:
             which = "LongBench-E" if extended else "LongBench"
-            raise InvalidArgumentError(
-                f"datasets: expected English or code sets of {which}, got {name!r}"
-                f"{nearest(name, known) or '; there are ' + ', '.join(known)}"
-            )
-    return [one for name, one in known.items() if name in names or not names]
+            problem = f"expected English or code sets of {which}, got {name!r}"
+            remedy = f"Choose from {', '.join(available)}{nearest(name, available)}"
+            raise wrong("datasets", problem, remedy)
+    return [one for name, one in available.items() if name in names or not names]
 
 
 def prompt_format(data_set: DataSet) -> tuple[str, str]:
-    """The published prompt of a set: before a document, and after it with ``{input}`` in it.
+    """Return the published prompt of a data set as two texts.
 
-    It is read out of the installed lm-eval. The task files of 0.4.13 hold 10 of the 16 prompts as
-    they were published; the other six lost an empty line or what they end with, which is put back.
-    Whatever the release, a prompt is only used if its hash is that of the published one.
+    The first comes before the document and the second after it, with ``{input}`` in it. The prompt
+    is read from the installed lm-eval. The task files of 0.4.13 hold 10 of the 16 prompts as they
+    were published; the other six lost an empty line or their end, which is restored. A prompt is
+    only used if its hash is that of the published one.
+
+    Raises:
+        MissingDependencyError: lm-eval is not installed, or has another prompt.
     """
     name = data_set.name
     path = package_file("lm_eval", "tasks", "longbench", f"{name}.yaml")
@@ -267,80 +290,101 @@ def prompt_format(data_set: DataSet) -> tuple[str, str]:
         repaired = text.replace("{context}\n{input}", "{context}\n\n{input}")
     elif name in ("passage_count", "passage_retrieval_en", "lcc", "repobench-p"):
         repaired += " " if name.startswith("passage") else "\n"
-    for found in (text, repaired):
-        if hashlib.sha256(found.encode()).hexdigest().startswith(data_set.prompt_sha256):
-            before, _, behind = found.partition("{context}")
-            return before, behind
-    raise MissingDependencyError(
-        f"data: expected the published prompt of {name} in the installed lm-eval, got another one; "
-        f"run {INSTALL['lm_eval']}"
-    )
+    for candidate in (text, repaired):
+        if hashlib.sha256(candidate.encode()).hexdigest().startswith(data_set.prompt_sha256):
+            before, _, after = candidate.partition("{context}")
+            return before, after
+    problem = f"the installed lm-eval has another prompt of {name} than the published one"
+    raise wrong("data", problem, f"Run {INSTALL['lm_eval']}", MissingDependencyError)
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A safe loader that leaves lm-eval's `!function` the name that it is."""
+    """A YAML loader that reads the tag `!function` as a string."""
 
 
 _PlainLoader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
 
 
 def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
-    """The rows of a set in the file's order: context, input, answers, length, all_classes.
+    """Read the rows of a data set in the order of the file.
 
-    `data` is the archive, or a folder with the ``.jsonl`` files or a folder ``data`` of them.
+    Each row has context, input, answers, length and all_classes.
+
+    Args:
+        data: the archive, or a folder that holds the ``.jsonl`` files directly or in a folder
+            ``data``.
+        data_set: the set.
+        extended: whether to read LongBench-E.
+
+    Raises:
+        DocumentError: the file is missing or damaged, or a line has another form.
     """
     name = f"{data_set.name}_e.jsonl" if extended else f"{data_set.name}.jsonl"
     lines = _zipped_lines(data, name) if data.is_file() else _lines(data, name)
     fields = _FIELDS | _MORE_FIELDS.get(data_set.metric, {})
-    return list(parsed_lines(lines, fields, data / name, "get the archive again").values())
+    return list(parse_json_lines(lines, fields, data / name, "Get the archive again").values())
 
 
 def hub_archive() -> Path:
-    """LongBench's `data.zip`, downloaded from the hub where it is not in the cache."""
+    """Download the archive of LongBench from the hub and return its path.
+
+    It is not downloaded again if it is in the cache.
+
+    Raises:
+        DocumentError: the download failed.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(HUB, "data.zip", repo_type="dataset"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise DocumentError(
-            f"data: expected LongBench's archive from the hub, got {first_line(error)[:120]!r}; "
-            f"where there is a network run hf download {HUB} data.zip --repo-type dataset "
-            "--local-dir . and pass --data data.zip"
+        raise wrong(
+            "data",
+            f"LongBench's archive cannot be downloaded from the hub: {first_line(error)[:120]!r}",
+            f"Run hf download {HUB} data.zip --repo-type dataset --local-dir . where there is a "
+            "network, and pass --data data.zip",
+            DocumentError,
         ) from None
 
 
 def _lines(folder: Path, name: str) -> Iterable[bytes]:
+    """Return the lines of a file in the given folder.
+
+    Raises:
+        DocumentError: there is no such file.
+    """
     for path in (folder / name, folder / "data" / name):
         if path.is_file():
             return path.read_bytes().splitlines()
-    raise _missing(folder, name)
+    raise _missing_file(folder, name)
 
 
 def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
+    """Return the lines of a file in the given archive.
+
+    Raises:
+        DocumentError: the archive is damaged, or has no such file.
+    """
     try:
         with zipfile.ZipFile(archive) as opened:
             paths = map(PurePosixPath, opened.namelist())
             members = [p for p in paths if p.name == name and "__MACOSX" not in p.parts]
             if not members:
-                raise _missing(archive, name)
+                raise _missing_file(archive, name)
             return opened.read(str(members[0])).splitlines()
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise DocumentError(
-            f"data: expected LongBench's data.zip or a folder, got {archive}, of which no archive "
-            f"can be read ({error}); download it again"
-        ) from None
+        problem = f"the archive {archive} cannot be read: {error}"
+        raise wrong("data", problem, "Download it again, or pass a folder", DocumentError) from None
 
 
-def _missing(place: Path, name: str) -> DocumentError:
-    return DocumentError(
-        f"data: expected {name} in {place}, got no such file; name the sets that are there with "
-        "--datasets, or pass LongBench's data.zip"
-    )
+def _missing_file(place: Path, name: str) -> SnapKVError:
+    remedy = "Name the sets that are there with --datasets, or pass LongBench's data.zip"
+    return wrong("data", f"expected {name} in {place}, got no such file", remedy, DocumentError)
 
 
 def _are_answers(value: Any) -> bool:
-    return is_texts(value) and bool(value)
+    return is_text_list(value) and bool(value)
 
 
 def _are_paragraphs(value: Any) -> bool:
@@ -352,7 +396,7 @@ _FIELDS: dict[str, Check] = {
     "input": ("a text", lambda value: isinstance(value, str)),
     "answers": ("a list of texts", _are_answers),
     "length": ("a whole number", lambda value: type(value) is int),
-    "all_classes": ("a list of texts or null", lambda value: value is None or is_texts(value)),
+    "all_classes": ("a list of texts or null", lambda value: value is None or is_text_list(value)),
 }
 _MORE_FIELDS: dict[str, dict[str, Check]] = {
     "classification": {"all_classes": ("a list of texts", _are_answers)},

@@ -1,9 +1,9 @@
 """Needle in a haystack: one sentence hidden in a long text, at every length and depth.
 
-The construction of the public test (Kamradt 2023): the text is cut to the length less a buffer for
-the question, and the needle comes after the last sentence that ends before its depth. The magic
-number is the form of the Large World Model's evaluation, which the paper's Fig. 6 is of; the
-sentence about a sandwich is the first form of the test.
+The construction is that of the public test (Kamradt 2023): the text is cut to the length minus a
+buffer for the question, and the needle is inserted after the last sentence that ends before its
+depth. The magic number is the form that the Large World Model's evaluation uses, which the paper's
+Fig. 6 shows. The sentence about a sandwich is the first form of the test.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.validation import require_choice, require_int
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.haystack import (
@@ -21,11 +21,11 @@ from snapkv_lab.evaluate.haystack import (
     CITIES,
     Haystack,
     HaystackTask,
-    encode,
-    number,
+    draw_number,
+    token_ids,
 )
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.task import percents
+from snapkv_lab.evaluate.task import even_percents
 
 _INSTRUCTION = (
     "You are a helpful assistant that answers questions about a document. Keep the answer short "
@@ -38,7 +38,7 @@ _MOST_DIGITS = 1000
 
 
 class _Hidden(NamedTuple):
-    """What is hidden, how it is asked for, and what its answer begins with."""
+    """The hidden needle, the question about it, and the beginning and the rest of its answer."""
 
     needle: str
     question: str
@@ -54,11 +54,11 @@ class Needle(HaystackTask):
         lengths: tokens of the whole prompt, question and instructions included, about.
         depths: how many places from the beginning (0) to the end (100 percent) of the text.
         variant: magic-number asks for a number, sandwich for the best thing to do in San Francisco.
-        digits: of the magic number.
+        digits: digits of the magic number.
         permutations: runs of every length and depth, each with the documents in another order.
         cloze: begin the answer for the model, which small models need.
         buffer_tokens: how much of a length is left for question and instructions.
-        seed: of cities, numbers and orders.
+        seed: random seed for cities, numbers and orders.
     """
 
     name: ClassVar[str] = "needle"
@@ -76,39 +76,46 @@ class Needle(HaystackTask):
     seed: int = 42
 
     def __post_init__(self) -> None:
+        """Check the settings, and read the haystack now, so that a missing folder is refused early.
+
+        Raises:
+            InvalidArgumentError: a number or a word is out of range.
+            DocumentError: the haystack is missing or holds no text.
+        """
         self.require(depths=1, permutations=1, buffer_tokens=0)
         if self.depths > _MOST_DEPTHS:
-            raise InvalidArgumentError(
-                f"depths: expected at most {_MOST_DEPTHS}, one for every whole percent, got "
-                f"{self.depths}; pass a smaller number"
-            )
+            problem = f"expected at most {_MOST_DEPTHS}, one per whole percent, got {self.depths}"
+            raise wrong("depths", problem, "Pass a smaller number")
         require_int("digits", self.digits, minimum=1, maximum=_MOST_DIGITS)
         self.require(lengths=self.buffer_tokens + 100)
         require_choice("variant", self.variant, ("magic-number", "sandwich"))
-        self.text  # noqa: B018 # read now: a folder without text is refused
+        self.text  # noqa: B018 # is read here
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         for length, depth, order in itertools.product(
-            self.lengths, percents(self.depths), range(self.permutations)
+            self.lengths, even_percents(self.depths), range(self.permutations)
         ):
             yield self._sample(tokenizer, length, depth, order)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Whether the number is in the answer; of the sentence, the fraction of its words."""
+        """Return the score of an answer, which is a number between 0 and 1.
+
+        It is 1 if the number is in the answer; for the sandwich, it is the share of its words.
+        """
         if self.variant == "magic-number":
             return float(sample.references[0] in prediction)
-        wanted, said = (_words(text) for text in (sample.references[0], prediction))
-        return len(wanted & said) / len(wanted)
+        right, predicted = (_words(text) for text in (sample.references[0], prediction))
+        return len(right & predicted) / len(right)
 
     def _sample(self, tokenizer: Any, length: int, depth: int, order: int) -> Sample:
         name = f"{length}/{depth}/{order}"
         hidden = self._hidden(random.Random(f"{self.seed}/{name}"))
-        text = self.text.permuted(f"{self.seed}/{name}") if self.permutations > 1 else self.text
-        needle = encode(tokenizer, hidden.needle)
-        ids = _beginning(tokenizer, text, length - self.buffer_tokens - len(needle))
+        text = self.text.permute(f"{self.seed}/{name}") if self.permutations > 1 else self.text
+        needle = token_ids(tokenizer, hidden.needle)
+        ids = _cut_beginning(tokenizer, text, length - self.buffer_tokens - len(needle))
         place = len(ids)
         if depth < 100:
-            place = _sentence_end(tokenizer, ids, int(len(ids) * depth / 100))
+            place = _find_sentence_end(tokenizer, ids, int(len(ids) * depth / 100))
         ids[place:place] = needle
         tokens = 48 if self.variant == "sandwich" else self.digits + (5 if self.cloze else 25)
         return Sample(
@@ -129,35 +136,37 @@ class Needle(HaystackTask):
             question = "What is the best thing to do in San Francisco?"
             return _Hidden(f"\n{start} {thing}\n", question, start, thing)
         city = draw.choice(CITIES)
-        answer = number(draw, self.digits)
+        answer = draw_number(draw, self.digits)
         start = f"The special magic {city} number is:"
         question = f"What is the special magic {city} number?"
         return _Hidden(f"\n{start} {answer}\n", question, start, answer)
 
 
-def _beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
-    """The first tokens of the text, which begins again where it is too short."""
+def _cut_beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
+    """Return the given number of tokens from the beginning of the text.
+
+    The text is repeated if it is too short.
+
+    Raises:
+        InvalidArgumentError: `tokens` is below 1, or the tokenizer knows no part of the text.
+    """
     if tokens < 1:
-        raise InvalidArgumentError(
-            "lengths: expected room for some text next to the needle, got none; pass larger lengths"
-        )
-    whole, characters = text.text, tokens * CHARACTERS_PER_TOKEN
+        raise wrong("lengths", "there is no room for text beside the needle", "Pass larger lengths")
+    source, characters = text.text, tokens * CHARACTERS_PER_TOKEN
     while True:
-        ids = encode(tokenizer, (whole * (1 + characters // len(whole)))[:characters])
+        ids = token_ids(tokenizer, (source * (1 + characters // len(source)))[:characters])
         if len(ids) >= tokens:
             return ids[:tokens]
         if not ids:
-            raise InvalidArgumentError(
-                f"haystack: expected text that the model's tokenizer knows, got no token of "
-                f"{text.name}; choose another folder"
-            )
+            problem = f"the model's tokenizer makes no token of {text.name}"
+            raise wrong("haystack", problem, "Choose another folder")
         characters *= 2
 
 
-def _sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
-    """The last place, at most so far on, after a sentence's end, or the text's beginning.
+def _find_sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
+    """Return the position after the last sentence that ends before the given position.
 
-    In a text without sentences, so far on.
+    If no sentence ends before `most`, return 0; in a text without sentences, return `most`.
     """
 
     def ended(place: int) -> bool:

@@ -1,7 +1,7 @@
-"""Answering from retrieved documents: the paper's three experiments (Sec. 5.4.2).
+"""Answers from retrieved documents: the paper's three experiments (Sec. 5.4.2).
 
-The paper ran them with Command-R, two of the three on data of other kinds (Cohere's own, BioASQ);
-here all three ask HotpotQA, each of whose questions has two paragraphs that answer it.
+The paper ran them with Command-R, two of the three on other data (Cohere's own, and BioASQ). Here
+all three use HotpotQA, where two paragraphs answer each question.
 """
 
 import gzip
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from snapkv.errors import DocumentError, InvalidArgumentError
+from snapkv.errors import DocumentError, wrong
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.corpora import (
     Check,
@@ -23,12 +23,12 @@ from snapkv_lab.evaluate.corpora import (
     PassageIndex,
     Question,
     corpus_index,
-    is_texts,
+    is_text_list,
     load_corpus,
-    parsed_lines,
+    parse_json_lines,
     require_fields,
 )
-from snapkv_lab.evaluate.metrics import normalised
+from snapkv_lab.evaluate.metrics import normalize_answer
 from snapkv_lab.evaluate.sample import Cell, Sample
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.rows import Row
@@ -37,7 +37,7 @@ _INSTRUCTION = "Answer the question at the end from the documents below{}. Only 
 _INSTRUCTION += "to do with it.\n\n"
 _CITING = ", and say which documents the answer comes from: their numbers in square brackets"
 
-# They show a model that is not given a chat template that answers are short.
+# These examples show a model without a chat template that answers are short.
 _PHRASES = (
     "\n\nQuestion: What is the capital of France?\nAnswer: Paris"
     "\n\nQuestion: Who wrote the play Hamlet?\nAnswer: William Shakespeare"
@@ -46,19 +46,19 @@ _CITATIONS = (
     "\n\nQuestion: What is the capital of France?\nDocuments: Paris [4]; France [7]"
     "\n\nQuestion: Who wrote the play Hamlet?\nDocuments: Hamlet [2]; William Shakespeare [6]"
 )
-_STOPS = ("\nQuestion:", "\nDocument:")  # where a model that goes on after its answer is stopped
+_STOPS = ("\nQuestion:", "\nDocument:")  # a model that continues after its answer is stopped here
 _POSITIONS = ("beginning", "middle", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RagTask(Task):
-    """Questions over many documents.
+    """A task with questions about many documents.
 
     Args:
         documents: how many there are, those that answer the question included.
         samples_each: questions; all are asked with every number of documents.
         corpus: hotpotqa, or squad, whose questions one paragraph answers, for small models.
-        seed: of the draw of questions.
+        seed: random seed for the choice of questions.
     """
 
     axes: ClassVar[tuple[str, ...]] = ("documents",)
@@ -77,14 +77,14 @@ class RagTask(Task):
 class RagCitation(RagTask):
     """Which of many documents on one topic answer a question.
 
-    Two documents answer each question of HotpotQA; the others are those that BM25 finds nearest to
+    Two documents answer each question of HotpotQA. The others are those that BM25 ranks nearest to
     the question, and the order of all is drawn. The score is the F1 of the numbers that the model
-    gives, see `cited` (paper, Sec. 5.4.2, Table 3). Of N documents, two guessed ones have an
-    expected F1 of 2 / N, and all of them one of 4 / (N + 2): among few documents a model that lists
-    numbers without end looks good.
+    gives, see `cited_numbers` (paper, Sec. 5.4.2, Table 3). Among N documents, two guessed numbers
+    have an expected F1 of 2 / N, and all numbers have 4 / (N + 2). So a model that lists numbers
+    without end looks good if there are few documents.
 
     Args:
-        seed: of the draw of questions and of the documents' orders.
+        seed: random seed for the choice of questions and the order of documents.
     """
 
     name: ClassVar[str] = "rag-citation"
@@ -94,18 +94,18 @@ class RagCitation(RagTask):
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         del tokenizer
         index = corpus_index(self.corpus)
-        questions = drawn(load_corpus(self.corpus).questions, self.samples_each, self.seed)
+        questions = draw_questions(load_corpus(self.corpus).questions, self.samples_each, self.seed)
         for documents, question in itertools.product(self.documents, questions):
             yield self._sample(index, question, documents)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """F1 of the numbers that are cited."""
-        right, said = set(map(int, sample.references)), cited(prediction)
-        return 2 * len(right & said) / (len(right) + len(said))
+        """Return the F1 score of the numbers that the answer cites."""
+        right, predicted = set(map(int, sample.references)), cited_numbers(prediction)
+        return 2 * len(right & predicted) / (len(right) + len(predicted))
 
     def _sample(self, index: PassageIndex, question: Question, documents: int) -> Sample:
         name = f"{documents}/{question.name}"
-        others = itertools.islice(neighbours(index, question), documents - len(question.gold))
+        others = itertools.islice(nearest_passages(index, question), documents - len(question.gold))
         passages = [*question.gold, *others]
         _require_documents(documents, len(passages))
         random.Random(f"{self.seed}/{name}").shuffle(passages)
@@ -113,7 +113,7 @@ class RagCitation(RagTask):
         return Sample(
             name=name,
             cell={"documents": documents},
-            context=_INSTRUCTION.format(_CITING) + _numbered(passages),
+            context=_INSTRUCTION.format(_CITING) + _number_passages(passages),
             question=(
                 f"\n\nQuestion: {question.text}\nAnswer in one sentence, and end it with the "
                 "numbers of the documents that it comes from, such as [2][5]."
@@ -124,13 +124,13 @@ class RagCitation(RagTask):
         )
 
 
-def cited(text: str) -> set[int]:
-    """The numbers of documents that an answer gives.
+def cited_numbers(text: str) -> set[int]:
+    """Return the numbers of the documents that are cited in the text.
 
-    Those in square brackets, with or without the word document before them: [3], [3][7], [3, 7],
-    [documents 3 and 7]; a bracket need not be closed. Where no bracket has a number, those right
-    after the word: document 3, documents 3, 5 and 7. Numbers of documents that there are not
-    count, as wrong ones.
+    These are numbers in square brackets, with or without the word document before them: [3],
+    [3][7], [3, 7], [documents 3 and 7]. A bracket need not be closed. If no bracket has a number,
+    they are the numbers directly after the word: document 3, documents 3, 5 and 7. Numbers of
+    documents that do not exist count as wrong.
     """
     word = r"doc(?:ument)?s?\.?:?\s*"
     some = r"(\d+(?:(?:\s*[,;&]\s*|\s+)(?:and\s+)?\d+)*)"
@@ -141,23 +141,23 @@ def cited(text: str) -> set[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class PhraseTask(RagTask):
-    """Questions that a phrase of the documents answers."""
+    """A task with questions that can be answered by a phrase from the documents."""
 
     metric: ClassVar[str] = "accuracy"
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Whether a right answer stands in the prediction."""
-        return float(found(prediction, sample.references))
+        """Return 1 if the prediction contains one of the right answers, and 0 if it does not."""
+        return float(contains_phrase(prediction, sample.references))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RagPosition(PhraseTask):
     """Questions whose answer stands before, between or after documents without it.
 
-    Lost in the middle (Liu et al., 2023). The questions are HotpotQA's whose answer is a phrase,
-    see `phrase_questions`; the other documents are those that BM25 finds nearest to the question
-    and that do not hold the answer. An answer is right if the phrase is in it (paper, Sec. 5.4.2,
-    Table 4).
+    The test is Lost in the middle (Liu et al., 2023). The questions are those of HotpotQA whose
+    answer is a phrase, see `phrase_questions`. The other documents are those that BM25 ranks
+    nearest to the question and that do not contain the answer. An answer is right if it contains
+    the phrase (paper, Sec. 5.4.2, Table 4).
 
     Args:
         samples_each: questions; all are asked with every number of documents and position.
@@ -179,7 +179,7 @@ class RagPosition(PhraseTask):
             yield phrase_sample(
                 f"{documents}/{position}/{row.name}",
                 {"documents": documents, "position": position},
-                _placed(row, documents, position),
+                _place_gold(row, documents, position),
                 row.text,
                 row.answers,
             )
@@ -189,26 +189,30 @@ class RagPosition(PhraseTask):
         return super().describe() | own
 
     def _rows(self) -> list[Question]:
-        """Questions, with documents in which no answer stands, in the order they are taken."""
+        """Return the questions, with documents that do not contain the answer in order of rank."""
         if self.data is not None:
-            return drawn(read_rows(Path(self.data)), self.samples_each, self.seed)
+            return draw_questions(read_rows(Path(self.data)), self.samples_each, self.seed)
         questions = phrase_questions(load_corpus(self.corpus).questions)
-        made, index = [], corpus_index(self.corpus)
-        for question in drawn(questions, self.samples_each, self.seed):
-            without = (p for p in neighbours(index, question) if not found(p, question.answers))
+        questions_with_others, index = [], corpus_index(self.corpus)
+        for question in draw_questions(questions, self.samples_each, self.seed):
+            without = (
+                p
+                for p in nearest_passages(index, question)
+                if not contains_phrase(p, question.answers)
+            )
             near = tuple(itertools.islice(without, max(self.documents)))
-            made.append(replace(question, near=near))
-        return made
+            questions_with_others.append(replace(question, near=near))
+        return questions_with_others
 
 
 @dataclass(frozen=True, kw_only=True)
 class RagPipeline(PhraseTask):
     """Questions over what was retrieved for them, the nearest document first.
 
-    BM25 retrieves out of all 66,635 paragraphs of HotpotQA, all-MiniLM-L6-v2 orders what it found,
-    and the first of them are the prompt, whether or not they hold the answer: its share of right
-    answers cannot exceed retrieval's. Questions and score are those of rag-position (paper, Sec.
-    5.4.2, Table 3).
+    BM25 retrieves from all 66,635 paragraphs of HotpotQA, all-MiniLM-L6-v2 orders the results, and
+    the first of them form the prompt, whether or not they contain the answer. So the share of right
+    answers cannot exceed the retrieval's. Questions and score are those of rag-position (paper,
+    Sec. 5.4.2, Table 3).
 
     Args:
         documents: how many of the retrieved ones the model reads.
@@ -221,12 +225,15 @@ class RagPipeline(PhraseTask):
     retrieve: int = 200
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small, or more documents are read than retrieved.
+        """
         super().__post_init__()
         if self.retrieve < max(self.documents):
-            raise InvalidArgumentError(
-                f"retrieve: expected at least as many as documents, {max(self.documents)}, got "
-                f"{self.retrieve}; retrieve more or read fewer"
-            )
+            problem = f"expected at least the {max(self.documents)} documents, got {self.retrieve}"
+            raise wrong("retrieve", problem, "Retrieve more, or read fewer documents")
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         del tokenizer
@@ -234,8 +241,8 @@ class RagPipeline(PhraseTask):
 
         embeddings, index = TextEmbeddings(), corpus_index(self.corpus)
         questions = phrase_questions(load_corpus(self.corpus).questions)
-        for question in drawn(questions, self.samples_each, self.seed):
-            retrieved = list(itertools.islice(index.ranked(question.text), self.retrieve))
+        for question in draw_questions(questions, self.samples_each, self.seed):
+            retrieved = list(itertools.islice(index.rank(question.text), self.retrieve))
             texts = [f"{passage.title}. {passage.text}" for passage in retrieved]
             passages = [retrieved[place] for place in embeddings.nearest(question.text, texts)]
             for documents in self.documents:
@@ -250,57 +257,64 @@ class RagPipeline(PhraseTask):
 
 
 def _require_documents(documents: int, found: int) -> None:
+    """Check that there are enough documents for the prompt.
+
+    Raises:
+        InvalidArgumentError: fewer than `documents` were found.
+    """
     if found < documents:
-        raise InvalidArgumentError(
-            f"documents: expected at most {found}, as many as there are, got {documents}; pass "
-            f"--documents {found}"
-        )
+        problem = f"expected at most {found}, as many as there are, got {documents}"
+        raise wrong("documents", problem, f"Pass --documents {found}")
 
 
-def drawn(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
-    """That many rows in an order drawn from the seed; a larger count begins with the same ones."""
+def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
+    """Return a random selection of the questions.
+
+    With a larger count the list begins with the same questions.
+
+    Raises:
+        InvalidArgumentError: there are fewer than `count` rows.
+    """
     if count > len(rows):
-        raise InvalidArgumentError(
-            f"samples_each: expected at most {len(rows)}, the number of questions, got "
-            f"{count}; pass --samples-each {len(rows)}"
-        )
+        problem = f"expected at most {len(rows)}, the number of questions, got {count}"
+        raise wrong("samples_each", problem, f"Pass --samples-each {len(rows)}")
     shuffled = list(rows)
     random.Random(seed).shuffle(shuffled)
     return shuffled[:count]
 
 
-def neighbours(index: PassageIndex, question: Question) -> Iterator[Passage]:
-    """The passages that have most of the question's words, without those that answer it.
+def nearest_passages(index: PassageIndex, question: Question) -> Iterator[Passage]:
+    """Yield passages in the order of BM25, without those that answer the question.
 
-    Two paragraphs of one article's title are different edits of one text, so none with a title of
-    those that answer it is among them.
+    Two paragraphs with the same title are different edits of one text, so passages with the title
+    of an answering one are left out too.
     """
     titles = {passage.title for passage in question.gold}
-    return (passage for passage in index.ranked(question.text) if passage.title not in titles)
+    return (passage for passage in index.rank(question.text) if passage.title not in titles)
 
 
 def phrase_questions(questions: Iterable[Question]) -> list[Question]:
-    """Those whose answer is a phrase of the paragraphs that answer them.
+    """Return the questions whose answer is a phrase of the paragraphs that answer them.
 
-    Left out are those of yes and no, which are found in many a text that does not answer, and the
-    few whose answer the paragraphs give in other words.
+    Questions of yes and no are left out, because these words are found in many texts that do not
+    answer. So are the few questions whose paragraphs give the answer in other words.
     """
     return [
         question
         for question in questions
         if not set(map(str.lower, question.answers)) & {"yes", "no"}
-        and any(found(passage, question.answers) for passage in question.gold)
+        and any(contains_phrase(passage, question.answers) for passage in question.gold)
     ]
 
 
 def phrase_sample(
     name: str, cell: Cell, passages: Iterable[Passage], question: str, answers: tuple[str, ...]
 ) -> Sample:
-    """A question that is answered by a phrase of the documents."""
+    """Return a sample for a question that can be answered by a phrase from the passages."""
     return Sample(
         name=name,
         cell=cell,
-        context=_INSTRUCTION.format("") + _numbered(passages),
+        context=_INSTRUCTION.format("") + _number_passages(passages),
         question=f"\n\nQuestion: {question}\nAnswer in a few words.",
         plain_question=f"{_PHRASES}\n\nQuestion: {question}\nAnswer:",
         references=answers,
@@ -308,11 +322,11 @@ def phrase_sample(
     )
 
 
-def _numbered(passages: Iterable[Passage]) -> str:
-    """The documents with their numbers, from 1, a blank line between them.
+def _number_passages(passages: Iterable[Passage]) -> str:
+    """Write the documents with their numbers from 1, and blank lines between them.
 
-    The number comes after the title: a small model that names a document recites its title and
-    then what follows it.
+    The number follows the title, because a small model that names a document recites its title and
+    then what follows.
     """
     return "\n\n".join(
         f"Document: {passage.title} [{number}]\n{passage.text.strip()}"
@@ -320,54 +334,63 @@ def _numbered(passages: Iterable[Passage]) -> str:
     )
 
 
-def found(text: str | Passage, phrases: Iterable[str]) -> bool:
-    """Whether any of the phrases stands in the text, as whole words.
+def contains_phrase(text: str | Passage, phrases: Iterable[str]) -> bool:
+    """Return whether a text contains any of the phrases as whole words.
 
-    Both are compared in lower case without punctuation and articles, as SQuAD compares answers.
+    Both are normalized as SQuAD does: lower case, without punctuation and articles.
     """
     if isinstance(text, Passage):
         text = f"{text.title} {text.text}"
-    words = f" {normalised(text)} "
-    return any(f" {phrase} " in words for phrase in filter(None, map(normalised, phrases)))
+    words = f" {normalize_answer(text)} "
+    return any(f" {phrase} " in words for phrase in filter(None, map(normalize_answer, phrases)))
 
 
-def _placed(row: Question, documents: int, position: str) -> list[Passage]:
-    """That many documents, those with the answer together at the position."""
-    wanted = documents - len(row.gold)
-    if not 0 <= wanted <= len(row.near):
-        raise InvalidArgumentError(
-            f"documents: expected {len(row.gold)} to {len(row.gold) + len(row.near)}, which is "
-            f"what {row.name} has, got {documents}; pass another --documents"
-        )
-    before = {"beginning": 0, "middle": wanted // 2, "end": wanted}[position]
-    others = row.near[:wanted]
+def _place_gold(row: Question, documents: int, position: str) -> list[Passage]:
+    """Return a list of documents in which the right ones are at the given position.
+
+    Raises:
+        InvalidArgumentError: the question has too few or too many documents.
+    """
+    other_count = documents - len(row.gold)
+    if not 0 <= other_count <= len(row.near):
+        most = len(row.gold) + len(row.near)
+        problem = f"expected {len(row.gold)} to {most}, which {row.name} has, got {documents}"
+        raise wrong("documents", problem, "Pass another --documents")
+    before = {"beginning": 0, "middle": other_count // 2, "end": other_count}[position]
+    others = row.near[:other_count]
     return [*others[:before], *row.gold, *others[before:]]
 
 
-_REMEDY = "correct or delete the line"
+_REMEDY = "Correct or delete the line"
 
 
 def read_rows(path: Path) -> list[Question]:
-    """The rows of a file in the form of Lost in the Middle; blank lines are skipped.
+    """Read the questions from a file in the format of Lost in the Middle.
 
-    Liu et al. (2023) published a JSON object per line: ``question``, ``answers`` and ``ctxs``, the
-    documents, each with ``title``, ``text``, ``isgold`` (it answers the question) and ``hasanswer``
-    (an answer stands in it).
+    Blank lines are skipped. Liu et al. (2023) published one JSON object per line: ``question``,
+    ``answers`` and ``ctxs``, which are documents with ``title``, ``text``, ``isgold`` (it answers
+    the question) and ``hasanswer`` (it contains an answer).
+
+    Raises:
+        DocumentError: the file cannot be read, or a line has another form.
     """
     try:
         data = path.expanduser().read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DocumentError(
-            f"data: expected a file of JSON lines in UTF-8, or a .gz of one, got {path}: {reason}; "
-            "pass another file"
-        ) from None
-    records = parsed_lines(text.split("\n"), _FIELDS, path, _REMEDY)
-    return [_row(record, path, f"line {number}") for number, record in records.items()]
+        problem = f"expected a file of JSON lines in UTF-8, or a .gz of one, got {path}: {reason}"
+        raise wrong("data", problem, "Pass another file", DocumentError) from None
+    records = parse_json_lines(text.split("\n"), _FIELDS, path, _REMEDY)
+    return [_parse_question(record, path, f"line {number}") for number, record in records.items()]
 
 
-def _row(record: Row, path: Path, name: str) -> Question:
+def _parse_question(record: Row, path: Path, name: str) -> Question:
+    """Convert a record from the file to a question.
+
+    Raises:
+        DocumentError: a document has another form, or none answers the question.
+    """
     place = f"{path}, {name}"
     for index, document in enumerate(record["ctxs"]):
         require_fields(document, _DOCUMENT_FIELDS, place, _REMEDY, prefix=f"ctxs[{index}].")
@@ -377,10 +400,8 @@ def _row(record: Row, path: Path, name: str) -> Question:
     ]
     gold = tuple(passage for document, passage in passages if document["isgold"])
     if not gold:
-        raise DocumentError(
-            f"data: expected ctxs to be documents of which one isgold in {place}, got none that "
-            f"is; {_REMEDY}"
-        )
+        problem = f"expected a document with isgold in the ctxs of {place}, got none"
+        raise wrong("data", problem, _REMEDY, DocumentError)
     return Question(
         name=name,
         text=record["question"],
@@ -396,7 +417,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _are_answers(value: Any) -> bool:
-    return is_texts(value) and bool(value) and all(map(normalised, value))
+    return is_text_list(value) and bool(value) and all(map(normalize_answer, value))
 
 
 _BOOL: Check = ("true or false", lambda value: isinstance(value, bool))

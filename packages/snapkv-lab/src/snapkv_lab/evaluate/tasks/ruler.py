@@ -1,16 +1,16 @@
-"""RULER (Hsieh et al. 2024): thirteen tasks of one length each, generated here.
+"""RULER (Hsieh et al. 2024): thirteen tasks with generated prompts of a given length.
 
-Everything random is drawn again for every sample, from the seed, the task, the length and the
-sample's number. Texts, counts, answer lengths and scores are those of the official suite, its later
-correction of "assgined" in vt included. Some other versions differ, and their numbers with them: in
-lm-eval 0.4.13 the worked example of cwe never reaches the prompt, vt keeps the misspelling, and a
-question with several accepted answers scores their mean instead of the best one.
+Every sample is drawn from the seed, the task, the length and the sample's number. Texts, counts,
+answer lengths and scores are those of the official suite, with its later correction of "assgined"
+in vt. Some other versions differ, and so do their numbers: in lm-eval 0.4.13 the worked example of
+cwe never reaches the prompt, vt keeps the misspelling, and a question with several accepted answers
+gets their mean score instead of the best one.
 
-Three things are not the official suite's. A haystack grows in the smallest steps there are, not by
-500 words or 10 documents. Where a length has no room for all documents that HotpotQA gives to a
-question, distractors go first, and a question whose own documents do not fit is passed over; the
-official generator does not end there. And fwe keeps to the length with its answer, as all others.
-Where a chat template is applied, the answer's start is directly after it, without a space.
+Three things differ from the official suite. A haystack grows in the smallest possible steps, not by
+500 words or 10 documents. If a length has no room for all documents that HotpotQA gives to a
+question, distractors are left out first, and a question whose own documents do not fit is skipped;
+the official generator never ends there. And fwe keeps to the length with its answer, as all other
+tasks do. With a chat template, the answer's start follows it directly, without a space.
 """
 
 import functools
@@ -24,24 +24,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app.settings import GenerationSettings
 from snapkv_lab.evaluate.corpora import CorpusName, Passage, load_corpus
-from snapkv_lab.evaluate.haystack import HaystackTask, distinct, identifier, number, word_key, words
+from snapkv_lab.evaluate.haystack import (
+    HaystackTask,
+    draw_distinct,
+    draw_number,
+    draw_uuid,
+    draw_word_key,
+    load_words,
+)
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.task import fitted, require_some
+from snapkv_lab.evaluate.task import fit_sample, require_known_names
 
 Kind = Literal["words", "numbers", "uuids"]
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""The sentences that are repeated where the text shall say nothing."""
+"""The sentences that are repeated where the text should say nothing."""
 
 _DEPTHS = [round(100 * i / 39) for i in range(40)]  # percent of the sentences
 _DIGITS = 7
-_HOPS = 4  # assignments of vt after the first
-_EXAMPLE_NOISES = 10  # what the official fit of vt's example to 500 tokens gives
-_COMMON = 10  # words that cwe asks for
-_SHORT = 4096  # tokens below which cwe repeats less
+_HOPS = 4  # the assignments of vt after the first
+_EXAMPLE_NOISES = 10  # the result of fitting vt's example to 500 tokens, as officially done
+_COMMON = 10  # how many words cwe asks for
+_SHORT = 4096  # cwe repeats words less often below this length
 _TASK = (
     "Answer the question based on the given documents. Only give me the answer and do not output "
     "any other words.\n\n"
@@ -50,8 +57,15 @@ _PATIENCE = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """Which puzzle of a length is wanted, all of it drawn from `seed`; `essay` is words."""
+class PuzzleRequest:
+    """A request for a puzzle, which describes its length and its random seed.
+
+    Attributes:
+        length: the tokens of prompt and answer.
+        index: the number of the puzzle.
+        seed: the random seed.
+        essay: the words of the essay.
+    """
 
     length: int
     index: int
@@ -61,7 +75,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Puzzle:
-    """A prompt in its parts, and what the answer must hold."""
+    """The parts of a prompt, with the texts that a right answer contains."""
 
     context: str
     question: str
@@ -69,27 +83,31 @@ class Puzzle:
     references: tuple[str, ...]
 
     def after_example(self, example: "Puzzle", answer: str, gap: str) -> "Puzzle":
-        """The same after a worked example, which is solved by `answer`."""
+        """Return a copy of the puzzle that follows a solved example.
+
+        `answer` is the solution of the example, and `gap` is the text between the two.
+        """
         solved = f"{example.context}{example.question} {example.answer_start}{answer}{gap}"
         return Puzzle(**vars(self) | {"context": solved + self.context})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """Makes the puzzles of one task, of any number of parts from `least` to `most()`.
+    """An object that makes the puzzles of one task.
 
-    Of another size a puzzle has the same answer where possible. An answer has `new_tokens` at most;
-    its score is the fraction of references that are found, or whether `any_reference` is.
+    A puzzle has any number of parts from `least` to `most()`. Where possible, a puzzle of another
+    size has the same answer. An answer has at most `new_tokens` tokens. Its score is the share of
+    references that it contains, or with `any_reference`, whether it contains one.
     """
 
-    draw: Callable[[Wanted, int, random.Random], Puzzle]
+    draw: Callable[[PuzzleRequest, int, random.Random], Puzzle]
     new_tokens: int
     least: int = 1
     most: Callable[[], int] = lambda: 10_000_000
     any_reference: bool = False
 
-    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
-        """Always the same one."""
+    def puzzle(self, wanted: PuzzleRequest, parts: int) -> Puzzle:
+        """Return the puzzle for a request. The same request always gives the same puzzle."""
         return self.draw(wanted, parts, random.Random(wanted.seed))
 
 
@@ -102,16 +120,27 @@ def _needles(
     values: int = 1,
     queries: int = 1,
 ) -> Generator:
-    """niah: values hidden under keys in words of an essay, repeated noise, or other needles."""
+    """Return the generator of a task that hides values in a long text.
+
+    Each value is hidden with a key that is asked for.
+
+    Args:
+        haystack: what they are hidden in: repeated noise, an essay, or other needles.
+        key: the kind of the keys.
+        value: the kind of the values.
+        keys: how many keys are hidden.
+        values: how many values each key has.
+        queries: how many keys are asked for.
+    """
     keys = max(keys, queries)
 
     def needle(name: str, hidden: str) -> str:
         return f"One of the special magic {value} for {name} is: {hidden}."
 
-    def puzzle(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
-        names = distinct(lambda: _drawn(key, draw), keys)
-        hidden = {name: distinct(lambda: _drawn(value, draw), values) for name in names}
-        asked = draw.sample(names, queries)
+    def puzzle(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
+        names = draw_distinct(lambda: _draw_text(key, draw), keys)
+        hidden = {name: draw_distinct(lambda: _draw_text(value, draw), values) for name in names}
+        asked_names = draw.sample(names, queries)
         needles = [needle(name, each) for name in names for each in hidden[name]]
         draw.shuffle(needles)
         if haystack == "essay":
@@ -119,25 +148,29 @@ def _needles(
         else:
             others = [NOISE] * parts
             if haystack == "needles":
-                more = distinct(lambda: _drawn(key, draw), parts, besides=names)
-                others = [needle(name, _drawn(value, draw)) for name in more]
+                more = draw_distinct(lambda: _draw_text(key, draw), parts, besides=names)
+                others = [needle(name, _draw_text(value, draw)) for name in more]
             places = sorted(draw.sample(range(len(others)), len(needles)), reverse=True)
-            text = "\n".join(_inserted(others, needles, places))
-        return _worded(value, text, asked, tuple(each for name in asked for each in hidden[name]))
+            text = "\n".join(_insert(others, needles, places))
+        return _phrase_needles(
+            value, text, asked_names, tuple(each for name in asked_names for each in hidden[name])
+        )
 
     return Generator(draw=puzzle, new_tokens=128, least=keys * values)
 
 
-def _worded(value: Kind, text: str, asked: list[str], references: tuple[str, ...]) -> Puzzle:
-    """The published wording; in the singular where there is one value to find."""
-    keys = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+def _phrase_needles(
+    value: Kind, text: str, names: list[str], references: tuple[str, ...]
+) -> Puzzle:
+    """Write the prompt in the published words, in the singular if one value is asked for."""
+    keys = names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
     if len(references) == 1:
-        kind, some, verb, ask = value.removesuffix("s"), "A", "is", "is"
+        kind, article, verb, ask = value.removesuffix("s"), "A", "is", "is"
     else:
-        kind, some, verb, ask = str(value), "Some", "are", "are all"
+        kind, article, verb, ask = str(value), "Some", "are", "are all"
     sought = f"the special magic {kind} for {keys} mentioned in the provided text"
     return Puzzle(
-        context=f"{some} special magic {kind} {verb} hidden within the following text. Make "
+        context=f"{article} special magic {kind} {verb} hidden within the following text. Make "
         f"sure to memorize it. I will quiz you about the {kind} afterwards.\n{text}",
         question=f"\nWhat {ask} {sought}?",
         answer_start=f"T{sought[1:]} {verb}",
@@ -145,40 +178,49 @@ def _worded(value: Kind, text: str, asked: list[str], references: tuple[str, ...
     )
 
 
-def _drawn(kind: Kind, draw: random.Random) -> str:
+def _draw_text(kind: Kind, draw: random.Random) -> str:
     if kind == "numbers":
-        return number(draw, _DIGITS)
-    return word_key(draw) if kind == "words" else identifier(draw)
+        return draw_number(draw, _DIGITS)
+    return draw_word_key(draw) if kind == "words" else draw_uuid(draw)
 
 
-def _in_essay(wanted: Wanted, count: int, needles: list[str], draw: random.Random) -> str:
-    """That many words, repeated where there are fewer, with needles between sentences.
+def _in_essay(wanted: PuzzleRequest, count: int, needles: list[str], draw: random.Random) -> str:
+    """Return a part of the essay with the needles between its sentences.
 
-    Abbreviations are cut too; the cuts only say where something can be inserted.
+    The part has `count` words and is repeated if necessary. The text is also split after
+    abbreviations, since the splits only say where a needle can be put.
     """
     times, rest = divmod(count, len(wanted.essay))
     text = " ".join([*wanted.essay * times, *wanted.essay[:rest]])
-    whole = re.split(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+", text.strip())
+    sentences = re.split(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+", text.strip())
     depths = sorted(draw.sample(_DEPTHS, len(needles)), reverse=True)
-    return " ".join(_inserted(whole, needles, [int(len(whole) * d / 100) for d in depths]))
+    return " ".join(_insert(sentences, needles, [int(len(sentences) * d / 100) for d in depths]))
 
 
-def _inserted(texts: list[str], needles: list[str], places: list[int]) -> list[str]:
-    """The texts with a needle before each of those places, which must fall."""
+def _insert(texts: list[str], needles: list[str], places: list[int]) -> list[str]:
+    """Insert each needle into the list of texts at the given place.
+
+    The places must be in descending order. Changes `texts` in place.
+    """
     for place, needle in zip(places, needles, strict=True):
         texts.insert(place, needle)
     return texts
 
 
-def _tracing(_: Wanted, parts: int, draw: random.Random) -> Puzzle:
-    """vt: a chain of assignments in lines of noise, after a worked example with shorter names."""
+def _variable_tracing(_: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
+    """Return a puzzle with a chain of variable assignments that are hidden in noise.
+
+    It is the task vt. An example with shorter names comes first.
+    """
     example = _chain(draw, _EXAMPLE_NOISES, letters=3)
     asked = _chain(draw, parts, letters=5)
     return asked.after_example(example, f" {' '.join(example.references)}", "\n\n\n\n")
 
 
 def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
-    names = distinct(lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)), _HOPS + 1)
+    names = draw_distinct(
+        lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)), _HOPS + 1
+    )
     value = draw.randrange(10_000, 99_999)
     steps = [f"VAR {names[0]} = {value}"]
     steps += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
@@ -197,51 +239,55 @@ def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
     )
 
 
-def _common_words(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
-    """cwe: ten words appear more often than the rest of a numbered list of different words.
+def _common_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
+    """Return a puzzle with a list in which ten words are more common than all others.
 
-    The worked example is part of the prompt, with its answers directly after the colon, as in the
-    official suite.
+    It is the task cwe. The prompt contains a worked example with its answers directly after the
+    colon, as in the official suite.
     """
     is_short = wanted.length < _SHORT
-    example = _listed(draw, 20, 3, 1) if is_short else _listed(draw, 40, 10, 3)
-    asked = _listed(draw, parts, 6, 1) if is_short else _listed(draw, parts, 30, 3)
-    return asked.after_example(example, _numbered(example.references), "\n")
+    example = _make_word_list(draw, 20, 3, 1) if is_short else _make_word_list(draw, 40, 10, 3)
+    asked = _make_word_list(draw, parts, 6, 1) if is_short else _make_word_list(draw, parts, 30, 3)
+    return asked.after_example(example, _number_words(example.references), "\n")
 
 
-def _listed(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
-    """That many words; the common ones `often` times each, and the others `seldom`."""
-    drawn = draw.sample(words("noun", "adjective", "verb"), count)
-    common, others = drawn[:_COMMON], drawn[_COMMON:]
+def _make_word_list(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
+    """Return a puzzle with a random list of words.
+
+    Of `count` words, the common ones appear `often` times, and others `seldom` times.
+    """
+    chosen = draw.sample(load_words("noun", "adjective", "verb"), count)
+    common, others = chosen[:_COMMON], chosen[_COMMON:]
     entries = common * often + others * seldom
     draw.shuffle(entries)
     return Puzzle(
         context="Below is a numbered list of words. In these words, some appear more often than "
-        f"others. Memorize the ones that appear most often.\n{_numbered(entries)}",
+        f"others. Memorize the ones that appear most often.\n{_number_words(entries)}",
         question="\nQuestion: What are the 10 most common words in the above list?",
         answer_start="Answer: The top 10 words that appear most often in the list are:",
         references=tuple(common),
     )
 
 
-def _numbered(entries: Iterable[str]) -> str:
+def _number_words(entries: Iterable[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(entries, 1))
 
 
-def _frequent_words(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
-    """fwe: coded words whose frequency falls with the square of their rank; dots are the first.
+def _frequent_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
+    """Return a puzzle in which the frequency of a word depends on its rank.
 
-    A text of about that many words; dots, and the three words that are asked for, lead.
+    It is the task fwe: the frequency falls with the square of the rank. The text has about `parts`
+    words. Dots are the most frequent, before the three words to find.
     """
-    coded = distinct(
+    coded = draw_distinct(
         lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), wanted.length // 50
     )
     vocabulary = ["...", *coded[1:]]
-    whole = math.pi**2 / 6  # what 1/1 + 1/4 + 1/9 ... add up to
+    total = math.pi**2 / 6  # the sum of 1/1 + 1/4 + 1/9 + ...
     text = [
         word
         for rank, word in enumerate(vocabulary, 1)
-        for _ in range(int(parts / (whole * rank**2)))
+        for _ in range(int(parts / (total * rank**2)))
     ]
     draw.shuffle(text)
     return Puzzle(
@@ -255,28 +301,32 @@ def _frequent_words(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
     )
 
 
-def _answering(dataset: CorpusName) -> Generator:
-    """qa: questions in the order of their file, after their documents and `parts` others.
+def _question_answering(dataset: CorpusName) -> Generator:
+    """Return the generator of a task with questions about documents.
 
-    Those are first documents collected for the question, then any.
+    It is one of the tasks qa, with the questions in the order of their file. Each question follows
+    its own documents and `parts` others, and those that were collected for the question come first.
     """
 
-    def puzzle(wanted: Wanted, parts: int, draw: random.Random) -> Puzzle:
+    def puzzle(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
+        """Make the puzzle.
+
+        Raises:
+            InvalidArgumentError: more questions are wanted than the data set has.
+        """
         questions = load_corpus(dataset).questions
         if wanted.index >= len(questions):
-            raise InvalidArgumentError(
-                f"samples_each: expected at most the {len(questions)} questions of "
-                f"{dataset} that fit, got more; pass a smaller number"
-            )
+            problem = f"{dataset} has only {len(questions)} questions, and not all of them fit"
+            raise wrong("samples_each", problem, "Pass a smaller number")
         question, documents, places = questions[wanted.index], _documents(dataset), _places(dataset)
         own, near = ([places[one] for one in some] for some in (question.gold, question.near))
-        if dataset == "hotpotqa":  # as the official suite draws from them
+        if dataset == "hotpotqa":  # the official suite draws from them in this order
             own, near = sorted(own), sorted(near)
-        shown = own + _others(own, near, len(documents), parts, draw)
-        draw.shuffle(shown)
+        chosen = own + _others(own, near, len(documents), parts, draw)
+        draw.shuffle(chosen)
         text = "\n\n".join(
-            f"Document {number}:\n{_text(dataset, documents[place])}"
-            for number, place in enumerate(shown, 1)
+            f"Document {number}:\n{_document_text(dataset, documents[place])}"
+            for number, place in enumerate(chosen, 1)
         )
         return Puzzle(
             context=f"{_TASK}The following are given documents.\n\n{text}",
@@ -294,17 +344,20 @@ def _answering(dataset: CorpusName) -> Generator:
 def _others(
     own: list[int], near: list[int], documents: int, count: int, draw: random.Random
 ) -> list[int]:
-    """Places of other documents than the question's: near ones, then any."""
+    """Return the indices of other documents that do not answer the question.
+
+    Those near the question come first.
+    """
     first = draw.sample(near, min(count, len(near)))
     taken = {*own, *near}
-    wanted = count - len(first)
-    drawn = draw.sample(range(documents), min(wanted + len(taken), documents))
-    return first + [place for place in drawn if place not in taken][:wanted]
+    missing = count - len(first)
+    candidates = draw.sample(range(documents), min(missing + len(taken), documents))
+    return first + [place for place in candidates if place not in taken][:missing]
 
 
 @functools.cache
 def _documents(dataset: CorpusName) -> Sequence[Passage]:
-    return sorted(load_corpus(dataset).passages, key=partial(_text, dataset))
+    return sorted(load_corpus(dataset).passages, key=partial(_document_text, dataset))
 
 
 @functools.cache
@@ -312,7 +365,7 @@ def _places(dataset: CorpusName) -> dict[Passage, int]:
     return {document: place for place, document in enumerate(_documents(dataset))}
 
 
-def _text(dataset: CorpusName, document: Passage) -> str:
+def _document_text(dataset: CorpusName, document: Passage) -> str:
     return document.text if dataset == "squad" else f"{document.title}\n{document.text}"
 
 
@@ -325,18 +378,18 @@ GENERATORS: dict[str, Generator] = {
     "niah_multikey_3": _needles(haystack="needles", key="uuids", value="uuids"),
     "niah_multivalue": _needles(haystack="essay", values=4),
     "niah_multiquery": _needles(haystack="essay", queries=4),
-    # One part more than there are assignments, as the official suite has it.
-    "vt": Generator(draw=_tracing, new_tokens=30, least=_HOPS + 2),
+    # One part more than there are assignments, as in the official suite.
+    "vt": Generator(draw=_variable_tracing, new_tokens=30, least=_HOPS + 2),
     "cwe": Generator(
         draw=_common_words,
         new_tokens=120,
         least=_COMMON + 1,
-        most=lambda: len(words("noun", "adjective", "verb")),
+        most=lambda: len(load_words("noun", "adjective", "verb")),
     ),
-    # From there on the fourth word always appears more often than the fifth.
+    # From 80 words on, the fourth word always appears more often than the fifth.
     "fwe": Generator(draw=_frequent_words, new_tokens=50, least=80),
-    "qa_1": _answering("squad"),
-    "qa_2": _answering("hotpotqa"),
+    "qa_1": _question_answering("squad"),
+    "qa_2": _question_answering("hotpotqa"),
 }
 """The tasks by their official names, in the official order."""
 
@@ -349,7 +402,7 @@ class Ruler(HaystackTask):
         tasks: which of the thirteen.
         lengths: tokens of prompt and answer together, never more; officially 4k to 128k.
         samples_each: samples of every task and length; officially 500.
-        seed: of everything that is drawn.
+        seed: random seed for all that is drawn.
     """
 
     name: ClassVar[str] = "ruler"
@@ -364,7 +417,7 @@ class Ruler(HaystackTask):
 
     def __post_init__(self) -> None:
         self.require(samples_each=1, lengths=1)
-        require_some("tasks", self.tasks, GENERATORS)
+        require_known_names("tasks", self.tasks, GENERATORS)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         essay = tuple(self.text.text.split())
@@ -372,38 +425,47 @@ class Ruler(HaystackTask):
             yield from self._cell(tokenizer, task, length, essay)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """The fraction of references that are in the answer; of questions, whether any is."""
-        said = prediction.lower()
-        found = [reference.lower() in said for reference in sample.references]
+        """Return the score of an answer, which is a number between 0 and 1.
+
+        It is the share of references in the answer; for questions, whether any is in it.
+        """
+        predicted = prediction.lower()
+        matches = [reference.lower() in predicted for reference in sample.references]
         if GENERATORS[str(sample.cell["task"])].any_reference:
-            return float(any(found))
-        return sum(found) / len(found)
+            return float(any(matches))
+        return sum(matches) / len(matches)
 
     def _cell(
         self, tokenizer: Any, task: str, length: int, essay: tuple[str, ...]
     ) -> Iterator[Sample]:
-        """The samples of one task and length; those that cannot fit are passed over."""
-        generator, hint, made = GENERATORS[task], None, 0
+        """Yield the samples for one task and one length.
+
+        Samples that cannot fit are skipped.
+
+        Raises:
+            InvalidArgumentError: too many samples in turn do not fit.
+        """
+        generator, hint, count = GENERATORS[task], None, 0
         for index in itertools.count():
             name = f"{task}/{length}/{index}"
-            wanted = Wanted(length=length, index=index, seed=f"{self.seed}/{name}", essay=essay)
+            wanted = PuzzleRequest(
+                length=length, index=index, seed=f"{self.seed}/{name}", essay=essay
+            )
             build = partial(_sample, task, name, wanted)
             least, most = generator.least, generator.most()
-            found = fitted(build, tokenizer, length, least=least, most=most, hint=hint)
-            if found is not None:
-                sample, hint = found
+            fitted = fit_sample(build, tokenizer, length, least=least, most=most, hint=hint)
+            if fitted is not None:
+                sample, hint = fitted
                 yield sample
-                made += 1
-                if made == self.samples_each:
+                count += 1
+                if count == self.samples_each:
                     return
-            elif index + 1 - made > _PATIENCE + made:
-                raise InvalidArgumentError(
-                    f"lengths: expected room for a sample of {task}, got {length} tokens; pass a "
-                    "larger length, or leave the task out"
-                )
+            elif index + 1 - count > _PATIENCE + count:
+                problem = f"expected room for a sample of {task}, got {length} tokens"
+                raise wrong("lengths", problem, "Pass a larger length, or leave the task out")
 
 
-def _sample(task: str, name: str, wanted: Wanted, parts: int) -> Sample:
+def _sample(task: str, name: str, wanted: PuzzleRequest, parts: int) -> Sample:
     generator = GENERATORS[task]
     return Sample(
         name=name,

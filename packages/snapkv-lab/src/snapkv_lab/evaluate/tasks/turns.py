@@ -1,8 +1,8 @@
 """Several questions about one text, asked one after the other in one conversation.
 
-What a method drops for one question may be what the next one needs. After SCBench (Li et al., 2024,
-arXiv 2412.10319, the multi-turn mode): a text is read and compressed once, and one question after
-the other is asked after the answers before, which are the model's own here.
+The tokens that a method evicts for one question may be needed for the next one. The task follows
+SCBench (Li et al., 2024, arXiv 2412.10319, the multi-turn mode): a text is read and compressed
+once, and the questions are asked one after the other, each after the model's own previous answers.
 """
 
 import random
@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import distinct, number, word_key
+from snapkv_lab.evaluate.haystack import draw_distinct, draw_number, draw_word_key
 from snapkv_lab.evaluate.sample import Cell, Conversation, Sample
-from snapkv_lab.evaluate.task import Task, all_fitted
+from snapkv_lab.evaluate.task import Task, fit_samples
 
 _MOST_LINES = 100_000
 
@@ -24,13 +24,13 @@ _MOST_LINES = 100_000
 class Turns(Task):
     """Numbers of a long list, asked for one after the other in one conversation (SCBench).
 
-    Its Retr.KV with words for UUIDs as names, which small models can find again.
+    It is the task Retr.KV with words instead of UUIDs as names, which small models can find.
 
     Args:
         lengths: tokens of the text, the first question and its answer together, never more.
         questions: how many are asked about every text.
         samples_each: texts of every length.
-        seed: of what the texts hold and what is asked for.
+        seed: random seed for the texts and the questions.
         cloze: begin every answer with the name, as it stands in the list; small models need it.
     """
 
@@ -50,10 +50,10 @@ class Turns(Task):
         self.require(questions=1, samples_each=1, lengths=1)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Conversations of every length."""
+        """Yield all conversations of the task."""
         for length in self.lengths:
             names = (f"{length}/{index}" for index in range(self.samples_each))
-            yield from all_fitted(
+            yield from fit_samples(
                 (partial(self._conversation, name, length) for name in names),
                 tokenizer,
                 length,
@@ -63,14 +63,17 @@ class Turns(Task):
             )
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Whether the first number of the answer is that of the name."""
+        """Return 1 if the first number in the answer is right, and 0 if it is not."""
         return float(re.findall(r"\d+", prediction)[:1] == [sample.references[0]])
 
     def _conversation(self, name: str, length: int, count: int) -> Conversation:
-        """The questions about a list of `count` lines, always the same for the same arguments."""
+        """Return a conversation about a list with the given number of lines.
+
+        Equal arguments give equal conversations.
+        """
         draw = random.Random(f"{self.seed}/{name}")
-        keys = distinct(lambda: word_key(draw), count)
-        numbers = {key: number(draw, self.digits) for key in keys}
+        keys = draw_distinct(lambda: draw_word_key(draw), count)
+        numbers = {key: draw_number(draw, self.digits) for key in keys}
         lines = "\n".join(f"{key}: {value}" for key, value in numbers.items())
         first, *later = (
             self._turn(f"{name}/{turn}", {"turn": turn, "length": length}, key, numbers[key])
@@ -80,7 +83,7 @@ class Turns(Task):
         return Conversation(**vars(first) | {"context": context}, later=tuple(later))
 
     def _turn(self, name: str, cell: Cell, key: str, value: str) -> Sample:
-        """A question, without the text."""
+        """Return a single question of a conversation, without the text."""
         cloze = "\n\nThe number of one of the names:\n\n"
         question = f"What is the number of {key}?"
         return Sample(
