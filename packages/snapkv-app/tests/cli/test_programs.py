@@ -51,7 +51,7 @@ def test_every_command_prints_the_keys_that_are_documented(
     long.write_text("The key is here. " * 400)
     asked = printed("ask", document, *ASK, "--budget", 48, "--compare", "--check", 2)
     within = printed("ask", document, *ASK, "--budget", "30%", "--prompt-lookup", 2)
-    passages = printed("ask", long, *ASK, "--passages")["passages"]
+    passages = printed("ask", long, *ASK, "--passages", "1k")["passages"]
     generated = printed("generate", "-p", "Hi", "--max-new-tokens", 2, "--json")
     (run, full), (lookup,) = asked["runs"], within["runs"]
     added = printed("library", "add", document, "--json")

@@ -292,13 +292,13 @@ class AskOptions(RunOptions):
     """The options of `ask`, which reads files or a library."""
 
     passages: Annotated[
-        bool,
+        int | None,
         panels.material(
-            "--passages",
-            help="Of documents longer than the model, read the passages that fit the question best "
-            "by BM25",
+            help="Read at most this many tokens: of longer documents, the passages that match the "
+            "question best by BM25",
         ),
-    ] = False
+        POSITIVE,
+    ] = None
     library: Annotated[
         str | None,
         panels.library(metavar="FOLDER", help="Answer from documents that `library add` has read"),
@@ -338,7 +338,7 @@ class AskOptions(RunOptions):
             expected = "none with --library"
             given = {name: getattr(self, name) or None for name in (*DRAFTS, "protect_first")}
             given |= {"protect": self.protect, "protect_system": self.protect_system}
-            given["passages"] = self.passages or None
+            given["passages"] = self.passages
             given["prefill"] = None if self.reading == Exact() else self.prefill
         for name, value in given.items():
             if value is not None:
