@@ -13,6 +13,7 @@ SUMMARIES = {
     "plan": "Estimate a long prompt's memory and what compression gains, from the "
     "configuration alone.",
     "policies": "List the methods with their parameters and defaults.",
+    "config": "Show the defaults that the environment or a file sets for options.",
     "serve": "Serve a model over HTTP with vLLM, from a compressed, unquantized cache.",
     "library": "Read documents once, then ask about them with `snapkv ask --library`.",
 }

@@ -33,6 +33,7 @@ from snapkv_app.cli.methods import (
     specs,
     typed_assignments,
 )
+from snapkv_app.cli.standard_output import hide_messages
 from snapkv_app.prefills import PREFILLS, Exact, Prefill
 from snapkv_app.prompts import require_unicode
 from snapkv_app.settings import GenerationSettings
@@ -63,6 +64,12 @@ class ModelOptions:
     ] = False
     verbose: Annotated[
         bool, panels.output("--verbose", help="Show the messages of transformers and torch")
+    ] = False
+    quiet: Annotated[
+        bool,
+        panels.output(
+            "--quiet", callback=hide_messages, help="Print the result and errors, nothing else"
+        ),
     ] = False
 
     def __post_init__(self) -> None:
