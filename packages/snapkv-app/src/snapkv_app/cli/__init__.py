@@ -5,7 +5,8 @@ from snapkv_app.cli.entry import main
 __all__ = ["main"]
 
 SUMMARIES = {
-    "demo": "Ask about the source of Python's gzip module: what a small cache holds and answers.",
+    "demo": "Ask about the source of Python's gzip module, from a compressed and from the full "
+    "cache.",
     "ask": "Answer a question about documents, from a cache smaller than they are.",
     "generate": "Continue a text, from a cache smaller than it is.",
     "chat": "Answer questions about documents, one after another, in one small cache.",
