@@ -65,7 +65,8 @@ def draw_picture(rows: list[Row]) -> "Figure":
     """Draw the text as a strip, the question with its answer, and bars of bytes and time."""
     from matplotlib import rc_context
 
-    kept = rows[0]
+    kept, full = rows
+    same = ", the same from both caches" if kept["answer"] == full["answer"] else ""
     with rc_context(STYLE):
         figure = drawing.new_figure(7.2, 3.0)
         strip, words, held, time = figure.subplot_mosaic(
@@ -78,7 +79,7 @@ def draw_picture(rows: list[Row]) -> "Figure":
             loc="left",
         )
         words.text(0, 0.75, f"Question: {kept['question']}", va="center")
-        words.text(0, 0.15, f"Answer: {kept['answer'].strip()}", va="center", weight="bold")
+        words.text(0, 0.15, f"Answer{same}: {kept['answer'].strip()}", va="center", weight="bold")
         for panel in (strip, words):
             panel.set_axis_off()
         _draw_bars(held, "keys and values, MiB", [row["held_bytes"] / 2**20 for row in rows])
