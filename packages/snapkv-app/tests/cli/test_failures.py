@@ -32,7 +32,7 @@ def test_without_a_command_the_help_comes_first(snapkv):
     assert "a command is missing; see snapkv library --help" in snapkv("library").err
 
 
-@pytest.mark.parametrize("output", [(), ("--json",), ("--compare",)])
+@pytest.mark.parametrize("output", [(), ("--compare",)])
 def test_a_prompt_too_long_leaves_nothing_on_standard_output(refused, tiny_only, output):
     start = ("--answer-start", "So", "--max-new-tokens", 100)
     said = refused("generate", "-p", "word " * 1200, *start, *output)

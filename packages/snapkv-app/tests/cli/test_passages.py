@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 
 import pytest
@@ -30,11 +31,21 @@ def test_a_text_that_is_too_long_is_refused_with_what_to_type_and_that_answers(
     asked = ("ask", long, *QUESTION, "--max-new-tokens", 2)
     said = refused(*asked)
     assert "within the model's 1,024 positions" in said
-    command = said.strip().partition("best: ")[2]
-    assert command == shlex.join(["snapkv", *map(str, asked), "--passages"])
+    told, _, command = said.strip().rpartition(" s: ")
+    assert re.search(r"match the question best, 1,022 tokens in about \d+$", told)
+    assert command == shlex.join(["snapkv", *map(str, asked), "--passages", "1022"])
     done = snapkv(*shlex.split(command)[1:])
     assert done.status == 0
     assert "read 1 of 18 passages: lines 191-210\n" in done.err
+
+
+def test_a_slow_model_is_suggested_fewer_tokens(snapkv, refused, tiny_only, long, monkeypatch):
+    monkeypatch.setattr("snapkv_app.cli.changes._reading_speed", lambda loaded: 20.0)
+    said = refused("ask", long, *QUESTION, "--max-new-tokens", 2)
+    assert "600 tokens in about 30 s: snapkv ask" in said
+    monkeypatch.setattr("snapkv_app.cli.changes._reading_speed", lambda loaded: 4.0)
+    said = refused("ask", long, *QUESTION, "--max-new-tokens", 2)
+    assert "512 tokens in about 128 s: snapkv ask" in said
 
 
 def test_as_many_passages_as_fit_are_read_in_the_order_of_the_text(snapkv, tiny_only, here):
@@ -42,7 +53,7 @@ def test_as_many_passages_as_fit_are_read_in_the_order_of_the_text(snapkv, tiny_
     lines[200] = FACT
     (here / "log.txt").write_text("\n".join(lines))
     (here / "second.txt").write_text("A key.")
-    asked = ("ask", "log.txt", "second.txt", "-q", "Which keys? boathouse", "--passages")
+    asked = ("ask", "log.txt", "second.txt", "-q", "Which keys? boathouse", "--passages", "4k")
     done = snapkv(*asked, "--max-new-tokens", 8, "--json")
     record = json.loads(done.out)
     (run,), found = record["runs"], record["passages"]
@@ -52,11 +63,14 @@ def test_as_many_passages_as_fit_are_read_in_the_order_of_the_text(snapkv, tiny_
     assert places == sorted(places)
     assert any(first <= 201 <= last for name, first, last in places if name == "log.txt")
     assert snapkv(*asked).err.count("log.txt, lines ") == 1
+    few = json.loads(snapkv(*asked[:-1], "400", "--max-new-tokens", 1, "--json").out)
+    assert few["runs"][0]["prompt_tokens"] <= 400
+    assert few["passages"]["read"] < found["read"]
 
 
 def test_a_text_that_fits_is_read_whole(snapkv, tiny_only, document):
     asked = ("ask", document, "-q", "Who?", "--max-new-tokens", 1, "--json")
-    whole, same = (json.loads(snapkv(*asked, *more).out) for more in ((), ("--passages",)))
+    whole, same = (json.loads(snapkv(*asked, *more).out) for more in ((), ("--passages", "1k")))
     assert whole["passages"] is same["passages"] is None
     assert whole["runs"][0]["prompt_tokens"] == same["runs"][0]["prompt_tokens"]
 
@@ -75,7 +89,7 @@ TOO_MUCH = {  # question and answer, without a passage
     ],
 )
 def test_what_no_passage_helps_is_refused(refused, tiny_only, long, more, said):
-    message = refused("ask", long, "--passages", *more)
+    message = refused("ask", long, "--passages", "4k", *more)
     assert said in message
     assert "to read the passages" not in message
 
@@ -100,12 +114,12 @@ def test_commands_without_passages_name_the_one_that_reads_them(
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION[1]}\n"))
     done = snapkv(command, long, *(() if command == "chat" else QUESTION))
     assert done.status
-    answers = shlex.split(done.err.strip().partition("best: ")[2])
-    assert answers == ["snapkv", "ask", long, *QUESTION, "--passages"]
+    answers = shlex.split(done.err.strip().rpartition(" s: ")[2])
+    assert answers[:-1] == ["snapkv", "ask", long, *QUESTION, "--passages"]
     assert snapkv(*answers[1:], "--max-new-tokens", 1).status == 0
 
 
-@pytest.mark.parametrize("command", ["ask", "ask --passages", "inspect", "chat"])
+@pytest.mark.parametrize("command", ["ask", "ask --passages 1k", "inspect", "chat"])
 def test_how_much_is_counted_depends_on_the_model_and_not_on_the_text(
     snapkv, tiny_only, tiny, here, monkeypatch, command
 ):
@@ -137,6 +151,6 @@ def test_the_demo_model_finds_a_fact_in_three_times_its_positions(
     lines[1300] = FACT
     (here / "log.txt").write_text("\n".join(lines))
     assert len(demo.tokenizer("\n".join(lines)).input_ids) > 3 * demo.max_tokens
-    done = snapkv("ask", "log.txt", *QUESTION, *START, "--max-new-tokens", 4, "--passages")
+    done = snapkv("ask", "log.txt", *QUESTION, *START, "--max-new-tokens", 4, "--passages", "8k")
     assert done.status == 0, done.err
     assert "behind the red door" in done.out

@@ -45,13 +45,13 @@ def chatted(snapkv, document, monkeypatch):
 
 
 def test_every_command_prints_the_keys_that_are_documented(
-    printed, tiny_only, here, document, chatted
+    printed, tiny_only, here, document, chatted, monkeypatch
 ):
     long = here / "long.txt"
     long.write_text("The key is here. " * 400)
     asked = printed("ask", document, *ASK, "--budget", 48, "--compare", "--check", 2)
     within = printed("ask", document, *ASK, "--budget", "30%", "--prompt-lookup", 2)
-    passages = printed("ask", long, *ASK, "--passages")["passages"]
+    passages = printed("ask", long, *ASK, "--passages", "1k")["passages"]
     generated = printed("generate", "-p", "Hi", "--max-new-tokens", 2, "--json")
     (run, full), (lookup,) = asked["runs"], within["runs"]
     added = printed("library", "add", document, "--json")
@@ -62,6 +62,7 @@ def test_every_command_prints_the_keys_that_are_documented(
     damaged = printed("library", "check", "snapkv-library", "--json")
     limited = printed("library", "limit", "snapkv-library", "none", "--json")
     removed = printed("library", "remove", "snapkv-library", document, "--json")
+    monkeypatch.setenv("SNAPKV_BUDGET", "64")
     plan = printed("plan", "--model", "llama-3.1-8b", "--context", "8k", "--json")
     said, stats, dropped = chatted
     assert asked.keys() == within.keys() == generated.keys() == found.keys()
@@ -74,6 +75,7 @@ def test_every_command_prints_the_keys_that_are_documented(
         "`chat`, `/stats` and `/drop`": [*stats, "cache", *dropped],
         "`plan`": plan,
         "`plan --shapes`, for each shape": printed("plan", "--shapes", "--json")["lwm-7b"],
+        "`config`, for each option": printed("config", "--json")["budget"],
         "`policies`, for each method": printed("policies", "--json")["snapkv"],
         "`library add`": added,
         "`library list`": listed,

@@ -148,6 +148,17 @@ def test_report_is_json_and_prints_a_table(filled):
     assert "0-3" in text
 
 
+def test_notebook_shows_kept_tokens_of_equal_layers_as_one_bar(filled):
+    shown = filled._repr_html_()
+    assert shown == filled.report()._repr_html_()
+    assert "84 tokens seen, 36 kept of 80 and 4 after: " in shown
+    assert shown.count("<tr>") == 2, "a heading, and one row for all layers"
+    assert "<td>0-3<td>compressed<td>40 of 84<td>" in shown
+    assert "width:48%" in shown
+    hybrid = CompressedCache(tiny_model("gemma3_text"), POLICY)
+    assert "<td>DynamicSlidingWindowLayer<td>0 of 0<td>" in hybrid._repr_html_()
+
+
 @pytest.mark.parametrize(
     "policy", [SnapKV(200), METHODS["h2o"], METHODS["tova"]], ids=lambda policy: policy.name
 )

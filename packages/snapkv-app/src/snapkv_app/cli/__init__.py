@@ -5,7 +5,8 @@ from snapkv_app.cli.entry import main
 __all__ = ["main"]
 
 SUMMARIES = {
-    "demo": "Ask about the source of Python's gzip module: what a small cache holds and answers.",
+    "demo": "Ask about the source of Python's gzip module, from a compressed and from the full "
+    "cache.",
     "ask": "Answer a question about documents, from a cache smaller than they are.",
     "generate": "Continue a text, from a cache smaller than it is.",
     "chat": "Answer questions about documents, one after another, in one small cache.",
@@ -13,6 +14,7 @@ SUMMARIES = {
     "plan": "Estimate a long prompt's memory and what compression gains, from the "
     "configuration alone.",
     "policies": "List the methods with their parameters and defaults.",
+    "config": "Show the defaults that the environment or a file sets for options.",
     "serve": "Serve a model over HTTP with vLLM, from a compressed, unquantized cache.",
     "library": "Read documents once, then ask about them with `snapkv ask --library`.",
 }

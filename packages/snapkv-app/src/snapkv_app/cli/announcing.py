@@ -1,4 +1,4 @@
-"""What a slow step does, said on a terminal before torch is imported, which takes seconds."""
+"""Messages on standard error: what a slow step does, said before torch is imported."""
 
 import sys
 
@@ -6,10 +6,11 @@ from rich.console import Console
 
 
 def announce(doing: str) -> None:
-    """Say it in a line on standard error; not where that is read by a program."""
+    """Print one line on standard error, if that is a terminal and not read by a program."""
     if Console(stderr=True).is_terminal:
         sys.stderr.write(f"snapkv: {doing}\n")
 
 
 def announce_model(name: str | None) -> None:
+    """Announce that a model is being loaded; None stands for the demo model."""
     announce(f"loading {name or 'the demo model'}")

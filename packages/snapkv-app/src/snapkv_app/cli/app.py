@@ -24,7 +24,7 @@ from snapkv.errors import (
 )
 from snapkv.validation import without_controls
 from snapkv_app.cli.interrupts import say_interrupted
-from snapkv_app.cli.standard_output import named_output
+from snapkv_app.cli.standard_output import has_written, messages_shown, named_output, write_json
 
 _FAILURE, _BAD_INPUT = 1, 2
 
@@ -34,7 +34,7 @@ _COMPLETES = "_SNAPKV_COMPLETE"
 # The base class of typer's parsing errors, for which typer exports no name.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-_OWN = ("demo", "ask", "generate", "chat", "inspect", "plan", "policies", "serve")
+_OWN = ("demo", "ask", "generate", "chat", "inspect", "plan", "policies", "config", "serve")
 _COMMANDS = {name: f"snapkv_app.cli.{name}:{name}" for name in _OWN}
 _COMMANDS |= {"generate": "snapkv_app.cli.ask:generate", "library": "snapkv_app.cli.library:app"}
 """Commands and groups of commands as entry points; other packages may register more.
@@ -146,11 +146,20 @@ class _Shown:
 
 
 class _ShownCommand(_Shown, TyperCommand):
-    """A command that refuses an option given twice, unless the option takes several values."""
+    """A command with a user's defaults, which refuses an option that is given twice.
+
+    An option that takes several values may be given again.
+    """
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
-        """The same as the base class, after that check."""
-        _, _, given = self.make_parser(context).parse_args(args=list(args))
+        """Parse as the base class does, after that check and with the user's defaults.
+
+        Raises:
+            InvalidArgumentError: an option is given twice, or a default is not valid.
+        """
+        from snapkv_app.cli.defaults import defaults_for  # not needed for the list of commands
+
+        typed, _, given = self.make_parser(context).parse_args(args=list(args))
         for option in given:
             takes_one = not (option.multiple or getattr(option, "is_flag", False))
             if takes_one and (times := given.count(option)) > 1:
@@ -158,6 +167,11 @@ class _ShownCommand(_Shown, TyperCommand):
                     f"{option.name}: expected it once, got {option.opts[0]} {times} times; leave "
                     "all but one out"
                 )
+        options = {each.name: each for each in self.params if each.param_type_name == "option"}
+        found = defaults_for(str(self.name), options.keys(), typed)
+        context.default_map = {
+            name: [text] if options[name].multiple else text for name, text in found.items()
+        }
         return super().parse_args(context, args)
 
 
@@ -219,16 +233,14 @@ def _common(
 def run(arguments: list[str]) -> int:
     """Run a command line and flush its output; its exit status, see `snapkv_app.cli.main`."""
     try:
-        with named_output():
+        with named_output(), messages_shown():
             return _run(arguments)
     except BrokenPipeError:
         return _FAILURE  # the reader closed the pipe on purpose
-    except (OutOfMemoryError, OutputError) as error:
-        return _fail(str(error), _FAILURE)
     except SnapKVError as error:
-        return _fail(str(error), _BAD_INPUT)
+        return _refuse(error, arguments)
     except _UsageError as error:
-        return _fail(_in_words(error), _BAD_INPUT)
+        return _refuse(InvalidArgumentError(_in_words(error)), arguments)
     except (KeyboardInterrupt, typer.Abort):
         return say_interrupted(arguments)
     except Exception as error:
@@ -296,6 +308,27 @@ def _explain(error: BaseException, arguments: list[str]) -> int:
         traceback.print_exc()
     name = type(error).__name__
     return _fail(f"unexpected {name}: {error}; --verbose shows where", _FAILURE)
+
+
+def _refuse(error: SnapKVError, arguments: list[str]) -> int:
+    """Report an error in one line, and with ``--json`` as an object if nothing was printed yet."""
+    if "--json" in arguments and not has_written():
+        _print_json_error(error)
+    is_failure = isinstance(error, OutOfMemoryError | OutputError)
+    return _fail(str(error), _FAILURE if is_failure else _BAD_INPUT)
+
+
+def _print_json_error(error: SnapKVError) -> None:
+    """Print an error as a JSON object, for a program that reads the output.
+
+    The code is the class of the error, such as ``PromptTooLongError``, see `snapkv.errors`. The
+    argument is the word before the message's first colon, or null.
+    """
+    argument, colon, _ = str(error).partition(":")
+    named = argument if colon and argument.isidentifier() else None
+    record = {"code": type(error).__name__, "argument": named, "message": str(error)}
+    with contextlib.suppress(OSError, OutputError):  # standard output itself may have failed
+        write_json({"error": record})
 
 
 def _fail(message: str, status: int) -> int:

@@ -1,11 +1,15 @@
 """How to change a command whose answer differs from the full cache's."""
 
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
+
 from snapkv.errors import PromptTooLongError
+from snapkv.hf.placement import device_of
 from snapkv_app.answering import Answer, prompt_ids
 from snapkv_app.cli.methods import accepted
 from snapkv_app.cli.options import OWN_FLAGS, RunOptions
@@ -73,31 +77,63 @@ def asked(files: Sequence[str], question: str, model: str | None) -> list[str]:
 def explained_length(
     loaded: LoadedModel, question: str, settings: GenerationSettings, typed: Sequence[str]
 ) -> Iterator[None]:
-    """Say in the error of a prompt that is too long which command reads passages instead.
+    """Add to the error of a prompt that is too long the command that reads passages instead.
 
     Args:
-        loaded: the model, which may have no room for a passage.
-        question: what is asked.
-        settings: of the answer.
-        typed: the command line without `--passages`; empty if that does not help.
+        loaded: the model. It reads a few tokens after the error, to learn how fast it is here.
+        question: the question that is asked.
+        settings: how the answer is generated.
+        typed: the command line without `--passages`; empty if that option does not help.
+
+    Raises:
+        PromptTooLongError: the error of the block, with the command if the model has positions
+            for passages beside the question and the answer.
     """
     try:
         yield
     except PromptTooLongError as error:
-        if not (typed and _leaves_room(loaded, question, settings)):
+        room = _room_for_passages(loaded, question, settings) if typed else 0
+        if room <= 0:
             raise
-        command = changed_command(typed, {"passages": True})
+        tokens_per_second = _reading_speed(loaded)
+        tokens = min(room, max(_FEWEST_TOKENS, int(_SECONDS * tokens_per_second)))
+        command = changed_command(typed, {"passages": tokens})
         raise PromptTooLongError(
-            f"{error}; to read the passages that fit the question best: {command}"
+            f"{error}; to read the passages that match the question best, {tokens:,} tokens in "
+            f"about {tokens / tokens_per_second:.0f} s: {command}"
         ) from error
 
 
-def _leaves_room(loaded: LoadedModel, question: str, settings: GenerationSettings) -> bool:
-    """Whether the model has positions for more than a question and its answer."""
+_SECONDS = 30
+"""Time in which the suggested number of tokens is read, so that an answer comes in a minute."""
+
+_FEWEST_TOKENS = 512
+"""Fewest tokens to suggest, some two passages, however slow the model is."""
+
+_SPEED_TOKENS = 64
+"""Number of tokens that are read to measure the speed."""
+
+
+def _room_for_passages(loaded: LoadedModel, question: str, settings: GenerationSettings) -> int:
+    """Return how many tokens a prompt may have; 0 if question and answer leave no room for text.
+
+    The model has a limit of positions, since a prompt was too long for it.
+    """
     with suppress(PromptTooLongError):
         prompt_ids(loaded, question_prompt(loaded.tokenizer, "", question), settings)
-        return True
-    return False
+        return (loaded.max_tokens or 0) - settings.max_new_tokens
+    return 0
+
+
+def _reading_speed(loaded: LoadedModel) -> float:
+    """Measure how many tokens the model reads in a second; the second of two passes counts."""
+    ids = torch.zeros(1, _SPEED_TOKENS, dtype=torch.int64, device=device_of(loaded.model))
+    with torch.inference_mode():
+        for _ in range(2):
+            begin = time.perf_counter()
+            loaded.model(ids, use_cache=False).logits.sum().item()  # waits for the device
+            seconds = time.perf_counter() - begin
+    return _SPEED_TOKENS / seconds
 
 
 def _without(words: Sequence[str], change: Change) -> Iterator[str]:

@@ -27,6 +27,9 @@ QUESTION = "Which RFC requires the FNAME field to be Latin-1?"
 START = "The FNAME field is required to be Latin-1 by RFC"
 """About the source of Python's gzip module, and how the answer begins."""
 
+CHARACTERS = 24_000
+"""How much of the source to read by default: nearly all of it."""
+
 NEXT = (
     "ask {} -q 'Whose minigzip.py is this based on?'",
     "chat {}",
@@ -59,13 +62,13 @@ def demo(
         int,
         typer.Option(help="How much of the document to read; the answer is in its first 10,000"),
         WholeNumber(1),
-    ] = 12_000,
+    ] = CHARACTERS,
     *,
     options: DemoOptions,
 ) -> None:
-    """Ask about the source of Python's gzip module: what a small cache holds and answers.
+    """Ask about the source of Python's gzip module, from a compressed and from the full cache.
 
-    The compressed cache answers, then the full cache.
+    It prints both answers, and the bytes and the time that the compressed cache saves.
     """
     if options.model is None:
         demo_file()  # refused before torch is imported
@@ -87,7 +90,8 @@ def demo(
 
     def answered(label: str, who: Any) -> Any:
         bits, _ = usual_bits(who, loaded.model)
-        settings, labels = GenerationSettings(max_new_tokens=6), iter([_label(label)])
+        settings = GenerationSettings(max_new_tokens=12, stop_strings=("\n",))
+        labels = iter([_label(label)])
 
         def labelled(text: str) -> None:  # the label when the answer begins, behind the bar
             write(next(labels, "") + text)
@@ -99,7 +103,7 @@ def demo(
         return given
 
     ours, full = answered("answer", policy), answered("full cache", FullCache())
-    write(f"{_saved(ours, same=ours.text == full.text)}\n\nType next:\n")
+    write(f"{_saved(ours, full)}\n\nType next:\n")
     typed = sys.argv[0]
     on_path = shutil.which("snapkv") or Path(typed).name != "snapkv"
     program = "snapkv" if on_path else shlex.quote(typed)
@@ -111,10 +115,12 @@ def _label(text: str) -> str:
     return f"{text:<13}"
 
 
-def _saved(ours: Any, *, same: bool) -> str:
-    held, whole = ours.cache.held_bytes, ours.cache.full_bytes
-    return (
-        f"Saved: {1 - held / whole:.0%} of the cache, {format_bytes(held)} instead of "
-        f"{format_bytes(whole)}, and the full cache gives {'the same' if same else 'another'} "
-        "answer."
-    )
+def _saved(ours: Any, full: Any) -> str:
+    """Say in one line what the compressed cache saves, and whether both answers are the same."""
+    held, whole = ours.cache.held_bytes, full.cache.held_bytes
+    said = f"Saved: {1 - held / whole:.0%} of the cache, {format_bytes(held)} instead of "
+    said += format_bytes(whole)
+    if ours.token_ms and full.token_ms:
+        said += f"; a token takes {ours.token_ms:.0f} ms instead of {full.token_ms:.0f} ms"
+    same = "the same" if ours.text == full.text else "another"
+    return f"{said}. The full cache gives {same} answer."

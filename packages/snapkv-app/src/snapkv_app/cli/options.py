@@ -33,6 +33,7 @@ from snapkv_app.cli.methods import (
     specs,
     typed_assignments,
 )
+from snapkv_app.cli.standard_output import hide_messages
 from snapkv_app.prefills import PREFILLS, Exact, Prefill
 from snapkv_app.prompts import require_unicode
 from snapkv_app.settings import GenerationSettings
@@ -63,6 +64,12 @@ class ModelOptions:
     ] = False
     verbose: Annotated[
         bool, panels.output("--verbose", help="Show the messages of transformers and torch")
+    ] = False
+    quiet: Annotated[
+        bool,
+        panels.output(
+            "--quiet", callback=hide_messages, help="Print the result and errors, nothing else"
+        ),
     ] = False
 
     def __post_init__(self) -> None:
@@ -292,13 +299,13 @@ class AskOptions(RunOptions):
     """The options of `ask`, which reads files or a library."""
 
     passages: Annotated[
-        bool,
+        int | None,
         panels.material(
-            "--passages",
-            help="Of documents longer than the model, read the passages that fit the question best "
-            "by BM25",
+            help="Read at most this many tokens: of longer documents, the passages that match the "
+            "question best by BM25",
         ),
-    ] = False
+        POSITIVE,
+    ] = None
     library: Annotated[
         str | None,
         panels.library(metavar="FOLDER", help="Answer from documents that `library add` has read"),
@@ -338,7 +345,7 @@ class AskOptions(RunOptions):
             expected = "none with --library"
             given = {name: getattr(self, name) or None for name in (*DRAFTS, "protect_first")}
             given |= {"protect": self.protect, "protect_system": self.protect_system}
-            given["passages"] = self.passages or None
+            given["passages"] = self.passages
             given["prefill"] = None if self.reading == Exact() else self.prefill
         for name, value in given.items():
             if value is not None:

@@ -191,11 +191,14 @@ class FilesSource(PromptSource):
 
     @cached_property
     def excerpts(self) -> Excerpts | None:
-        """The passages that are read; None if all documents are."""
-        if not self.options.passages or self._fits(self.documents):
+        """The passages that are read, or None if the documents are read whole."""
+        if self.options.passages is None or self._fits(self.documents):
             return None
-        announce("looking for the passages that fit the question best")
-        return best_passages(self.documents, self.question, self._fits)
+        announce("looking for the passages that match the question best")
+        found = best_passages(self.documents, self.question, self._fits)
+        tokens = len(self._prompt_of(found.documents).encoded(self.loaded.tokenizer)[0])
+        announce(f"reading {tokens:,} tokens, {found.read:,} of {found.of:,} passages")
+        return found
 
     def _make_prompt(self) -> Prompt:
         return self._prompt_of(self.excerpts.documents if self.excerpts else self.documents)
@@ -210,13 +213,13 @@ class FilesSource(PromptSource):
         return prompt.hiding_question() if self.policy.needs_reconstruction_pass else prompt
 
     def _fits(self, read: Sequence[Text]) -> bool:
-        most = self.loaded.max_tokens
-        if most is None:
-            return True
+        """Whether `read` has at most `--passages` tokens and fits the model's positions."""
+        asked = self.options.passages or 0
+        most = min(asked, self.loaded.max_tokens or asked)
         if sum(len(each.text) for each in read) > MOST_CHARACTERS_PER_TOKEN * most:
-            return False
+            return False  # a text that is far too long is not tokenized
         tokens = len(self._prompt_of(read).encoded(self.loaded.tokenizer)[0])
-        return self.loaded.has_positions(tokens + self.options.max_new_tokens)
+        return tokens <= most and self.loaded.has_positions(tokens + self.options.max_new_tokens)
 
     def request(self) -> dict[str, Any]:
         """Also return the question and the passages."""
@@ -238,7 +241,7 @@ class FilesSource(PromptSource):
         return [f"read {found.read:,} of {found.of:,} passages: {'; '.join(shown)}"]
 
     def _read(self, policy: Policy, settings: GenerationSettings, **ways: Any) -> Answer:
-        typed = [] if self.options.passages else self.typed
+        typed = self.typed if self.options.passages is None else []
         with explained_length(self.loaded, self.question, self.settings, typed):
             return super()._read(policy, settings, **ways)
 

@@ -1,11 +1,12 @@
-"""Standard output, whose errors name it."""
+"""Standard output, whose errors name it, and standard error, which a command may hide."""
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 from snapkv.errors import OutputError
 from snapkv.validation import without_controls
@@ -28,16 +29,44 @@ def named_output() -> Iterator[None]:
         sys.stdout = stream
 
 
+def has_written() -> bool:
+    """Return whether anything was written in the newest block of `named_output`."""
+    return _Named.has_written
+
+
+def hide_messages(is_quiet: bool) -> bool:
+    """Discard what is written to standard error until `messages_shown` ends, if `is_quiet`."""
+    if is_quiet:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 # closed below
+    return is_quiet
+
+
+@contextlib.contextmanager
+def messages_shown() -> Iterator[None]:
+    """Give standard error back after the block, in which a command may have hidden it."""
+    before: TextIO = sys.stderr
+    try:
+        yield
+    finally:
+        hidden, sys.stderr = sys.stderr, before
+        if hidden is not before:
+            hidden.close()
+
+
 class _Named:
     """A stream whose errors say which stream failed."""
 
+    has_written = False  # by the newest stream of the process
+
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        _Named.has_written = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> Any:
+        _Named.has_written = True
         return self._naming(self._stream.write, text)
 
     def flush(self) -> None:

@@ -80,7 +80,7 @@ class Reader:
             raise PromptTooLongError(
                 f"document: expected fewer tokens than the model's {positions:,} positions, got "
                 f"{tokens:,} in {text.name!r}; split it, read its best passages with snapkv ask "
-                "--passages, or choose a model with more positions"
+                "--passages 4k, or choose a model with more positions"
             )
         return torch.tensor([[*self.about.prefix_ids, *own]], device=device_of(self._model))
 

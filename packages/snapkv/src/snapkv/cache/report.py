@@ -1,5 +1,6 @@
 """What a cache holds, in tokens and bytes, measured on its tensors."""
 
+import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -119,6 +120,18 @@ class CacheReport(dict[str, Any]):
             f"{format_bytes(self.held_bytes)} of {format_bytes(self.full_bytes)} ({share:.1%})"
         )
 
+    def _repr_html_(self) -> str:
+        """Return the report as a table for a notebook, with a bar for the tokens that are kept."""
+        heading = "<tr><th>layers<th>kind<th>tokens kept<th><th>bytes<th>of full</tr>"
+        rows = [
+            f"<tr><td>{first if first == last else f'{first}-{last}'}<td>{html.escape(row['kind'])}"
+            f"<td>{row['kept_tokens']:,.0f} of {row['seen_tokens']:,}"
+            f"<td>{_bar(row['kept_tokens'], row['seen_tokens'])}"
+            f"<td>{format_bytes(row['held_bytes'])}<td>{format_bytes(row['full_bytes'])}</tr>"
+            for first, last, row in _runs(self["layers"])
+        ]
+        return f"<p>{html.escape(self.summary)}</p><table>{heading}{''.join(rows)}</table>"
+
     def __str__(self) -> str:
         lines = [("layer", "kind", "seen", "kept", "held", "full")]
         for first, last, row in _runs(self["layers"]):
@@ -146,6 +159,14 @@ class CacheReport(dict[str, Any]):
             )
         steps = [f"decoding steps: {self['steps']}"] if self.get("steps") else []
         return "\n".join([title, *table, *steps])
+
+
+def _bar(part: float, whole: float) -> str:
+    """Draw which share of `whole` the `part` is, 100 pixels wide, as HTML."""
+    percent = 100 * part / whole if whole else 0
+    outer = "display:inline-block;width:100px;background:#ddd"
+    inner = f"width:{percent:.0f}%;height:0.7em;background:#27c"
+    return f'<span style="{outer}"><div style="{inner}"></div></span>'
 
 
 def bits_text(layers: Mapping[str, int]) -> str:

@@ -630,6 +630,10 @@ class CompressedCache(Cache):
         """As `load`, with the tensors that were saved beside the cache."""
         return saved.read(cls, path_of("path", path), model, policy, recall, recall_bytes)
 
+    def _repr_html_(self) -> str:
+        """Return the cache's report as a table for a notebook; `show` draws the text itself."""
+        return self.report()._repr_html_()
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.policy!r}: {self.report().summary})"
 

@@ -1,0 +1,106 @@
+"""The picture at the top of the README: a long text, what heads keep of it, what that saves.
+
+It shows the run of `snapkv demo`: the same text, question and method.
+"""
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from snapkv import CompressedCache
+from snapkv.policies import FullCache, default_policy
+from snapkv_app.answering import answer_ids, prompt_ids
+from snapkv_app.cli.demo import CHARACTERS, QUESTION, START
+from snapkv_app.prompts import question_prompt
+from snapkv_app.settings import GenerationSettings
+from snapkv_lab import drawing
+from snapkv_lab.experiments.experiment import Experiment, RunContext
+from snapkv_lab.experiments.records import RESULTS
+from snapkv_lab.rows import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FIGURE = RESULTS / "picture.svg"
+STYLE = drawing.STYLE | {"svg.fonttype": "none"}
+_PARTS = 240
+"""Number of equal parts of the text whose kept share is drawn."""
+
+
+def _measure(given: RunContext) -> Iterator[Row]:
+    """Answer the demo's question from a compressed and from the full cache."""
+    loaded = given.loaded
+    text = Path(gzip.__file__).read_text("utf-8")[:CHARACTERS]
+    prompt = question_prompt(loaded.tokenizer, text, QUESTION, answer_start=START)
+    settings = GenerationSettings(max_new_tokens=12, stop_strings=("\n",))
+    ids = prompt_ids(loaded, prompt, settings)
+    for policy in (default_policy(), FullCache()):
+        cache = CompressedCache(loaded.model, loaded.completed(policy))
+        answer, _ = answer_ids(loaded, ids, cache, settings, answer_start=START)
+        yield {
+            "method": policy.name,
+            "question": QUESTION,
+            "answer": answer.text,
+            "prompt_tokens": answer.prompt_tokens,
+            "held_bytes": answer.cache.held_bytes,
+            "ms_per_token": answer.token_ms,
+            "kept_shares": _kept_shares(cache, ids.shape[1]),
+        }
+
+
+def _kept_shares(cache: CompressedCache, tokens: int) -> list[float]:
+    """Return which share of all heads keeps a token, the mean of each part of the text."""
+    counts, heads = torch.zeros(tokens), 0
+    for layer in cache.compressed_layers:
+        for positions in cache.kept_positions(layer)[0]:
+            counts[positions[(positions >= 0) & (positions < tokens)]] += 1
+            heads += 1
+    return [round(float(part.mean()) / heads, 3) for part in counts.tensor_split(_PARTS)]
+
+
+def draw_picture(rows: list[Row]) -> "Figure":
+    """Draw the text as a strip, the question with its answer, and bars of bytes and time."""
+    from matplotlib import rc_context
+
+    kept, full = rows
+    same = ", the same from both caches" if kept["answer"] == full["answer"] else ""
+    with rc_context(STYLE):
+        figure = drawing.new_figure(7.2, 3.0)
+        strip, words, held, time = figure.subplot_mosaic(
+            [["strip", "strip"], ["words", "words"], ["held", "time"]], height_ratios=[2, 2, 3]
+        ).values()
+        strip.imshow([kept["kept_shares"]], aspect="auto", cmap="Blues", vmin=0)
+        strip.set_title(
+            f"A text of {kept['prompt_tokens']:,} tokens. Dark: most heads keep these tokens. "
+            "White: no head does.",
+            loc="left",
+        )
+        words.text(0, 0.75, f"Question: {kept['question']}", va="center")
+        words.text(0, 0.15, f"Answer{same}: {kept['answer'].strip()}", va="center", weight="bold")
+        for panel in (strip, words):
+            panel.set_axis_off()
+        _draw_bars(held, "keys and values, MiB", [row["held_bytes"] / 2**20 for row in rows])
+        _draw_bars(time, "ms for each generated token", [row["ms_per_token"] for row in rows])
+    return figure
+
+
+def _draw_bars(panel: Any, title: str, numbers: list[float]) -> None:
+    bars = panel.barh(["snapkv", "full cache"], numbers, color=["#2a6fb0", "#9aa5b1"])
+    panel.bar_label(bars, fmt="{:.3g}", padding=3)
+    panel.invert_yaxis()
+    panel.set_title(title, loc="left")
+    panel.margins(x=0.15)
+    panel.set_xticks([])
+    panel.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+PICTURE = Experiment(
+    name="picture",
+    title="The picture of the README",
+    measure=_measure,
+    takes="a minute",
+    drawn=lambda rows: drawing.save_figure(draw_picture(rows), FIGURE, STYLE),
+)
