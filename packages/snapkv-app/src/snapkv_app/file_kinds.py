@@ -68,28 +68,36 @@ _BEGINNINGS: tuple[tuple[int, bytes, FileKind], ...] = (
 _OOXML = "application/vnd.openxmlformats-officedocument."
 _ODF = "application/vnd.oasis.opendocument."
 
-_IN_ZIP: tuple[tuple[str, FileKind], ...] = (
-    ("word/document.xml", FileKind("a Word document", mime=_OOXML + "wordprocessingml.document")),
-    ("xl/workbook.xml", FileKind("an Excel workbook", mime=_OOXML + "spreadsheetml.sheet")),
-    ("ppt/presentation.xml",
+_IN_ZIP: tuple[tuple[str, str, FileKind], ...] = (
+    ("word/document.xml", ".docx",
+     FileKind("a Word document", mime=_OOXML + "wordprocessingml.document")),
+    ("xl/workbook.xml", ".xlsx",
+     FileKind("an Excel workbook", mime=_OOXML + "spreadsheetml.sheet")),
+    ("ppt/presentation.xml", ".pptx",
      FileKind("a PowerPoint presentation", mime=_OOXML + "presentationml.presentation")),
-    (_ODF + "text", FileKind("an OpenDocument text", mime=_ODF + "text")),
-    (_ODF + "spreadsheet", FileKind("an OpenDocument spreadsheet", mime=_ODF + "spreadsheet")),
-    (_ODF + "presentation", FileKind("an OpenDocument presentation", mime=_ODF + "presentation")),
-    (_ODF, FileKind("an OpenDocument file", _OFFICE)),
-    ("application/epub+zip", FileKind("an EPUB book", mime="application/epub+zip")),
+    (_ODF + "text", ".odt", FileKind("an OpenDocument text", mime=_ODF + "text")),
+    (_ODF + "spreadsheet", ".ods",
+     FileKind("an OpenDocument spreadsheet", mime=_ODF + "spreadsheet")),
+    (_ODF + "presentation", ".odp",
+     FileKind("an OpenDocument presentation", mime=_ODF + "presentation")),
+    (_ODF, ".odg", FileKind("an OpenDocument file", _OFFICE)),
+    ("application/epub+zip", ".epub", FileKind("an EPUB book", mime="application/epub+zip")),
 )  # fmt: skip
-"""The names and beginnings of files in a ZIP archive that tell what it is."""
+"""What a ZIP archive is, by a name or the beginning of a file in it, or by its own suffix."""
 
 
-def kind_of(data: bytes) -> FileKind | None:
-    """Return the kind of a file that is not text, or None if it is unknown.
+def kind_of(data: bytes, suffix: str = "") -> FileKind | None:
+    """Return the kind of a binary file, or None if it is unknown.
 
     The caller must know already that the data is not text, since a text may begin with the same
     letters.
+
+    Args:
+        data: the content of the file.
+        suffix: the suffix of its name, for documents that do not say in `data` what they are.
     """
     for start, letters, kind in _BEGINNINGS:
         if data.startswith(letters, start):
-            held = (each for name, each in _IN_ZIP if name.encode() in data)
+            held = (each for name, own, each in _IN_ZIP if name.encode() in data or own == suffix)
             return next(held, kind) if letters.startswith(b"PK") else kind
     return None

@@ -220,13 +220,12 @@ class _Files:
         """Build the text of a file from its content."""
         name, form = _name_of(path), _form_of(path, data)
         if form is None:
-            reading = decode(name, data), list[str]()
+            text, losses = decode(name, data), list[str]()
+        elif reading := PROCESS.read(form, name, data, self._left):
+            text, losses = reading
+            self._left -= len(text.encode())
         else:
-            reading = PROCESS.read(form, name, data, self._left)
-            if reading is None:
-                raise _too_much(path)
-            self._left -= len(reading[0].encode())
-        text, losses = reading
+            raise _too_much(path)
         if path is not None and path.suffix.lower() in (".json", ".jsonl"):
             text = _ESCAPED.sub(_unescaped, text)
         if not text.strip():
@@ -249,10 +248,11 @@ def _form_of(path: Path | None, data: bytes) -> str | None:
         return "pdf"
     if data.startswith(b"{\\rtf"):
         return "application/rtf"
-    form = None if path is None else _FORMS.get(path.suffix.lower())
+    suffix = "" if path is None else path.suffix.lower()
+    form = _FORMS.get(suffix)
     if form is None and data[:64].lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "html"
-    if form is None and is_binary(data) and (kind := kind_of(data)):
+    if form is None and is_binary(data) and (kind := kind_of(data, suffix)):
         return kind.mime or None
     return form
 

@@ -37,6 +37,12 @@ def shown(folder, name, content):
 
 # HTML.
 
+BLOCKS = (
+    "address article aside blockquote caption center dd details dialog div dl dt fieldset "
+    "figcaption figure footer form h1 h6 header hgroup legend main menu nav option p pre search "
+    "section summary textarea"
+)
+
 
 @pytest.mark.parametrize(
     "hidden",
@@ -77,43 +83,7 @@ def test_cells_without_end_tags_stay_apart(tmp_path):
     assert shown(tmp_path, "page.html", page) == "City\tRate\nBrno\t7\nPlzen\t9"
 
 
-@pytest.mark.parametrize(
-    "tag",
-    [
-        "address",
-        "article",
-        "aside",
-        "blockquote",
-        "caption",
-        "center",
-        "dd",
-        "details",
-        "dialog",
-        "div",
-        "dl",
-        "dt",
-        "fieldset",
-        "figcaption",
-        "figure",
-        "footer",
-        "form",
-        "h1",
-        "h6",
-        "header",
-        "hgroup",
-        "legend",
-        "main",
-        "menu",
-        "nav",
-        "option",
-        "p",
-        "pre",
-        "search",
-        "section",
-        "summary",
-        "textarea",
-    ],
-)
+@pytest.mark.parametrize("tag", BLOCKS.split())
 def test_blocks_begin_lines(tmp_path, tag):
     page = f"<body><{tag}>one</{tag}><{tag}>two</{tag}>three"
     assert len(shown(tmp_path, "page.html", page).split()) == 3
