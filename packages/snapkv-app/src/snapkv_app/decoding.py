@@ -61,20 +61,16 @@ def decode(name: str, data: bytes) -> str:
     except UnicodeDecodeError as error:
         if kind_of(data) is not None:  # compressed data without a NUL byte
             raise not_text(name, data) from error
-        raise wrong(
-            "file",
+        raise refused(
             f"expected {encoding} text, got byte 0x{data[error.start]:02x} at offset "
             f"{error.start:,} in {name}",
             "Convert it with iconv -f WINDOWS-1252 (GB18030 if it is Chinese, WINDOWS-1251 "
             "Russian, SHIFT_JIS Japanese) -t UTF-8",
-            DocumentError,
         ) from error
     except (LookupError, UnicodeError) as error:  # the codec "undefined" decodes nothing
-        raise wrong(
-            "file",
+        raise refused(
             f"expected an encoding that Python knows, got {declared!r} declared in {name}",
             "Convert it to UTF-8",
-            DocumentError,
         ) from error
 
 
@@ -83,13 +79,18 @@ def is_binary(data: bytes) -> bool:
     return not data.startswith(b"%PDF-") and b"\0" in data and not _unicode_encoding(data)
 
 
+def refused(problem: str, remedy: str) -> SnapKVError:
+    """Build the error for a file that cannot be read, as `wrong` does."""
+    return wrong("file", problem, remedy, DocumentError)
+
+
 def not_text(name: str, data: bytes) -> SnapKVError:
     """Build the error for a file that is not text, which says what it is if that is known."""
     kind = kind_of(data) or FileKind("binary data")
     remedy = kind.remedy.format(shlex.quote(name)) or (
         "Pass text, Markdown, source code, HTML, PDF or an Office document, or export it as PDF"
     )
-    return wrong("file", f"expected text, got {kind.name} in {name}", remedy, DocumentError)
+    return refused(f"expected text, got {kind.name} in {name}", remedy)
 
 
 def _declared_encoding(data: bytes) -> str:

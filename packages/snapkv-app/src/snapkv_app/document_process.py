@@ -9,8 +9,9 @@ import sys
 import threading
 from typing import Any
 
-from snapkv.errors import DocumentError, missing_package, wrong
+from snapkv.errors import DocumentError, missing_package
 from snapkv.validation import format_bytes
+from snapkv_app.decoding import refused
 
 _SECONDS = 120
 """The time that a document may take."""
@@ -66,12 +67,10 @@ class DocumentProcess:
             if answer is None:
                 self.close()
         if answer is None:
-            raise wrong(
-                "file",
+            raise refused(
                 f"expected a document that can be read in {_SECONDS} seconds and "
                 f"{format_bytes(_MOST_MEMORY)} of memory, got {name}, with which reading ended",
                 "Export it as text or PDF, or pass a part of it",
-                DocumentError,
             )
         if "missing" in answer:
             raise missing_package(f"file: reading {name}", answer["missing"])

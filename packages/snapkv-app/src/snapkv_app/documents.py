@@ -17,8 +17,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from snapkv.errors import DocumentError, SnapKVError, wrong
-from snapkv_app.decoding import decode
+from snapkv.errors import DocumentError, SnapKVError
+from snapkv_app.decoding import decode, refused
 
 _AGAIN = "Download or export it again"
 
@@ -58,8 +58,7 @@ def read_document(form: str, name: str, data: bytes) -> Reading:
 
 def _damaged(name: str, error: Exception) -> SnapKVError:
     reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    problem = f"expected a complete document, got {name}: {reason}"
-    return wrong("file", problem, _AGAIN, DocumentError)
+    return refused(f"expected a complete document, got {name}: {reason}", _AGAIN)
 
 
 # HTML.
@@ -75,6 +74,7 @@ _NEVER_SHOWN = (
     r"'display\s*:\s*none|visibility\s*:\s*(hidden|collapse)|"
     r"(opacity|font-size)\s*:\s*0[^.\d]*(;|$)', 'i')]"
 )
+_REGULAR_EXPRESSIONS = {"re": "http://exslt.org/regular-expressions"}
 _BLOCKS = (
     "caption center dd details dialog dl dt fieldset form head hr legend menu optgroup option "
     "search section summary table textarea title tr"
@@ -111,9 +111,8 @@ def _shown_text(markup: str) -> str:
     page = html.document_fromstring(f"<html>{markup}".encode(), parser=parser)
     if any(entry.level == etree.ErrorLevels.FATAL for entry in parser.error_log):
         raise ValueError("its tags are in each other more than 2,048 times")
-    for element in page.xpath(
-        _NEVER_SHOWN, namespaces={"re": "http://exslt.org/regular-expressions"}
-    ):
+    find_hidden = etree.XPath(_NEVER_SHOWN, namespaces=_REGULAR_EXPRESSIONS)
+    for element in find_hidden(page):
         element.drop_tree()
     # inscriptis would draw tables with spaces, as wide as their longest cell in every line.
     cells = CustomHtmlTagHandlerMapping(
@@ -149,40 +148,31 @@ def _read_pdf(name: str, data: bytes) -> Reading:
         pdf = pypdfium2.PdfDocument(data)
     except pypdfium2.PdfiumError as error:
         if error.err_code == raw.FPDF_ERR_PASSWORD:
-            raise wrong(
-                "file",
+            command = f"qpdf --decrypt --password=PASSWORD {shlex.quote(name)} open.pdf"
+            raise refused(
                 f"expected a PDF without a password, got the encrypted {name}",
-                f"Decrypt it, for instance with qpdf --decrypt --password=PASSWORD "
-                f"{shlex.quote(name)} open.pdf",
-                DocumentError,
+                f"Decrypt it, for instance with {command}",
             ) from error
         raise
     pdf.init_forms()
     pages = [_read_page(pdf, number) for number in range(len(pdf))]
-    counts = sum((page.counts for page in pages), Counter())
+    counts = sum((counts for _, counts in pages), Counter[str]())
     if counts["letters"] == 0 or 2 * counts["unmapped"] > counts["letters"]:
         raise _pdf_without_text(name, len(pages), counts)
     losses = list(_losses_of_pdf(data, len(pages), counts))
     if pdf.get_formtype() in (raw.FORMTYPE_XFA_FULL, raw.FORMTYPE_XFA_FOREGROUND):
         losses.append("it is an XFA form, whose fields are not read; print it into a PDF")
-    return Reading("\n\n".join(page.text for page in pages), losses)
+    return Reading("\n\n".join(text for text, _ in pages), losses)
 
 
-class _Page(NamedTuple):
-    """A page of a PDF.
+def _read_page(pdf: Any, number: int) -> tuple[str, Counter[str]]:
+    """Read a page of a PDF.
 
-    Attributes:
-        text: its text.
-        counts: its "letters", those among them that are "unmapped" because the font does not say
-            which letters its glyphs show, and 1 for "drawn" if the page shows anything without a
-            text, or for "broken" if it cannot be read.
+    Returns:
+        Its text; and the number of its "letters", of those that are "unmapped" because the font
+        does not say which letters its glyphs show, and 1 for "drawn" if the page shows something
+        without a text, or for "broken" if it cannot be read.
     """
-
-    text: str
-    counts: Counter[str]
-
-
-def _read_page(pdf: Any, number: int) -> _Page:
     import pypdfium2
     from pypdfium2 import raw
 
@@ -191,7 +181,7 @@ def _read_page(pdf: Any, number: int) -> _Page:
         page = pdf[number]
         letters = page.get_textpage()
     except pypdfium2.PdfiumError:
-        return _Page("", Counter(broken=1))
+        return "", Counter(broken=1)
     # PDFium writes a hyphen that ends a line as U+FFFE, without the line's end.
     text = letters.get_text_range().replace("\ufffe", "-\n").replace("\r\n", "\n")
     drawn = not text.strip() and raw.FPDFPage_CountObjects(page) > 0
@@ -199,8 +189,7 @@ def _read_page(pdf: Any, number: int) -> _Page:
         raw.FPDFText_HasUnicodeMapError(letters, index) == 1
         for index in range(letters.count_chars())
     )
-    counts = Counter(letters=len("".join(text.split())), unmapped=unmapped, drawn=drawn)
-    return _Page(text, counts)
+    return text, Counter(letters=len("".join(text.split())), unmapped=unmapped, drawn=drawn)
 
 
 def _pdf_without_text(name: str, pages: int, counts: Counter[str]) -> SnapKVError:
@@ -213,9 +202,7 @@ def _pdf_without_text(name: str, pages: int, counts: Counter[str]) -> SnapKVErro
         problem, remedy = "no pages that can be read", _AGAIN
     else:
         problem, remedy = f"{pages:,} blank pages", f"{_AGAIN}, or pass another file"
-    return wrong(
-        "file", f"expected a PDF with text, got {name} with {problem}", remedy, DocumentError
-    )
+    return refused(f"expected a PDF with text, got {name} with {problem}", remedy)
 
 
 def _losses_of_pdf(data: bytes, pages: int, counts: Counter[str]) -> Iterator[str]:
@@ -258,12 +245,9 @@ def _read_mail(name: str, data: bytes) -> Reading:
     if body and body.get_content_subtype() == "html":
         text = _shown_text(text)
     is_page = message.get_content_type() == "multipart/related"  # its parts are pictures and styles
-    others = (
-        []
-        if is_page
-        else [part.get_filename() or part.get_content_type() for part in message.iter_attachments()]
-    )
-    losses = [f"it has attachments, which are not read ({', '.join(others)})"] if others else []
+    others = () if is_page else message.iter_attachments()
+    names = ", ".join(part.get_filename() or part.get_content_type() for part in others)
+    losses = [f"it has attachments, which are not read ({names})"] if names else []
     return Reading("\n".join(head) + "\n\n" + text, losses)
 
 
@@ -272,20 +256,19 @@ def _read_mail(name: str, data: bytes) -> Reading:
 
 def _read_notebook(name: str, data: bytes) -> Reading:
     """Read the cells of a Jupyter notebook and the text that they put out, without pictures."""
+    text = decode(name, data)
     try:
-        cells = json.loads(decode(name, data))["cells"]
-        parts = ["".join(part) for cell in cells for part in _parts_of(name, cell)]
+        cells = json.loads(text)["cells"]
+        parts = ["".join(part) for cell in cells for part in _parts_of(cell)]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise wrong(
-            "file",
+        raise refused(
             f"expected a Jupyter notebook with cells, as format 4 has them, got {name}",
             f"Export it with jupyter nbconvert --to markdown {shlex.quote(name)}",
-            DocumentError,
         ) from error
     return Reading("\n\n".join(part.strip("\n") for part in parts if part.strip()), [])
 
 
-def _parts_of(name: str, cell: dict[str, Any]) -> Iterator[str | list[str]]:
+def _parts_of(cell: dict[str, Any]) -> Iterator[str | list[str]]:
     yield cell["source"]
     for output in cell.get("outputs", ()):
         raised = ": ".join(filter(None, map(output.get, ("ename", "evalue"))))

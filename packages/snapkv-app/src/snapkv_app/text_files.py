@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from snapkv.errors import DocumentError, SnapKVError, wrong
 from snapkv.validation import format_bytes, nearest, printable, without_controls
-from snapkv_app.decoding import decode, is_binary, not_text
+from snapkv_app.decoding import decode, is_binary, not_text, refused
 from snapkv_app.document_process import PROCESS
 from snapkv_app.file_kinds import kind_of
 from snapkv_app.library.records import Text, settled_stamp
@@ -135,18 +135,11 @@ class _Files:
         if source == STDIN:
             return [self._parsed(None, self._content(sys.stdin.buffer, None))]
         if not source:
-            raise wrong(
-                "file",
-                "expected a file or folder, got an empty name",
-                "Pass a path or -",
-                DocumentError,
-            )
+            raise refused("expected a file or folder, got an empty name", "Pass a path or -")
         if "://" in source and not os.path.lexists(source):
-            raise wrong(
-                "file",
+            raise refused(
                 f"expected a file or folder, got the address {source!r}, which is not fetched",
                 "Download it and pass the file",
-                DocumentError,
             )
         path = Path(source)
         try:
@@ -175,12 +168,10 @@ class _Files:
             if reasons:
                 first = next(iter(reasons.values()))
                 unread = f" and can be read ({len(reasons):,} cannot: {first})"
-            raise wrong(
-                "file",
+            raise refused(
                 f"expected a folder with text files, got {folder} without any that is not hidden, "
                 f"empty or binary{unread}",
                 "Pass a folder with text files",
-                DocumentError,
             )
         self.notices |= {f"skipped: {name}": reason for name, reason in reasons.items()}
         return found
@@ -230,7 +221,7 @@ class _Files:
             text = _ESCAPED.sub(_unescaped, text)
         if not text.strip():
             problem = f"expected text, got nothing in {name}"
-            raise wrong("file", problem, "Pass a file with text", DocumentError)
+            raise refused(problem, "Pass a file with text")
         if losses:
             self.notices[f"partly read: {name}"] = "; ".join(losses)
         # What a pipe such as <(command) held cannot be read again.
@@ -264,20 +255,16 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _too_much(path: Path | None) -> SnapKVError:
-    return wrong(
-        "file",
-        f"expected at most {format_bytes(_MOST_BYTES)} of text, and documents of at most "
-        f"{format_bytes(_MOST_DOCUMENT_BYTES)}, got more with {_name_of(path)}",
-        "Pass less, for instance a part that split -C 32M makes",
-        _TooMuchError,
-    )
+    most, largest = format_bytes(_MOST_BYTES), format_bytes(_MOST_DOCUMENT_BYTES)
+    bounds = f"expected at most {most} of text, and documents of at most {largest}"
+    remedy = "Pass less, for instance a part that split -C 32M makes"
+    return wrong("file", f"{bounds}, got more with {_name_of(path)}", remedy, _TooMuchError)
 
 
 def _unreadable(error: OSError, name: str) -> SnapKVError:
-    problem = f"got {printable(str(error.filename or name))}: {error.strerror}"
-    return wrong(
-        "file", f"expected a readable file, {problem}", "Pass one that can be read", DocumentError
-    )
+    place = printable(str(error.filename or name))
+    problem = f"expected a readable file, got {place}: {error.strerror}"
+    return refused(problem, "Pass one that can be read")
 
 
 def _require_file(path: Path) -> None:
@@ -286,7 +273,7 @@ def _require_file(path: Path) -> None:
         return
     if path.exists():
         problem = f"expected a regular file or folder, got the device {path}"
-        raise wrong("file", problem, "Pass a file, or - for standard input", DocumentError)
+        raise refused(problem, "Pass a file, or - for standard input")
     names = os.listdir(path.parent) if path.parent.is_dir() else ()
     near = nearest(path.name, names) or where_to_look(path)
     raise DocumentError(
