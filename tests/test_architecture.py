@@ -22,7 +22,7 @@ def test_importing_the_package_and_its_command_line_loads_no_torch():
 
 def test_importing_the_cache_loads_nothing_optional():
     kernels = ("snapkv.ops.ragged.triton", "snapkv.ops.votes.triton")
-    optional = ("pypdf", "bs4", "gguf", "matplotlib", "vllm", *kernels)
+    optional = ("xberg", "pypdfium2", "inscriptis", "lxml", "gguf", "matplotlib", "vllm", *kernels)
     code = (
         "import sys\nfrom snapkv import CompressedCache\n"
         f"sys.exit(any(n in sys.modules for n in {optional!r}))"

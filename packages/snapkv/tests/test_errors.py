@@ -7,7 +7,7 @@ import pytest
 from snapkv.errors import install_command, missing_package
 
 
-@pytest.mark.parametrize("package", ["pypdf", "PyStemmer"])
+@pytest.mark.parametrize("package", ["pypdfium2", "PyStemmer"])
 def test_packages_come_in_the_releases_that_are_asked_for(monkeypatch, package):
     lines = [f"{package}>=3; extra == 'some'", "torch>=2.8"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: lines)

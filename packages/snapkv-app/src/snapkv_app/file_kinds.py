@@ -1,10 +1,10 @@
-"""The kinds of files that hold no text, told by their first bytes, to name them in errors."""
+"""The kinds of binary files, which their first bytes tell."""
 
 from typing import NamedTuple
 
-_PHOTO = "run it through OCR, for instance tesseract"
-_SOUND = "pass a transcript, for instance from whisper"
-_OFFICE = "export it as PDF"
+_PHOTO = "Run it through OCR, for instance tesseract"
+_SOUND = "Pass a transcript, for instance from whisper"
+_OFFICE = "Export it as PDF"
 
 
 class FileKind(NamedTuple):
@@ -12,16 +12,18 @@ class FileKind(NamedTuple):
 
     Attributes:
         name: the kind, with an article.
-        remedy: what to do, with braces where the quoted name of the file stands; empty if there is
-            nothing special to do.
+        remedy: a sentence that says what to do, with braces where the quoted name of the file
+            stands; empty if there is nothing special to do.
+        mime: the MIME type of a document that can be read; empty for others.
     """
 
     name: str
     remedy: str = ""
+    mime: str = ""
 
 
 def _unpack(command: str) -> str:
-    return f"unpack it, for instance with {command}, and pass what was in it"
+    return f"Unpack it, for instance with {command}, and pass what was in it"
 
 
 _BEGINNINGS: tuple[tuple[int, bytes, FileKind], ...] = (
@@ -37,11 +39,11 @@ _BEGINNINGS: tuple[tuple[int, bytes, FileKind], ...] = (
     (0, b"PK\x05\x06", FileKind("an empty ZIP archive")),
     (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", FileKind("an old Office document", _OFFICE)),
     (0, b"SQLite format 3\0",
-     FileKind("an SQLite database", "export its text, for instance with sqlite3 {} .dump")),
-    (0, b"PAR1", FileKind("a Parquet table", "export it as CSV")),
+     FileKind("an SQLite database", "Export its text, for instance with sqlite3 {} .dump")),
+    (0, b"PAR1", FileKind("a Parquet table", "Export it as CSV")),
     (0, b"\x89HDF\r\n\x1a\n", FileKind("an HDF5 file")),
     (0, b"\x93NUMPY", FileKind("a NumPy array")),
-    (0, b"GGUF", FileKind("a GGUF model", "pass it with --model instead")),
+    (0, b"GGUF", FileKind("a GGUF model", "Pass it with --model instead")),
     (0, b"\x89PNG", FileKind("a PNG image", _PHOTO)),
     (0, b"\xff\xd8\xff", FileKind("a JPEG image", _PHOTO)),
     (0, b"GIF8", FileKind("a GIF image", _PHOTO)),
@@ -63,24 +65,39 @@ _BEGINNINGS: tuple[tuple[int, bytes, FileKind], ...] = (
     (0, b"\0asm", FileKind("a WebAssembly program")),
 )  # fmt: skip
 
-_IN_ZIP: tuple[tuple[bytes, FileKind], ...] = (
-    (b"word/document.xml", FileKind("a Word document", _OFFICE)),
-    (b"xl/workbook.xml", FileKind("an Excel workbook", "export it as CSV or PDF")),
-    (b"ppt/presentation.xml", FileKind("a PowerPoint presentation", _OFFICE)),
-    (b"application/vnd.oasis.opendocument", FileKind("an OpenDocument file", _OFFICE)),
-    (b"application/epub+zip", FileKind("an EPUB book", _OFFICE)),
-)
-"""Names of files in a ZIP archive that tell what it is."""
+_OOXML = "application/vnd.openxmlformats-officedocument."
+_ODF = "application/vnd.oasis.opendocument."
+
+_IN_ZIP: tuple[tuple[str, str, FileKind], ...] = (
+    ("word/document.xml", ".docx",
+     FileKind("a Word document", mime=_OOXML + "wordprocessingml.document")),
+    ("xl/workbook.xml", ".xlsx",
+     FileKind("an Excel workbook", mime=_OOXML + "spreadsheetml.sheet")),
+    ("ppt/presentation.xml", ".pptx",
+     FileKind("a PowerPoint presentation", mime=_OOXML + "presentationml.presentation")),
+    (_ODF + "text", ".odt", FileKind("an OpenDocument text", mime=_ODF + "text")),
+    (_ODF + "spreadsheet", ".ods",
+     FileKind("an OpenDocument spreadsheet", mime=_ODF + "spreadsheet")),
+    (_ODF + "presentation", ".odp",
+     FileKind("an OpenDocument presentation", mime=_ODF + "presentation")),
+    (_ODF, ".odg", FileKind("an OpenDocument file", _OFFICE)),
+    ("application/epub+zip", ".epub", FileKind("an EPUB book", mime="application/epub+zip")),
+)  # fmt: skip
+"""What a ZIP archive is, by a name or the beginning of a file in it, or by its own suffix."""
 
 
-def kind_of(data: bytes) -> FileKind | None:
-    """Return the kind of a file that is not text, or None if it is unknown.
+def kind_of(data: bytes, suffix: str = "") -> FileKind | None:
+    """Return the kind of a binary file, or None if it is unknown.
 
     The caller must know already that the data is not text, since a text may begin with the same
     letters.
+
+    Args:
+        data: the content of the file.
+        suffix: the suffix of its name, for documents that do not say in `data` what they are.
     """
     for start, letters, kind in _BEGINNINGS:
         if data.startswith(letters, start):
-            held = (each for name, each in _IN_ZIP if name in data)
+            held = (each for name, own, each in _IN_ZIP if name.encode() in data or own == suffix)
             return next(held, kind) if letters.startswith(b"PK") else kind
     return None

@@ -216,12 +216,24 @@ def test_words_between_which_no_space_stands_are_found_by_neighbours(tmp_path):
     assert best.passage in "春天到了。" * 300 + "番茄红了。" * 20
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_what_is_indexed_gives_back_the_text(seed):
-    draw = random.Random(seed)
-    for _ in range(200):
-        text = "".join(draw.choices("a \x1f漢字カ゛가、", k=12))
-        assert index.as_it_was(index.as_indexed(text)) == text
+@pytest.mark.parametrize(
+    ("passage", "question"),
+    [
+        ("The o\ufb03ce safe has 47 \ufb01les.", "How many files are in the office?"),
+        ("The termi\u00adnation clause is nine.", "termination"),
+        ("The termi-\nnation clause is nine.", "termination"),
+        ("The well-\n  known clause is nine.", "known"),
+        ("The termi\u200bnation clause is nine.", "termination"),
+        ("\uff34\uff4f\uff4b\uff59\uff4f ends.", "Tokyo"),
+        ("The termination clause is nine.", "termi\u00adnation"),
+    ],
+    ids=["ligature", "soft", "hyphen", "compound", "invisible", "full width", "question"],
+)
+def test_a_word_is_found_however_it_is_typeset(tmp_path, passage, question):
+    texts = {f"wall {n}": f"The garden is quiet, and the wall {n} is old." for n in range(4)}
+    library = made(tmp_path / "l", texts | {"typeset": passage})
+    (hit,) = library.search(question)
+    assert (hit.name, hit.passage) == ("typeset", passage)
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import re
 import sqlite3
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from snapkv_app.library.records import WITHOUT_SPACES, Record, lines_of
 _BUSY_SECONDS = 20
 """So long at most somebody waits for another one who brings the index up to date."""
 
-_VERSION = 2
+_VERSION = 3
 
 _TABLES = """
 create table documents(key text primary key, stamp, name, source, tokens, bytes) without rowid;
@@ -25,16 +26,22 @@ create index documents_by_source on documents(source);
 create table spans(id integer primary key, key, start, stop, first_line, last_line);
 create index spans_of on spans(key);
 create table mark(at);
-create virtual table passages using fts5(words, tokenize='porter unicode61');
+create virtual table passages using fts5(words, text unindexed, tokenize='porter unicode61');
 """
-"""A row of `passages` has the id of its span; its words begin with the document's name.
+"""A row of `passages` has the id of its span, the text of the passage, and the words that it is
+found by, which begin with the document's name.
 
 `mark` has what `Folder.mark` says of the records, where the index knows them all.
 """
 
 SINGLE = re.compile(f"[{WITHOUT_SPACES}]")
-_APART, _AS_IT_WAS = "\x1f\\g<0>\x1f", re.compile(f"\x1f([{WITHOUT_SPACES}])\x1f")
+_APART = "\x1f\\g<0>\x1f"
 """In scripts without spaces every character is a word, between marks that are not words."""
+
+_INVISIBLE = re.compile("[\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+"""Soft hyphens, spaces and joiners without a width, and marks of the direction of writing."""
+
+_HYPHENATED = re.compile(r"(\w+)[-\u2010][ \t]*\n\s*(\w+)")
 
 
 class DocumentEntry(NamedTuple):
@@ -143,11 +150,11 @@ class Index:
     def _insert(self, stamp: str, record: Record) -> None:
         about = (record.key, stamp, record.name, record.source, record.tokens, record.bytes)
         self.connection.execute("insert into documents values (?, ?, ?, ?, ?, ?)", about)
-        for *span, words in _rows(record):
+        for *span, words, text in _rows(record):
             own = (record.key, *span)
             place = self.connection.execute("insert into spans values (null, ?, ?, ?, ?, ?)", own)
-            row = (place.lastrowid, words)
-            self.connection.execute("insert into passages(rowid, words) values (?, ?)", row)
+            row = (place.lastrowid, words, text)
+            self.connection.execute(INSERT_PASSAGE, row)
 
     def _note(self, mark: str | None) -> None:
         self.connection.execute("delete from mark")
@@ -197,8 +204,9 @@ _STAMP = "select stamp from documents where key = ?"
 _KNOWN = "select key, stamp from documents"
 _ABOUT = "select name, source, tokens, bytes from documents where key = ?"
 _FORGET_WORDS = "delete from passages where rowid in (select id from spans where key = ?)"
+INSERT_PASSAGE = "insert into passages(rowid, words, text) values (?, ?, ?)"
 _ROWS = (
-    "select start, stop, first_line, last_line, words from spans join passages "
+    "select start, stop, first_line, last_line, words, text from spans join passages "
     "on passages.rowid = spans.id where key = ? order by start"
 )
 _LONE = (
@@ -300,19 +308,27 @@ def explained() -> Iterator[None]:
         ) from error
 
 
+def folded(text: str) -> str:
+    """Return `text` in the form in which passages and questions are compared.
+
+    Ligatures and full-width letters become plain letters (NFKC), and invisible marks are dropped.
+    Parts of a word on two lines are followed by the joined word: "termi-", "nation" and
+    "termination" are found, and so are both halves of "well-known".
+    """
+    plain = unicodedata.normalize("NFKC", _INVISIBLE.sub("", text))
+    return _HYPHENATED.sub(r"\1 \2 \1\2", plain)
+
+
 def as_indexed(text: str) -> str:
-    return SINGLE.sub(_APART, text)
+    """Return the words of `text` as the full-text index stores them."""
+    return SINGLE.sub(_APART, folded(text))
 
 
-def as_it_was(words: str) -> str:
-    """The text that `as_indexed` was given."""
-    return _AS_IT_WAS.sub(r"\1", words)
-
-
-def _rows(record: Record) -> list[tuple[int, int, int, int, str]]:
-    """Of every passage its span, its lines and its words."""
+def _rows(record: Record) -> list[tuple[int, int, int, int, str, str]]:
+    """Return the span, the lines, the words and the text of every passage of a document."""
     rows = []
     for start, stop in record.chunks:
-        words = as_indexed(f"{record.name} {record.text[start:stop]}")
-        rows.append((start, stop, *lines_of(record.text, (start, stop)), words))
+        text = record.text[start:stop]
+        words = as_indexed(f"{record.name} {text}")
+        rows.append((start, stop, *lines_of(record.text, (start, stop)), words, text))
     return rows

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 from snapkv_app.library.folder import Folder
 from snapkv_app.library.index import (
+    INSERT_PASSAGE,
     SINGLE,
     Index,
     as_indexed,
-    as_it_was,
     cannot_be_written,
     explained,
+    folded,
     opened,
 )
 from snapkv_app.library.records import WITHOUT_SPACES, Span
@@ -98,7 +99,7 @@ class Passages:
 
 _FOUND = "select rowid, bm25(passages) from passages where passages match ?"
 _HIT = (
-    "select key, name, start, stop, first_line, last_line, words, tokens from spans "
+    "select key, name, start, stop, first_line, last_line, text, tokens from spans "
     "join documents using (key) join passages on passages.rowid = spans.id where id = ?"
 )
 
@@ -117,10 +118,10 @@ def _best(index: Index, question: str, documents: int) -> list[Hit]:
 
 def ranked(passages: Sequence[str], question: str) -> list[int]:
     """The numbers of the passages that have a word of the question, the best by BM25 first."""
-    rows = [(place, as_indexed(text)) for place, text in enumerate(passages)]
+    rows = [(place, as_indexed(text), text) for place, text in enumerate(passages)]
     with explained(), closing(opened(":memory:")) as index:
-        index.executemany("insert into spans(id) values (?)", [(place,) for place, _ in rows])
-        index.executemany("insert into passages(rowid, words) values (?, ?)", rows)
+        index.executemany("insert into spans(id) values (?)", [(place,) for place, *_ in rows])
+        index.executemany(INSERT_PASSAGE, rows)
         return [place for place, _ in _ranked(index, question, int)]
 
 
@@ -157,7 +158,7 @@ def _words(question: str) -> list[str]:
     Of Chinese, Japanese and Korean, whose words are not told by spaces, every two neighbours; the
     letter after an apostrophe, as in "what's", is no word.
     """
-    text = _CONTRACTED.sub(" ", unicodedata.normalize("NFC", question).lower())
+    text = _CONTRACTED.sub(" ", folded(question).lower())
     kept = (each if each == "_" or unicodedata.category(each)[0] in "LNM" else " " for each in text)
     runs = _RUN.findall("".join(kept))
     words = dict.fromkeys(word for run in runs for word in _words_of(run))
@@ -178,13 +179,13 @@ def _words_of(run: str) -> Iterator[str]:
 
 
 def _hit(row: tuple[str, str, int, int, int, int, str, int], score: float) -> Hit:
-    key, name, start, stop, first_line, last_line, words, tokens = row
+    key, name, start, stop, first_line, last_line, text, tokens = row
     return Hit(
         key=key,
         name=name,
         score=score,
         span=(start, stop),
         lines=(first_line, last_line),
-        passage=as_it_was(words)[len(name) + 1 :],
+        passage=text,
         tokens=tokens,
     )

@@ -1,0 +1,111 @@
+"""The text of bytes: which encoding they are in, and which bytes are no text."""
+
+import codecs
+import re
+import shlex
+
+from snapkv.errors import DocumentError, SnapKVError, wrong
+from snapkv_app.file_kinds import FileKind, kind_of
+
+# The longer mark comes first, because that of UTF-32 begins with that of UTF-16.
+_BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+_IN_BROWSERS = {
+    **dict.fromkeys(("ascii", "iso8859-1"), "windows-1252"),
+    **dict.fromkeys(("utf-16", "utf-16-be", "utf-16-le"), "utf-8"),
+    **dict.fromkeys(("gb2312", "gbk"), "gb18030"),
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+}
+"""The encoding that browsers use for each encoding that a page may declare, by Python's names.
+
+The Encoding Standard says so, because pages declare a part of the encoding that they are in.
+"""
+
+_DECLARED = re.compile(
+    rb"""<\?xml[^>]{,200}?encoding\s*=\s*["']([\w.:-]+)|<meta[^>]{,400}?charset\s*=\s*["']?([\w.:-]+)""",
+    re.IGNORECASE,
+)
+_SHIFTED = {
+    "iso2022_kr": re.compile(rb"\x1b\$\)C"),
+    "iso2022_jp_2": re.compile(rb"\x1b\$[@AB(]"),
+}
+"""The escape sequences by which texts in seven bits switch to Korean, Japanese or Chinese."""
+
+
+def decode(name: str, data: bytes) -> str:
+    """Return the text of `data`, with line ends of Unix.
+
+    The encoding is the one that a byte order mark, an XML declaration, a `<meta>` tag or an escape
+    sequence announces, and UTF-8 without any of them.
+
+    Args:
+        name: the name of the file, for error messages.
+        data: the content of the file.
+
+    Raises:
+        DocumentError: `data` is binary, in another encoding, or in one that Python does not know.
+    """
+    if is_binary(data):
+        raise not_text(name, data)
+    declared, encoding = _declared_encoding(data), _unicode_encoding(data)
+    try:
+        encoding = encoding or _IN_BROWSERS.get(codecs.lookup(declared).name, declared)
+        return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        if kind_of(data) is not None:  # compressed data without a NUL byte
+            raise not_text(name, data) from error
+        raise refused(
+            f"expected {encoding} text, got byte 0x{data[error.start]:02x} at offset "
+            f"{error.start:,} in {name}",
+            "Convert it with iconv -f WINDOWS-1252 (GB18030 if it is Chinese, WINDOWS-1251 "
+            "Russian, SHIFT_JIS Japanese) -t UTF-8",
+        ) from error
+    except (LookupError, UnicodeError) as error:  # the codec "undefined" decodes nothing
+        raise refused(
+            f"expected an encoding that Python knows, got {declared!r} declared in {name}",
+            "Convert it to UTF-8",
+        ) from error
+
+
+def is_binary(data: bytes) -> bool:
+    """Return whether `data` is neither text in an encoding of Unicode nor a PDF."""
+    return not data.startswith(b"%PDF-") and b"\0" in data and not _unicode_encoding(data)
+
+
+def refused(problem: str, remedy: str) -> SnapKVError:
+    """Build the error for a file that cannot be read, as `wrong` does."""
+    return wrong("file", problem, remedy, DocumentError)
+
+
+def not_text(name: str, data: bytes) -> SnapKVError:
+    """Build the error for a file that is not text, which says what it is if that is known."""
+    kind = kind_of(data) or FileKind("binary data")
+    remedy = kind.remedy.format(shlex.quote(name)) or (
+        "Pass text, Markdown, source code, HTML, PDF or an Office document, or export it as PDF"
+    )
+    return refused(f"expected text, got {kind.name} in {name}", remedy)
+
+
+def _declared_encoding(data: bytes) -> str:
+    begun = data[:1024].lstrip()
+    if begun[:1] == b"<" and (found := _DECLARED.search(begun)):
+        return (found[1] or found[2]).decode("ascii", "replace")
+    return next((name for name, shift in _SHIFTED.items() if shift.search(data)), "utf-8")
+
+
+def _unicode_encoding(data: bytes) -> str | None:
+    """Return the encoding of a byte order mark, or UTF-16 for Latin letters without a mark."""
+    for mark, encoding in _BYTE_ORDER_MARKS.items():
+        if data.startswith(mark):
+            return encoding
+    first, second = data[::2].count(0), data[1::2].count(0)
+    if min(first, second) == 0 and max(first, second) > len(data) / 4:
+        return "utf-16-be" if first else "utf-16-le"
+    return None

@@ -1,0 +1,147 @@
+"""A process that reads documents, so that no document can exhaust or crash the one that asks."""
+
+import atexit
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from snapkv.errors import DocumentError, missing_package
+from snapkv.validation import format_bytes
+from snapkv_app.decoding import refused
+
+_SECONDS = 120
+"""The time that a document may take."""
+
+_MOST_MEMORY = 2**32
+"""The bytes of memory that a document may take, where the system can limit them."""
+
+
+class DocumentProcess:
+    """A process of Python that reads one document after the other; the first one starts it.
+
+    A document that takes too much time or memory, or that makes a library crash, ends the process,
+    and the next document starts another one.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def read(self, form: str, name: str, data: bytes, most: int) -> tuple[str, list[str]] | None:
+        """Read a document.
+
+        Args:
+            form: what `read_document` reads it as.
+            name: the name of the file, for error messages.
+            data: the content of the file.
+            most: the bytes that the text may have in UTF-8.
+
+        Returns:
+            The text, and a clause for each part of the document that is not in it; None if the
+            text is longer than `most`.
+
+        Raises:
+            DocumentError: the document cannot be read, or takes too much time or memory.
+            MissingDependencyError: the library that reads it is not installed.
+        """
+        with self._lock:
+            process = self._started()
+            timer = threading.Timer(_SECONDS, process.kill)
+            timer.start()
+            try:
+                answer = _asked(process, (form, name, len(data), most), data)
+            finally:
+                timer.cancel()
+            if answer is None:
+                self.close()
+        if answer is None:
+            raise refused(
+                f"expected a document that can be read in {_SECONDS} seconds and "
+                f"{format_bytes(_MOST_MEMORY)} of memory, got {name}, with which reading ended",
+                "Export it as text or PDF, or pass a part of it",
+            )
+        if "missing" in answer:
+            raise missing_package(f"file: reading {name}", answer["missing"])
+        if "error" in answer:
+            raise DocumentError(answer["error"])
+        return (answer["text"], answer["losses"]) if "text" in answer else None
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None:
+            # One thread each, because every thread reserves memory.
+            own = {"TOKIO_WORKER_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "snapkv_app.document_process", str(_MOST_MEMORY)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **own},
+            )
+        return self._process
+
+
+PROCESS = DocumentProcess()
+"""The process of everybody who reads documents here."""
+
+
+def _asked(process: "subprocess.Popen[bytes]", question: Any, data: bytes) -> dict[str, Any] | None:
+    """Send a question and the document to a process and return its answer; None if it ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(question).encode() + b"\n" + data)
+        process.stdin.flush()
+    line = process.stdout.readline()
+    return json.loads(line) if line.endswith(b"\n") else None
+
+
+def _serve(most_memory: int) -> None:
+    """Answer the questions of `_asked` until standard input ends, in `most_memory` bytes."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    sys.setrecursionlimit(10_000)  # pages have tags in tags
+    _limit_resources(most_memory)
+    for line in sys.stdin.buffer:
+        form, name, size, most = json.loads(line)
+        answer = _answer(form, name, sys.stdin.buffer.read(size), most)
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+def _answer(form: str, name: str, data: bytes, most: int) -> dict[str, Any]:
+    from snapkv_app.documents import read_document
+
+    try:
+        reading = read_document(form, name, data)
+    except DocumentError as error:
+        return {"error": str(error)}
+    except ModuleNotFoundError as error:
+        return {"missing": error.name}
+    text = reading.text.encode(errors="replace")  # halves of characters are no text
+    return {"text": text.decode(), "losses": reading.losses} if len(text) <= most else {}
+
+
+def _limit_resources(most_memory: int) -> None:
+    """Limit the memory of this process, and let it write no files."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return
+    resource.setrlimit(resource.RLIMIT_DATA, (most_memory, most_memory))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))

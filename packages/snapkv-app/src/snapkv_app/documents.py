@@ -1,0 +1,366 @@
+"""Readers of documents: HTML, PDF, e-mails, notebooks, EPUB and the files of Office programs.
+
+The libraries that they call are written in C and Rust, and documents come from strangers, so
+`document_process` runs them in a process of its own. Each is imported when it is needed.
+"""
+
+import json
+import posixpath
+import re
+import shlex
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from snapkv.errors import DocumentError, SnapKVError
+from snapkv_app.decoding import decode, refused
+
+_AGAIN = "Download or export it again"
+
+
+class Reading(NamedTuple):
+    """The text of a document.
+
+    Attributes:
+        text: what the document shows.
+        losses: a clause for each part of the document that is not in `text`.
+    """
+
+    text: str
+    losses: list[str]
+
+
+def read_document(form: str, name: str, data: bytes) -> Reading:
+    """Read a document.
+
+    Args:
+        form: a key of `READERS`, or the MIME type of an Office document.
+        name: the name of the file, for error messages.
+        data: the content of the file.
+
+    Raises:
+        DocumentError: the document is damaged or encrypted, or has no text.
+        ModuleNotFoundError: the library that reads this form is not installed.
+    """
+    reader = READERS.get(form)
+    try:
+        return reader(name, data) if reader else _read_office(name, data, form)
+    except (DocumentError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # a damaged file makes the libraries raise whatever they trip over
+        raise _damaged(name, error) from error
+
+
+def _damaged(name: str, error: Exception) -> SnapKVError:
+    reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return refused(f"expected a complete document, got {name}: {reason}", _AGAIN)
+
+
+# HTML.
+
+_OPENED = re.compile(r"<html[\s>]", re.IGNORECASE)
+_CLOSED = re.compile(r"</html\s*>", re.IGNORECASE)
+_BLANK_LINES = re.compile(r"(?<![ \t])[ \t]*\n\s*\n")
+"""Lines without letters; the spaces in front are looked at once, from their first on."""
+
+_NEVER_SHOWN = (
+    "//*[@hidden or self::template or self::noscript or self::datalist or self::annotation "
+    "or self::annotation-xml or re:test(@style, "
+    r"'display\s*:\s*none|visibility\s*:\s*(hidden|collapse)|"
+    r"(opacity|font-size)\s*:\s*0[^.\d]*(;|$)', 'i')]"
+)
+_REGULAR_EXPRESSIONS = {"re": "http://exslt.org/regular-expressions"}
+_BLOCKS = (
+    "caption center dd details dialog dl dt fieldset form head hr legend menu optgroup option "
+    "search section summary table textarea title tr"
+)
+"""The tags that begin a line, beside those that inscriptis knows."""
+
+
+def _read_html(name: str, data: bytes) -> Reading:
+    markup = decode(name, data)
+    losses = []
+    if _OPENED.search(markup) and not _CLOSED.search(markup):
+        losses.append("it begins with <html> and ends without </html>, so its end may be missing")
+    return Reading(_shown_text(markup), losses)
+
+
+def _shown_text(markup: str) -> str:
+    """Return what a browser shows of a page, except what style sheets hide.
+
+    A line stands for a block and a tab for the border of two cells.
+    """
+    from inscriptis.css_profiles import STRICT_CSS_PROFILE
+    from inscriptis.html_engine import Inscriptis
+    from inscriptis.html_properties import Display
+    from inscriptis.model.config import ParserConfig
+    from inscriptis.model.html_element import HtmlElement
+    from inscriptis.model.tag import CustomHtmlTagHandlerMapping
+    from lxml import etree, html
+
+    # huge_tree allows 2,048 tags in each other instead of 256.
+    parser = html.HTMLParser(
+        encoding="utf-8", huge_tree=True, remove_comments=True, remove_pis=True
+    )
+    # lxml would refuse an empty page, and a text whose XML declaration names an encoding.
+    page = html.document_fromstring(f"<html>{markup}".encode(), parser=parser)
+    if any(entry.level == etree.ErrorLevels.FATAL for entry in parser.error_log):
+        raise ValueError("its tags are in each other more than 2,048 times")
+    find_hidden = etree.XPath(_NEVER_SHOWN, namespaces=_REGULAR_EXPRESSIONS)
+    for element in find_hidden(page):
+        element.drop_tree()
+    # inscriptis would draw tables with spaces, as wide as their longest cell in every line.
+    cells = CustomHtmlTagHandlerMapping(
+        start_tag_mapping={**dict.fromkeys(("table", "tr", "td", "th")), "ol": _start_list},
+        end_tag_mapping={"table": None, "td": _end_cell, "th": _end_cell},
+    )
+    blocks = dict.fromkeys(_BLOCKS.split(), HtmlElement(display=Display.block))
+    config = ParserConfig(css=STRICT_CSS_PROFILE | blocks, custom_html_tag_handler_mapping=cells)
+    text = Inscriptis(page, config).get_text()
+    return _BLANK_LINES.sub("\n\n", text.replace("\t\n", "\n")).strip()
+
+
+def _start_list(state: Any, attributes: Any) -> None:
+    start = attributes.get("start", "")
+    state.li_counter.append(int(start) if start.isdecimal() else 1)
+
+
+def _end_cell(state: Any) -> None:
+    state.tags[-1].write_verbatim_text("\t")
+
+
+# PDF.
+
+_OCR = "run it through OCR, for instance ocrmypdf"
+
+
+def _read_pdf(name: str, data: bytes) -> Reading:
+    """Read the text layer of a PDF and what is filled in, with an empty line between pages."""
+    import pypdfium2
+    from pypdfium2 import raw
+
+    try:
+        pdf = pypdfium2.PdfDocument(data)
+    except pypdfium2.PdfiumError as error:
+        if error.err_code == raw.FPDF_ERR_PASSWORD:
+            command = f"qpdf --decrypt --password=PASSWORD {shlex.quote(name)} open.pdf"
+            raise refused(
+                f"expected a PDF without a password, got the encrypted {name}",
+                f"Decrypt it, for instance with {command}",
+            ) from error
+        raise
+    pdf.init_forms()
+    pages = [_read_page(pdf, number) for number in range(len(pdf))]
+    counts = sum((counts for _, counts in pages), Counter[str]())
+    if counts["letters"] == 0 or 2 * counts["unmapped"] > counts["letters"]:
+        raise _pdf_without_text(name, len(pages), counts)
+    losses = list(_losses_of_pdf(data, len(pages), counts))
+    if pdf.get_formtype() in (raw.FORMTYPE_XFA_FULL, raw.FORMTYPE_XFA_FOREGROUND):
+        losses.append("it is an XFA form, whose fields are not read; print it into a PDF")
+    return Reading("\n\n".join(text for text, _ in pages), losses)
+
+
+def _read_page(pdf: Any, number: int) -> tuple[str, Counter[str]]:
+    """Read a page of a PDF.
+
+    Returns:
+        Its text; and the number of its "letters", of those that are "unmapped" because the font
+        does not say which letters its glyphs show, and 1 for "drawn" if the page shows something
+        without a text, or for "broken" if it cannot be read.
+    """
+    import pypdfium2
+    from pypdfium2 import raw
+
+    try:
+        raw.FPDFPage_Flatten(pdf[number], raw.FLAT_NORMALDISPLAY)  # fields become text of the page
+        page = pdf[number]
+        letters = page.get_textpage()
+    except pypdfium2.PdfiumError:
+        return "", Counter(broken=1)
+    # PDFium writes a hyphen that ends a line as U+FFFE, without the line's end.
+    text = letters.get_text_range().replace("\ufffe", "-\n").replace("\r\n", "\n")
+    drawn = not text.strip() and raw.FPDFPage_CountObjects(page) > 0
+    unmapped = sum(
+        raw.FPDFText_HasUnicodeMapError(letters, index) == 1
+        for index in range(letters.count_chars())
+    )
+    return text, Counter(letters=len("".join(text.split())), unmapped=unmapped, drawn=drawn)
+
+
+def _pdf_without_text(name: str, pages: int, counts: Counter[str]) -> SnapKVError:
+    remedy = f"R{_OCR[1:]}"
+    if counts["letters"]:
+        problem = "fonts that do not say which letters they show"
+    elif counts["drawn"]:
+        problem = "images only"
+    elif counts["broken"] or not pages:
+        problem, remedy = "no pages that can be read", _AGAIN
+    else:
+        problem, remedy = f"{pages:,} blank pages", f"{_AGAIN}, or pass another file"
+    return refused(f"expected a PDF with text, got {name} with {problem}", remedy)
+
+
+def _losses_of_pdf(data: bytes, pages: int, counts: Counter[str]) -> Iterator[str]:
+    _, end, behind = data.rpartition(b"%%EOF")
+    if not end or behind.strip(b"\0\t\n\f\r "):
+        yield "it does not end as a PDF does, so its end may be missing"
+    elif not _is_table_found(data):
+        yield "it is damaged, and was read as far as PDFium could repair it"
+    if counts["drawn"]:
+        yield f"{counts['drawn']:,} of {pages:,} pages have images or drawings and no text; {_OCR}"
+    if counts["broken"]:
+        yield f"{counts['broken']:,} of {pages:,} pages cannot be read"
+    if 100 * counts["unmapped"] > counts["letters"]:
+        yield (
+            f"for {counts['unmapped']:,} of {counts['letters']:,} characters the fonts do not say "
+            f"which letters they show; {_OCR}"
+        )
+
+
+def _is_table_found(data: bytes) -> bool:
+    """Return whether the table of objects is where the end of the PDF says it is."""
+    starts = re.findall(rb"startxref\s+(\d+)", data)
+    start = data.find(b"%PDF-") + int(starts[-1]) if starts else len(data)
+    return re.match(rb"\s*(xref|\d+\s+\d+\s+obj)", data[start : start + 64]) is not None
+
+
+# E-mails and saved web pages.
+
+
+def _read_mail(name: str, data: bytes) -> Reading:
+    """Read the head and the body of an e-mail; a saved web page (.mhtml) is written as one."""
+    import email.policy
+
+    message = email.message_from_bytes(data, policy=email.policy.default)
+    head = [
+        f"{key}: {message[key]}" for key in ("Subject", "From", "To", "Cc", "Date") if message[key]
+    ]
+    body = message.get_body(("html", "plain"))
+    text = body.get_content() if body else ""
+    if body and body.get_content_subtype() == "html":
+        text = _shown_text(text)
+    is_page = message.get_content_type() == "multipart/related"  # its parts are pictures and styles
+    others = () if is_page else message.iter_attachments()
+    names = ", ".join(part.get_filename() or part.get_content_type() for part in others)
+    losses = [f"it has attachments, which are not read ({names})"] if names else []
+    return Reading("\n".join(head) + "\n\n" + text, losses)
+
+
+# Notebooks.
+
+
+def _read_notebook(name: str, data: bytes) -> Reading:
+    """Read the cells of a Jupyter notebook and the text that they put out, without pictures."""
+    text = decode(name, data)
+    try:
+        cells = json.loads(text)["cells"]
+        parts = ["".join(part) for cell in cells for part in _parts_of(cell)]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise refused(
+            f"expected a Jupyter notebook with cells, as format 4 has them, got {name}",
+            f"Export it with jupyter nbconvert --to markdown {shlex.quote(name)}",
+        ) from error
+    return Reading("\n\n".join(part.strip("\n") for part in parts if part.strip()), [])
+
+
+def _parts_of(cell: dict[str, Any]) -> Iterator[str | list[str]]:
+    yield cell["source"]
+    for output in cell.get("outputs", ()):
+        raised = ": ".join(filter(None, map(output.get, ("ename", "evalue"))))
+        shown = output.get("data", {})
+        page = "".join(shown.get("text/html", ()))
+        # A page may be a program only, and its plain text only the name of a class.
+        yield (
+            output.get("text")
+            or shown.get("text/markdown")
+            or (page and _shown_text(page))
+            or shown.get("text/plain", raised)
+        )
+
+
+# EPUB.
+
+
+def _read_epub(name: str, data: bytes) -> Reading:
+    """Read the chapters of a book in their order."""
+    from lxml import etree
+
+    with zipfile.ZipFile(BytesIO(data)) as book:
+        container = etree.fromstring(book.read("META-INF/container.xml"))
+        (place, *_) = container.xpath("//@full-path")
+        package = etree.fromstring(book.read(place))
+        files = {item.get("id"): item.get("href") for item in package.iter("{*}item")}
+        texts = []
+        for chapter in package.iter("{*}itemref"):
+            path = posixpath.join(posixpath.dirname(place), unquote(files[chapter.get("idref")]))
+            page = book.read(posixpath.normpath(path))
+            texts.append(_shown_text(decode(name, page)))
+    return Reading("\n\n".join(texts), [])
+
+
+# Files of Office programs.
+
+
+def _read_office(name: str, data: bytes, mime: str) -> Reading:
+    """Read a document, its notes, headers and footers, with a tab between the cells of a table.
+
+    A list keeps its numbers.
+    """
+    import asyncio
+
+    import xberg
+
+    config = xberg.ExtractionConfig(
+        use_cache=False,
+        disable_ocr=True,
+        enable_quality_processing=False,  # it would rewrite the text
+        include_document_structure=True,
+        output_format="plain",  # in others the notes of slides are missing
+    )
+    source = xberg.ExtractInput(kind="bytes", bytes=data, mime_type=mime)
+    (result,) = asyncio.run(xberg.extract(source, config)).results
+    losses = [warning.message for warning in result.processing_warnings]
+    if _hides_text(data):
+        losses.append("it has hidden text, which was read with the rest")
+    return Reading("\n".join(_lines_of(result.document.nodes)), losses)
+
+
+def _hides_text(data: bytes) -> bool:
+    """Return whether a Word document has text that Word does not show."""
+    if not zipfile.is_zipfile(BytesIO(data)):
+        return False
+    with zipfile.ZipFile(BytesIO(data)) as archive:
+        place = "word/document.xml"
+        return place in archive.namelist() and b"<w:vanish/>" in archive.read(place)
+
+
+def _lines_of(nodes: Sequence[Any]) -> Iterator[str]:
+    contents = [json.loads(str(node.content)) for node in nodes]
+    depths, numbers = dict[int | None, int](), Counter[int]()
+    for place, content in enumerate(contents):
+        kind, parent = content["node_type"], nodes[place].parent
+        depths[place] = depths.get(parent, 0) + (kind == "list")
+        if kind == "list_item":
+            numbers[parent] += 1
+            mark = f"{numbers[parent]}." if contents[parent]["ordered"] else "-"
+            yield f"{'   ' * depths[place]}{mark} {content['text']}"
+        elif kind == "table":
+            for _, row in groupby(content["grid"]["cells"], key=itemgetter("row")):
+                yield "\t".join(" ".join(cell["content"].split()) for cell in row)
+        elif text := content.get("text") or content.get("content"):
+            yield text
+
+
+READERS = {
+    "pdf": _read_pdf,
+    "html": _read_html,
+    "mail": _read_mail,
+    "notebook": _read_notebook,
+    "application/epub+zip": _read_epub,
+}
+"""The reader of each form of documents, beside those of Office programs."""

@@ -1,0 +1,407 @@
+"""Reading documents that well-known programs write, and those that strangers could send."""
+
+import base64
+import json
+import threading
+import zipfile
+from email.message import EmailMessage
+
+import pytest
+from docx import Document
+from docx.oxml import OxmlElement
+from openpyxl import Workbook
+from pptx import Presentation
+from pptx.util import Cm
+from pypdf import PdfWriter
+from pypdf.generic import ArrayObject, DecodedStreamObject, FloatObject, NumberObject
+from pypdf.generic import TextStringObject as Letters
+
+from snapkv.errors import DocumentError
+from snapkv_app import document_process, text_files
+from tests.app.test_text_files import named, noted, write_pdf
+
+
+def saved(folder, name, content):
+    """The path of a file with this content."""
+    data = content if isinstance(content, bytes) else content.encode()
+    (folder / name).write_bytes(data)
+    return folder / name
+
+
+def shown(folder, name, content):
+    """The text of a file with this content, of which nothing is lost."""
+    text, lines = noted(saved(folder, name, content))
+    assert lines == []
+    return text
+
+
+# HTML.
+
+BLOCKS = (
+    "address article aside blockquote caption center dd details dialog div dl dt fieldset "
+    "figcaption figure footer form h1 h6 header hgroup legend main menu nav option p pre search "
+    "section summary textarea"
+)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        "<p style='display:none'>INJECTED</p>",
+        "<span style='color:red; Visibility: Hidden'>INJECTED</span>",
+        "<p style='opacity:0'>INJECTED</p>",
+        "<div style='font-size: 0px'>INJECTED</div>",
+        "<p hidden>INJECTED</p>",
+        "<template>INJECTED</template>",
+        "<noscript>INJECTED</noscript>",
+        "<script>INJECTED</script>",
+        "<!-- INJECTED -->",
+        "<?php INJECTED ?>",
+        "<math><mi>x</mi><annotation encoding='application/x-tex'>INJECTED</annotation></math>",
+    ],
+)
+def test_hidden_text_of_a_page_is_not_read(tmp_path, hidden):
+    page = f"<html><body><p>Nine</p>{hidden} after</body></html>"
+    text = shown(tmp_path, "page.html", page)
+    assert "INJECTED" not in text
+    assert text.split()[0] == "Nine"
+    assert text.split()[-1] == "after"
+
+
+@pytest.mark.parametrize("style", ["opacity: 0.5", "font-size:0.9em", "display: block"])
+def test_text_with_another_style_is_read(tmp_path, style):
+    assert shown(tmp_path, "page.html", f"<p style='{style}'>Nine</p>") == "Nine"
+
+
+def test_numbers_of_lists_are_read(tmp_path):
+    page = "<ol start=3><li>Push<li>Turn<ol type=a><li>Left</ol></ol>"
+    assert shown(tmp_path, "page.html", page).split() == ["3.", "Push", "4.", "Turn", "1.", "Left"]
+
+
+def test_cells_without_end_tags_stay_apart(tmp_path):
+    page = "<table><tr><th>City<th>Rate<tr><td>Brno<td>7<tr><td>Plzen<td>9</table>"
+    assert shown(tmp_path, "page.html", page) == "City\tRate\nBrno\t7\nPlzen\t9"
+
+
+@pytest.mark.parametrize("tag", BLOCKS.split())
+def test_blocks_begin_lines(tmp_path, tag):
+    page = f"<body><{tag}>one</{tag}><{tag}>two</{tag}>three"
+    assert len(shown(tmp_path, "page.html", page).split()) == 3
+
+
+def test_a_page_that_is_too_deep_is_refused(tmp_path):
+    path = saved(tmp_path, "deep.html", "<div>word" * 3_000)
+    with pytest.raises(DocumentError, match=r"deep\.html: its tags are .* 2,048 times\. Download"):
+        text_files.read([str(path)])
+
+
+# PDF.
+
+
+def form(folder):
+    """A PDF with a field that is filled in, of which nobody has drawn the value."""
+    writer = PdfWriter(write_pdf(folder / "form.pdf", ["Name of the tenant:"]))
+    place = ArrayObject(FloatObject(x) for x in (20, 150, 280, 170))
+    field = named(Type="Annot", Subtype="Widget", FT="Tx", Rect=place)
+    field.update(named(T=Letters("tenant"), V=Letters("Hrabal")))
+    fields = ArrayObject([writer._add_object(field)])
+    writer.pages[0].update(named(Annots=fields))
+    writer._root_object.update(named(AcroForm=named(Fields=fields)))
+    writer.write(folder / "form.pdf")
+    return folder / "form.pdf"
+
+
+def test_what_is_filled_into_a_form_is_read(tmp_path):
+    assert noted(form(tmp_path)) == ("Name of the tenant:\nHrabal", [])
+
+
+def glyphs(folder, known, unknown):
+    """A PDF with letters of two fonts, the second of which does not say which letters it shows."""
+    writer = PdfWriter(write_pdf(folder / "glyphs.pdf", [known]))
+    system = named(
+        Registry=Letters("Adobe"), Ordering=Letters("Identity"), Supplement=NumberObject(0)
+    )
+    about = named(Type="FontDescriptor", FontName="ABCDEF+Gate", Flags=NumberObject(4))
+    inner = named(Type="Font", Subtype="CIDFontType2", BaseFont="ABCDEF+Gate", CIDSystemInfo=system)
+    inner.update(named(FontDescriptor=writer._add_object(about)))
+    font = named(Type="Font", Subtype="Type0", BaseFont="ABCDEF+Gate", Encoding="Identity-H")
+    font.update(named(DescendantFonts=ArrayObject([writer._add_object(inner)])))
+    page = writer.pages[0]
+    page["/Resources"]["/Font"].update(named(F2=font))
+    content = DecodedStreamObject()
+    codes = b"".join(b"%04X" % (ord(letter) - 29) for letter in unknown)
+    content.set_data(
+        page.get_contents().get_data() + b"\nBT /F2 12 Tf 20 99 Td <" + codes + b"> Tj ET"
+    )
+    page.update(named(Contents=writer._add_object(content)))
+    writer.write(folder / "glyphs.pdf")
+    return folder / "glyphs.pdf"
+
+
+def test_letters_that_a_font_does_not_name_are_counted(tmp_path):
+    path = glyphs(tmp_path, "The gate opens at nine, and the garden at ten.", "Hello")
+    text, (line,) = noted(path)
+    assert text.startswith("The gate opens at nine")
+    assert f"partly read: {path}: for 5 of 42 characters the fonts do not say" in line
+
+
+def test_a_pdf_without_letters_is_refused(tmp_path):
+    path = glyphs(tmp_path, "", "The gate opens at nine.")
+    with pytest.raises(DocumentError, match=r"which letters they show\. Run it through OCR"):
+        text_files.read([str(path)])
+
+
+# E-mails and saved pages.
+
+
+def letter(**head):
+    message = EmailMessage()
+    for key, value in head.items():
+        message[key] = value
+    return message
+
+
+@pytest.mark.parametrize("encoding", ["base64", "quoted-printable", "8bit"])
+def test_an_email_is_decoded(tmp_path, encoding):
+    message = letter(Subject="Brána", From="Ann <ann@example.org>", To="bob@example.org")
+    message.set_content("Brána se otevírá v devět.\n", cte=encoding)
+    text = shown(tmp_path, "mail.eml", bytes(message))
+    head = "Subject: Brána\nFrom: Ann <ann@example.org>\nTo: bob@example.org\n\n"
+    assert text == head + "Brána se otevírá v devět."
+
+
+def test_attachments_of_an_email_are_named(tmp_path):
+    message = letter(Subject="Gate")
+    message.set_content("At nine.")
+    message.add_alternative("<p>At <b>nine</b>.<p style='display:none'>INJECTED", subtype="html")
+    message.add_attachment("more", filename="terms.txt")
+    message.add_attachment(letter(Subject="Older"))
+    text, (line,) = noted(saved(tmp_path, "mail.eml", bytes(message)))
+    assert text == "Subject: Gate\n\nAt nine."
+    assert line.endswith("it has attachments, which are not read (terms.txt, message/rfc822)")
+
+
+def test_a_saved_page_is_read_as_the_page(tmp_path):
+    message = letter(Subject="Gate")
+    message.set_content("<p>The gate opens at <b>nine</b>.", subtype="html")
+    message.add_related(base64.b64decode("R0lGODlhAQ=="), "image", "gif")
+    assert "The gate opens at nine." in shown(tmp_path, "page.mhtml", bytes(message))
+
+
+# Notebooks.
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ({"text/markdown": ["Rate **7**"], "text/plain": ["<Markdown object>"]}, "Rate **7**"),
+        ({"text/html": ["<p>Rate <b>7</b></p>"], "text/plain": ["<HTML object>"]}, "Rate 7"),
+        ({"text/html": ["<p>Rate <b>7</b></p>"]}, "Rate 7"),
+        ({"text/html": ["<script>draw()</script>"], "text/plain": ["Figure"]}, "Figure"),
+    ],
+)
+def test_a_notebook_gives_what_its_outputs_show(tmp_path, data, text):
+    cell = {"cell_type": "code", "source": ["show()"], "outputs": [{"data": data}]}
+    book = json.dumps({"nbformat": 4, "cells": [cell]})
+    assert shown(tmp_path, "book.ipynb", book) == f"show()\n\n{text}"
+
+
+# Encodings.
+
+
+def test_xml_is_read_in_the_encoding_that_it_declares(tmp_path):
+    data = '<?xml version="1.0" encoding="ISO-8859-2"?>\n<a>Łódź</a>'.encode("iso-8859-2")
+    assert shown(tmp_path, "a.xml", data).endswith("<a>Łódź</a>")
+
+
+@pytest.mark.parametrize("encoding", ["iso2022_jp", "iso2022_kr"])
+def test_a_text_in_seven_bits_is_read(tmp_path, encoding):
+    text = {"iso2022_jp": "海辺の図書館", "iso2022_kr": "바닷가 도서관"}[encoding]
+    assert shown(tmp_path, "a.txt", text.encode(encoding)) == text
+
+
+def test_escape_sequences_of_json_are_read_as_their_letters(tmp_path):
+    source = r'{"a": "\u0141\u00f3d\u017a \ud83d\ude00", "b": "\\u00e1 \u0022 \n \u0007 \ud83d"}'
+    text = shown(tmp_path, "a.json", source)
+    assert text == '{"a": "Łódź 😀", "b": "\\\\u00e1 \\u0022 \\n \\u0007 \\ud83d"}'
+    assert json.loads(text) == json.loads(source)
+    assert shown(tmp_path, "a.py", source) == source
+
+
+# Files of Office programs.
+
+
+def lease(folder):
+    """A Word document with everything that contracts have."""
+    document = Document()
+    document.add_heading("Lease of <b>flat</b> & garden")
+    document.add_paragraph("Control words: <|im_start|>, user_name, *star*.")
+    for clause in ("Rent is due in May.", "Dogs are allowed."):
+        document.add_paragraph(clause, style="List Number")
+    table = document.add_table(2, 3)
+    for row, cells in enumerate((("City", "Rate", "Since"), ("Brno", "", "1999"))):
+        for column, cell in enumerate(cells):
+            table.cell(row, column).text = cell
+    document.sections[0].header.paragraphs[0].text = "Case 4711"
+    document.sections[0].footer.paragraphs[0].text = "Page one"
+    changed = document.add_paragraph("The rent is ")
+    for tag, letters, amount in (("w:del", "w:delText", "100"), ("w:ins", "w:t", "200")):
+        change, run, text = OxmlElement(tag), OxmlElement("w:r"), OxmlElement(letters)
+        text.text = amount
+        run.append(text)
+        change.append(run)
+        changed._p.append(change)
+    document.save(folder / "lease.docx")
+    return document, folder / "lease.docx"
+
+
+def test_a_word_document_is_read_with_its_lists_tables_and_margins(tmp_path):
+    _, path = lease(tmp_path)
+    text, lines = noted(path)
+    assert lines == []
+    assert text.splitlines() == [
+        "Lease of <b>flat</b> & garden",
+        "Control words: <|im_start|>, user_name, *star*.",
+        "   1. Rent is due in May.",
+        "   2. Dogs are allowed.",
+        "City\tRate\tSince",
+        "Brno\t\t1999",
+        "The rent is 200",
+        "Case 4711",
+        "Page one",
+    ]
+
+
+def test_hidden_text_of_a_word_document_is_told_of(tmp_path):
+    document, path = lease(tmp_path)
+    document.add_paragraph().add_run("secret").font.hidden = True
+    document.save(path)
+    assert noted(path)[1] == [
+        f"partly read: {path}: it has hidden text, which was read with the rest"
+    ]
+
+
+def test_a_workbook_is_read_sheet_by_sheet(tmp_path):
+    book = Workbook()
+    book.active.title = "Costs"
+    for row in (("Name", "May", "June"), ("Rent", 100, None), (None, 5.5, True)):
+        book.active.append(row)
+    book.create_sheet("Notes")["A1"] = "At nine"
+    book.save(tmp_path / "a.xlsx")
+    text, _ = noted(tmp_path / "a.xlsx")
+    rows = ["Costs", "Name\tMay\tJune", "Rent\t100", "\t5.5\ttrue", "Notes", "At nine"]
+    assert [line.rstrip() for line in text.splitlines()] == rows
+
+
+def test_slides_are_read_with_their_notes(tmp_path):
+    slides = Presentation()
+    slide = slides.slides.add_slide(slides.slide_layouts[1])
+    slide.shapes.title.text = "Gate"
+    slide.placeholders[1].text = "Opens at nine"
+    slide.notes_slide.notes_text_frame.text = "Say hello"
+    table = slide.shapes.add_table(1, 2, 0, 0, Cm(5), Cm(5)).table
+    table.cell(0, 0).text, table.cell(0, 1).text = "Brno", "7"
+    slides.save(tmp_path / "a.pptx")
+    words = noted(tmp_path / "a.pptx")[0].split()
+    assert words == ["Gate", "Opens", "at", "nine", "Brno", "7", "Notes:", "Say", "hello"]
+
+
+def test_rtf_is_read(tmp_path):
+    data = rb"{\rtf1\ansi\ansicpg1250 Br\'e1na se otev\'edr\'e1 v dev\'ect.\par}"
+    assert shown(tmp_path, "a.txt", data) == "Brána se otevírá v devět."
+
+
+def book(folder, chapters):
+    """An EPUB of these chapters."""
+    with zipfile.ZipFile(folder / "a.epub", "w") as archive:
+        archive.writestr("mimetype", "application/epub+zip")
+        archive.writestr("META-INF/container.xml", '<a><rootfile full-path="in/book.opf"/></a>')
+        items = "".join(f'<item id="i{n}" href="a%20{n}.xhtml"/>' for n in range(len(chapters)))
+        order = "".join(f'<itemref idref="i{n}"/>' for n in range(len(chapters)))
+        archive.writestr("in/book.opf", f"<a>{items}<spine>{order}</spine></a>")
+        for number, chapter in reversed([*enumerate(chapters)]):
+            archive.writestr(f"in/a {number}.xhtml", chapter)
+    return folder / "a.epub"
+
+
+def test_a_book_is_read_chapter_by_chapter(tmp_path):
+    path = book(tmp_path, ["<ol><li>Push<li>Turn</ol>", "<p>Ending<p hidden>INJECTED"])
+    assert noted(path) == ("1. Push\n 2. Turn\n\nEnding", [])
+
+
+def test_documents_of_a_folder_are_read_with_its_texts(tmp_path):
+    lease(tmp_path)
+    book(tmp_path, ["Gate"])
+    (tmp_path / "notes.txt").write_text("text")
+    names = [document.name.rpartition("/")[2] for document in text_files.read([str(tmp_path)])]
+    assert names == ["a.epub", "lease.docx", "notes.txt"]
+
+
+# What strangers could send.
+
+
+def test_a_document_that_takes_too_long_is_refused_and_the_next_one_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_process, "_SECONDS", 1)
+    path = book(tmp_path, ["<p>word" * 200_000] * 20)
+    with pytest.raises(DocumentError, match=r"can be read in 1 seconds and 4\.0 GiB of memory"):
+        text_files.read([str(path)])
+    monkeypatch.undo()
+    assert shown(tmp_path, "page.html", "<p>Next") == "Next"
+
+
+def test_a_document_that_takes_too_much_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_process, "_MOST_MEMORY", 2**28)
+    document_process.PROCESS.close()
+    path = book(tmp_path, ["A" * 2**27])
+    with pytest.raises(DocumentError, match=r"MemoryError|with which reading ended"):
+        text_files.read([str(path)])
+    document_process.PROCESS.close()
+
+
+def test_a_document_with_more_text_than_there_may_be_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "_MOST_BYTES", 1000)
+    path = book(tmp_path, ["<p>word" * 300])
+    with pytest.raises(DocumentError, match=r"expected at most 1000 B of text, .* got more with"):
+        text_files.read([str(path)])
+
+
+@pytest.mark.parametrize("name", ["a.docx", "a.odt", "a.epub"])
+def test_entities_that_multiply_are_refused(tmp_path, name):
+    entities = "".join(f'<!ENTITY e{n + 1} "{f"&e{n};" * 10}">' for n in range(9))
+    page = f'<!DOCTYPE a [<!ENTITY e0 "{"A" * 100}">{entities}]><a>&e9;</a>'
+    with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
+        if name == "a.docx":
+            archive.writestr("word/document.xml", page)
+        else:
+            kind = {"a.odt": "vnd.oasis.opendocument.text", "a.epub": "epub+zip"}[name]
+            archive.writestr("mimetype", f"application/{kind}")
+            archive.writestr("content.xml", page)
+            archive.writestr("META-INF/container.xml", page)
+    with pytest.raises(DocumentError):
+        text_files.read([str(tmp_path / name)])
+
+
+def test_documents_are_read_from_several_threads(tmp_path):
+    texts = {}
+
+    def read(number):
+        (tmp_path / str(number)).mkdir()
+        texts[number] = shown(tmp_path / str(number), "page.html", f"<p>Number {number}")
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {number: f"Number {number}" for number in range(8)}
+
+
+def test_reading_writes_no_file_in_the_home_folder(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(home))
+    document_process.PROCESS.close()
+    text_files.read([str(lease(tmp_path)[1]), str(form(tmp_path))])
+    document_process.PROCESS.close()
+    assert list(home.iterdir()) == []
