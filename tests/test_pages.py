@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,7 +109,7 @@ def test_the_picture_of_the_first_page_shows_its_rows():
 
 
 def test_picture_of_the_readme_shows_its_rows():
-    figure = picture.draw_picture(picture.PICTURE.known())
+    figure = picture.draw_picture(picture.PICTURE.results())
     drawn = drawing.encode_figure(figure, ".svg", picture.STYLE).decode()
     words = [
         re.findall(r"<text[^>]*>([^<]*)</text>", svg)

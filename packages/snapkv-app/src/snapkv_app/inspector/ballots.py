@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.cache.layer import last_tokens
+from snapkv.cache.queries import last_tokens
 from snapkv.page.packing import Ballot
 from snapkv.policies import Policy, PromptLayer, SnapKV
 from snapkv.policies.prefix_policy import PrefixPolicy

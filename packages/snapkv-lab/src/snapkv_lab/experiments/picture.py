@@ -101,6 +101,6 @@ PICTURE = Experiment(
     name="picture",
     title="The picture of the README",
     measure=_measure,
-    takes="a minute",
-    drawn=lambda rows: drawing.save_figure(draw_picture(rows), FIGURE, STYLE),
+    duration="a minute",
+    draw=lambda rows: drawing.save_figure(draw_picture(rows), FIGURE, STYLE),
 )

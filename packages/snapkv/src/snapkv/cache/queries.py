@@ -39,7 +39,7 @@ class QueryMemory:
     @property
     def last(self) -> Tensor | None:
         """(B, Hq, N, D): the queries that vote with the next turn; None if none are held."""
-        return None if self.held is None else _last_tokens(self.held, self.history_tokens)
+        return None if self.held is None else last_tokens(self.held, self.history_tokens)
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +57,7 @@ class QueryMemory:
         """
         if self.held is not None:
             queries = self._after_held(queries)
-        return _last_tokens(queries, self.window_tokens + ahead_tokens)
+        return last_tokens(queries, self.window_tokens + ahead_tokens)
 
     def remember(self, queries: Tensor, ahead_tokens: int = 0) -> None:
         """Hold a copy of `window(queries, ahead_tokens)` for the pieces of a prompt to come."""
@@ -85,9 +85,9 @@ class QueryMemory:
             return queries
         if self.held is not None:  # copy no more of them than stay
             left = history + draft_tokens - queries.shape[-2]
-            self.held = _last_tokens(self.held, left)
-        self.held = _last_tokens(self._after_held(queries), history + draft_tokens)
-        return _last_tokens(self.held, history)
+            self.held = last_tokens(self.held, left)
+        self.held = last_tokens(self._after_held(queries), history + draft_tokens)
+        return last_tokens(self.held, history)
 
     def write_over(self, queries: Tensor) -> None:
         """Write a step's queries in place of the oldest ones held; the tensor stays the same."""
@@ -137,6 +137,6 @@ class QueryMemory:
         return queries if held is None else torch.cat([held, queries.detach()], dim=-2)
 
 
-def _last_tokens(queries: Tensor, tokens: int) -> Tensor:
+def last_tokens(queries: Tensor, tokens: int) -> Tensor:
     """Return the last of (B, Hq, N, D) queries, or all of them if there are fewer."""
     return queries[..., max(0, queries.shape[-2] - max(tokens, 0)) :, :]
