@@ -60,12 +60,13 @@ class DocumentProcess:
             process = self._started()
             timer = threading.Timer(_SECONDS, process.kill)
             timer.start()
+            answer = None
             try:
                 answer = _asked(process, (form, name, len(data), most), data)
             finally:
                 timer.cancel()
-            if answer is None:
-                self.close()
+                if answer is None:  # or was interrupted: its answer must not be the next one's
+                    self.close()
         if answer is None:
             raise refused(
                 f"expected a document that can be read in {_SECONDS} seconds and "

@@ -307,10 +307,7 @@ def _read_epub(name: str, data: bytes) -> Reading:
 
 
 def _read_office(name: str, data: bytes, mime: str) -> Reading:
-    """Read a document, its notes, headers and footers, with a tab between the cells of a table.
-
-    A list keeps its numbers.
-    """
+    """Read a document, its notes, headers and footers, with a tab between the cells of a table."""
     import asyncio
 
     import xberg

@@ -381,6 +381,21 @@ def test_entities_that_multiply_are_refused(tmp_path, name):
         text_files.read([str(tmp_path / name)])
 
 
+def test_an_answer_that_nobody_waited_for_is_not_the_next_one(tmp_path, monkeypatch):
+    asked = document_process._asked
+
+    def interrupt(process, question, data):
+        process.stdin.write(json.dumps(question).encode() + b"\n" + data)
+        process.stdin.flush()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(document_process, "_asked", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        shown(tmp_path, "first.html", "<p>First")
+    monkeypatch.setattr(document_process, "_asked", asked)
+    assert shown(tmp_path, "next.html", "<p>Next") == "Next"
+
+
 def test_documents_are_read_from_several_threads(tmp_path):
     texts = {}
 

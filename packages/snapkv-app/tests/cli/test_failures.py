@@ -208,7 +208,7 @@ def test_an_inspection_prints_its_answers_where_its_page_is_lost(snapkv, tiny_on
 
 @pytest.fixture
 def cut_off(here):
-    """A PDF without its last bytes, of which pypdf reads all the same."""
+    """A PDF without its last bytes, of which PDFium reads all the same."""
     path = write_pdf(here / "notes.pdf", [DOCUMENT])
     path.write_bytes(path.read_bytes()[:-3])
     return path
