@@ -527,17 +527,17 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "ops/test_codes.py",
         ),
     ],
-    "snapkv/ops/ragged/blocked.py": [
+    "snapkv/ops/ragged/inputs.py": [
         (
             "ragged attention lets a token see the next one",
-            "hidden = places >= own",
-            "hidden = places > own",
+            "hidden = slots >= own",
+            "hidden = slots > own",
             "ops/test_ragged.py",
         ),
         (
             "ragged attention sees slots of a buffer that nothing is written to",
-            "end = tokens if self.tokens is None else self.tokens + before",
-            "end = tokens",
+            "end = S if self.tail_tokens is None else self.tail_tokens",
+            "end = S",
             "ops/test_ragged.py",
         ),
     ],

@@ -90,18 +90,18 @@ def run_all(dtype):
 
 
 def run_ragged(queries, kv_heads, options):
-    from snapkv.ops import RaggedLayout
+    from snapkv.ops import RaggedLayout, TailInputs
     from snapkv.ops.ragged import triton
 
     B, D = queries.shape[0], queries.shape[-1]
     layout = RaggedLayout(((700,) * kv_heads,) * B, queries.device)
     kept = queries.new_empty(700 * kv_heads * B, D)
     tail = queries.new_empty(B, kv_heads, 64, D)
-    triton.ragged_attention(queries, kept, kept, layout, tail, tail, options)
+    triton.ragged_attention(TailInputs(queries, tail, tail, options), kept, kept, layout)
 
 
 def run_coded(queries, kv_heads, options):
-    from snapkv.ops import BlockLayout, encode_all
+    from snapkv.ops import BlockLayout, TailInputs, encode_all
     from snapkv.ops.codes import triton, triton_coding
 
     B, D = queries.shape[0], queries.shape[-1]
@@ -113,7 +113,7 @@ def run_coded(queries, kv_heads, options):
     for bits, along in itertools.product((4, 8), ("tokens", "channels")):
         triton_coding.encode(blocks[..., : D // 32 * 32], bits, along)
     tail = queries.new_empty(B, kv_heads, 64, D)
-    triton.coded_attention(queries, keys, values, layout, tail, tail, options)
+    triton.coded_attention(TailInputs(queries, tail, tail, options), keys, values, layout)
 
 
 def compiled(capability, dtype):

@@ -5,6 +5,7 @@ from snapkv.ops.codes.coding import Codes, encode_all
 from snapkv.ops.codes.layout import BlockLayout
 from snapkv.ops.numbers import on_device
 from snapkv.ops.ragged.api import ragged_attention
+from snapkv.ops.ragged.inputs import TailInputs
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.redundancy import redundancy
 from snapkv.ops.scores import ScoreOptions, scoring
@@ -36,6 +37,7 @@ __all__ = [
     "Pooling",
     "RaggedLayout",
     "ScoreOptions",
+    "TailInputs",
     "TokenCost",
     "attention_of_groups",
     "attention_received",

@@ -13,6 +13,7 @@ from snapkv.ops import (
     BlockLayout,
     Codes,
     ScoreOptions,
+    TailInputs,
     coded_attention,
     encode_all,
 )
@@ -96,8 +97,8 @@ class CodedStates:
         own_visible: Tensor | None = None,
         tail_tokens: Tensor | None = None,
     ) -> Tensor:
-        states = queries, *self.codes, self.layout, *tail, score_options
-        return coded_attention(*states, own_visible=own_visible, tail_tokens=tail_tokens)
+        inputs = TailInputs(queries, *tail, score_options, own_visible, tail_tokens)
+        return coded_attention(inputs, *self.codes, self.layout)
 
     def grown(self, keys: Tensor, values: Tensor) -> "CodedStates":
         """With (B, H, N, D) tokens after them, N a number of whole blocks."""

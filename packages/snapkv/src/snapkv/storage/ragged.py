@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
+from snapkv.ops import RaggedLayout, ScoreOptions, TailInputs, ragged_attention
 from snapkv.storage.tail import Pair
 
 Counts = tuple[tuple[int, ...], ...]
@@ -171,8 +171,8 @@ class RaggedStates:
         tail_tokens: Tensor | None = None,
     ) -> Tensor:
         """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.ragged_attention`."""
-        states = queries, self.keys, self.values, self.layout, *tail, score_options
-        return ragged_attention(*states, own_visible=own_visible, tail_tokens=tail_tokens)
+        inputs = TailInputs(queries, *tail, score_options, own_visible, tail_tokens)
+        return ragged_attention(inputs, self.keys, self.values, self.layout)
 
 
 def tokens_of(index: Tensor) -> Counts:

@@ -14,29 +14,16 @@ from torch.nn.functional import pad
 
 from snapkv.ops.codes.coding import Codes
 from snapkv.ops.codes.layout import BlockLayout
-from snapkv.ops.ragged.blocked import TailStates, attend_pieces
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.ragged.blocked import attend_pieces
+from snapkv.ops.ragged.inputs import TailInputs
 
 SPREAD_ELEMENTS = 2**19
 """Of keys or values that are spread out at a time."""
 
 
-def coded_attention(
-    queries: Tensor,
-    keys: Codes,
-    values: Codes,
-    layout: BlockLayout,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    score_options: ScoreOptions,
-    *,
-    own_visible: Tensor | None,
-    tail_tokens: Tensor | None,
-) -> Tensor:
+def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: BlockLayout) -> Tensor:
     """As `snapkv.ops.coded_attention`; products and softmax in float32."""
-    pieces = _CodedPieces(keys, values, layout)
-    tail = TailStates(tail_keys, tail_values, tail_tokens)
-    return attend_pieces(queries, pieces, tail, score_options, own_visible)
+    return attend_pieces(inputs, _CodedPieces(keys, values, layout))
 
 
 class _CodedPieces:

@@ -15,29 +15,18 @@ from torch import Tensor
 
 from snapkv.ops.codes.coding import Codes
 from snapkv.ops.codes.layout import BlockLayout
+from snapkv.ops.ragged.inputs import TailInputs
 from snapkv.ops.ragged.triton import _step, _weigh, in_splits, tiles
-from snapkv.ops.scores import ScoreOptions
 
 
-def coded_attention(
-    queries: Tensor,
-    keys: Codes,
-    values: Codes,
-    layout: BlockLayout,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    score_options: ScoreOptions,
-    *,
-    own_visible: None = None,
-    tail_tokens: Tensor | None = None,
-) -> Tensor:
+def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: BlockLayout) -> Tensor:
     """As `snapkv.ops.coded_attention`; no gradients."""
     G, (begins, tokens) = layout.block_tokens, layout.table
-    blocks = tiles(queries, tail_keys, tail_values, most=32)  # registers also hold codes and scales
+    blocks = tiles(inputs, most=32)  # registers also hold codes and scales
 
     def attend(grid: tuple[int, int], *given: Any, **compiled: Any) -> None:
         _attend_codes[grid](
-            queries.contiguous(),
+            inputs.queries.contiguous(),
             *(keys.packed, keys.scale, keys.least),
             *(values.packed, values.scale, values.least),
             begins,
@@ -55,8 +44,7 @@ def coded_attention(
         )
 
     sizes = begins * G, len(keys) * G, max(layout.head_blocks) * G
-    tail = tail_keys, tail_values, tail_tokens
-    return in_splits(attend, queries, sizes, tail, score_options, blocks)
+    return in_splits(attend, inputs, sizes, blocks)
 
 
 @triton.jit

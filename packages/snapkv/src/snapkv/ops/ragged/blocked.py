@@ -6,12 +6,12 @@ thousands of keys spends more time on sharing than on its work. The query heads 
 of one product, so a key is read once for all of them. The softmax puts a head's pieces together.
 """
 
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from snapkv.ops.ragged.inputs import TailInputs
 from snapkv.ops.ragged.layout import Pieces, RaggedLayout
 from snapkv.ops.scores import ScoreOptions
 
@@ -37,61 +37,10 @@ class KeptPieces(Protocol):
 
 
 def ragged_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layout: RaggedLayout,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    score_options: ScoreOptions,
-    *,
-    own_visible: Tensor | None,
-    tail_tokens: Tensor | None,
+    inputs: TailInputs, keys: Tensor, values: Tensor, layout: RaggedLayout
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; products in the dtype of the states, softmax in float32."""
-    pieces = _FlatPieces(layout.pieces, keys, values)
-    tail = TailStates(tail_keys, tail_values, tail_tokens)
-    return attend_pieces(queries, pieces, tail, score_options, own_visible)
-
-
-@dataclass(frozen=True)
-class TailStates:
-    """The tokens after what heads keep, the last Q of them the queries' own.
-
-    Attributes:
-        keys: (B, H, S, D).
-        values: (B, H, S, Dv).
-        tokens: () int64, how many of the S there are, where only the device is to know; None for
-            all.
-    """
-
-    keys: Tensor
-    values: Tensor
-    tokens: Tensor | None
-
-    def before(self, count: int) -> "TailStates":
-        """Without the last ones."""
-        if not count:
-            return self
-        if self.tokens is not None:
-            return replace(self, tokens=self.tokens - count)
-        return replace(self, keys=self.keys[:, :, :-count], values=self.values[:, :, :-count])
-
-    def hidden(self, queries: int, own_visible: Tensor | None, before: int = 0) -> Tensor:
-        """(queries, before + S) bool: which of it, and of what is before, each query does not see.
-
-        `own_visible` is (Q, N) bool, which of the last N tokens each of the queries sees.
-        """
-        tokens = before + self.keys.shape[2]
-        end = tokens if self.tokens is None else self.tokens + before
-        places = torch.arange(tokens, device=self.keys.device)
-        own = torch.arange(1 - queries, 1, device=self.keys.device)[:, None] + end
-        hidden = places >= own
-        if own_visible is None:
-            return hidden
-        among = places - end + own_visible.shape[1]
-        apart = ~own_visible[:, among.clamp(0, own_visible.shape[1] - 1)]
-        return hidden | (apart & (among >= 0))
+    return attend_pieces(inputs, _FlatPieces(layout.pieces, keys, values))
 
 
 class _FlatPieces:
@@ -115,53 +64,37 @@ class _FlatPieces:
         return torch.cat([torch.bmm(weights[:whole], blocks), torch.bmm(weights[whole:], edges)])
 
 
-def attend_pieces(
-    queries: Tensor,
-    pieces: KeptPieces,
-    tail: TailStates,
-    score_options: ScoreOptions,
-    own_visible: Tensor | None,
-) -> Tensor:
+def attend_pieces(inputs: TailInputs, pieces: KeptPieces) -> Tensor:
     """(B, Hq, Q, Dv): attention to pieces and to a tail, so many queries at a time."""
-    Q, outputs = queries.shape[2], []
-    for start in range(0, Q, QUERY_BLOCK_TOKENS):
-        stop = min(start + QUERY_BLOCK_TOKENS, Q)
-        seen = None if own_visible is None else own_visible[start:stop, :stop]
-        block = queries[:, :, start:stop]
-        outputs.append(_attend_block(block, pieces, tail.before(Q - stop), score_options, seen))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    Q = inputs.queries.shape[2]
+    if Q <= QUERY_BLOCK_TOKENS:
+        return _attend_block(inputs, pieces)
+    starts = range(0, Q, QUERY_BLOCK_TOKENS)
+    blocks = (inputs.block(start, min(start + QUERY_BLOCK_TOKENS, Q)) for start in starts)
+    return torch.cat([_attend_block(block, pieces) for block in blocks], dim=2)
 
 
-def _attend_block(
-    queries: Tensor,
-    pieces: KeptPieces,
-    tail: TailStates,
-    score_options: ScoreOptions,
-    own_visible: Tensor | None,
-) -> Tensor:
-    """Some queries, the last of the tail; R = G * Q rows of queries per head.
-
-    `own_visible` is (Q, N) bool: which of the last N tokens of the tail each of them sees.
-    """
-    B, Hq, Q, D = queries.shape
-    H, S = tail.keys.shape[1], tail.keys.shape[2]
-    heads, dtype = pieces.heads, tail.values.dtype
-    rows = queries.reshape(B * H, Hq // H * Q, D)
-    logits = sinks_of_rows(score_options, rows, Q)
-    of_tail = torch.bmm(rows, tail.keys.flatten(0, 1).mT).float()
+def _attend_block(inputs: TailInputs, pieces: KeptPieces) -> Tensor:
+    """Some queries, the last of the tail; R = G * Q rows of queries per head."""
+    (B, Hq, Q, D), (H, S) = inputs.queries.shape, inputs.tail_keys.shape[1:3]
+    tail_keys, tail_values = inputs.tail_keys.flatten(0, 1), inputs.tail_values.flatten(0, 1)
+    heads, dtype, options = pieces.heads, tail_values.dtype, inputs.score_options
+    rows = inputs.queries.reshape(B * H, Hq // H * Q, D)
+    logits = sinks_of_rows(options, rows, Q)
+    of_tail = torch.bmm(rows, tail_keys.mT).float()
     hidden = None
-    if Q > 1 or own_visible is not None or tail.tokens is not None:
-        hidden = tail.hidden(Q, own_visible).repeat(Hq // H, 1)
+    if Q > 1 or inputs.own_visible is not None or inputs.tail_tokens is not None:
+        hidden = inputs.hidden().repeat(Hq // H, 1)
     if heads is None:
         of_kept = pieces.products(rows).float()
-        weights = _weights_of_heads(of_kept, of_tail, pieces, score_options, hidden, logits)
-        output = torch.bmm(weights[..., -S:].to(dtype), tail.values.flatten(0, 1)).float()
+        weights = _weights_of_heads(of_kept, of_tail, pieces, options, hidden, logits)
+        output = torch.bmm(weights[..., -S:].to(dtype), tail_values).float()
         output = output + pieces.mixed(weights[..., :-S]).float()
         return output.to(dtype).view(B, Hq, Q, -1)
-    of_tail = score_options.scores(of_tail)
+    of_tail = options.scores(of_tail)
     if hidden is not None:
         of_tail = of_tail.masked_fill(hidden, float("-inf"))
-    of_kept = score_options.scores(pieces.products(rows.index_select(0, heads)).float())
+    of_kept = options.scores(pieces.products(rows.index_select(0, heads)).float())
     of_kept = pieces.hide(of_kept)
     most = _most(of_kept, of_tail, logits, heads)
     of_kept = (of_kept - most.index_select(0, heads)).exp_()
@@ -170,7 +103,7 @@ def _attend_block(
     total = total.index_add(0, heads, of_kept.sum(dim=-1, keepdim=True))
     if logits is not None:
         total = total + (logits - most).exp()
-    output = torch.bmm(of_tail.to(dtype), tail.values.flatten(0, 1)).float()
+    output = torch.bmm(of_tail.to(dtype), tail_values).float()
     output = output.index_add(0, heads, pieces.mixed(of_kept).float()) / total
     return output.to(dtype).view(B, Hq, Q, -1)
 

@@ -16,60 +16,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from snapkv.ops.ragged.inputs import TailInputs
 from snapkv.ops.ragged.layout import RaggedLayout
-from snapkv.ops.scores import ScoreOptions
 
 _SPLIT_TOKENS = 64, 1024  # the smallest and the largest split
 _PROGRAMS = 1024  # splits to aim at: a few for each multiprocessor of a large device
 
 
 def ragged_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layout: RaggedLayout,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    score_options: ScoreOptions,
-    *,
-    own_visible: None = None,
-    tail_tokens: Tensor | None = None,
+    inputs: TailInputs, keys: Tensor, values: Tensor, layout: RaggedLayout
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; no gradients."""
     keys, values, starts = keys.contiguous(), values.contiguous(), layout.starts
 
     def attend(grid: tuple[int, int], *given: Any, **compiled: Any) -> None:
-        _attend_split[grid](queries.contiguous(), keys, values, starts, *given, **compiled)
+        _attend_split[grid](inputs.queries.contiguous(), keys, values, starts, *given, **compiled)
 
     sizes = starts, len(keys), layout.longest_tokens
-    blocks = tiles(queries, tail_keys, tail_values) | {"num_stages": 2}
-    tail = tail_keys, tail_values, tail_tokens
-    return in_splits(attend, queries, sizes, tail, score_options, blocks)
+    return in_splits(attend, inputs, sizes, tiles(inputs) | {"num_stages": 2})
 
 
 def in_splits(
     attend: Callable[..., None],
-    queries: Tensor,
+    inputs: TailInputs,
     kept: tuple[Tensor, int, int],
-    tail: tuple[Tensor, Tensor, Tensor | None],
-    score_options: ScoreOptions,
     blocks: dict[str, Any],
 ) -> Tensor:
     """(B, Hq, Q, Dv): attention by a kernel that is given splits, which are then put together.
 
     Args:
         attend: launches it on a grid, with what all of these kernels are given from the tail on.
-        queries: (B, Hq, Q, D).
+        inputs: as in `ragged_attention`.
         kept: where what each head keeps begins, (B * H + 1,), how much all of them keep, and the
             longest.
-        tail: keys, values and how many are written, as in `ragged_attention`.
-        score_options: as there.
         blocks: what the kernel is compiled for, see `tiles`.
     """
-    softcap, sinks = score_options.softcap, score_options.sink_logits
-    (B, Hq, Q, D), (_, H, S, Dv) = queries.shape, tail[1].shape
-    (starts, kept_tokens, longest), rows, tail_tokens = kept, Hq // H * Q, tail[2]
-    tail_keys, tail_values, apart = in_rows(*tail[:2])
+    queries, tail_tokens, options = inputs.queries, inputs.tail_tokens, inputs.score_options
+    softcap, sinks = options.softcap, options.sink_logits
+    (B, Hq, Q, D), (_, H, S, Dv) = queries.shape, inputs.tail_values.shape
+    (starts, kept_tokens, longest), rows = kept, Hq // H * Q
+    tail_keys, tail_values, apart = in_rows(inputs.tail_keys, inputs.tail_values)
     split = split_tokens(kept_tokens + B * H * S)
     splits = triton.cdiv(longest + S, split)
     sums = queries.new_empty(B * H, splits, rows, Dv, dtype=torch.float32)
@@ -84,7 +70,7 @@ def in_splits(
         attend(
             (B * H * triton.cdiv(rows, blocks["TILE"]), splits),
             tail_keys, tail_values, sums, marks, *sizes, apart,
-            score_options.scaling, softcap or 0.0, CAPPED=softcap is not None,
+            options.scaling, softcap or 0.0, CAPPED=softcap is not None,
             D=D, D_BLOCK=max(16, triton.next_power_of_2(D)), **blocks, **common,
         )  # fmt: skip
         merge = _put_together[(B * H, rows)]
@@ -105,15 +91,15 @@ def _lies_apart(states: Tensor, tokens: int) -> bool:
     return states.stride() == (H * tokens * D, tokens * D, D, 1)
 
 
-def tiles(queries: Tensor, keys: Tensor, values: Tensor, most: int = 64) -> dict[str, int]:
+def tiles(inputs: TailInputs, most: int = 64) -> dict[str, int]:
     """Rows of queries of a program, and keys of one of its steps: what registers hold.
 
     At most so many of heads of 128 channels; half as many of wider ones.
     """
-    (_, Hq, Q, D), H = queries.shape, keys.shape[1]
-    if max(D, values.shape[3]) > 128:
+    (_, Hq, Q, D), H = inputs.queries.shape, inputs.tail_keys.shape[1]
+    if max(D, inputs.tail_values.shape[3]) > 128:
         most //= 2
-    if queries.dtype == torch.float32:  # multiplied without tensor cores
+    if inputs.queries.dtype == torch.float32:  # multiplied without tensor cores
         most = 16
     return {"TILE": min(most, max(16, triton.next_power_of_2(Hq // H * Q))), "KEYS": most}
 
