@@ -64,7 +64,7 @@ def resources(cubin):
 
 def run_all(dtype):
     """Ask for every kernel; on this device each is compiled and none runs."""
-    from snapkv.ops import Fading, ScoreOptions
+    from snapkv.ops import AttentionStates, Fading, ScoreOptions
     from snapkv.ops.votes import triton, triton_largest
 
     reduces = itertools.cycle(("mean", "max", "none"))  # three for every two kinds of a shape
@@ -76,13 +76,11 @@ def run_all(dtype):
         if extras:
             options = ScoreOptions(scaling=1.0, softcap=50.0, sink_logits=torch.zeros(Hq))
             pads = torch.zeros(B, dtype=torch.int64)
-        given, reduced = (
-            (queries, keys, options),
-            {"group_reduce": next(reduces), "pad_tokens": pads},
-        )
-        triton.window_votes(*given, **reduced)
+        given = AttentionStates(queries, keys, options, pads)
+        reduced = {"group_reduce": next(reduces)}
+        triton.window_votes(given, **reduced)
         if dtype != torch.float32 or D <= 128:  # refused
-            triton_largest.largest_votes(*given, Fading(0.9), prefix_tokens=T - 16, **reduced)
+            triton_largest.largest_votes(given, Fading(0.9), prefix_tokens=T - 16, **reduced)
         for asked in (queries[:, :, :1], queries):
             run_ragged(asked, Hkv, options)
             run_coded(asked, Hkv, options)

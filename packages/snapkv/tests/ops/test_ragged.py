@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapkv import InvalidArgumentError
-from snapkv.ops import RaggedLayout, attention_weights, choice, ragged_attention
+from snapkv.ops import AttentionStates, RaggedLayout, attention_weights, choice, ragged_attention
 from snapkv.ops.ragged import api as ragged
 from tests.ops.ragged_cases import (
     LENGTHS,
@@ -39,13 +39,11 @@ def test_the_reference_pays_the_attention_of_every_head_alone(queries, options):
             values = torch.cat([arguments["values"][start:stop], tail])
             start = stop
             mine = slice(2 * head, 2 * head + 2)
-            weights = attention_weights(
-                arguments["queries"][row, mine][None],
-                keys[None, None],
-                scores
-                if scores.sink_logits is None
-                else replace(scores, sink_logits=scores.sink_logits[mine]),
-            )[0]
+            own = scores
+            if scores.sink_logits is not None:
+                own = replace(scores, sink_logits=scores.sink_logits[mine])
+            asked = AttentionStates(arguments["queries"][row, mine][None], keys[None, None], own)
+            weights = attention_weights(asked)[0]
             torch.testing.assert_close(got[row, mine], weights @ values, atol=1e-5, rtol=1e-5)
 
 

@@ -95,16 +95,8 @@ def test_the_counts_equal_their_definition(pads, block_tokens):
         columns=columns,
     )
     threshold = torch.tensor([1 / 9, 1 / 31])
-    got = times_above(
-        queries,
-        layer.keys,
-        threshold=threshold,
-        columns=columns,
-        seen_tokens=31,
-        score_options=ScoreOptions(scaling=0.35),
-        pad_tokens=torch.tensor(pads),
-        block_tokens=block_tokens,
-    )
+    padded = replace(step, pad_tokens=torch.tensor(pads))
+    got = times_above(padded, threshold, columns, 31, block_tokens=block_tokens)
     assert torch.equal(got, loop_counts(step, threshold, pads))
 
 

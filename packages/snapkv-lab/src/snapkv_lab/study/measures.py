@@ -60,9 +60,7 @@ def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Te
     Zero for tokens after the queries.
     """
     part = between(layer, start, stop)
-    received = ops.attention_received(
-        part.queries, part.keys, part.score_options, block_tokens=_BLOCK_TOKENS
-    )[0, :, :tokens]
+    received = ops.attention_received(part, block_tokens=_BLOCK_TOKENS)[0, :, :tokens]
     behind = tokens - received.shape[-1]
     return torch.nn.functional.pad(received, (0, behind)) / (stop - start)
 
@@ -80,7 +78,7 @@ def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[
     """(Hq, up to 64, tokens) float32: attention of some queries of [start, stop) at a time."""
     for block in range(start, stop, _BLOCK_TOKENS):
         part = between(layer, block, min(block + _BLOCK_TOKENS, stop))
-        weights = ops.attention_weights(part.queries, part.keys, part.score_options)
+        weights = ops.attention_weights(part)
         yield weights[0, :, :, :tokens]
 
 

@@ -8,7 +8,7 @@ from snapkv.ops.ragged.api import ragged_attention
 from snapkv.ops.ragged.inputs import TailInputs
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.redundancy import redundancy
-from snapkv.ops.scores import ScoreOptions, scoring
+from snapkv.ops.scores import AttentionStates, ScoreOptions, scoring
 from snapkv.ops.votes.api import Implementation, fade_votes, largest_votes, window_votes
 from snapkv.ops.votes.blocked import flat_rows, gather_pair, gather_tokens
 from snapkv.ops.votes.lifts import Fading, Pooling
@@ -29,6 +29,7 @@ from snapkv.ops.votes.top_k import best_of, fill_first, keep_best, kept_indices
 from snapkv.token_cost import TokenCost
 
 __all__ = [
+    "AttentionStates",
     "BlockLayout",
     "Codes",
     "Fading",

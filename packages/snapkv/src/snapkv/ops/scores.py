@@ -37,3 +37,21 @@ class ScoreOptions:
         """The scores of products of queries and keys; changes what is given."""
         scores = products.mul_(self.scaling)
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+
+@dataclass(frozen=True)
+class AttentionStates:
+    """Queries and keys of one layer, and how the model's attention scores them.
+
+    Attributes:
+        queries: (B, Hq, N, D), the queries of the last N tokens, after rotary embedding.
+        keys: (B, Hkv, T, D), after rotary embedding.
+        score_options: how the model's attention turns products into scores.
+        pad_tokens: (B,) int64, how many leading keys of each row are padding, which neither votes
+            nor receives votes; None if no row has any.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    score_options: ScoreOptions
+    pad_tokens: Tensor | None = None

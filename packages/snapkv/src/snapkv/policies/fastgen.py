@@ -105,13 +105,7 @@ class FastGen(EvictingPolicy):
         local_tokens = _part_of(tokens, self.local_ratio)
         received, from_afar = (
             ops.reduce_group(attention, layer.num_kv_heads, "mean")
-            for attention in ops.attention_received_by_distance(
-                layer.queries,
-                layer.keys,
-                near_tokens=local_tokens,
-                pad_tokens=layer.pad_tokens,
-                score_options=layer.score_options,
-            )
+            for attention in ops.attention_received_by_distance(layer, local_tokens)
         )
         columns = torch.arange(received.shape[-1], device=received.device).expand_as(received)
         columns = columns.masked_fill(columns < _pads(layer), -1)
@@ -132,14 +126,7 @@ class FastGen(EvictingPolicy):
         if step.head_notes is None:
             return Eviction()
         assert step.scores is not None
-        received = ops.attention_to_stored(
-            step.queries,
-            step.keys,
-            columns=step.columns,
-            seen_tokens=step.seen_tokens,
-            pad_tokens=step.pad_tokens,
-            score_options=step.score_options,
-        )
+        received = ops.attention_to_stored(step, step.columns, step.seen_tokens)
         scores = step.scores + ops.reduce_group(received, step.num_kv_heads, "mean")
         kinds = self._kinds(step.token_ids)
         new = scores[..., -kinds[0].shape[-1] :]

@@ -47,12 +47,7 @@ class H2O(SplitBudget):
 
     def rate(self, states: LayerStates) -> Tensor:
         """The attention that every slot receives from the queries: (B, Hkv, S) float32."""
-        received = ops.attention_received(
-            states.queries,
-            states.keys,
-            states.score_options,
-            pad_tokens=states.leading_padding,
-        )
+        received = ops.attention_received(states.without_empty_slots)
         return ops.reduce_group(received, states.num_kv_heads, "mean")
 
     def note(self, layer: PromptLayer) -> Tensor:

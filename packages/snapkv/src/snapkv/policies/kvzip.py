@@ -93,9 +93,7 @@ def most_attention(
     Returns:
         (B, heads of the cache, tokens) float32, the highest over the queries and the group.
     """
-    blocks = ops.attention_weight_blocks(
-        seen.queries, seen.keys, seen.score_options, None, _QUERIES_AT_ONCE
-    )
+    blocks = ops.attention_weight_blocks(seen, _QUERIES_AT_ONCE)
     if query_norms is not None:
         norms = torch.split(query_norms[:, None, :, None], _QUERIES_AT_ONCE, dim=2)
         blocks = (block / norm for block, norm in zip(blocks, norms, strict=True))

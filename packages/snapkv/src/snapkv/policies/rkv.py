@@ -1,6 +1,6 @@
 """R-KV (Cai et al., NeurIPS 2025): what is attended to and not said again, for long reasoning."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -108,13 +108,12 @@ class RKV(BestAndRecent):
         )
         repeated = ops.reduce_group(repeated, states.num_kv_heads, "mean")
         scores = -(1 - self.mix_lambda) * repeated
-        received = ops.attention_of_groups(
-            states.queries[:, :, -self.window_size :],
-            states.keys[:, :, : -self.window_size],
-            states.score_options,
-            num_kv_heads=states.num_kv_heads,
-            pad_tokens=states.leading_padding,
+        voting = replace(
+            states.without_empty_slots,
+            queries=states.queries[:, :, -self.window_size :],
+            keys=states.keys[:, :, : -self.window_size],
         )
+        received = ops.attention_of_groups(voting, states.num_kv_heads)
         importance = ops.pool_votes(received, self.kernel_size, "max")
         scores[..., : -self.window_size] += self.mix_lambda * importance
         return scores

@@ -119,13 +119,7 @@ class Scissorhands(BestAndRecent):
         if self.threshold == "tokens":
             tokens = seen_tokens - (torch.zeros_like(tokens) if pads is None else pads)
         counts = ops.times_above(
-            states.queries,
-            states.keys,
-            threshold=1.0 / tokens.float(),
-            columns=columns,
-            seen_tokens=seen_tokens,
-            pad_tokens=pads,
-            score_options=states.score_options,
+            states, 1.0 / tokens.float(), columns=columns, seen_tokens=seen_tokens
         )
         counts = ops.reduce_group(counts, states.num_kv_heads, "sum")
         return counts.argsort(dim=-1, stable=True).argsort(dim=-1).float()

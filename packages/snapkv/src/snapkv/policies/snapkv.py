@@ -143,17 +143,15 @@ class SnapKV(PrefixPolicy):
     def _vote(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
         """Votes of the window, pooled, and their sum over its queries before that: as `score`."""
         slots = max(0, layer.keys.shape[2] - self.window_size)
-        states = layer.queries, layer.keys, layer.score_options
         options: Any = {
-            "pad_tokens": layer.pad_tokens,
             "group_reduce": self.group_reduce if layer.stored_heads is None else "none",
             "impl": layer.votes_impl,
         }
         if self.window_reduce == "mean" and self.query_tokens <= self.window_size:
-            summed = self._of_stored_heads(ops.window_votes(*states, **options), layer)
+            summed = self._of_stored_heads(ops.window_votes(layer, **options), layer)
             return self.pool(summed[..., :slots], layer), summed[..., :slots]
         largest, summed = ops.largest_votes(
-            *states, self.lift, prefix_tokens=slots, sink_tokens=self.sink_tokens or 0, **options
+            layer, self.lift, prefix_tokens=slots, sink_tokens=self.sink_tokens or 0, **options
         )
         if layer.queries.shape[2] > self.window_size:  # or all that vote are kept
             voters = layer.queries.shape[2]

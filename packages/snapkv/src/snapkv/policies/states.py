@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.ops import Implementation, ScoreOptions, TokenCost
+from snapkv.ops import AttentionStates, Implementation, TokenCost
 from snapkv.validation import DEFAULT_DECAY, FADING_SINKS
 
 _Found = TypeVar("_Found")
@@ -32,7 +32,7 @@ def require_answers(unasked: Sequence[Asked]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerStates:
+class LayerStates(AttentionStates):
     """What a policy sees of one layer, at the end of the prompt or behind it.
 
     Attributes:
@@ -47,13 +47,9 @@ class LayerStates:
             their scores; None where none must.
     """
 
-    queries: Tensor
-    keys: Tensor
-    score_options: ScoreOptions
     layer_idx: int
     depth: int = 0
     num_layers: int = 1
-    pad_tokens: Tensor | None = None
     stored_heads: int | None = None
     protected: Tensor | None = None
 
@@ -61,6 +57,11 @@ class LayerStates:
     def leading_padding(self) -> Tensor | None:
         """(B,) leading slots of each row that hold no token, or None: here the pads."""
         return self.pad_tokens
+
+    @property
+    def without_empty_slots(self) -> AttentionStates:
+        """The same states, in which the leading slots that hold no token count as padding."""
+        return AttentionStates(self.queries, self.keys, self.score_options, self.leading_padding)
 
     @property
     def row_tokens(self) -> Tensor:

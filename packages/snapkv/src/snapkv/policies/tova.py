@@ -1,6 +1,6 @@
 """TOVA (Oren et al., 2024): a transformer as a multi-state RNN; the last query decides."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -42,12 +42,8 @@ class TOVA(BestAndRecent):
 
     def rate(self, states: LayerStates) -> Tensor:
         """What the last query pays, for all heads: (B, 1, S) float32."""
-        weights = ops.attention_weights(
-            states.queries[:, :, -1:],
-            states.keys,
-            pad_tokens=states.leading_padding,
-            score_options=states.score_options,
-        )
+        newest = replace(states.without_empty_slots, queries=states.queries[:, :, -1:])
+        weights = ops.attention_weights(newest)
         return weights[:, :, -1].mean(dim=1, keepdim=True)
 
     def require_protection(self, spans: Spans) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from snapkv.ops.choice import implementation, triton_obstacle
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates
 from snapkv.ops.votes import blocked, by_head, largest, reference
 from snapkv.ops.votes.reference import Lift
 
@@ -41,21 +41,12 @@ _KERNELS = {
 
 
 def window_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-    group_reduce: str = "none",
-    impl: Implementation = "auto",
+    states: AttentionStates, *, group_reduce: str = "none", impl: Implementation = "auto"
 ) -> Tensor:
     """How much attention each prefix position receives from the observation window (Eq. 2).
 
     Args:
-        queries: (B, Hq, W, D), the last W queries of the prompt, after rotary embedding.
-        keys: (B, Hkv, T, D), all keys of the prompt, after rotary embedding.
-        score_options: what the model's attention does to its scores.
-        pad_tokens: (B,), leading pads of each row; pads neither vote nor receive votes.
+        states: the last W queries of the prompt and all T keys of it.
         group_reduce: how the query heads of a KV head are combined, as in `reduce_group`.
         impl: "reference"; "blocked", which holds no more than a block of scores; "by_head", the
             quicker for half precision; "triton", kernels for CUDA that hold no scores. "auto" takes
@@ -67,22 +58,17 @@ def window_votes(
     Raises:
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
-    vote = _implementation("window_votes", impl, keys, "blocked")
-    votes: Tensor = vote(
-        queries, keys, score_options, pad_tokens=pad_tokens, group_reduce=group_reduce
-    )
+    vote = _implementation("window_votes", impl, states.keys, "blocked")
+    votes: Tensor = vote(states, group_reduce=group_reduce)
     return votes
 
 
 def largest_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
+    states: AttentionStates,
     lift: Lift,
     *,
     prefix_tokens: int,
     sink_tokens: int = 0,
-    pad_tokens: Tensor | None = None,
     group_reduce: str = "none",
     impl: Implementation = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -92,14 +78,11 @@ def largest_votes(
     no query has more to give for being lifted.
 
     Args:
-        queries: as in `window_votes`.
-        keys: as there.
-        score_options: as there.
+        states: as in `window_votes`.
         lift: what becomes of a query's weights along the prefix.
         prefix_tokens: the first positions, which are voted on.
         sink_tokens: first tokens of each row whose weights stay as they are, and lift none.
-        pad_tokens: as in `window_votes`.
-        group_reduce: as there.
+        group_reduce: as in `window_votes`.
         impl: "reference"; "blocked", which holds the weights of a few heads or queries; "triton",
             kernels for CUDA that hold none, of a `Fading` lift.
 
@@ -111,14 +94,12 @@ def largest_votes(
     Raises:
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
-    votes: tuple[Tensor, Tensor] = _implementation("largest_votes", impl, keys, "blocked", lift)(
-        queries,
-        keys,
-        score_options,
+    vote = _implementation("largest_votes", impl, states.keys, "blocked", lift)
+    votes: tuple[Tensor, Tensor] = vote(
+        states,
         lift,
         prefix_tokens=prefix_tokens,
         sink_tokens=sink_tokens,
-        pad_tokens=pad_tokens,
         group_reduce=group_reduce,
     )
     return votes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates
 from snapkv.ops.votes import reference
 from snapkv.ops.votes.reference import reduce_group
 
@@ -19,19 +19,13 @@ BLOCK_TOKENS = 8192
 
 
 def window_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-    group_reduce: str = "none",
-    block_tokens: int = BLOCK_TOKENS,
+    states: AttentionStates, *, group_reduce: str = "none", block_tokens: int = BLOCK_TOKENS
 ) -> Tensor:
     """As `snapkv.ops.votes.reference.window_votes`, up to rounding."""
-    softcap, sinks = score_options.softcap, score_options.sink_logits
-    B, Hq, W, D = queries.shape
-    Hkv, T = keys.shape[1], keys.shape[2]
-    grouped = queries.float().mul(score_options.scaling).reshape(B, Hkv, (Hq // Hkv) * W, D)
+    keys, pad_tokens, options = states.keys, states.pad_tokens, states.score_options
+    softcap, sinks = options.softcap, options.sink_logits
+    (B, Hq, W, D), (Hkv, T) = states.queries.shape, keys.shape[1:3]
+    grouped = states.queries.float().mul(options.scaling).reshape(B, Hkv, (Hq // Hkv) * W, D)
 
     def scores_of(start: int, stop: int) -> Tensor:
         scores = (grouped @ keys[:, :, start:stop].float().transpose(-1, -2)).view(B, Hq, W, -1)

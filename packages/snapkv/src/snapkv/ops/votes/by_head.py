@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates
 from snapkv.ops.votes import blocked
 from snapkv.ops.votes.reference import reduce_group
 
@@ -25,40 +25,31 @@ MOST_BYTES_OF_A_HEAD = 64 << 20
 _LOG2_E = math.log2(math.e)
 
 
-def window_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-    group_reduce: str = "none",
-) -> Tensor:
+def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tensor:
     """As `snapkv.ops.votes.reference.window_votes`, up to rounding."""
-    B, Hq, W, D = queries.shape
-    Hkv, T = keys.shape[1:3]
+    (B, Hq, W, D), (Hkv, T) = states.queries.shape, states.keys.shape[1:3]
     N, G = B * Hkv, Hq // Hkv
     of_a_head = 4 * G * W * T
     if not 0 < of_a_head <= MOST_BYTES_OF_A_HEAD:
-        return blocked.window_votes(
-            queries, keys, score_options, pad_tokens=pad_tokens, group_reduce=group_reduce
-        )
-    softcap, slope = score_options.softcap, score_options.scaling * _LOG2_E
+        return blocked.window_votes(states, group_reduce=group_reduce)
+    options, pad_tokens = states.score_options, states.pad_tokens
+    softcap, slope = options.softcap, options.scaling * _LOG2_E
     if softcap is not None:
         slope = softcap * _LOG2_E
-    sinks = score_options.sink_logits
+    sinks = options.sink_logits
     if sinks is not None:
         sinks = sinks.float().mul(_LOG2_E / slope).view(1, Hq, 1).expand(B, Hq, W)
         sinks = sinks.reshape(N, G * W, 1)
     pads = None if pad_tokens is None else pad_tokens.repeat_interleave(Hkv)
-    rows, stored = queries.float().reshape(N, G * W, D), keys.flatten(0, 1)
+    rows, stored = states.queries.float().reshape(N, G * W, D), states.keys.flatten(0, 1)
     apart = G if group_reduce in ("none", "max") else 1
-    votes = queries.new_empty((N, apart, T - W), dtype=torch.float32)
+    votes = rows.new_empty((N, apart, T - W), dtype=torch.float32)
     at_once = max(1, MOST_BYTES // of_a_head)
     for start in range(0, N, at_once):
         some = slice(start, start + at_once)
         scores = rows[some] @ stored[some].float().mT
         if softcap is not None:
-            scores.mul_(score_options.scaling / softcap).tanh_()
+            scores.mul_(options.scaling / softcap).tanh_()
         own = None if pads is None else pads[some]
         blocked.hide_unseen(scores.view(len(scores), -1, W, T), 0, T, own)
         shares = _shares(scores, slope, own, None if sinks is None else sinks[some])

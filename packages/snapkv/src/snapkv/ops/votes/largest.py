@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates, ScoreOptions
 from snapkv.ops.votes.reference import CHUNK, LEAST_SUM, Lift, reduce_group
 
 MOST_BYTES = 8 << 20
@@ -24,19 +24,17 @@ _LOG2_E = math.log2(math.e)
 
 @torch.no_grad()
 def largest_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
+    states: AttentionStates,
     lift: Lift,
     *,
     prefix_tokens: int,
     sink_tokens: int = 0,
-    pad_tokens: Tensor | None = None,
     group_reduce: str = "none",
 ) -> tuple[Tensor, Tensor]:
     """As `snapkv.ops.votes.reference.largest_votes`, up to rounding."""
+    queries, keys, pad_tokens = states.queries, states.keys, states.pad_tokens
     (B, Hq, W, _), (Hkv, T) = queries.shape, keys.shape[1:3]
-    G, sinks = Hq // Hkv, score_options.sink_logits
+    G, sinks = Hq // Hkv, states.score_options.sink_logits
     grouped = queries.view(B, Hkv, G, W, -1)
     apart = 1 if group_reduce == "max" else G  # the largest of all, without one of each head
     largest = queries.new_zeros((B, Hkv, apart, prefix_tokens), dtype=torch.float32)
@@ -50,7 +48,7 @@ def largest_votes(
             weights, shares = _exponentials(
                 grouped[row, heads, :, some],
                 keys[row, heads, pads:],
-                score_options,
+                states.score_options,
                 None if sinks is None else sinks.view(Hkv, G)[heads],
                 fill,
                 some.start + own - W,

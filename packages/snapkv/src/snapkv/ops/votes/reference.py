@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates
 
 LEAST_SUM = torch.finfo(torch.float32).tiny
 """What a row of weights is divided by that adds up to less, so that nothing becomes NaN."""
@@ -36,43 +36,33 @@ class Lift(ABC):
         """
 
 
-def window_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-    group_reduce: str = "none",
-) -> Tensor:
+def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tensor:
     """How much attention each prefix position receives from the observation window (Eq. 2).
 
     The softmax runs over the whole prompt, causal inside the window, exactly as the model's own
     attention does; the rows of the window are then summed: (B, Hkv, P), (B, Hq, P) for "none".
     """
-    weights = attention_weights(queries, keys, score_options, pad_tokens=pad_tokens)
-    votes = weights[..., : keys.shape[2] - queries.shape[2]].sum(dim=-2)
-    return reduce_group(votes, keys.shape[1], group_reduce)
+    (Hkv, T), W = states.keys.shape[1:3], states.queries.shape[2]
+    votes = attention_weights(states)[..., : T - W].sum(dim=-2)
+    return reduce_group(votes, Hkv, group_reduce)
 
 
 def largest_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
+    states: AttentionStates,
     lift: Lift,
     *,
     prefix_tokens: int,
     sink_tokens: int = 0,
-    pad_tokens: Tensor | None = None,
     group_reduce: str = "none",
 ) -> tuple[Tensor, Tensor]:
     """The largest vote of any query of the window on each position, and the sum of all.
 
     Before it is compared, every query's row of weights is lifted and scaled back to its own sum.
     """
-    Hkv, P = keys.shape[1], prefix_tokens
-    weights = attention_weights(queries, keys, score_options, pad_tokens=pad_tokens)[..., :P]
-    pads = 0 if pad_tokens is None else pad_tokens[:, None, None, None]
-    stays = torch.arange(P, device=keys.device) < pads + sink_tokens
+    Hkv, P, pads = states.keys.shape[1], prefix_tokens, states.pad_tokens
+    weights = attention_weights(states)[..., :P]
+    first = sink_tokens if pads is None else pads[:, None, None, None] + sink_tokens
+    stays = torch.arange(P, device=weights.device) < first
     others = weights.masked_fill(stays, 0.0)
     lifted = lift.of(others.flatten(1, 2)).view_as(weights).masked_fill(stays, 0.0)
     own_sum, sum_now = others.sum(dim=-1, keepdim=True), lifted.sum(dim=-1, keepdim=True)
@@ -82,112 +72,80 @@ def largest_votes(
     return reduce_group(largest, Hkv, group_reduce), reduce_group(summed, Hkv, group_reduce)
 
 
-def attention_weights(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-) -> Tensor:
+def attention_weights(states: AttentionStates) -> Tensor:
     """Attention of the last queries onto all keys, causal, as the model's own attention pays it.
 
     Args:
-        queries: (B, Hq, W, D), the last W queries of the prompt, after rotary embedding.
-        keys: (B, Hkv, T, D), all keys of the prompt, after rotary embedding.
-        score_options: what the model's attention does to its scores.
-        pad_tokens: (B,), leading pads of each row; pads neither vote nor receive votes.
+        states: the last W queries of the prompt and all T keys of it.
 
     Returns:
         (B, Hq, W, T) float32; the row of a pad is zero.
     """
-    W, T = queries.shape[2], keys.shape[2]
+    W, T, pad_tokens = states.queries.shape[2], states.keys.shape[2], states.pad_tokens
     visible = None  # the last query sees everything
     if W > 1 or pad_tokens is not None:
-        visible = window_visibility(W, T, pad_tokens, device=keys.device)
-    weights = _weights(queries, keys, visible, score_options)
+        visible = window_visibility(W, T, pad_tokens, device=states.keys.device)
+    weights = _weights(states, visible)
     return weights if pad_tokens is None else weights.nan_to_num(0.0)  # a pad sees nothing at all
 
 
-def _weights(
-    queries: Tensor, keys: Tensor, visible: Tensor | None, score_options: ScoreOptions
-) -> Tensor:
+def _weights(states: AttentionStates, visible: Tensor | None) -> Tensor:
     """(B, Hq, W, T) float32; NaN in the rows of queries that see nothing, unless there are sinks.
 
     `visible` is (B or 1, heads, W, T) bool, the heads 1 or a divisor of Hq; None for all.
     """
-    B, Hq, W, D = queries.shape
-    Hkv, T = keys.shape[1], keys.shape[2]
-    grouped = queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
-    products = (grouped @ keys.float().transpose(-1, -2)).view(B, Hq, W, T)
-    scores = score_options.scores(products)
+    (B, Hq, W, D), (Hkv, T) = states.queries.shape, states.keys.shape[1:3]
+    grouped = states.queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
+    products = (grouped @ states.keys.float().transpose(-1, -2)).view(B, Hq, W, T)
+    scores, sinks = states.score_options.scores(products), states.score_options.sink_logits
     if visible is not None:
         of_heads = scores.view(B, visible.shape[1], -1, W, T)
         of_heads.masked_fill_(~visible.unsqueeze(2), float("-inf"))
-    if score_options.sink_logits is not None:
-        column = score_options.sink_logits.float().view(1, Hq, 1, 1).expand(B, Hq, W, 1)
+    if sinks is not None:
+        column = sinks.float().view(1, Hq, 1, 1).expand(B, Hq, W, 1)
         scores = torch.cat([scores, column], dim=-1)
     return torch.softmax(scores, dim=-1)[..., :T]
 
 
-def attention_of_groups(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    num_kv_heads: int,
-    pad_tokens: Tensor | None = None,
-) -> Tensor:
+def attention_of_groups(states: AttentionStates, num_kv_heads: int) -> Tensor:
     """Attention of groups of query heads to keys that all queries see, averaged over the queries.
 
     A group's score of a key is the highest of its heads' scores, before the softmax (R-KV), and its
     sink the highest of theirs: (B, num_kv_heads, P) float32; NaN where all keys of a row are pads.
     """
-    B, Hq, W, D = queries.shape
-    Hkv, P = keys.shape[1], keys.shape[2]
-    grouped = queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
-    products = grouped @ keys.float().transpose(-1, -2)
-    scores = score_options.scores(products).view(B, num_kv_heads, Hq // num_kv_heads, W, P)
+    (B, Hq, W, D), (Hkv, P) = states.queries.shape, states.keys.shape[1:3]
+    options, sinks = states.score_options, states.score_options.sink_logits
+    grouped = states.queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
+    products = grouped @ states.keys.float().transpose(-1, -2)
+    scores = options.scores(products).view(B, num_kv_heads, Hq // num_kv_heads, W, P)
     highest = scores.amax(dim=2)
-    if pad_tokens is not None:
-        pads = torch.arange(P, device=keys.device) < pad_tokens[:, None, None, None]
+    if states.pad_tokens is not None:
+        pads = torch.arange(P, device=highest.device) < states.pad_tokens[:, None, None, None]
         highest = highest.masked_fill_(pads, float("-inf"))
-    if score_options.sink_logits is not None:
-        sinks = score_options.sink_logits.float().view(1, num_kv_heads, -1, 1).amax(dim=2)
-        highest = torch.cat([highest, sinks[..., None].expand(B, -1, W, 1)], dim=-1)
+    if sinks is not None:
+        of_groups = sinks.float().view(1, num_kv_heads, -1, 1).amax(dim=2)
+        highest = torch.cat([highest, of_groups[..., None].expand(B, -1, W, 1)], dim=-1)
     return highest.softmax(dim=-1)[..., :P].mean(dim=2)
 
 
-def attention_received(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-    block_tokens: int = 256,
-) -> Tensor:
+def attention_received(states: AttentionStates, *, block_tokens: int = 256) -> Tensor:
     """Attention every position receives from the last queries, in sum: (B, Hq, T) float32."""
-    received = queries.new_zeros(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
-    for weights in attention_weight_blocks(queries, keys, score_options, pad_tokens, block_tokens):
+    received = _no_attention(states)
+    for weights in attention_weight_blocks(states, block_tokens):
         received[..., : weights.shape[-1]] += weights.sum(dim=-2)
     return received
 
 
 def attention_received_by_distance(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    near_tokens: Tensor,
-    pad_tokens: Tensor | None = None,
+    states: AttentionStates, near_tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`attention_received`, and the part of it that comes from queries further away.
 
     Those are, of a position, the queries that follow by `near_tokens`, (B,) int64, or by more.
     """
-    received = queries.new_zeros(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
-    from_afar = torch.zeros_like(received)
-    positions = torch.arange(keys.shape[2], device=keys.device)
-    for weights in attention_weight_blocks(queries, keys, score_options, pad_tokens, 256):
+    received, from_afar = _no_attention(states), _no_attention(states)
+    positions = torch.arange(states.keys.shape[2], device=received.device)
+    for weights in attention_weight_blocks(states, 256):
         rows, seen = weights.shape[-2:]
         distance = positions[seen - rows : seen, None] - positions[:seen]
         received[..., :seen] += weights.sum(dim=-2)
@@ -196,53 +154,38 @@ def attention_received_by_distance(
     return received, from_afar
 
 
-def attention_weight_blocks(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    pad_tokens: Tensor | None,
-    block_tokens: int,
-) -> Iterator[Tensor]:
+def _no_attention(states: AttentionStates) -> Tensor:
+    """Return zeros, one for every query head and key: (B, Hq, T) float32."""
+    shape = *states.queries.shape[:2], states.keys.shape[2]
+    return states.queries.new_zeros(shape, dtype=torch.float32)
+
+
+def attention_weight_blocks(states: AttentionStates, block_tokens: int) -> Iterator[Tensor]:
     """`attention_weights` of one block of queries after the other, onto all they may see."""
-    N, T = queries.shape[2], keys.shape[2]
+    N, T = states.queries.shape[2], states.keys.shape[2]
     for start in range(0, N, block_tokens):
         stop = min(start + block_tokens, N)
-        seen = T - N + stop
-        block = queries[:, :, start:stop], keys[:, :, :seen]
-        yield attention_weights(*block, score_options, pad_tokens=pad_tokens)
+        block = states.queries[:, :, start:stop], states.keys[:, :, : T - N + stop]
+        yield attention_weights(AttentionStates(*block, states.score_options, states.pad_tokens))
 
 
-def attention_to_stored(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    columns: Tensor,
-    seen_tokens: int,
-    pad_tokens: Tensor | None = None,
-) -> Tensor:
+def attention_to_stored(states: AttentionStates, columns: Tensor, seen_tokens: int) -> Tensor:
     """As `attention_received` where tokens have been dropped; arguments as in `times_above`.
 
     (B, Hq, S) float32; zero where a slot holds no token.
     """
-    received = queries.new_zeros(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
-    blocks = _stored_weight_blocks(
-        queries, keys, score_options, columns, seen_tokens, pad_tokens, 64
-    )
-    for weights in blocks:
+    received = _no_attention(states)
+    for weights in _stored_weight_blocks(states, columns, seen_tokens, 64):
         received += weights.nan_to_num(0.0).sum(dim=-2)  # a pad sees nothing at all
     return received
 
 
 def times_above(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
+    states: AttentionStates,
     threshold: Tensor,
     columns: Tensor,
     seen_tokens: int,
-    pad_tokens: Tensor | None = None,
+    *,
     block_tokens: int = 32,
 ) -> Tensor:
     """How many of the last queries pay a stored token more attention than a threshold.
@@ -250,49 +193,39 @@ def times_above(
     Queries attend to the tokens that are stored now and were there when they came.
 
     Args:
-        queries: (B, Hq, N, D), of the last N tokens seen, whether or not those are stored.
-        keys: (B, Hkv, S, D), of the stored tokens.
-        score_options: as in `attention_weights`.
+        states: the queries of the last N tokens seen, whether or not those are stored, and the
+            keys of the S stored tokens.
         threshold: (B,) float32.
         columns: (B, H, S) int64, column of every stored token in the whole sequence, pads counted;
             -1 for a slot that holds none. H is 1 or a divisor of Hq.
         seen_tokens: columns seen so far; the last query stands in the last of them.
-        pad_tokens: (B,), leading pads of each row; pads neither pay attention nor receive any.
         block_tokens: queries at a time.
 
     Returns:
         (B, Hq, S) float32, whole numbers.
     """
-    counts = queries.new_zeros(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
-    blocks = _stored_weight_blocks(
-        queries, keys, score_options, columns, seen_tokens, pad_tokens, block_tokens
-    )
-    for weights in blocks:
+    counts = _no_attention(states)
+    for weights in _stored_weight_blocks(states, columns, seen_tokens, block_tokens):
         # In place, as numbers: NaN, a pad's, is not above.
         counts += weights.gt_(threshold.view(-1, 1, 1, 1)).sum(dim=-2)
     return counts
 
 
 def _stored_weight_blocks(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    columns: Tensor,
-    seen_tokens: int,
-    pad_tokens: Tensor | None,
-    block_tokens: int,
+    states: AttentionStates, columns: Tensor, seen_tokens: int, block_tokens: int
 ) -> Iterator[Tensor]:
     """Weights of one block of queries after the other onto the stored tokens of their past.
 
     NaN in the rows of queries that see nothing.
     """
-    N = queries.shape[2]
-    first = 0 if pad_tokens is None else pad_tokens[:, None, None]
+    N, pads, options = states.queries.shape[2], states.pad_tokens, states.score_options
+    first = 0 if pads is None else pads[:, None, None]
     columns = columns.masked_fill(columns < first, seen_tokens)  # in nobody's past
     for start in range(0, N, block_tokens):
-        block = queries[:, :, start : start + block_tokens]
-        own = torch.arange(block.shape[2], device=keys.device) + (seen_tokens - N + start)
-        yield _weights(block, keys, columns[:, :, None] <= own[:, None], score_options)
+        block = states.queries[:, :, start : start + block_tokens]
+        own = torch.arange(block.shape[2], device=columns.device) + (seen_tokens - N + start)
+        visible = columns[:, :, None] <= own[:, None]
+        yield _weights(AttentionStates(block, states.keys, options), visible)
 
 
 def window_visibility(

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates
 
 _SPLIT_TOKENS = 256, 4096  # the smallest and the largest split of the first pass
 _PROGRAMS = 512  # programs to aim at: a few for each multiprocessor of a large device
@@ -32,18 +32,11 @@ _LEAST_FACTOR = tl.constexpr(
 _LOG2_E = math.log2(math.e)
 
 
-def window_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-    group_reduce: str = "none",
-) -> Tensor:
+def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tensor:
     """As `snapkv.ops.window_votes`; no gradients."""
-    given = KernelInputs.of(queries, keys, score_options, pad_tokens)
-    with torch.cuda.device_of(keys):
-        return _votes(given, given.totals(score_options.sink_logits), group_reduce)
+    given = KernelInputs.of(states)
+    with torch.cuda.device_of(states.keys):
+        return _votes(given, given.totals(states.score_options.sink_logits), group_reduce)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +56,10 @@ class KernelInputs:
     common: dict[str, Any]
 
     @classmethod
-    def of(
-        cls, queries: Tensor, keys: Tensor, options: ScoreOptions, pad_tokens: Tensor | None
-    ) -> "KernelInputs":
+    def of(cls, states: AttentionStates) -> "KernelInputs":
+        keys, options, pad_tokens = states.keys, states.score_options, states.pad_tokens
         keys = keys if keys.stride(-1) == 1 else keys.contiguous()
-        queries, D = queries.contiguous(), queries.shape[3]
+        queries, D = states.queries.contiguous(), states.queries.shape[3]
         slope, ceiling = options.scaling * _LOG2_E, 0.0
         if options.softcap is not None:  # c tanh(x / c) is c (2 sigmoid(2 x / c) - 1)
             slope, ceiling = 2 * options.scaling / options.softcap, options.softcap * _LOG2_E

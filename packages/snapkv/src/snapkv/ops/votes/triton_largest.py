@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates
 from snapkv.ops.votes.lifts import Fading
 from snapkv.ops.votes.reference import LEAST_SUM, reduce_group
 from snapkv.ops.votes.triton import (
@@ -34,25 +34,22 @@ _NOTHING = 150.0
 
 
 def largest_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
+    states: AttentionStates,
     lift: Fading,
     *,
     prefix_tokens: int,
     sink_tokens: int = 0,
-    pad_tokens: Tensor | None = None,
     group_reduce: str = "none",
 ) -> tuple[Tensor, Tensor]:
     """As `snapkv.ops.largest_votes`; no gradients."""
-    given = KernelInputs.of(queries, keys, score_options, pad_tokens)
-    (B, Hq, W, _), Hkv = queries.shape, keys.shape[1]
+    given, queries = KernelInputs.of(states), states.queries
+    (B, Hq, W, _), Hkv = queries.shape, states.keys.shape[1]
     each = group_reduce != "max"
     shape = B, Hq if each else Hkv, prefix_tokens
     largest, summed = queries.new_empty(2, *shape, dtype=torch.float32)
     if largest.numel():
-        with torch.cuda.device_of(keys):
-            totals = given.totals(score_options.sink_logits)
+        with torch.cuda.device_of(queries):
+            totals = given.totals(states.score_options.sink_logits)
             fades = _Fades(given, totals, lift.decay, prefix_tokens, sink_tokens)
             starts, scales = fades.starts_and_scales()
             _largest[(starts.shape[1], B * Hkv)](
