@@ -43,7 +43,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/cache/layer_group.py": [
         (
             "layers that are unlike choose together",
-            "== prompt.depth and self._kind == prompt.kind",
+            "== prompt.depth and self._kind == prompt.stack_key",
             "== prompt.depth",
             "cache/test_layer_group.py",
         ),

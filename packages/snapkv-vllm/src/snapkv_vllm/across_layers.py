@@ -45,7 +45,7 @@ def scores_across(policy: Policy, layer: PromptLayer) -> Tensor:
     shared = across_layers(policy)
     assert shared is not None
     even = shared.even_counts(layer)  # of tokens all layers have as many
-    return shared.ranked(layer, [even] * layer.num_layers)
+    return shared.score_layer(layer, [even] * layer.num_layers)
 
 
 def best_across(ranked: Sequence[Tensor], tokens: int) -> list[Tensor]:

@@ -128,7 +128,7 @@ def test_every_way_to_the_best_of_tied_scores_is_the_plain_one(counts):
         [sorted(sorted(range(17), key=lambda slot: -head[slot])[:count]) for head in row]
         for row, count in zip(scores, counts, strict=True)
     ]
-    mask = ops.best_of(scores, counts)
+    mask = ops.mask_best(scores, counts)
     assert [[head.nonzero()[:, 0].tolist() for head in row] for row in mask] == plain
     kept = [min(count, 17) for count in counts]
     filled = [[[-1] * (max(kept) - len(head)) + head for head in row] for row in plain]

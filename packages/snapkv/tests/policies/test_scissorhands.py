@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from snapkv.ops import ScoreOptions, times_above
+from snapkv.ops import ScoreOptions, count_above
 from snapkv.policies import Scissorhands
 from snapkv.policies.scissorhands import layer_budgets
 from tests.ops.states import random_layer, worked_prompt, worked_step
@@ -96,7 +96,7 @@ def test_the_counts_equal_their_definition(pads, block_tokens):
     )
     threshold = torch.tensor([1 / 9, 1 / 31])
     padded = replace(step, pad_tokens=torch.tensor(pads))
-    got = times_above(padded, threshold, columns, 31, block_tokens=block_tokens)
+    got = count_above(padded, threshold, columns, 31, block_tokens=block_tokens)
     assert torch.equal(got, loop_counts(step, threshold, pads))
 
 

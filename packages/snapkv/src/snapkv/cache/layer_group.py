@@ -52,17 +52,17 @@ class LayerGroup:
         """Whether one more layer can choose together with those that wait, if any do."""
         if not self.prompts:
             return True
-        return self.prompts[-1].depth + 1 == prompt.depth and self._kind == prompt.kind
+        return self.prompts[-1].depth + 1 == prompt.depth and self._kind == prompt.stack_key
 
     def add(
         self, layer: CompressedLayer, prompt: PromptLayer, output: Tensor | None = None
     ) -> None:
         """One more layer waits; `output` is (B, Hq, Dv), what attention gave the last token."""
         self._bytes += prompt.keys.nbytes + prompt.values.nbytes
-        self._kind = prompt.kind
+        self._kind = prompt.stack_key
         self.reaches_last = prompt.depth == prompt.num_layers - 1
         is_much = self._bytes >= most_bytes(prompt.keys.device)
-        stays_alone = prompt.kind is None or not layer.policy.chooses_of_stacks
+        stays_alone = prompt.stack_key is None or not layer.policy.can_select_stacked
         self.is_full = is_much or stays_alone or self.reaches_last
         if not self.is_full:  # a view would hold those of all tokens
             prompt = replace(prompt, queries=prompt.queries.clone())
@@ -104,7 +104,7 @@ class LayerGroup:
         if (votes := self.layers[0].policy.votes_at_stake(self.stack)) is None:
             return nothing
         kept, tokens = selection.keep_indices, selection.prompt_tokens
-        lost = LostVotes.of(votes.votes, votes.lifted(), kept, tokens)
+        lost = LostVotes.of(votes.votes, votes.faded_shares(), kept, tokens)
         shares = zip(lost.mass.chunk(len(self)), lost.peak.chunk(len(self)), strict=True)
         return [{"lost_mass": mass, "lost_peak": peak} for mass, peak in shares]
 

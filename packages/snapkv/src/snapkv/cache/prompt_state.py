@@ -236,7 +236,7 @@ class PromptState:
             layers = [prompt.layer_idx for prompt in group.prompts]
             selection = checks.select(policy, group.stack, layers)
             if selection is None and once:
-                selection = Selection.whole(group.stack)
+                selection = Selection.keep_all(group.stack)
         group.keep(selection)
 
     # Where the prompt ends.

@@ -34,7 +34,9 @@ class SharedBudget:
 
     def __init__(self, policy: AcrossLayers, first: PromptLayer, *, once: bool) -> None:
         self._policy, self._once = policy, once
-        self._even = [policy.even_counts(first.at(depth)) for depth in range(first.num_layers)]
+        self._even = [
+            policy.even_counts(first.at_depth(depth)) for depth in range(first.num_layers)
+        ]
         self._seen = [0 for _ in first.keys]  # what a row keeps in the layers that were read
         self._to_come = [
             _sums_from(row, policy.policy.most_tokens or 0) for row in zip(*self._even, strict=True)
@@ -55,7 +57,7 @@ class SharedBudget:
             counts = self._policy.even_counts(stack)
             read = [counts[at : at + rows] for at in range(0, len(counts), rows)]
             self._even[seen : seen + len(group)] = read
-        scores = self._policy.ranked(stack, self._even)
+        scores = self._policy.score_layer(stack, self._even)
         heads = scores.shape[1]
         self._scores.append(_side_by_side(scores, rows))
         if (votes := self._policy.votes_at_stake(stack)) is not None:
@@ -131,7 +133,7 @@ class SharedBudget:
         if not self._votes:
             return None
         votes = VotesAtStake.joined(self._votes)
-        both = torch.stack([votes.votes, votes.lifted()])
+        both = torch.stack([votes.votes, votes.faded_shares()])
         return F.pad(both, (0, tokens - both.shape[-1])).flatten(2).to(self._device)
 
     def _let_go(self, since: int) -> None:

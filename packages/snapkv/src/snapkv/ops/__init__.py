@@ -20,12 +20,12 @@ from snapkv.ops.votes.reference import (
     attention_to_stored,
     attention_weight_blocks,
     attention_weights,
+    count_above,
     pool_votes,
     reduce_group,
-    times_above,
     window_visibility,
 )
-from snapkv.ops.votes.top_k import best_of, fill_first, keep_best, kept_indices
+from snapkv.ops.votes.top_k import fill_first, keep_best, kept_indices, mask_best
 from snapkv.token_cost import TokenCost
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
     "attention_to_stored",
     "attention_weight_blocks",
     "attention_weights",
-    "best_of",
+    "mask_best",
     "coded_attention",
     "encode_all",
     "fade_votes",
@@ -63,7 +63,7 @@ __all__ = [
     "reduce_group",
     "redundancy",
     "scoring",
-    "times_above",
+    "count_above",
     "window_visibility",
     "window_votes",
 ]

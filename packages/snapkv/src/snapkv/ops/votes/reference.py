@@ -170,7 +170,7 @@ def attention_weight_blocks(states: AttentionStates, block_tokens: int) -> Itera
 
 
 def attention_to_stored(states: AttentionStates, columns: Tensor, seen_tokens: int) -> Tensor:
-    """As `attention_received` where tokens have been dropped; arguments as in `times_above`.
+    """As `attention_received` where tokens have been dropped; arguments as in `count_above`.
 
     (B, Hq, S) float32; zero where a slot holds no token.
     """
@@ -180,7 +180,7 @@ def attention_to_stored(states: AttentionStates, columns: Tensor, seen_tokens: i
     return received
 
 
-def times_above(
+def count_above(
     states: AttentionStates,
     threshold: Tensor,
     columns: Tensor,

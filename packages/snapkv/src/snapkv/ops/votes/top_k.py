@@ -66,7 +66,7 @@ def fill_first(
     return scores.masked_fill(order < pad_tokens[:, None, None] + first_tokens, value)
 
 
-def best_of(scores: Tensor, counts: Sequence[int]) -> Tensor:
+def mask_best(scores: Tensor, counts: Sequence[int]) -> Tensor:
     """(B, H, S) bool: the highest scores of each head, of equal ones the first.
 
     B counts say how many of a row's heads, at least one; where one has fewer slots, all.
