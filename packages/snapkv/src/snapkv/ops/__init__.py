@@ -1,4 +1,4 @@
-"""Votes, redundancy, pooling, group reduce, top-k, gather, pages; attention to ragged heads."""
+"""Votes, pooling, top-k selection and gathering, and attention to ragged or coded heads."""
 
 from snapkv.ops.codes.api import coded_attention
 from snapkv.ops.codes.coding import Codes, encode_all

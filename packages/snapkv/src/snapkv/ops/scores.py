@@ -10,7 +10,7 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def scoring(states: Tensor) -> Iterator[None]:
-    """Within this block nothing is noted for gradients, and float32 stays so under autocast."""
+    """Turn gradients off within this block, and autocast, so that float32 stays float32."""
     device = states.device.type
     with contextlib.ExitStack() as within:
         within.enter_context(torch.no_grad())
@@ -34,7 +34,7 @@ class ScoreOptions:
     sink_logits: Tensor | None = None
 
     def scores(self, products: Tensor) -> Tensor:
-        """The scores of products of queries and keys; changes what is given."""
+        """Return the scores of products of queries and keys; changes `products` in place."""
         scores = products.mul_(self.scaling)
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 

@@ -1,4 +1,4 @@
-"""Attention to heads in few bits: what runs where."""
+"""Attention to quantized heads, and which implementation runs."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -29,16 +29,16 @@ def coded_attention(
     *,
     impl: CodedImplementation = "auto",
 ) -> Tensor:
-    """As `snapkv.ops.ragged_attention`, where what the heads keep is quantized.
+    """Let the last Q tokens attend to quantized heads and to the tail that all heads share.
 
     Args:
         inputs: the queries, the tail in the model's dtype, and how scores are computed.
         keys: M blocks of codes, in groups along tokens.
         values: M blocks of codes, in groups along channels; they may have other bits.
         layout: which head each block belongs to.
-        impl: "reference", which decodes everything; "blocked", a few products that take
-            the integers as they are; "triton", a kernel for CUDA. "auto" takes the kernel if it
-            can run, else "blocked".
+        impl: "reference", which decodes everything; "blocked", a few products with the integers as
+            they are; "triton", a kernel for CUDA. "auto" takes the kernel if it can run, else
+            "blocked".
 
     Returns:
         (B, Hq, Q, Dv), in the dtype of the tail's values.

@@ -1,4 +1,4 @@
-"""Attention to heads in few bits, by way of what the codes stand for: the specification."""
+"""Attention to quantized heads that decodes everything first: the specification."""
 
 from torch import Tensor
 
@@ -10,12 +10,12 @@ from snapkv.ops.ragged.layout import RaggedLayout
 
 
 def flat_states(codes: Codes, layout: BlockLayout) -> Tensor:
-    """(N, D) what the codes of all heads stand for, one head after the other."""
+    """Decode the codes of all heads, one head after the other: (N, D)."""
     return codes.decoded().flatten(0, 1).index_select(0, layout.flat)
 
 
 def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: BlockLayout) -> Tensor:
-    """As `snapkv.ops.coded_attention`, in float32 or wider."""
+    """Compute `snapkv.ops.coded_attention` in float32 or wider."""
     ragged = RaggedLayout(layout.head_tokens, layout.device)
     states = flat_states(keys, layout), flat_states(values, layout)
     return reference.ragged_attention(inputs, *states, ragged)

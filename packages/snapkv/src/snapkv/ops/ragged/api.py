@@ -1,4 +1,4 @@
-"""Attention to heads that hold different numbers of tokens (varlen): what runs where."""
+"""Attention to heads that hold different numbers of tokens, and which implementation runs."""
 
 import functools
 import operator
@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.ops.choice import implementation, triton_obstacle
 from snapkv.ops.ragged import blocked, flash, reference
 from snapkv.ops.ragged.inputs import TailInputs
@@ -17,7 +17,7 @@ from snapkv.ops.ragged.layout import RaggedLayout
 RaggedImplementation = Literal["auto", "reference", "flash", "blocked", "triton"]
 
 FLASH_ELEMENTS = 2**20
-"""On a CPU, one query of layers with no more elements of keys than this takes a call per head."""
+"""The most elements of keys for which one query on a CPU takes a call of "flash" per head."""
 
 _DTYPE = operator.attrgetter("dtype")
 
@@ -65,9 +65,8 @@ def ragged_attention(
         reason = flash.obstacle(inputs, values, layout)
         fits = reason is None
     if impl == "flash" and reason is not None:
-        raise InvalidArgumentError(
-            f"impl: expected one that can run here, got 'flash' {reason}; pass impl='auto'"
-        )
+        problem = f"expected one that can run here, got 'flash' {reason}"
+        raise wrong("impl", problem, "Pass impl='auto'")
     attend = implementation(
         "ragged_attention",
         impl,

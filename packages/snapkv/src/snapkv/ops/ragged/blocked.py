@@ -1,9 +1,9 @@
-"""Attention to heads of different length in blocks of equal size: for large layers.
+"""Attention to heads of different lengths in pieces of equal size, for large layers.
 
-The flat keys fall into blocks, whatever head they belong to (`RaggedLayout.pieces`), and one
-batched product scores them all: it shares its threads out well, where a product of a few rows with
+The flat keys are cut into blocks, whatever head they belong to (`RaggedLayout.pieces`), and one
+batched product scores them all. That keeps all threads busy, where a product of a few rows with
 thousands of keys spends more time on sharing than on its work. The query heads of a group are rows
-of one product, so a key is read once for all of them. The softmax puts a head's pieces together.
+of one product, so a key is read once for all of them. The softmax then combines a head's pieces.
 """
 
 from typing import Protocol
@@ -16,35 +16,38 @@ from snapkv.ops.ragged.layout import Pieces, RaggedLayout
 from snapkv.ops.scores import ScoreOptions
 
 QUERY_BLOCK_TOKENS = 32
-"""Queries at a time, so that scores stay small when many tokens come at once."""
+"""How many queries are computed at a time, so that scores stay small for many tokens."""
 
 
 class KeptPieces(Protocol):
-    """What heads keep, in P pieces of T tokens of one head each."""
+    """What heads keep, in P pieces of T tokens, each of one head."""
 
     @property
     def heads(self) -> Tensor | None:
-        """(P,) int64, the head of every piece, counted over all rows; None for one a head."""
+        """The head of every piece, counted over all rows: (P,) int64; None if each head is one."""
 
     def products(self, asked: Tensor) -> Tensor:
-        """(P, R, T) products of every piece's queries, (P, R, D), and its keys."""
+        """Multiply every piece's queries, (P, R, D), with its keys: (P, R, T)."""
 
     def hide(self, scores: Tensor) -> Tensor:
-        """The scores, (P, R, T or more), which may be changed, -inf for what does not count."""
+        """Set the scores of tokens that do not count to minus infinity; may change `scores`.
+
+        `scores` is (P, R, T or more).
+        """
 
     def mixed(self, weights: Tensor) -> Tensor:
-        """(P, R, Dv): every piece's values by float32 weights, (P, R, T)."""
+        """Weight every piece's values by float32 weights, (P, R, T): (P, R, Dv)."""
 
 
 def ragged_attention(
     inputs: TailInputs, keys: Tensor, values: Tensor, layout: RaggedLayout
 ) -> Tensor:
-    """As `snapkv.ops.ragged_attention`; products in the dtype of the states, softmax in float32."""
+    """Compute `snapkv.ops.ragged_attention` with a float32 softmax, in pieces of equal size."""
     return attend_pieces(inputs, _FlatPieces(layout.pieces, keys, values))
 
 
 class _FlatPieces:
-    """Views of flat keys and values, and copies where a piece holds several heads."""
+    """Flat keys and values as pieces: views, and copies if a piece holds several heads."""
 
     def __init__(self, pieces: Pieces, keys: Tensor, values: Tensor) -> None:
         self.heads, self._hidden = pieces.heads, pieces.hidden
@@ -65,7 +68,7 @@ class _FlatPieces:
 
 
 def attend_pieces(inputs: TailInputs, pieces: KeptPieces) -> Tensor:
-    """(B, Hq, Q, Dv): attention to pieces and to a tail, so many queries at a time."""
+    """Attend to pieces and to a tail, some queries at a time: (B, Hq, Q, Dv)."""
     Q = inputs.queries.shape[2]
     if Q <= QUERY_BLOCK_TOKENS:
         return _attend_block(inputs, pieces)
@@ -75,7 +78,7 @@ def attend_pieces(inputs: TailInputs, pieces: KeptPieces) -> Tensor:
 
 
 def _attend_block(inputs: TailInputs, pieces: KeptPieces) -> Tensor:
-    """Some queries, the last of the tail; R = G * Q rows of queries per head."""
+    """Attend with few enough queries; R = G * Q rows of queries per head."""
     (B, Hq, Q, D), (H, S) = inputs.queries.shape, inputs.tail_keys.shape[1:3]
     tail_keys, tail_values = inputs.tail_keys.flatten(0, 1), inputs.tail_values.flatten(0, 1)
     heads, dtype, options = pieces.heads, tail_values.dtype, inputs.score_options
@@ -116,7 +119,7 @@ def _weights_of_heads(
     hidden: Tensor | None,
     logits: Tensor | None,
 ) -> Tensor:
-    """(B * H, R, T + S) float32 weights of what heads of one piece each keep, and of the tail."""
+    """Compute attention weights if each head has one piece: (B * H, R, T + S) float32."""
     T, S = of_kept.shape[2], of_tail.shape[2]
     scores = pieces.hide(score_options.scores(torch.cat([of_kept, of_tail], dim=-1)))
     if hidden is not None:
@@ -127,7 +130,10 @@ def _weights_of_heads(
 
 
 def sinks_of_rows(score_options: ScoreOptions, rows: Tensor, queries: int) -> Tensor | None:
-    """The sink of every row of queries, (B * H, R, 1) float32, of so many a head; or None."""
+    """Return the sink logit of every row of queries, (B * H, R, 1) float32, or None.
+
+    `rows` is (B * H, R, D), and each query head has `queries` of its R rows.
+    """
     sinks = score_options.sink_logits
     if sinks is None:
         return None
@@ -136,7 +142,7 @@ def sinks_of_rows(score_options: ScoreOptions, rows: Tensor, queries: int) -> Te
 
 
 def _most(of_kept: Tensor, of_tail: Tensor, logits: Tensor | None, heads: Tensor) -> Tensor:
-    """(B * H, R, 1): the highest score of every row of queries, which needs no gradient."""
+    """Return the highest score of every row of queries, without gradient: (B * H, R, 1)."""
     most, of_pieces = of_tail.detach().amax(dim=-1), of_kept.detach().amax(dim=-1)
     most = most.scatter_reduce(0, heads[:, None].expand_as(of_pieces), of_pieces, "amax")
     if logits is not None:

@@ -1,8 +1,8 @@
-"""Attention to heads of different length by torch's flash attention for CPUs, head by head.
+"""Attention to heads of different lengths by torch's flash attention for CPUs, head by head.
 
 The query heads of a group are rows of one call, so that a key is read once for all of them, and
-what a head keeps is read where it lies. Each call also gives the logarithm of its softmax's
-denominator, by which the kept part and the tail are put together.
+what a head keeps is read without a copy. Each call also returns the logarithm of its softmax's
+denominator, with which the kept part and the tail are combined.
 """
 
 import torch
@@ -16,7 +16,7 @@ from snapkv.ops.ragged.layout import RaggedLayout
 def ragged_attention(
     inputs: TailInputs, keys: Tensor, values: Tensor, layout: RaggedLayout
 ) -> Tensor:
-    """As `snapkv.ops.ragged_attention`; softmax in float32 or wider, no gradients."""
+    """Compute `snapkv.ops.ragged_attention` with softmax in float32 or wider, without gradients."""
     (B, Hq, Q, D), H = inputs.queries.shape, inputs.tail_keys.shape[1]
     rows = inputs.queries.reshape(1, B * H, Hq // H * Q, D)
     scale, found, start = inputs.score_options.scaling, [], 0
@@ -43,14 +43,14 @@ def ragged_attention(
 def _attend(
     rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(1, H, R, Dv) attention, and (1, H, R) logarithms of the denominators."""
+    """Return attention, (1, H, R, Dv), and the logarithms of the denominators, (1, H, R)."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     found: tuple[Tensor, Tensor] = attend(rows, keys, values, attn_mask=mask, scale=scale)
     return found
 
 
 def obstacle(inputs: TailInputs, values: Tensor, layout: RaggedLayout) -> str | None:
-    """Why it cannot run, or None."""
+    """Return why this implementation cannot run, or None."""
     queries = inputs.queries
     if queries.device.type != "cpu":
         return "beyond a CPU"

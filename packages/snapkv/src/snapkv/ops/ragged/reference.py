@@ -1,4 +1,4 @@
-"""Attention to heads of different length, head by head: the specification of every faster one."""
+"""Attention to heads of different lengths, head by head: the specification of every faster one."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from snapkv.ops.ragged.layout import RaggedLayout
 def ragged_attention(
     inputs: TailInputs, keys: Tensor, values: Tensor, layout: RaggedLayout
 ) -> Tensor:
-    """As `snapkv.ops.ragged_attention`, one query head after the other, in float32 or wider."""
+    """Compute `snapkv.ops.ragged_attention` head by head, in float32 or wider."""
     queries, own_visible, options = inputs.queries, inputs.own_visible, inputs.score_options
     tail_keys = inputs.tail_keys[:, :, : inputs.tail_tokens]
     tail_values = inputs.tail_values[:, :, : inputs.tail_tokens]

@@ -1,11 +1,11 @@
 """The largest votes, faded query by query, as Triton kernels for CUDA.
 
-The weights of a query fade along the prefix, by a factor for each position; a factor is a slope of
-their logarithms, and what is carried on to a position the highest point of all those lines. The
-keys are read four times: for the sum of each row's exponentials; for what every split carries on by
-itself; for the sum of the weights and of the faded weights, with what the splits before carry on;
-and for the largest of a block's, scaled. No weight leaves a multiprocessor. Logarithms are to the
-base of two, sums float32.
+The weights of a query fade along the prefix, by a factor for each position. In logarithms a factor
+is a slope, and what is carried on to a position is the highest point of all those lines. The keys
+are read four times: for the sum of each row's exponentials; for what every split carries on by
+itself; for the sum of the weights and of the faded weights, with what earlier splits carry on; and
+for the largest of a block's scaled weights. No weight leaves a multiprocessor. Logarithms are to
+the base of two, sums float32.
 """
 
 import math
@@ -30,7 +30,7 @@ from snapkv.ops.votes.triton import (
 )
 
 _NOTHING = 150.0
-"""So many powers of two below one there is no float32."""
+"""How many powers of two below one there is no float32 any more."""
 
 
 def largest_votes(
@@ -41,7 +41,7 @@ def largest_votes(
     sink_tokens: int = 0,
     group_reduce: str = "none",
 ) -> tuple[Tensor, Tensor]:
-    """As `snapkv.ops.largest_votes`; no gradients."""
+    """Compute `snapkv.ops.largest_votes` without gradients."""
     given, queries = KernelInputs.of(states), states.queries
     (B, Hq, W, _), Hkv = queries.shape, states.keys.shape[1]
     each = group_reduce != "max"
@@ -61,7 +61,7 @@ def largest_votes(
 
 
 class _Fades:
-    """How the weights of every row fade along the prefix."""
+    """Computes how the weights of every row fade along the prefix."""
 
     def __init__(
         self,
@@ -84,13 +84,14 @@ class _Fades:
         self._given, self._totals, self._prefix = given, totals, prefix_tokens
 
     def tile(self, rows: int) -> int:
-        """Rows at a time, where that many lie together."""
+        """Return the rows of a tile if `rows` rows lie together."""
         return min(self._most_rows, max(16, int(triton.next_power_of_2(rows))))
 
     def starts_and_scales(self) -> tuple[Tensor, Tensor]:
-        """What each block of keys is begun with, and what each row is multiplied by.
+        """Compute what each block of keys starts with, and the factor of each row.
 
-        (B * Hkv, blocks, G * W), logarithms, and (B * Hkv, G * W), float32.
+        Returns:
+            (B * Hkv, blocks, G * W) float32 logarithms, and (B * Hkv, G * W) float32.
         """
         heads, rows = self._totals.shape
         options: dict[str, Any] = {"TILE": self.tile(rows), **self.common}
@@ -113,7 +114,7 @@ class _Fades:
 def _logarithms(
     queries, keys, totals, place, own, first, prefix, slope, ceiling, CAPPED: tl.constexpr
 ):
-    """Of the weights of a tile of rows; minus infinity where a row does not see a place."""
+    """Return logarithms of the weights of a tile of rows; minus infinity for unseen keys."""
     products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     scores = in_base_two(products, slope, ceiling, CAPPED)
     seen = (place[None, :] <= own[:, None]) & (place >= first)[None, :] & (place < prefix)[None, :]
@@ -127,7 +128,7 @@ def _higher(one, other):
 
 @triton.jit
 def _faded(logarithms, carried, fading, KEYS: tl.constexpr):
-    """A block of logarithms faded along its keys, behind what is carried on to it."""
+    """Fade a block of logarithms along its keys, after what is carried on to it."""
     down = fading * tl.arange(0, KEYS)
     within = tl.associative_scan(logarithms - down[None, :], 1, _higher) + down[None, :]
     behind = carried[:, None] + (down + fading)[None, :]
@@ -141,7 +142,7 @@ def _carry(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What one split carries on from one tile of one KV head's rows, to its last place."""
+    """Compute what one split carries on from a tile of one KV head's rows to its last position."""
     head, row, own, queries = rows_of_program(queries_at, T, W, rows, TILE, D, D_BLOCK)
     part, first = tl.program_id(1), first_token(pads_at, head, Hkv, PADDED) + sinks
     totals = tl.load(totals_at + head * rows + row, mask=row < rows, other=float("inf"))
@@ -167,7 +168,7 @@ def _sum_faded(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One split's sums of weights and of faded weights, and what each of its blocks begins with."""
+    """Sum a split's weights and faded weights, and store what each of its blocks starts with."""
     head, row, own, queries = rows_of_program(queries_at, T, W, rows, TILE, D, D_BLOCK)
     part, parts, there = tl.program_id(1), tl.num_programs(1), row < rows
     first = first_token(pads_at, head, Hkv, PADDED) + sinks
@@ -208,9 +209,10 @@ def _largest(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What one block of the prefix receives from the voters of one KV head's query heads.
+    """Compute what one block of the prefix receives from the voters of one KV head's query heads.
 
-    The largest faded weight and the sum of all weights, of each query head or the largest of these.
+    Stores the largest faded weight and the sum of all weights, of each query head or the largest of
+    these.
     """
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place = block * KEYS + tl.arange(0, KEYS)
