@@ -242,10 +242,10 @@ def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
     """
     require_choice("pooling", pooling, POOLINGS)
     if pooling != "fading" and decay is not None:
-        problem = f"pooling={pooling!r} has no decay, got {decay!r}"
+        problem = f"expected none with pooling={pooling!r}, which does not fade, got {decay!r}"
         raise wrong("decay", problem, "Leave it out, or choose the pooling fading")
     if pooling == "fading" and kernel_size is not None:
-        problem = f"pooling='fading' has a decay instead of a width, got {kernel_size!r}"
+        problem = f"expected none with pooling='fading', which has a decay, got {kernel_size!r}"
         raise wrong("kernel_size", problem, "Leave it out, or choose the pooling max")
     if kernel_size is not None:
         require_kernel(kernel_size)
