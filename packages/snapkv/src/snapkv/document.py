@@ -172,6 +172,11 @@ class Document:
 
 
 def _token_ids(question: Any) -> Tensor:
+    """Return the token ids of one question as a tensor.
+
+    Raises:
+        InvalidTypeError: `question` holds something else than token ids.
+    """
     try:
         ids = torch.as_tensor(question)
     except (RuntimeError, TypeError, ValueError):  # a text, a token of None, uneven lists
@@ -183,6 +188,12 @@ def _token_ids(question: Any) -> Tensor:
 
 
 def _one_row(input_ids: Any) -> Tensor:
+    """Return the document's tokens as one row: (1, T).
+
+    Raises:
+        InvalidTypeError: `input_ids` is not a tensor of integers.
+        InvalidArgumentError: there is no token, or more than one row.
+    """
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
         got = getattr(input_ids, "dtype", type(input_ids).__name__)
         problem = f"expected a tensor of integers, got {got}"

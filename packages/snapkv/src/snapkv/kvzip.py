@@ -196,6 +196,11 @@ def require_one_reading(policy: Policy, remedy: str) -> None:
 
 
 def _require_scorer(policy: Policy) -> KVzip:
+    """Return the `KVzip` inside `policy`.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
     scorer: Any = policy
     while hasattr(scorer, "policy"):
         scorer = scorer.policy
@@ -206,6 +211,11 @@ def _require_scorer(policy: Policy) -> KVzip:
 
 
 def _attention_of_layer(model: PreTrainedModel, index: int) -> Any:
+    """Return the attention module of a layer.
+
+    Raises:
+        UnsupportedModelError: the layer has not exactly one.
+    """
     modules = attention_modules(model, [index])[index]
     if len(modules) != 1:
         found = f"{len(modules)} in layer {index} of {type(model).__name__}"

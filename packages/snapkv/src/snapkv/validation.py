@@ -330,6 +330,12 @@ def require_fraction(argument: str, value: object, example: str) -> float:
 def _require_number(
     argument: str, value: object, interval: str, example: str, ends: tuple[int, ...]
 ) -> float:
+    """Return `value` as a Python number, or raise unless it is between 0 and 1 or one of `ends`.
+
+    Raises:
+        InvalidTypeError: it is no number.
+        InvalidArgumentError: it is out of range.
+    """
     value, remedy = plain_number(value), f"Pass a fraction such as {example}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         got = f"{value!r} of type {type(value).__name__}"
@@ -384,7 +390,7 @@ def without_controls(text: str) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return the candidates most like `name` as the end of an error message, or ""."""
+    """Return "; did you mean ...?" with the candidates most like `name`, or "" without any."""
     close = closest(name, candidates)
     return f"; did you mean {close}?" if close else ""
 

@@ -122,7 +122,11 @@ class TokenBudget(Budget):
         require_budget(self.tokens, self.keep_ratio, window_size, sink_tokens)
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
-        """Return the budget without the window, or a fraction of the prefix, at least the sinks."""
+        """Return how many positions each row keeps before its window: B numbers.
+
+        With a number of tokens that number less the window, but no more than the row has; with
+        `keep_ratio` that fraction of the row's prefix, but at least its sinks.
+        """
         if self.tokens is not None:
             return [min(own, self.tokens - prefix.window_size) for own in prefix.lengths]
         assert self.keep_ratio is not None

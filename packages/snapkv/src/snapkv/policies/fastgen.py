@@ -77,7 +77,10 @@ class FastGen(EvictingPolicy):
             require_token_ids(name, getattr(self, name))
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
-        """Return the method with the tokenizer's special tokens and punctuation, unless given."""
+        """Return a copy that has the special and punctuation ids of `tokenizer`.
+
+        Ids that were given stay.
+        """
         special, punctuation = self.special_ids, self.punctuation_ids
         return replace(
             self,

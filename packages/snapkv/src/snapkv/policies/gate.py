@@ -190,6 +190,11 @@ def read_gate(given: object) -> Gate:
 
 
 def _gate_in(path: Path) -> Gate:
+    """Read the gate in a file.
+
+    Raises:
+        InvalidArgumentError: the file cannot be read, is too large, or holds no whole gate.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)

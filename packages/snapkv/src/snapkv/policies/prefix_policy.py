@@ -182,6 +182,11 @@ class PrefixPolicy(Policy):
                 self._require_fits(spans.tokens, room)
 
     def require_room(self, layer: PromptLayer) -> None:
+        """Raise in the first layer if some layer cannot hold all protected tokens.
+
+        Raises:
+            InvalidArgumentError: the tokens that must be kept do not fit.
+        """
         self._require_room(self.prefix(layer))
 
     def _require_room(self, prefix: Prefix) -> None:

@@ -142,8 +142,8 @@ class SnapKV(PrefixPolicy):
     def pool(self, votes: Tensor, layer: PromptLayer) -> Tensor:
         """Return the pooled votes, in the shape of `votes`; the votes of sinks stay as they are."""
         if not self.sink_tokens:
-            return self.lift.of(votes)
-        lifted = self.lift.of(ops.fill_first(votes, self.sink_tokens, 0.0, layer.pad_tokens))
+            return self.lift.pool(votes)
+        lifted = self.lift.pool(ops.fill_first(votes, self.sink_tokens, 0.0, layer.pad_tokens))
         return votes.where(layer.is_among_first(self.sink_tokens, votes.shape[-1]), lifted)
 
     def _vote(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:

@@ -189,7 +189,12 @@ class TokenStore(ABC):
         return sinks, moved
 
     def take_room(self, tokens: int, *, stood_for_all: bool) -> None:
-        """Make room for `tokens` more tokens, whose buffers stay in place, see `LentTail`."""
+        """Replace the tail by a `LentTail` with room for `tokens` more tokens.
+
+        Args:
+            tokens: how many tokens have room.
+            stood_for_all: whether the store was dense before, so that the tail holds all tokens.
+        """
         self.tail = LentTail(*self.tail.written, tokens, stood_for_all=stood_for_all)
         self.has_room = True
 

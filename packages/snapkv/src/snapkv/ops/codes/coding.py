@@ -217,6 +217,11 @@ def largest_of(numbers: Tensor) -> float:
 
 
 def _require_range(largest: float, bits: int) -> None:
+    """Raise unless the largest absolute number can be quantized.
+
+    Raises:
+        InvalidArgumentError: it is not finite, or beyond half of float32's range.
+    """
     most = torch.finfo(torch.float32).max / 2
     if not largest <= most:  # also true for NaN
         problem = f"expected keys and values of at most {most:.1e} for {bits} bits, got {largest}"

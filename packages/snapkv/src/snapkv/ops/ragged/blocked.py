@@ -119,7 +119,19 @@ def _weights_of_heads(
     hidden: Tensor | None,
     logits: Tensor | None,
 ) -> Tensor:
-    """Compute attention weights if each head has one piece: (B * H, R, T + S) float32."""
+    """Compute attention weights if each head has one piece.
+
+    Args:
+        of_kept: (B * H, R, T) products with the kept keys.
+        of_tail: (B * H, R, S) products with the tail's keys.
+        pieces: what the heads keep.
+        score_options: how products become scores.
+        hidden: (R, S) bool, which slots of the tail each row of queries does not see, or None.
+        logits: (B * H, R, 1) sink logits, or None.
+
+    Returns:
+        (B * H, R, T + S) float32.
+    """
     T, S = of_kept.shape[2], of_tail.shape[2]
     scores = pieces.hide(score_options.scores(torch.cat([of_kept, of_tail], dim=-1)))
     if hidden is not None:

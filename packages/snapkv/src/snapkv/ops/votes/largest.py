@@ -151,7 +151,7 @@ def _lifted(weights: Tensor, shares: Tensor, lift: Lift, fill: int, sink_tokens:
     of_sinks = weights[:, fill:first] * shares[:, None]
     weights[:, fill:first] = 0.0
     own = weights.sum(dim=1, keepdim=True)
-    lifted = lift.of_rows(weights)
+    lifted = lift.pool_rows(weights)
     lifted[:, :first] = 0.0
     lifted *= own * shares[:, None] / lifted.sum(dim=1, keepdim=True).clamp_(min=LEAST_SUM)
     lifted[:, fill:first] = of_sinks

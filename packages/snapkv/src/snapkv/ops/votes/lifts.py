@@ -21,10 +21,10 @@ class Pooling(Lift):
     kernel_size: int | tuple[int, int]
     how: str
 
-    def of(self, votes: Tensor) -> Tensor:
+    def pool(self, votes: Tensor) -> Tensor:
         return pool_votes(votes, self.kernel_size, self.how)
 
-    def of_rows(self, weights: Tensor) -> Tensor:
+    def pool_rows(self, weights: Tensor) -> Tensor:
         return pool_votes(weights.mT, self.kernel_size, self.how).mT
 
 
@@ -38,10 +38,10 @@ class Fading(Lift):
 
     decay: float
 
-    def of(self, votes: Tensor) -> Tensor:
+    def pool(self, votes: Tensor) -> Tensor:
         return fade_votes(votes, self.decay)
 
-    def of_rows(self, weights: Tensor) -> Tensor:
+    def pool_rows(self, weights: Tensor) -> Tensor:
         """Fade in two passes over every chunk; changes `weights` in place.
 
         The first pass finds what each chunk carries on to the next, the second adds what came in.

@@ -18,18 +18,18 @@ LEAST_SUM = torch.finfo(torch.float32).tiny
 """The smallest sum that weights are divided by, so that nothing becomes NaN."""
 
 CHUNK = 8
-"""`Lift.of_rows` gets a multiple of this number of positions."""
+"""`Lift.pool_rows` gets a multiple of this number of positions."""
 
 
 class Lift(ABC):
     """How votes are pooled along the prefix; see `snapkv.ops.votes.lifts`."""
 
     @abstractmethod
-    def of(self, votes: Tensor) -> Tensor:
+    def pool(self, votes: Tensor) -> Tensor:
         """Pool (B, H, P) float32 votes; returns the same shape."""
 
     @abstractmethod
-    def of_rows(self, weights: Tensor) -> Tensor:
+    def pool_rows(self, weights: Tensor) -> Tensor:
         """Pool the weights of R queries; may change `weights` in place.
 
         Args:
@@ -76,7 +76,7 @@ def largest_votes(
     first = sink_tokens if pads is None else pads[:, None, None, None] + sink_tokens
     stays = torch.arange(P, device=weights.device) < first
     others = weights.masked_fill(stays, 0.0)
-    lifted = lift.of(others.flatten(1, 2)).view_as(weights).masked_fill(stays, 0.0)
+    lifted = lift.pool(others.flatten(1, 2)).view_as(weights).masked_fill(stays, 0.0)
     own_sum, sum_now = others.sum(dim=-1, keepdim=True), lifted.sum(dim=-1, keepdim=True)
     scaled = lifted * (own_sum / sum_now.clamp(min=LEAST_SUM))
     largest = torch.where(stays, weights, scaled).amax(dim=2)
