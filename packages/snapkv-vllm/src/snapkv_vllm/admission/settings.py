@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies import Policy, StreamingLLM
-from snapkv.policies.default import asked_by
+from snapkv.policies.default import adapt_to_question
 from snapkv.policies.spans import Spans
 from snapkv.validation import (
     DEFAULT,
@@ -230,14 +230,14 @@ class ServingSettings:
     def voters_of(self, extra_args: Mapping[str, Any], question_tokens: int) -> int | None:
         """How many tokens of a prompt vote that has so many from its question's first one on.
 
-        None leaves it to the method. `asked_by` decides, as in the library.
+        None leaves it to the method. `adapt_to_question` decides, as in the library.
         """
         if question_tokens > self.max_window_size:
             return None
         given = own_settings(extra_args)
         own = {name: given[name] for name in parameters_of(self.policy) if name in given}
         made = self._made(None, self._parameters(own))
-        return getattr(scoring(asked_by(made, question_tokens)), "voters", None)
+        return getattr(scoring(adapt_to_question(made, question_tokens)), "voters", None)
 
     @property
     def per_head_budget(self) -> bool:

@@ -59,7 +59,7 @@ def default_policy(
     return AcrossLayers(SnapKV(**default_parameters({"budget": budget, **given})))
 
 
-def asked_by(policy: Policy, question_tokens: int | None) -> Policy:
+def adapt_to_question(policy: Policy, question_tokens: int | None) -> Policy:
     """Return the default method with a question's tokens as voters; another policy is unchanged.
 
     The voters are all tokens from the question's first one to the prompt's end, but no fewer than
@@ -77,8 +77,8 @@ def asked_by(policy: Policy, question_tokens: int | None) -> Policy:
     if replace(votes, budget=usual.budget, keep_ratio=None) != usual:
         return policy
     voters: Any = {"voters": max(question_tokens, votes.window_size)}
-    asked = replace(votes, **(voters if question_tokens else _BEFORE_A_QUESTION))
-    return asked if votes is policy else AcrossLayers(asked)
+    adapted = replace(votes, **(voters if question_tokens else _BEFORE_A_QUESTION))
+    return adapted if votes is policy else AcrossLayers(adapted)
 
 
 def by_layer(policy: Policy) -> Policy:

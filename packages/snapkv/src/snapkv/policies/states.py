@@ -220,17 +220,19 @@ class Selection:
     sink_tokens: int = 0
 
     @classmethod
-    def of(cls, layer: PromptLayer, keep_indices: Tensor, **noted: Any) -> Self:
+    def of(cls, layer: PromptLayer, keep_indices: Tensor, **other_fields: Any) -> Self:
         """Build a selection whose rows drop their padding before their tokens.
 
         Args:
             layer: the layer to select from.
             keep_indices: as in `Selection`.
-            noted: other fields.
+            other_fields: the other fields of the selection.
         """
         T, K = layer.keys.shape[2], keep_indices.shape[-1]
         padding_slots = padding_left(T, K, layer.pad_tokens)
-        return cls(keep_indices=keep_indices, prompt_tokens=T, padding_slots=padding_slots, **noted)
+        return cls(
+            keep_indices=keep_indices, prompt_tokens=T, padding_slots=padding_slots, **other_fields
+        )
 
     @classmethod
     def keep_all(cls, layer: PromptLayer) -> Self:
@@ -239,22 +241,22 @@ class Selection:
         return cls.of(layer, every.expand(layer.keys.shape[0], layer.num_kv_heads, -1))
 
     @classmethod
-    def of_mask(cls, kept: Tensor, *, per_head_budget: bool, **noted: Any) -> Self:
+    def of_mask(cls, kept: Tensor, *, per_head_budget: bool, **other_fields: Any) -> Self:
         """Select the positions that are True in `kept`; this waits for a GPU.
 
         Args:
             kept: (B, H, T) bool.
             per_head_budget: whether heads may keep different numbers; else all heads of a row keep
                 the same number.
-            noted: other fields.
+            other_fields: the other fields of the selection.
         """
         counts = kept.sum(dim=-1).cpu()
-        noted |= {"prompt_tokens": kept.shape[-1], "per_head_budget": per_head_budget}
-        return cls.of_counts(ops.kept_indices(kept, int(counts.max())), counts, **noted)
+        other_fields |= {"prompt_tokens": kept.shape[-1], "per_head_budget": per_head_budget}
+        return cls.of_counts(ops.kept_indices(kept, int(counts.max())), counts, **other_fields)
 
     @classmethod
     def of_counts(
-        cls, keep_indices: Tensor, counts: Tensor, *, per_head_budget: bool, **noted: Any
+        cls, keep_indices: Tensor, counts: Tensor, *, per_head_budget: bool, **other_fields: Any
     ) -> Self:
         """Build a selection from right-aligned indices and the number that each head keeps.
 
@@ -262,14 +264,14 @@ class Selection:
             keep_indices: as in `Selection`.
             counts: (B, H) int64, how many of the last entries are indices, on the host.
             per_head_budget: as in `of_mask`.
-            noted: other fields.
+            other_fields: the other fields of the selection.
         """
         if per_head_budget:
-            noted["head_tokens"] = counts
+            other_fields["head_tokens"] = counts
         else:
             own = counts[:, 0].to(keep_indices.device, non_blocking=True)
-            noted["padding_slots"] = keep_indices.shape[-1] - own
-        return cls(keep_indices=keep_indices, **noted)
+            other_fields["padding_slots"] = keep_indices.shape[-1] - own
+        return cls(keep_indices=keep_indices, **other_fields)
 
     def of_layers(self, layers: Sequence[PromptLayer]) -> "list[Selection | None]":
         """Split the selection of stacked layers into one selection for each layer.
@@ -434,11 +436,11 @@ class Eviction:
     per_head_budget: bool = False
 
     @classmethod
-    def of_mask(cls, kept: Tensor, **noted: Any) -> Self:
-        """Keep the slots that are True in `kept`, (B, H, S) bool; `noted` are other fields."""
+    def of_mask(cls, kept: Tensor, **other_fields: Any) -> Self:
+        """Keep the slots that are True in `kept`, (B, H, S) bool; this waits for a GPU."""
         keep_indices = ops.kept_indices(kept)
         padding_slots = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
-        return cls(keep_indices=keep_indices, padding_slots=padding_slots, **noted)
+        return cls(keep_indices=keep_indices, padding_slots=padding_slots, **other_fields)
 
 
 def padding_left(slots: int, kept_slots: int, padding_slots: Tensor | None) -> Tensor | None:
