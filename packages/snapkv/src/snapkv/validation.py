@@ -137,10 +137,11 @@ def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_token
     require_int("budget", budget, minimum=-MOST if is_integer else window_size + 1)
     least = f"window_size={window_size}" + f" + sink_tokens={sink_tokens}" * bool(sink_tokens)
     remedy = f"Raise budget or lower window_size{' or sink_tokens' if sink_tokens else ''}"
-    if budget <= window_size and not sink_tokens:
-        problem = f"expected more than {least}, which the budget includes, got {budget}"
+    if budget <= window_size:
+        sinks = f" and at least {window_size + sink_tokens} with sinks" * bool(sink_tokens)
+        problem = f"expected more than window_size={window_size}{sinks}, got {budget}"
         raise wrong("budget", problem, remedy)
-    if budget < window_size + max(1, sink_tokens):
+    if budget < window_size + sink_tokens:
         problem = f"expected at least {least}, which the budget includes, got {budget}"
         raise wrong("budget", problem, remedy)
 

@@ -43,7 +43,11 @@ def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
 def _cudnn(
     queries: Tensor, keys: Tensor, values: Tensor, is_causal: bool, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Run cuDNN's attention: (B, Hq, Q, Dv), and its log-sum-exp of B * Hq * Q numbers."""
+    """Run cuDNN's attention.
+
+    Returns:
+        (B, Hq, Q, Dv), and its log-sum-exp of B * Hq * Q numbers.
+    """
     attended = torch.ops.aten._scaled_dot_product_cudnn_attention(
         queries, keys, values, None, True, 0.0, is_causal, scale=scaling
     )

@@ -194,12 +194,15 @@ def in_blocks(ranked: Tensor, block_tokens: int) -> Tensor:
 
 
 def best_entries(scores: Tensor, totals: Sequence[int]) -> Tensor:
-    """Return which scores are among the best `totals[row]` of their row: (B, N) bool.
+    """Return which scores are among the best `totals[row]` of their row.
 
     Of equal scores the earlier layer, head and position wins. A score of minus infinity never does.
 
     Args:
         scores: (B, N) float32, the scores of all layers, one layer after the other.
         totals: how many entries of each row to select.
+
+    Returns:
+        (B, N) bool.
     """
     return ops.mask_best(scores[:, None], totals)[:, 0] & (scores > -math.inf)

@@ -181,7 +181,11 @@ class EvictingPolicy(Policy):
         return 0
 
     def note(self, layer: PromptLayer) -> Tensor | None:
-        """Return initial scores of every prompt token: (B, H, T) float32, or None if not needed."""
+        """Return initial scores of every prompt token.
+
+        Returns:
+            (B, H, T) float32, or None if not needed.
+        """
         return None
 
     @abstractmethod

@@ -207,10 +207,13 @@ class AutoBudget(Budget):
         ]
 
     def count_required(self, shares: Tensor) -> Tensor:
-        """Count the positions of every head whose votes are too high to be lost: (B, H) int64.
+        """Count the positions of every head whose votes are too high to be lost.
 
         Args:
             shares: (B, H, P) float32, as `Votes` returns them.
+
+        Returns:
+            (B, H) int64.
         """
         tokens = (shares > -math.inf).sum(dim=-1, keepdim=True)
         bound = self.lost_vote / (tokens.float() / UNDILUTED_TOKENS).clamp(min=1.0)
@@ -351,11 +354,14 @@ def linear_budgets(bottom: float, top: float, mean: int, num_layers: int) -> tup
 
 
 def counts_of_best(ranked: Tensor, totals: list[int]) -> Tensor:
-    """Count how many of a row's best scores are in each head: (B, H) int64.
+    """Count how many of a row's best scores are in each head.
 
     Args:
         ranked: (B, H, P) float32.
         totals: how many of the best scores of each row to count, over all its heads.
+
+    Returns:
+        (B, H) int64.
     """
     B, H, P = ranked.shape
     most = max(totals)

@@ -139,7 +139,11 @@ def _shown(made: object) -> str:
 
 
 def _faults_of(window: int, layer: PromptLayer, made: Selection) -> Tensor:
-    """Return which of `_FAULTS` each row has: (faults, B) bool."""
+    """Return which of `_FAULTS` each row has.
+
+    Returns:
+        (faults, B) bool.
+    """
     indices, tokens, none = made.keep_indices, layer.keys.shape[2], made.keep_indices.new_zeros(1)
     kept, device = indices.shape[2], indices.device
     padding = none if made.padding_slots is None else made.padding_slots.to(device)

@@ -57,7 +57,11 @@ class ExpectedAttention(PrefixPolicy):
         require_int("future_tokens", self.future_tokens, minimum=1)
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return expected attention times value norm: (B, Hkv, P) float32; zero for the sinks."""
+        """Return expected attention times value norm.
+
+        Returns:
+            (B, Hkv, P) float32; zero for the sinks.
+        """
         prefix_tokens = layer.keys.shape[2] - self.window_size
         slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         own = slots - (layer.keys.shape[2] - layer.row_tokens)[:, None]
@@ -69,7 +73,11 @@ class ExpectedAttention(PrefixPolicy):
         return scores[..., :prefix_tokens]
 
     def _expected_logits(self, layer: PromptLayer) -> Tensor:
-        """Return logarithms of each key's expected unnormalised attention: (B, Hq, T) float32."""
+        """Return logarithms of each key's expected unnormalised attention.
+
+        Returns:
+            (B, Hq, T) float32.
+        """
         mean, covariance = self._future_queries(layer)
         group, scaling = mean.shape[1] // layer.keys.shape[1], layer.score_options.scaling
         logits = []

@@ -164,7 +164,7 @@ class FastGen(EvictingPolicy):
         columns: Tensor,
         kinds: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Return the cheapest choice of every head that recovers enough attention: (B, H) int64.
+        """Return the cheapest choice of every head that recovers enough attention.
 
         Two sums per token are enough, so the (queries x keys) matrix is never held: the attention
         that a token received, and the part of it from queries for which the token is not recent.
@@ -178,6 +178,9 @@ class FastGen(EvictingPolicy):
                 recent.
             columns: (B, H, T) int64, -1 for padding.
             kinds: which tokens are special and which are punctuation, both (B, T) bool.
+
+        Returns:
+            (B, H) int64.
         """
         tokens = layer.row_tokens
         special, punctuation = (kind[:, None] for kind in kinds)
@@ -197,7 +200,7 @@ class FastGen(EvictingPolicy):
     def _kept(
         self, scores: Tensor, columns: Tensor, seen_tokens: int, tokens: Tensor, notes: Tensor
     ) -> Tensor:
-        """Return which slots every head keeps by its choice: (B, H, S) bool.
+        """Return which slots every head keeps by its choice.
 
         Args:
             scores: (B, H, S) float32, infinite if a token is protected or of a kind that its head
@@ -206,6 +209,9 @@ class FastGen(EvictingPolicy):
             seen_tokens: columns so far.
             tokens: (B,) int64, tokens so far without padding.
             notes: (B, H, 2) int64, every head's choice and its number of recent tokens.
+
+        Returns:
+            (B, H, S) bool.
         """
         choice, local_tokens = notes.unsqueeze(-2).unbind(dim=-1)
         real, marked = columns >= 0, scores.isinf()
@@ -215,18 +221,30 @@ class FastGen(EvictingPolicy):
 
 
 def _of_kept_kinds(choice: Tensor, special: Tensor, punctuation: Tensor) -> Tensor:
-    """Return which tokens a head keeps because of their kind alone: (B, H, N) bool."""
+    """Return which tokens a head keeps because of their kind alone.
+
+    Returns:
+        (B, H, N) bool.
+    """
     choice = choice[..., None]
     return special[:, None] | (punctuation[:, None] & (choice >= PUNCTUATION)) | (choice == FULL)
 
 
 def _part_of(tokens: Tensor, ratio: float) -> Tensor:
-    """Return that fraction of `tokens`, rounded down, at least one: (B,) int64."""
+    """Return that fraction of `tokens`, rounded down, at least one.
+
+    Returns:
+        (B,) int64.
+    """
     return (tokens.double() * ratio + 1e-9).floor().long().clamp(min=1)
 
 
 def _pads(states: LayerStates) -> Tensor:
-    """Return the leading padding of each row: (B or 1, 1, 1) int64."""
+    """Return the leading padding of each row.
+
+    Returns:
+        (B or 1, 1, 1) int64.
+    """
     if states.pad_tokens is None:
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=states.keys.device)
     return states.pad_tokens[:, None, None]
@@ -277,13 +295,16 @@ def require_token_ids(argument: str, ids: object) -> None:
 
 
 def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:
-    """Return which of the tokens are in `wanted`: (B, N) bool.
+    """Return which of the tokens are in `wanted`.
 
     Every token of a marker is included where its tokens follow each other.
 
     Args:
         token_ids: (B, N) int64.
         wanted: ids and markers to look for.
+
+    Returns:
+        (B, N) bool.
     """
     singles, markers = _split(wanted, token_ids.device)
     matches = singles[torch.searchsorted(singles, token_ids.contiguous())] == token_ids

@@ -78,7 +78,10 @@ class Gate:
 
     @functools.cached_property
     def weights(self) -> Tensor:
-        """The weights as a tensor: (layers, heads, features) float32."""
+        """The weights as a tensor.
+
+        Shape: (layers, heads, features) float32.
+        """
         flat = torch.frombuffer(bytearray(self.data), dtype=torch.float16)
         return flat.float().view(self.layers, self.heads, -1)
 
@@ -88,9 +91,12 @@ class Gate:
         return hashlib.sha256(self.data).hexdigest()
 
     def log_scores(self, layer: PromptLayer) -> Tensor:
-        """Predict the log-score of every token of a layer: (B, heads, T) float32, higher is better.
+        """Predict the log-score of every token of a layer.
 
         The scores of padding mean nothing.
+
+        Returns:
+            (B, heads, T) float32, higher is better.
 
         Raises:
             InvalidArgumentError: the gate is of a model with other layers, heads or head sizes.
@@ -141,11 +147,14 @@ def feature_count(key_size: int, value_size: int) -> int:
 
 
 def features(layer: PromptLayer, part: slice) -> Tensor:
-    """Compute what a gate reads from the slots of `part`: (B, Hkv, slots, features) float32.
+    """Compute what a gate reads from the slots of `part`.
 
     The features are the key before rotary embedding, its squares, the value, and the logarithms of
     both norms; then log(i + 1), i / N and log(N - i), if the token is number i, from 0, of the N
     tokens of its row; and 1.
+
+    Returns:
+        (B, Hkv, slots, features) float32.
     """
     assert layer.rotation is not None
     keys, values = layer.keys[:, :, part], layer.values[:, :, part].float()

@@ -47,7 +47,11 @@ class H2O(SplitBudget):
         split_budget(self, "heavy", default_recent=lambda budget: (budget + 1) // 2)
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Return the attention that every slot receives from the queries: (B, Hkv, S) float32."""
+        """Return the attention that every slot receives from the queries.
+
+        Returns:
+            (B, Hkv, S) float32.
+        """
         received = ops.attention_received(states.without_empty_slots)
         return ops.reduce_group(received, states.num_kv_heads, "mean")
 

@@ -33,7 +33,11 @@ class KeyDiff(PrefixPolicy):
 
     @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return minus the cosine to the mean key: (B, Hkv, P) float32."""
+        """Return minus the cosine to the mean key.
+
+        Returns:
+            (B, Hkv, P) float32.
+        """
         directions = F.normalize(layer.keys.float(), dim=-1)
         if layer.pads is not None:
             directions = directions.masked_fill(layer.pads[..., None], 0.0)

@@ -53,7 +53,10 @@ class KVzap(PrefixPolicy):
             object.__setattr__(self, "gate", read_gate(self.gate))
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return the predicted logarithm of the score of KVzip+: (B, Hkv, P) float32.
+        """Return the predicted logarithm of the score of KVzip+.
+
+        Returns:
+            (B, Hkv, P) float32.
 
         Raises:
             InvalidArgumentError: there is no gate, or it is of a model with other sizes.

@@ -69,7 +69,10 @@ class KVzip(PrefixPolicy):
         return needs | {"output_weight"} if self.plus else needs
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return the highest attention received in the second reading: (B, Hkv, P) float32.
+        """Return the highest attention received in the second reading.
+
+        Returns:
+            (B, Hkv, P) float32.
 
         Raises:
             InvalidArgumentError: the text was read only once.

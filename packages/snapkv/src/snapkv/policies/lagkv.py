@@ -56,7 +56,11 @@ class LagKV(PrefixPolicy):
 
     @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return ranks or ratings in [0, 1], above 1 for tokens without lag: (B, Hkv, P)."""
+        """Return ranks or ratings in [0, 1], above 1 for tokens without lag.
+
+        Returns:
+            (B, Hkv, P).
+        """
         B, T = layer.keys.shape[0], layer.keys.shape[2]
         scores = layer.keys.new_zeros(B, layer.num_kv_heads, T, dtype=torch.float32)
         for row, tokens in enumerate(layer.row_lengths):
@@ -72,7 +76,11 @@ class LagKV(PrefixPolicy):
         return scores[..., : T - self.window_size]
 
     def _ratings(self, states: Tensor) -> Tensor:
-        """Rate how much the tokens of (H, T, D) `states` vary: (H, pieces, lag_size) float32."""
+        """Rate how much the tokens of (H, T, D) `states` vary.
+
+        Returns:
+            (H, pieces, lag_size) float32.
+        """
         whole = max(0, states.shape[1] - self.sink_tokens) // self.lag_size
         if whole < 2:
             return states.new_zeros(states.shape[0], 0, self.lag_size, dtype=torch.float32)

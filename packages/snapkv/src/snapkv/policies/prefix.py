@@ -58,7 +58,9 @@ class Prefix:
 
     @functools.cached_property
     def must_stay(self) -> Tensor | None:
-        """Which positions every head keeps whatever their scores: (B, 1 or H, P) bool.
+        """Which positions every head keeps whatever their scores.
+
+        Shape: (B, 1 or H, P) bool.
 
         None if there are none beside the sinks.
         """

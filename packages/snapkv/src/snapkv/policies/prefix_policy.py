@@ -95,7 +95,11 @@ class PrefixPolicy(Policy):
 
     @abstractmethod
     def score(self, layer: PromptLayer) -> Tensor:
-        """Score the prefix: (B, num_kv_heads or Hq, T - window_size) float32, higher is better."""
+        """Score the prefix.
+
+        Returns:
+            (B, num_kv_heads or Hq, T - window_size) float32, higher is better.
+        """
 
     def compute_scores(self, prefix: Prefix) -> Tensor:
         """Return `score` after a check of its shape and dtype; an empty prefix is not scored.

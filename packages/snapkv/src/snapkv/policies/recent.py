@@ -25,9 +25,12 @@ class BestAndRecent(EvictingPolicy):
 
     @abstractmethod
     def rate(self, states: LayerStates) -> Tensor:
-        """Score every slot: (B, H or 1, S) float32, higher is better.
+        """Score every slot.
 
         The scores of the recent tokens are not used.
+
+        Returns:
+            (B, H or 1, S) float32, higher is better.
         """
 
     def of_prompt(self, tokens: int, states: LayerStates) -> int:

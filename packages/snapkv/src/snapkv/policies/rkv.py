@@ -103,7 +103,11 @@ class RKV(BestAndRecent):
         return super().select(layer)
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Return importance minus redundancy, weighted: (B, num_kv_heads, S) float32."""
+        """Return importance minus redundancy, weighted.
+
+        Returns:
+            (B, num_kv_heads, S) float32.
+        """
         repeated = ops.redundancy(
             states.keys,
             threshold=self.threshold,

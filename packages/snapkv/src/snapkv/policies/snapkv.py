@@ -122,7 +122,11 @@ class SnapKV(PrefixPolicy):
 
     @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return the pooled votes of the window: (B, Hkv, P) float32; Hq heads for "none"."""
+        """Return the pooled votes of the window.
+
+        Returns:
+            (B, Hkv, P) float32; Hq heads for "none".
+        """
         lifted, _ = layer.compute_once(self._voting, self._vote)
         return lifted if self.window_reduce == "mean" else self._raised_to_mean(lifted, layer)
 

@@ -128,5 +128,5 @@ def require_room(policy: str, tokens: int, room: int, place: str) -> None:
         InvalidArgumentError: `tokens` is larger than `room`.
     """
     if tokens > room:
-        problem = f"{policy} can hold {room:,} tokens {place}, got {tokens:,}"
+        problem = f"{policy} can hold at most {room:,} tokens {place}, got {tokens:,}"
         raise wrong("protect", problem, "Raise the budget, or protect fewer tokens")

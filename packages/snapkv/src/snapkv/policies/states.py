@@ -64,7 +64,10 @@ class LayerStates(AttentionStates):
 
     @property
     def leading_padding(self) -> Tensor | None:
-        """How many leading slots of each row hold no token: (B,) int64, or None."""
+        """How many leading slots of each row hold no token.
+
+        Shape: (B,) int64, or None.
+        """
         return self.pad_tokens
 
     @property
@@ -74,7 +77,10 @@ class LayerStates(AttentionStates):
 
     @property
     def row_tokens(self) -> Tensor:
-        """How many slots of each row hold a token: (B,) int64 on the device."""
+        """How many slots of each row hold a token.
+
+        Shape: (B,) int64 on the device.
+        """
         total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
         return total if self.leading_padding is None else total - self.leading_padding
 
@@ -185,7 +191,10 @@ class PromptLayer(LayerStates):
 
     @property
     def pads(self) -> Tensor | None:
-        """Which slots are leading padding of the prompt: (B, 1, S) bool; None if there is none."""
+        """Which slots are leading padding of the prompt.
+
+        Shape: (B, 1, S) bool; None if there is none.
+        """
         return None if self.pad_tokens is None else self.is_among_first(0, self.keys.shape[2])
 
 
@@ -333,9 +342,12 @@ class VotesAtStake:
         return cls(votes=votes, weights=several[0].weights, pad_tokens=several[0].pad_tokens)
 
     def faded_shares(self) -> Tensor:
-        """Return the votes as faded shares of the window's attention: (B, H, P) float32.
+        """Return the votes as faded shares of the window's attention.
 
         A vote raises the positions after it; votes of the first tokens count as zero.
+
+        Returns:
+            (B, H, P) float32.
         """
         others = ops.fill_first(self.votes, FADING_SINKS, 0.0, self.pad_tokens)
         return ops.fade_votes(others, DEFAULT_DECAY) / self.weights
@@ -444,7 +456,11 @@ class Eviction:
 
 
 def padding_left(slots: int, kept_slots: int, padding_slots: Tensor | None) -> Tensor | None:
-    """Return how many padding slots remain: (B,); rows drop padding before their tokens."""
+    """Return how many padding slots remain.
+
+    Returns:
+        (B,); rows drop padding before their tokens.
+    """
     if padding_slots is None:
         return None
     return (padding_slots - (slots - kept_slots)).clamp(min=0)

@@ -63,7 +63,11 @@ class StreamingLLM(SplitBudget):
         return self.start if self.positions == "cache" else 0
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Score the oldest slots highest: (B, 1, S) float32."""
+        """Score the oldest slots highest.
+
+        Returns:
+            (B, 1, S) float32.
+        """
         batch, slots = states.keys.shape[0], states.keys.shape[2]
         age = torch.arange(slots, 0, -1, device=states.keys.device, dtype=torch.float32)
         return age.expand(batch, 1, slots)

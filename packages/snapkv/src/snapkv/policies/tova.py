@@ -45,7 +45,11 @@ class TOVA(BestAndRecent):
         return self.budget
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Return the attention of the last query, averaged over all heads: (B, 1, S) float32."""
+        """Return the attention of the last query, averaged over all heads.
+
+        Returns:
+            (B, 1, S) float32.
+        """
         newest = replace(states.without_empty_slots, queries=states.queries[:, :, -1:])
         weights = ops.attention_weights(newest)
         return weights[:, :, -1].mean(dim=1, keepdim=True)

@@ -204,7 +204,11 @@ class TokenStore(ABC):
         self.has_room = False
 
     def last(self, tokens: int) -> Pair:
-        """Return keys and values of the last tokens: (B, num_kv_heads, tokens, D)."""
+        """Return keys and values of the last tokens.
+
+        Returns:
+            (B, num_kv_heads, tokens, D).
+        """
         return self._of_kv_heads(*self.tail.written, tokens)
 
     def _of_kv_heads(self, keys: Tensor, values: Tensor, tokens: int) -> Pair:
@@ -213,9 +217,12 @@ class TokenStore(ABC):
         return keys[:, ::repeats, start:], values[:, ::repeats, start:]
 
     def padded(self) -> Pair:
-        """Return keys and values of all slots: (B, num_kv_heads, slots, D).
+        """Return keys and values of all slots.
 
         Slots without a token hold arbitrary numbers.
+
+        Returns:
+            (B, num_kv_heads, slots, D).
         """
         return self.last(self.slots)
 

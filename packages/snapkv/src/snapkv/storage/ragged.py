@@ -93,7 +93,11 @@ class RaggedStates:
         return replace(self._at_last(rows, counts), least_slots=keep_indices.shape[-1])
 
     def slots(self) -> Tensor:
-        """Return the slots of the padded layout, -1 for those without a token: (B, H, S) int64."""
+        """Return the slots of the padded layout, -1 for those without a token.
+
+        Returns:
+            (B, H, S) int64.
+        """
         slots = torch.arange(self.longest_tokens, device=self.keys.device)
         counts = ops.on_device(self.head_tokens, self.keys.device)[..., None]
         return slots.where(slots >= self.longest_tokens - counts, -1)
@@ -134,9 +138,12 @@ class RaggedStates:
         return RaggedLayout(self.head_tokens, self.keys.device)
 
     def padded_keys(self) -> Tensor:
-        """Return the keys in the padded layout: (B, H, S, D).
+        """Return the keys in the padded layout.
 
         Slots without a token hold arbitrary keys.
+
+        Returns:
+            (B, H, S, D).
         """
         return self._padded(self.keys)
 
@@ -151,7 +158,11 @@ class RaggedStates:
         return states.index_select(0, rows.flatten()).view(*rows.shape, states.shape[-1])
 
     def _rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the flat rows of slots of the padded layout, and which hold a token: (B, H, K)."""
+        """Return the flat rows of slots of the padded layout, and which hold a token.
+
+        Returns:
+            (B, H, K).
+        """
         longest, counts = self.longest_tokens, list(itertools.chain(*self.head_tokens))
         ends = itertools.accumulate(counts)
         heads = [[end - longest, longest - count] for end, count in zip(ends, counts, strict=True)]
@@ -180,7 +191,11 @@ class RaggedStates:
         own_visible: Tensor | None = None,
         tail_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Attend to these states and to a tail: (B, Hq, Q, Dv); see `snapkv.ops.TailInputs`."""
+        """Attend to these states and to a tail.
+
+        Returns:
+            (B, Hq, Q, Dv); see `snapkv.ops.TailInputs`.
+        """
         inputs = TailInputs(queries, *tail, score_options, own_visible, tail_tokens)
         return ragged_attention(inputs, self.keys, self.values, self.layout)
 

@@ -38,7 +38,11 @@ class _CodedPieces:
         self.heads, self._layout = layout.piece_heads, layout
 
     def products(self, asked: Tensor) -> Tensor:
-        """Multiply every piece's queries, (P, R, D), with its keys: (P, R, n * G) float32."""
+        """Multiply every piece's queries, (P, R, D), with its keys.
+
+        Returns:
+            (P, R, n * G) float32.
+        """
         rows, asked = asked.shape[1], _in_fours(asked.float())
         few = rows < self._G and self._keys.along == "tokens"
         multiply = _products_with_integers if few else _products_with_states
@@ -51,7 +55,11 @@ class _CodedPieces:
         return scores
 
     def mixed(self, weights: Tensor) -> Tensor:
-        """Weight every piece's values by weights, (P, R, n * G): (P, R, Dv) float32."""
+        """Weight every piece's values by weights, (P, R, n * G).
+
+        Returns:
+            (P, R, Dv) float32.
+        """
         rows, weights = weights.shape[1], _in_fours(weights)
         mix = _mixed_integers if rows < self._G else _mixed_states
         return mix(torch.unflatten(weights, 2, (self._n, self._G)), self._values)[:, :rows]
@@ -63,7 +71,11 @@ def _in_fours(rows: Tensor) -> Tensor:
 
 
 def _products_with_integers(asked: Tensor, keys: Codes, n: int) -> Tensor:
-    """Multiply (P, R, D) queries with the n blocks of every piece: (P, R, n, G)."""
+    """Multiply (P, R, D) queries with the n blocks of every piece.
+
+    Returns:
+        (P, R, n, G).
+    """
     P, R, D = asked.shape
     scaled = (asked[:, None] * keys.scale.view(P, n, 1, D)).view(P * n, R, D)
     products = _in_parts(scaled, keys, lambda part: part.integers()[:, :D])
@@ -78,7 +90,11 @@ def _products_with_states(asked: Tensor, keys: Codes, n: int) -> Tensor:
 
 
 def _mixed_integers(weights: Tensor, values: Codes) -> Tensor:
-    """Sum the n blocks of every piece by (P, R, n, G) weights: (P, R, Dv)."""
+    """Sum the n blocks of every piece by (P, R, n, G) weights.
+
+    Returns:
+        (P, R, Dv).
+    """
     P, _, n, G = weights.shape
     groups = values.packed.shape[1]
     scale, least = values.scale.view(P, n, groups, 1, G), values.least.view(P, n, groups, G)

@@ -101,7 +101,11 @@ class Codes:
         return numbers.flatten(-3, -2).float()
 
     def decoded(self) -> Tensor:
-        """Return the decoded states: (M, G, D) in the dtype of the states."""
+        """Return the decoded states.
+
+        Returns:
+            (M, G, D) in the dtype of the states.
+        """
         numbers, dtype = self.integers(), getattr(torch, self.dtype)
         if self.along == "tokens":
             numbers = numbers[:, : self.channels].mul_(self.scale[..., None])

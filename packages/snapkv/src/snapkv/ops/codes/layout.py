@@ -57,13 +57,19 @@ class BlockLayout:
 
     @functools.cached_property
     def piece_heads(self) -> Tensor | None:
-        """The head of every piece, counted over all rows: (P,) int64; None if each head is one."""
+        """The head of every piece, counted over all rows.
+
+        Shape: (P,) int64; None if each head is one.
+        """
         n = self.piece_blocks
         return None if set(self.head_blocks) == {n} else self.heads[::n]
 
     @functools.cached_property
     def heads(self) -> Tensor:
-        """The head of every block, counted over all rows: (M,) int64."""
+        """The head of every block, counted over all rows.
+
+        Shape: (M,) int64.
+        """
         with torch.inference_mode(False):  # a later caller may need gradients
             heads = [head for head, *_ in self._blocks]
             return on_device(heads, self.device)
@@ -97,12 +103,15 @@ class BlockLayout:
         return (slots < tokens.view(-1, 1)).flatten().nonzero()[:, 0].to(self.device)
 
     def rows(self, begins: Sequence[int]) -> Tensor:
-        """Return the flat row of each slot of the only section: (M, G) int64.
+        """Return the flat row of each slot of the only section.
 
         A slot without a token gets the row of the last token before it.
 
         Args:
             begins: where each head begins in flat states.
+
+        Returns:
+            (M, G) int64.
         """
         bounds = [[begins[head] + start, count - 1] for head, start, count in self._blocks]
         last = on_device(bounds, self.device).view(-1, 2, 1)

@@ -10,7 +10,11 @@ from snapkv.ops.ragged.layout import RaggedLayout
 
 
 def flat_states(codes: Codes, layout: BlockLayout) -> Tensor:
-    """Decode the codes of all heads, one head after the other: (N, D)."""
+    """Decode the codes of all heads, one head after the other.
+
+    Returns:
+        (N, D).
+    """
     return codes.decoded().flatten(0, 1).index_select(0, layout.flat)
 
 

@@ -24,10 +24,17 @@ class KeptPieces(Protocol):
 
     @property
     def heads(self) -> Tensor | None:
-        """The head of every piece, counted over all rows: (P,) int64; None if each head is one."""
+        """The head of every piece, counted over all rows.
+
+        Shape: (P,) int64; None if each head is one.
+        """
 
     def products(self, asked: Tensor) -> Tensor:
-        """Multiply every piece's queries, (P, R, D), with its keys: (P, R, T)."""
+        """Multiply every piece's queries, (P, R, D), with its keys.
+
+        Returns:
+            (P, R, T).
+        """
 
     def hide(self, scores: Tensor) -> Tensor:
         """Set the scores of tokens that do not count to minus infinity; may change `scores`.
@@ -36,7 +43,11 @@ class KeptPieces(Protocol):
         """
 
     def mixed(self, weights: Tensor) -> Tensor:
-        """Weight every piece's values by float32 weights, (P, R, T): (P, R, Dv)."""
+        """Weight every piece's values by float32 weights, (P, R, T).
+
+        Returns:
+            (P, R, Dv).
+        """
 
 
 def ragged_attention(
@@ -68,7 +79,11 @@ class _FlatPieces:
 
 
 def attend_pieces(inputs: TailInputs, pieces: KeptPieces) -> Tensor:
-    """Attend to pieces and to a tail, some queries at a time: (B, Hq, Q, Dv)."""
+    """Attend to pieces and to a tail, some queries at a time.
+
+    Returns:
+        (B, Hq, Q, Dv).
+    """
     Q = inputs.queries.shape[2]
     if Q <= QUERY_BLOCK_TOKENS:
         return _attend_block(inputs, pieces)
@@ -154,7 +169,11 @@ def sinks_of_rows(score_options: ScoreOptions, rows: Tensor, queries: int) -> Te
 
 
 def _most(of_kept: Tensor, of_tail: Tensor, logits: Tensor | None, heads: Tensor) -> Tensor:
-    """Return the highest score of every row of queries, without gradient: (B * H, R, 1)."""
+    """Return the highest score of every row of queries, without gradient.
+
+    Returns:
+        (B * H, R, 1).
+    """
     most, of_pieces = of_tail.detach().amax(dim=-1), of_kept.detach().amax(dim=-1)
     most = most.scatter_reduce(0, heads[:, None].expand_as(of_pieces), of_pieces, "amax")
     if logits is not None:

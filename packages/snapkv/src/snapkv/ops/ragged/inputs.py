@@ -59,7 +59,11 @@ class TailInputs:
         )
 
     def hidden(self) -> Tensor:
-        """Return which slots of the tail each query does not see: (Q, S) bool."""
+        """Return which slots of the tail each query does not see.
+
+        Returns:
+            (Q, S) bool.
+        """
         S, Q, visible = self.tail_keys.shape[2], self.queries.shape[2], self.own_visible
         end = S if self.tail_tokens is None else self.tail_tokens
         slots = torch.arange(S, device=self.tail_keys.device)

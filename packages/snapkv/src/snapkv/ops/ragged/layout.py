@@ -56,7 +56,10 @@ class RaggedLayout:
 
     @functools.cached_property
     def starts(self) -> Tensor:
-        """Where each head begins, and where the last one ends: (B * H + 1,) int64."""
+        """Where each head begins, and where the last one ends.
+
+        Shape: (B * H + 1,) int64.
+        """
         with torch.inference_mode(False):  # a later caller may need gradients
             counts = on_device(self.head_tokens, self.device).flatten()
             return torch.nn.functional.pad(counts.cumsum(0), (1, 0))

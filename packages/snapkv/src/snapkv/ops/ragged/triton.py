@@ -42,7 +42,7 @@ def in_splits(
     kept: tuple[Tensor, int, int],
     blocks: dict[str, Any],
 ) -> Tensor:
-    """Run a kernel that attends in splits, and combine the splits: (B, Hq, Q, Dv).
+    """Run a kernel that attends in splits, and combine the splits.
 
     Args:
         attend: launches the kernel on a grid, with the arguments that all of these kernels share,
@@ -51,6 +51,9 @@ def in_splits(
         kept: where each head begins, (B * H + 1,), how many tokens all heads keep, and the longest
             head.
         blocks: the tile sizes that the kernel is compiled for, see `tiles`.
+
+    Returns:
+        (B, Hq, Q, Dv).
     """
     queries, tail_tokens, options = inputs.queries, inputs.tail_tokens, inputs.score_options
     softcap, sinks = options.softcap, options.sink_logits

@@ -130,7 +130,11 @@ def _copied(states: Tensor, rows: Tensor) -> Tensor:
 
 
 def flat_rows(states: Tensor, keep_indices: Tensor) -> Tensor:
-    """Return flat indices of slots in (B, Hs, T, D) states: (B, max(H, Hs), K) int64."""
+    """Return flat indices of slots in (B, Hs, T, D) states.
+
+    Returns:
+        (B, max(H, Hs), K) int64.
+    """
     B, Hs, T, _ = states.shape
     heads, step = max(keep_indices.shape[1], Hs), max(1, T)
     begins = torch.arange(0, B * Hs * step, step, device=states.device).view(B, Hs, 1, 1)

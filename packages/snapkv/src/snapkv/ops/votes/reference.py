@@ -102,13 +102,16 @@ def attention_weights(states: AttentionStates) -> Tensor:
 
 
 def _weights(states: AttentionStates, visible: Tensor | None) -> Tensor:
-    """Compute attention weights: (B, Hq, W, T) float32.
+    """Compute attention weights.
 
     A query that sees nothing gets NaN, unless there are sinks.
 
     Args:
         states: W queries and T keys; `pad_tokens` is not used.
         visible: (B or 1, heads, W, T) bool, the heads 1 or a divisor of Hq; None if all is visible.
+
+    Returns:
+        (B, Hq, W, T) float32.
     """
     (B, Hq, W, D), (Hkv, T) = states.queries.shape, states.keys.shape[1:3]
     grouped = states.queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
@@ -153,7 +156,11 @@ def attention_of_groups(states: AttentionStates, num_kv_heads: int) -> Tensor:
 
 
 def attention_received(states: AttentionStates, *, block_tokens: int = 256) -> Tensor:
-    """Sum the attention that every position receives from the queries: (B, Hq, T) float32."""
+    """Sum the attention that every position receives from the queries.
+
+    Returns:
+        (B, Hq, T) float32.
+    """
     received = _no_attention(states)
     for weights in attention_weight_blocks(states, block_tokens):
         received[..., : weights.shape[-1]] += weights.sum(dim=-2)
@@ -184,7 +191,11 @@ def attention_received_by_distance(
 
 
 def _no_attention(states: AttentionStates) -> Tensor:
-    """Return zeros, one for every query head and key: (B, Hq, T) float32."""
+    """Return zeros, one for every query head and key.
+
+    Returns:
+        (B, Hq, T) float32.
+    """
     shape = *states.queries.shape[:2], states.keys.shape[2]
     return states.queries.new_zeros(shape, dtype=torch.float32)
 
@@ -266,7 +277,11 @@ def _stored_weight_blocks(
 def window_visibility(
     window_tokens: int, prompt_tokens: int, pad_tokens: Tensor | None, *, device: torch.device
 ) -> Tensor:
-    """Return what the last queries of a prompt see, causally: (B or 1, 1, W, T) bool."""
+    """Return what the last queries of a prompt see, causally.
+
+    Returns:
+        (B or 1, 1, W, T) bool.
+    """
     positions = torch.arange(prompt_tokens, device=device)
     visible = positions <= positions[prompt_tokens - window_tokens :, None]
     if pad_tokens is None:
@@ -333,12 +348,15 @@ def fade_votes(votes: Tensor, decay: float) -> Tensor:
 
 
 def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
-    """Copy the kept tokens of keys or values bit for bit: (B, max(H, Hs), K, D).
+    """Copy the kept tokens of keys or values bit for bit.
 
     Args:
         states: (B, Hs, T, D).
         keep_indices: (B, H, K) int64. H is Hs usually; Hq to store one copy per query head; 1 if
             all heads keep the same tokens. An entry of -1 copies an arbitrary token.
+
+    Returns:
+        (B, max(H, Hs), K, D).
     """
     B, Hs, _, D = states.shape
     heads, K = max(keep_indices.shape[1], Hs), keep_indices.shape[2]

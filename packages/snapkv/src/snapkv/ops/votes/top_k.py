@@ -79,7 +79,7 @@ def fill_first(
 
 
 def mask_best(scores: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return which scores are among the highest of their head: (B, H, S) bool.
+    """Return which scores are among the highest of their head.
 
     Of equal scores the first wins.
 
@@ -87,6 +87,9 @@ def mask_best(scores: Tensor, counts: Sequence[int]) -> Tensor:
         scores: (B, H, S).
         counts: B numbers, how many each of a row's heads selects, at least 1; all slots if it has
             fewer.
+
+    Returns:
+        (B, H, S) bool.
     """
     slots = scores.shape[-1]
     least = torch.stack(
@@ -97,7 +100,11 @@ def mask_best(scores: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _least_of_best(scores: Tensor, count: int) -> Tensor:
-    """Return the lowest of each head's `count` highest scores: (H, 1)."""
+    """Return the lowest of each head's `count` highest scores.
+
+    Returns:
+        (H, 1).
+    """
     if scores.is_cuda:  # `kthvalue` uses a single block of threads for a long row
         return scores.topk(count, sorted=False).values.amin(dim=-1, keepdim=True)
     return scores.kthvalue(scores.shape[-1] - count + 1, keepdim=True).values
@@ -120,11 +127,14 @@ def _first_of_equals(scores: Tensor, least: Tensor, counts: Tensor | int) -> Ten
 
 
 def kept_indices(kept: Tensor, most: int | None = None) -> Tensor:
-    """Return the slots that a mask keeps: (B, H, K) ascending indices after a run of -1.
+    """Return the slots that a mask keeps.
 
     Args:
         kept: (B, H, S) bool.
         most: K, the most slots that any head keeps; None to count them, which waits for a GPU.
+
+    Returns:
+        (B, H, K) ascending indices after a run of -1.
     """
     if most is None:
         most = int(kept.sum(dim=-1).max()) if kept.numel() else 0

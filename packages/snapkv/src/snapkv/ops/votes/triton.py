@@ -81,7 +81,11 @@ class KernelInputs:
         return self.queries, self.keys, self.pads
 
     def totals(self, sinks: Tensor | None) -> Tensor:
-        """Compute the base-two logarithm of each row's sum of exponentials: (B * Hkv, G * W)."""
+        """Compute the base-two logarithm of each row's sum of exponentials.
+
+        Returns:
+            (B * Hkv, G * W).
+        """
         marks = _split_marks(self)
         if sinks is not None:  # one more split, of one exponential
             (B, Hq, W, _), heads = self.queries.shape, len(marks)
@@ -93,7 +97,11 @@ class KernelInputs:
 
 
 def _split_marks(given: KernelInputs) -> Tensor:
-    """Compute highest score and sum of exponentials by split: (B * Hkv, splits, G * W, 2)."""
+    """Compute highest score and sum of exponentials by split.
+
+    Returns:
+        (B * Hkv, splits, G * W, 2).
+    """
     (B, Hkv, T, _), (_, Hq, W, _) = given.keys.shape, given.queries.shape
     rows = Hq // Hkv * W
     tile, block = _first_tiles(given.keys, given.common["D_BLOCK"], rows)
@@ -114,9 +122,12 @@ def split_tokens(tokens: int, tiles: int) -> int:
 
 
 def _put_together(marks: Tensor) -> Tensor:
-    """Combine splits into base-two logarithms of sums of exponentials: (B * Hkv, G * W).
+    """Combine splits into base-two logarithms of sums of exponentials.
 
     Infinity for the row of a padding query, which sees nothing and so adds nothing.
+
+    Returns:
+        (B * Hkv, G * W).
     """
     heads, splits, rows, _ = marks.shape
     totals = marks.new_empty(heads, rows)
@@ -125,7 +136,11 @@ def _put_together(marks: Tensor) -> Tensor:
 
 
 def _votes(given: KernelInputs, totals: Tensor, group_reduce: str) -> Tensor:
-    """Add up the weights of every key: (B, Hkv, P), or (B, Hq, P) for "none", float32."""
+    """Add up the weights of every key.
+
+    Returns:
+        (B, Hkv, P), or (B, Hq, P) for "none", float32.
+    """
     (B, Hq, W, _), (Hkv, T) = given.queries.shape, given.keys.shape[1:3]
     G, heads = Hq // Hkv, Hq if group_reduce == "none" else Hkv
     votes = given.queries.new_empty(B, heads, T - W, dtype=torch.float32)
