@@ -128,5 +128,7 @@ def require_room(policy: str, tokens: int, room: int, place: str) -> None:
         InvalidArgumentError: `tokens` is larger than `room`.
     """
     if tokens > room:
-        problem = f"{policy} can hold at most {room:,} tokens {place}, got {tokens:,}"
+        problem = (
+            f"expected at most {room:,} tokens, which {policy} can hold {place}, got {tokens:,}"
+        )
         raise wrong("protect", problem, "Raise the budget, or protect fewer tokens")
