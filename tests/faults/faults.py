@@ -43,7 +43,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/cache/layer_group.py": [
         (
             "layers that are unlike choose together",
-            "elif self._next != (prompt.depth, prompt.kind):",
+            "elif self._next != (prompt.depth, prompt.stack_key):",
             "elif self._next[0] != prompt.depth:",
             "cache/test_layer_group.py",
         ),
@@ -529,17 +529,17 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "ops/test_codes.py",
         ),
     ],
-    "snapkv/ops/ragged/blocked.py": [
+    "snapkv/ops/ragged/inputs.py": [
         (
             "ragged attention lets a token see the next one",
-            "hidden = places >= own",
-            "hidden = places > own",
+            "hidden = slots >= own",
+            "hidden = slots > own",
             "ops/test_ragged.py",
         ),
         (
             "ragged attention sees slots of a buffer that nothing is written to",
-            "end = tokens if self.tokens is None else self.tokens + before",
-            "end = tokens",
+            "end = S if self.tail_tokens is None else self.tail_tokens",
+            "end = S",
             "ops/test_ragged.py",
         ),
     ],

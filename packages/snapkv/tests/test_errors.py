@@ -25,4 +25,4 @@ def test_without_metadata_packages_are_named_all_the_same(monkeypatch):
 def test_the_error_says_what_for():
     said = str(missing_package("plot: drawing figures", "matplotlib"))
     assert said.startswith("plot: drawing figures needs the package matplotlib, which is not ins")
-    assert "; run pip install 'matplotlib" in said
+    assert ". Run pip install 'matplotlib" in said

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from snapkv import CompressedCache, FullCache, SnapKV, StreamingLLM, default_policy
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
-from snapkv.policies.default import asked_by, method_name
+from snapkv.policies.default import adapt_to_question, method_name
 from snapkv_app.answering import Comparison, _Stopwatch, answer, answers_together
 from snapkv_app.models import LoadedModel
 from snapkv_app.prefills import PREFILLS, Exact, LayerByLayer
@@ -287,7 +287,7 @@ def test_the_questions_tokens_vote(tiny, answer_start):
     ],
 )
 def test_who_votes_on_a_question(policy, tokens, asked):
-    assert asked_by(policy, tokens) == asked
+    assert adapt_to_question(policy, tokens) == asked
     assert method_name(asked.describe()) == method_name(policy.describe())
 
 

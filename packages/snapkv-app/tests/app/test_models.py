@@ -325,7 +325,7 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path, name):
     ("options", "message"),
     [
         ({"device": "meta"}, "device: expected auto, cpu or a device"),
-        ({"dtype": "flaot32"}, "did you mean float32?"),
+        ({"dtype": "flaot32"}, "Pass float32"),
         ({"attn_implementation": "magic"}, "attn_implementation: expected one of eager, "),
     ],
 )

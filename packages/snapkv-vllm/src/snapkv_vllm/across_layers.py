@@ -50,7 +50,7 @@ def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
     shared = find_across_layers(policy)
     assert shared is not None
     even = shared.even_counts(layer)  # all layers have the same number of tokens
-    return shared.ranked(layer, [even] * layer.num_layers)
+    return shared.score_layer(layer, [even] * layer.num_layers)
 
 
 def mask_best(scores_of_runs: Sequence[Tensor], tokens: int) -> list[Tensor]:

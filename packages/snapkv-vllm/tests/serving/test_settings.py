@@ -9,7 +9,7 @@ import torch
 
 from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM, default_policy
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies.default import asked_by, by_layer
+from snapkv.policies.default import adapt_to_question, by_layer
 from snapkv.policies.spans import Spans
 from snapkv_vllm.admission.limits import Limits, Sessions
 from snapkv_vllm.admission.methods import WithSpans
@@ -33,7 +33,7 @@ def test_default_settings_equal_those_of_the_library():
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 64, 65, 100, 101])
 @pytest.mark.parametrize("own", [{}, {"voters": 30}, {"pooling": "avg"}, {"decay": 0.8}], ids=str)
 def test_tokens_of_a_question_vote_as_in_the_library(tokens, own):
-    expected = asked_by(by_layer(default_policy(**own)), tokens)
+    expected = adapt_to_question(by_layer(default_policy(**own)), tokens)
     server = ServingSettings(parameters=own)
     assert server.count_voters({"snapkv_budget": 300}, tokens) == expected.voters
     shared = ServingSettings(policy="across-layers", parameters=own)

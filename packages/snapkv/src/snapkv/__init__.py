@@ -103,16 +103,21 @@ _HOMES = {
     "install": "snapkv.hf.install",
     "uninstall": "snapkv.hf.install",
 }
-"""Of all names but policies and errors."""
+"""The modules of all public names that are neither policies nor errors."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use, so that the command line starts without torch."""
+    """Import a public name on first use, so that the command line starts without torch.
+
+    Raises:
+        ImportError: the name belongs to other code or has moved; the message says what to write.
+        AttributeError: the name is unknown.
+    """
     if name not in __all__:
         from snapkv.kvpress_names import elsewhere
 
-        if said := elsewhere(name):  # an AttributeError's words do not reach `from snapkv import`
-            raise ImportError(f"snapkv: {said}")
+        if message := elsewhere(name):  # `from snapkv import` would hide that of an AttributeError
+            raise ImportError(f"snapkv: {message}")
         raise AttributeError(f"module 'snapkv' has no attribute {name!r}")
     usual = "snapkv.errors" if name.endswith("Error") else "snapkv.policies"
     value = getattr(importlib.import_module(_HOMES.get(name, usual)), name)

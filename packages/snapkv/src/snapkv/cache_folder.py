@@ -1,13 +1,13 @@
-"""Where the package keeps what it has made once and can make again."""
+"""The folder for files that the package has made and can make again."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where converted models live, and what studies have found of models.
+    """Return the folder of converted models and of what studies have found about models.
 
-    $SNAPKV_CACHE_DIR, else $XDG_CACHE_HOME/snapkv, else ~/.cache/snapkv.
+    It is $SNAPKV_CACHE_DIR, else $XDG_CACHE_HOME/snapkv, else ~/.cache/snapkv.
     """
     if folder := os.environ.get("SNAPKV_CACHE_DIR"):
         return Path(folder).expanduser()

@@ -1,4 +1,4 @@
-"""One document, many questions: it is read once, and every question votes on it."""
+"""One document and many questions: it is read once, and every question votes on it."""
 
 import copy
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.recall import begin_behind
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import InvalidTypeError, wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.placement import device_of
@@ -24,7 +24,7 @@ from snapkv.validation import require_int
 
 
 class Document:
-    """A text that a model has read, offloaded until a question is asked.
+    """A text that a model has read, and that is offloaded until a question is asked.
 
     ::
 
@@ -33,24 +33,25 @@ class Document:
         model.generate(**document.inputs(questions), max_new_tokens=64)
 
     Nothing is evicted before a question is known: all keys and values are offloaded, and every
-    question votes on all of them with its own observation window. What is kept then, and
-    every token of the answers, is as if document and question had been read together; only the
-    question's own tokens are read again. Questions of a batch share the document. With the
-    default's method all tokens of a question vote, up to 128; in a batch as many of every row as
-    the longest question has.
+    question votes on all of them with its own observation window. What is kept then, and every
+    token of the answers, is as if document and question had been read together; only the question's
+    own tokens are read again. Questions of a batch share the document. With the default method all
+    tokens of a question vote, up to 128; in a batch every row has as many voters as the longest
+    question has tokens.
 
     Args:
         model: a decoder-only transformers model.
         input_ids: (1, T) or (T,) int64, the document's tokens.
-        policy: which tokens to keep for a question; `snapkv.default_policy()` by default.
-        recall: where it is offloaded to, as in `CompressedCache`.
-        recall_bytes: limit of offloaded bytes.
-        chunk_tokens: read it in pieces of that many tokens; None for one pass.
+        policy: selects the tokens to keep for a question; `snapkv.default_policy()` by default.
+        recall: where the document is offloaded to, as in `CompressedCache`.
+        recall_bytes: the limit of offloaded bytes.
+        chunk_tokens: how many tokens to read in one forward pass; None for all.
 
     Raises:
-        InvalidArgumentError: an empty document, a batch of several, or a bad option.
-        InvalidTypeError: `input_ids` is not a tensor of integers.
+        InvalidArgumentError: an empty document, a batch of several, or an option out of range.
+        InvalidTypeError: `input_ids` is not a tensor of integers, or an option has the wrong type.
         UnsupportedModelError: the model cannot be compressed correctly.
+        OutOfMemoryError: the offloaded document does not fit.
     """
 
     def __init__(
@@ -81,15 +82,15 @@ class Document:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of its offloaded keys and values."""
+        """Bytes of the document's offloaded keys and values."""
         return self._cache.report().host_bytes
 
     def inputs(self, questions: Sequence[Sequence[int] | Tensor]) -> dict[str, Any]:
-        """What `model.generate` takes to answer a batch of questions.
+        """Return the arguments of `model.generate` that answer a batch of questions.
 
         Args:
-            questions: the token ids of each, without leading special tokens: everything between the
-                document and the answer.
+            questions: the token ids of each question, without leading special tokens: everything
+                between the document and the answer.
 
         Returns:
             `input_ids` and `attention_mask`, (B, T + longest question), padded on the left, and
@@ -97,18 +98,18 @@ class Document:
             turns.
 
         Raises:
+            InvalidTypeError: a question is not a sequence of token ids.
             InvalidArgumentError: no question, an empty one, or questions of different lengths for a
                 model with layers that keep only the last tokens.
         """
-        asked = [_asked(question).to(self.input_ids.device) for question in questions]
-        if not asked or not all(question.ndim == 1 and len(question) for question in asked):
-            raise InvalidArgumentError(
-                "questions: expected at least one, each a list of token ids that is not empty, got "
-                f"{[tuple(question.shape) for question in asked]}; pass [tokenizer(text).input_ids]"
-            )
-        longest = max(map(len, asked))
-        pads = longest - torch.tensor([len(question) for question in asked])
-        rows = [torch.cat([self.input_ids[0], question]) for question in asked]
+        tensors = [_token_ids(question).to(self.input_ids.device) for question in questions]
+        if not tensors or not all(question.ndim == 1 and len(question) for question in tensors):
+            shapes = [tuple(question.shape) for question in tensors]
+            problem = f"expected at least one, each a list of token ids, got shapes {shapes}"
+            raise wrong("questions", problem, "Pass [tokenizer(text).input_ids]")
+        longest = max(map(len, tensors))
+        pads = longest - torch.tensor([len(question) for question in tensors])
+        rows = [torch.cat([self.input_ids[0], question]) for question in tensors]
         ids = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = torch.arange(ids.shape[1]) >= pads[:, None]
         cache = self._cache_for(pads, longest)
@@ -120,26 +121,29 @@ class Document:
         }
 
     def _cache_for(self, pads: Tensor, longest: int) -> CompressedCache:
-        """A cache whose rows have seen the document after that many pads.
+        """Return a cache whose rows have seen the document after `pads` columns of padding.
 
-        All rows have seen as many columns, so the document's end is read again if there are pads,
-        and as much of it as the window reaches back, since only its own queries tell what to keep.
+        All rows have seen the same columns, so the document's end is read again if there is
+        padding, and as much of it as the window reaches back, because only its own queries can
+        vote.
+
+        Raises:
+            InvalidArgumentError: there is padding, but some layers keep only the last tokens.
         """
         cache = copy.deepcopy(self._cache)
         cache.expect_question(longest)
         cache.prompt_state.prompt_end = None
         hybrid = cache.is_hybrid
         if hybrid and bool(pads.any()):
-            raise InvalidArgumentError(
-                f"questions: expected questions of one length for {type(self.model).__name__}, "
-                f"some of whose layers keep the last tokens only, got lengths that differ by up to "
-                f"{int(pads.max())}; ask them one by one"
-            )
+            name, apart = type(self.model).__name__, int(pads.max())
+            layers = f"since some layers of {name} keep the last tokens only"
+            problem = f"expected questions of one length {layers}, got a difference of {apart}"
+            raise wrong("questions", problem, "Ask them one by one")
         window, seen = cache.prompt_state.policy.query_tokens, self.tokens
         if not hybrid and window != ALL_QUERIES:
             seen += longest - max(longest, window)
         if seen <= int(pads.max()):
-            cache.reset()  # too short to recall anything
+            cache.reset()  # the document is too short to be recalled, so it is read again
             return cache
         for layer in cache.layers:
             layer.reorder_cache(torch.zeros(len(pads), dtype=torch.int64))
@@ -148,52 +152,56 @@ class Document:
         return cache
 
     def save(self, path: str | Path, *, bits: Bits | KVCodes | None = None) -> None:
-        """Write the document and its keys and values to a file; see `CompressedCache.save`."""
+        """Write the document with its keys and values to a file; see `CompressedCache.save`."""
         self._cache.save(path, beside={"input_ids": self.input_ids}, bits=bits)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:
-        """Load a document that `save` wrote; options and errors as in `CompressedCache.load`.
+        """Load a document that `save` wrote; options and other errors as in `CompressedCache.load`.
 
         Raises:
-            InvalidArgumentError: a saved cache that is not a document.
+            InvalidArgumentError: the file holds a saved cache that is not a document.
         """
         document = cls.__new__(cls)
         document.model = model
         document._cache, beside = CompressedCache.load_with(path, model, **options)
         if "input_ids" not in beside or document._cache.report().kept_tokens:
-            raise InvalidArgumentError(
-                f"path: expected a document that Document.save has written, got a cache at "
-                f"{str(path)!r}; load it with CompressedCache.load"
-            )
+            problem = f"{str(path)!r} is a saved cache and no document"
+            raise wrong("path", problem, "Load it with CompressedCache.load")
         document.input_ids = beside["input_ids"].to(device_of(model))
         return document
 
 
-def _asked(question: Any) -> Tensor:
+def _token_ids(question: Any) -> Tensor:
+    """Return the token ids of one question as a tensor.
+
+    Raises:
+        InvalidTypeError: `question` holds something else than token ids.
+    """
     try:
         ids = torch.as_tensor(question)
     except (RuntimeError, TypeError, ValueError):  # a text, a token of None, uneven lists
         ids = None
     if ids is None or (ids.numel() and ids.is_floating_point()):
-        raise InvalidTypeError(
-            f"questions: expected token ids of each, got {question!r:.60}; pass "
-            "[tokenizer(text).input_ids]"
-        )
+        problem = f"expected token ids of each, got {question!r:.60}"
+        raise wrong("questions", problem, "Pass [tokenizer(text).input_ids]", InvalidTypeError)
     return ids
 
 
 def _one_row(input_ids: Any) -> Tensor:
+    """Return the document's tokens as one row: (1, T).
+
+    Raises:
+        InvalidTypeError: `input_ids` is not a tensor of integers.
+        InvalidArgumentError: there is no token, or more than one row.
+    """
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
         got = getattr(input_ids, "dtype", type(input_ids).__name__)
-        raise InvalidTypeError(
-            f"input_ids: expected a tensor of integers, got {got}; pass "
-            "tokenizer(text, return_tensors='pt').input_ids"
-        )
+        problem = f"expected a tensor of integers, got {got}"
+        remedy = "Pass tokenizer(text, return_tensors='pt').input_ids"
+        raise wrong("input_ids", problem, remedy, InvalidTypeError)
     row = input_ids[None] if input_ids.ndim == 1 else input_ids
     if row.ndim != 2 or row.shape[0] != 1 or not row.shape[1]:
-        raise InvalidArgumentError(
-            f"input_ids: expected the tokens of one document, got shape {tuple(input_ids.shape)}; "
-            "make a Document of each"
-        )
+        problem = f"expected the tokens of one document, got shape {tuple(input_ids.shape)}"
+        raise wrong("input_ids", problem, "Make a Document of each")
     return row

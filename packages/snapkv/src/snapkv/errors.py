@@ -1,22 +1,23 @@
-"""Every error the package raises on purpose.
+"""Every error that the package raises on purpose.
 
     SnapKVError
     ├── InvalidArgumentError (ValueError)   a value is out of range or contradicts another
-    │   ├── PromptTooLongError              more tokens than the model has positions
-    │   ├── BudgetTooSmallError             fewer bytes than a prompt's window and sinks take
-    │   ├── ModelNotFoundError              no model under that name, folder or file
+    │   ├── PromptTooLongError              the prompt has more tokens than the model has positions
+    │   ├── BudgetTooSmallError             the bytes cannot hold a prompt's window and sinks
+    │   ├── ModelNotFoundError              there is no model with that name, folder or file
     │   ├── DocumentError                   a document is missing, empty or not text
     │   ├── CacheFileError                  a saved cache is missing, damaged or cannot be written
     │   ├── CacheMismatchError              the cache belongs to another model, batch or prompt
-    │   └── LibraryError                    a library is none, damaged, in use, or of another model
+    │   └── LibraryError                    a library is missing, damaged, in use, or of another
+    model
     ├── InvalidTypeError (TypeError)        an argument has the wrong type
     ├── UnsupportedModelError (ValueError)  the model or its mask cannot be compressed correctly
     ├── MissingDependencyError (ImportError) an optional package is not installed
-    ├── OutputError (OSError)               a file cannot be written: the disk is full, or says no
-    └── OutOfMemoryError (MemoryError)      the device is full; the message says what would fit
+    ├── OutputError (OSError)               a file cannot be written, for instance on a full disk
+    └── OutOfMemoryError (MemoryError)      the device is full; the message names what would fit
 
-Each message names the argument, what was expected, what was given and what to do; where an optional
-package is missing, the command that brings it, as the installed package itself says.
+Each message names the argument, the problem with the value, and the remedy. If an optional package
+is missing, it names the command that installs it.
 """
 
 import contextlib
@@ -36,11 +37,11 @@ class PromptTooLongError(InvalidArgumentError):
 
 
 class BudgetTooSmallError(InvalidArgumentError):
-    """A budget of bytes has no room for what must stay of a prompt."""
+    """A budget in bytes cannot hold the tokens of a prompt that must be kept."""
 
 
 class ModelNotFoundError(InvalidArgumentError):
-    """No model under that hub id, folder or file name."""
+    """There is no model with that hub id, folder or file name."""
 
 
 class DocumentError(InvalidArgumentError):
@@ -48,7 +49,7 @@ class DocumentError(InvalidArgumentError):
 
 
 class CacheFileError(InvalidArgumentError):
-    """A saved cache is missing, altered, not one at all, or cannot be written."""
+    """A saved cache is missing or damaged, is another kind of file, or cannot be written."""
 
 
 class CacheMismatchError(InvalidArgumentError):
@@ -56,7 +57,7 @@ class CacheMismatchError(InvalidArgumentError):
 
 
 class LibraryError(InvalidArgumentError):
-    """A folder is no library, or one that is damaged, in use, or was read by another model."""
+    """A folder is no library, or the library is damaged, in use, or was read by another model."""
 
 
 class InvalidTypeError(SnapKVError, TypeError):
@@ -72,11 +73,11 @@ class MissingDependencyError(SnapKVError, ImportError):
 
 
 class OutputError(SnapKVError, OSError):
-    """A file of results cannot be written; what stood under its name still does."""
+    """A result file cannot be written; a file that had its name before is unchanged."""
 
 
 class OutOfMemoryError(SnapKVError, MemoryError):
-    """The device has no memory left; the message says what would fit."""
+    """The device has no memory left; the message names what would fit."""
 
 
 def wrong(
@@ -100,19 +101,29 @@ def wrong(
 
 
 def missing_package(purpose: str, *packages: str) -> MissingDependencyError:
-    """The error that says which packages a purpose, such as "plot: drawing figures", needs."""
+    """Build the error for missing packages.
+
+    Args:
+        purpose: what needs the packages, such as "plot: drawing figures".
+        packages: their names on the index.
+
+    Returns:
+        The error, for the caller to raise. Its message ends with the command that installs the
+        packages.
+    """
+    names = " and ".join(packages)
     return MissingDependencyError(
-        f"{purpose} needs the package {' and '.join(packages)}, which is not installed; run "
+        f"{purpose} needs the package {names}, which is not installed. Run "
         f"{install_command(*packages)}"
     )
 
 
 def install_command(*packages: str) -> str:
-    """What installs packages in the releases that the installed parts of this repository ask for.
+    """Return the pip command that installs packages in the releases that this repository requires.
 
-    It names the packages and not an extra of this one, which pip finds in no index.
+    It names the packages and not an extra of this package, which pip finds on no index.
     """
-    from importlib.metadata import (  # 40 ms, that no other error needs
+    from importlib.metadata import (  # takes 40 ms, which no other error needs
         PackageNotFoundError,
         requires,
     )
@@ -121,11 +132,12 @@ def install_command(*packages: str) -> str:
     for part in ("snapkv", "snapkv-app", "snapkv-lab", "snapkv-vllm"):
         with contextlib.suppress(PackageNotFoundError):
             lines += requires(part) or []
-    asked = [line.partition(";")[0].strip() for line in reversed(lines)]  # the first one counts
-    wanted = {_normal(re.split(r"[^\w.-]", each)[0]): each for each in asked}
-    return "pip install " + " ".join(f"'{wanted.get(_normal(each), each)}'" for each in packages)
+    # Reversed, so that the first requirement of a package replaces the later ones.
+    requirements = [line.partition(";")[0].strip() for line in reversed(lines)]
+    known = {_normal(re.split(r"[^\w.-]", each)[0]): each for each in requirements}
+    return "pip install " + " ".join(f"'{known.get(_normal(each), each)}'" for each in packages)
 
 
 def _normal(name: str) -> str:
-    """A name as indexes compare it."""
+    """Return the form of a package name that indexes compare."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,4 +1,4 @@
-"""Names of kvpress (0.5.5) and of the methods' own code, and what to write instead of them.
+"""Names of kvpress (0.5.5) and of the methods' own code, and what to write instead.
 
 The page about them is docs/migrating.md.
 """
@@ -6,7 +6,8 @@ The page about them is docs/migrating.md.
 from collections.abc import Sequence
 from typing import Any
 
-from snapkv.validation import nearest, plain_number
+from snapkv.errors import InvalidTypeError, SnapKVError, wrong
+from snapkv.validation import closest, plain_number
 
 _INSTEAD = {
     "SnapKVPress": 'SnapKV(keep_ratio={keep}, window_size=64, kernel_size=5, pooling="avg")',
@@ -85,7 +86,7 @@ _PATCHES = (
     "update_kv",
     "monkeypatch",
 )
-"""Of the authors' package, which is also imported as `snapkv`."""
+"""Names of the authors' package, which is also imported as `snapkv`."""
 
 _ARGUMENTS = {
     "max_capacity_prompt": "budget",
@@ -110,27 +111,27 @@ _ARGUMENTS = {
     "start_size": "start",
     "divide_length": "evict_every",
 }
-"""Arguments of other code, and the one that means the same here."""
+"""Arguments of other code, and the argument with the same meaning here."""
 
 
 def is_kvpress_name(name: str) -> bool:
+    """Return whether `name` is a class of kvpress."""
     return name.endswith("Press") or name in _INSTEAD
 
 
 _MOVED = {name: f"snapkv_app.{name}" for name in ("cli", "inspector", "library", "plan")}
 _MOVED |= {"app": "snapkv_app", "Library": "snapkv_app.Library"}
-"""What was in this package until 0.3.0, and where it is now."""
+"""Names that this package had until 0.3.0, and where they are now."""
 
 
 def elsewhere(name: str) -> str | None:
-    """What to say to somebody who imports a name of other code from here; None for any name."""
+    """Return what to write instead of a name that this package does not have, or None."""
     if is_kvpress_name(name):
-        said = f"expected the name of a method, such as SnapKV, got kvpress's {name}"
-        return f"{said}; {instead_of(name)}"
+        return f"{name} is a name of kvpress. {instead_of(name)}"
     if name in _PATCHES:
         return (
-            f"expected a name of this package, which patches no class, got {name} of the authors' "
-            "code; write model.generate(**inputs, past_key_values=CompressedCache(model)), see "
+            f"{name} is a name of the authors' code, and this package patches no class. Write "
+            "model.generate(**inputs, past_key_values=CompressedCache(model)), see "
             "docs/migrating.md"
         )
     if name in _MOVED:
@@ -141,28 +142,36 @@ def elsewhere(name: str) -> str | None:
     return None
 
 
-def unknown_argument(method: str, name: str, value: Any, known: Sequence[str]) -> str:
-    """The line about an argument that a method does not have, whose own ones are `known`."""
+def unknown_argument(method: str, name: str, value: Any, known: Sequence[str]) -> SnapKVError:
+    """Build the error for an argument that a method does not have.
+
+    Args:
+        method: the class of the method.
+        name: the argument.
+        value: its value, for the example in the remedy.
+        known: the arguments that the method has.
+
+    Returns:
+        An InvalidTypeError for the caller to raise.
+    """
     if name == "compression_ratio":
-        return (
-            "compression_ratio: expected keep_ratio=, the share that is kept, or a budget, got "
-            f"kvpress's argument of {method}; {instead_of(f'{method}Press', value)}"
-        )
-    return (
-        f"{name}: expected one of the arguments of {method}, {', '.join(known) or 'none'}, got one "
-        f"that it does not have; {_instead_of_argument(method, name, value, known)}"
-    )
+        problem = "expected keep_ratio=, the fraction that is kept, or a budget"
+        return wrong(name, problem, instead_of(f"{method}Press", value), InvalidTypeError)
+    problem = f"unknown argument of {method}, expected one of {', '.join(known) or 'none'}"
+    remedy = _instead_of_argument(method, name, value, known)
+    return wrong(name, problem, remedy, InvalidTypeError)
 
 
 def _instead_of_argument(method: str, name: str, value: Any, known: Sequence[str]) -> str:
-    """What to write for an argument that a method does not have, whose own ones are `known`."""
+    """Return the remedy for an argument that a method does not have."""
     if (own := _ARGUMENTS.get(name)) in known:
-        return f"write {own}={value!r}, see docs/migrating.md"
+        return f"Write {own}={value!r}, see docs/migrating.md"
     if name == "keep_ratio" and "budget" in known:
-        return "pass budget=, a number of tokens, since it holds no more of any prompt"
+        return "Pass budget=, a number of tokens, which it keeps of every prompt"
     if {"policy", "prompt"} & set(known) and name in ("budget", "keep_ratio", own):
-        return f"pass it to the method inside, as in {method}({_inside(known, own or name, value)})"
-    return nearest(name, known).removeprefix("; ") or "leave it out"
+        return f"Pass it to the method inside, as in {method}({_inside(known, own or name, value)})"
+    close = closest(name, known)
+    return f"Write {close}" if close else "Leave it out"
 
 
 def _inside(known: Sequence[str], name: str, value: Any) -> str:
@@ -171,14 +180,20 @@ def _inside(known: Sequence[str], name: str, value: Any) -> str:
 
 
 def instead_of(name: str, compression_ratio: Any = 0.75) -> str:
-    """What to write for a name of kvpress, and the page that says more."""
+    """Return what to write instead of a name of kvpress, and the page with more.
+
+    Args:
+        name: a class of kvpress.
+        compression_ratio: the fraction that kvpress removes, for the example.
+    """
     compression_ratio = plain_number(compression_ratio)
     is_ratio = isinstance(compression_ratio, int | float) and 0 < compression_ratio < 1
     ratio = compression_ratio if is_ratio else 0.75
     page = "see docs/migrating.md"
     if name in _INSTEAD:
-        return f"write {_INSTEAD[name].format(keep=f'{1 - ratio:.3g}')}; {page}"
+        return f"Write {_INSTEAD[name].format(keep=f'{1 - ratio:.3g}')}, {page}"
     found = _OTHERS.get(name)
     if found is None:
-        return page
-    return f"there is {found}; {page}" if found.startswith("no:") else f"use {found}; {page}"
+        return page.capitalize()
+    reason = found.removeprefix("no: ")
+    return f"Use {found}, {page}" if reason == found else f"There is none: {reason}, {page}"

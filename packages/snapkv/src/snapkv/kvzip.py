@@ -1,8 +1,8 @@
-"""Reading a context before its questions: what saying it again takes is what these will need.
+"""Read a context before its questions, and keep what the model needs to repeat it.
 
 The first reading fills the cache. In the second the model reads the text again, piece by piece,
-each after the whole of it, as if it repeated it; its queries show which keys that takes. Then the
-policy chooses, and the cache is as after any compressed prompt.
+each after the whole text, as if it repeated it; its queries show which keys that needs. Then the
+policy selects, and the cache is as after any compressed prompt.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from snapkv.cache.prompt_state import one_reading_refusal
 from snapkv.cache.taking_back import take_back
 from snapkv.errors import (
     CacheMismatchError,
-    InvalidArgumentError,
     PromptTooLongError,
     UnsupportedModelError,
+    wrong,
 )
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
@@ -40,23 +40,22 @@ def read_context(
     *,
     instruction_ids: Sequence[int] = (),
 ) -> CompressedCache:
-    """Read a context whose questions are not known, and keep what rebuilding it takes.
+    """Read a context whose questions are not known yet, and compress it.
 
         cache = read_context(model, ids, AcrossLayers(KVzip(1024)))
         model.generate(torch.cat([ids, question], dim=1), past_key_values=cache, ...)
 
     Args:
-        model: a decoder-only transformers model, of full attention in every layer.
+        model: a decoder-only transformers model, with full attention in every layer.
         input_ids: (B, T) int64, without padding.
-        policy: `KVzip`, or one around it.
-        instruction_ids: what stands before every piece, such as the tokens of "Repeat the text:".
+        policy: `KVzip`, or a policy around it.
+        instruction_ids: the tokens to read before every piece, such as those of "Repeat the text:".
 
     Returns:
-        A cache that has seen the context and keeps its budget of it.
+        A cache that has seen the context and keeps what its budget allows.
 
     Raises:
-        InvalidArgumentError: a policy that chooses as soon as a layer has read the text, or no
-            text.
+        InvalidArgumentError: the policy does not use a second reading, or there is no text.
         InvalidTypeError: `input_ids` is not a tensor of integers.
         PromptTooLongError: the model has no positions left to repeat the text at.
         UnsupportedModelError: the model has layers of another kind, or cannot be compressed.
@@ -74,15 +73,16 @@ def read_twice(
     *,
     instruction_ids: Sequence[int] = (),
 ) -> None:
-    """Fill an empty cache with a context; arguments and errors as in `read_context`.
+    """Fill an empty cache with a context; other arguments and errors as in `read_context`.
 
-    After an error it is empty again.
+    After an error the cache is empty again.
+
+    Raises:
+        CacheMismatchError: the cache has seen tokens.
     """
     if seen := cache.get_seq_length():
-        raise CacheMismatchError(
-            f"cache: expected an empty one where a text is read by itself, got one that has seen "
-            f"{seen:,} tokens; call cache.reset()"
-        )
+        problem = f"expected an empty one, got one that has seen {seen:,} tokens"
+        raise wrong("cache", problem, "Call cache.reset()", CacheMismatchError)
     try:
         prompts = read_layers(model, input_ids, cache, instruction_ids=instruction_ids)
         with cache.prompt_state.attending():
@@ -99,7 +99,10 @@ def read_twice(
 def read_as_wanted(
     model: PreTrainedModel, tokenizer: Any, input_ids: Tensor, cache: CompressedCache
 ) -> None:
-    """Read and compress what stands before a question, as the cache's policy wants it read."""
+    """Read and compress the text before a question in the way that the cache's policy needs.
+
+    The errors are those of `read_context` and of a forward pass.
+    """
     if cache.policy.needs_reconstruction_pass:
         read_twice(model, input_ids, cache, instruction_ids=instruction_of(tokenizer))
         return
@@ -110,7 +113,7 @@ def read_as_wanted(
 
 
 def instruction_of(tokenizer: Any) -> list[int]:
-    """The tokens that ask for a repetition."""
+    """Return the tokens of the instruction to repeat the text."""
     ids: list[int] = tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
     return ids
 
@@ -123,19 +126,26 @@ def read_layers(
     *,
     instruction_ids: Sequence[int] = (),
 ) -> list[PromptLayer]:
-    """Read a context twice into an empty cache, which holds all of it then.
+    """Read a context twice into an empty cache, which then holds all of it.
 
-    Arguments and errors as in `read_context`. Returns every layer as its policy is to see it.
+    Other arguments as in `read_context`.
+
+    Returns:
+        Every layer with its scores, as its policy gets it.
+
+    Raises:
+        InvalidArgumentError: the policy does not use a second reading, or there is no text.
+        InvalidTypeError: `input_ids` is not a tensor of integers.
+        PromptTooLongError: the model has no positions left to repeat the text at.
+        UnsupportedModelError: the model has layers of another kind.
     """
     cache.expect_tokens(input_ids)
     require_int("input_ids, tokens", input_ids.shape[1], minimum=1)
     scorer, tokens = _require_scorer(cache.policy), input_ids.shape[1]
     if cache.is_hybrid:
-        raise UnsupportedModelError(
-            f"model: expected full attention in every layer where a text is read twice, got "
-            f"{type(model).__name__}, some of whose layers keep the last tokens only; use "
-            "ExpectedAttention or SnapKV"
-        )
+        name = type(model).__name__
+        problem = f"expected full attention in every layer, but some of {name} keep a window only"
+        raise wrong("model", problem, "Use ExpectedAttention or SnapKV", UnsupportedModelError)
     chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
     model(input_ids, **passed(cache), logits_to_keep=1)
@@ -156,49 +166,67 @@ def read_layers(
 
 
 def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
-    """How many positions the model has after those that are read; refuses none."""
+    """Return how many positions the model has after `read_tokens` tokens.
+
+    Raises:
+        PromptTooLongError: it has none.
+    """
     positions = max_positions(model)
     if positions is None:
         return read_tokens
     if read_tokens >= positions:
-        raise PromptTooLongError(
-            f"input_ids: expected positions left to repeat the text at, since the model has "
-            f"{positions:,}, got {read_tokens:,} tokens with the instruction; shorten the text, or "
-            "use ExpectedAttention, which reads it once"
-        )
+        tokens = f"{read_tokens:,} tokens with the instruction"
+        problem = f"{tokens} leave none of the model's {positions:,} positions to repeat the text"
+        remedy = "Shorten the text, or use ExpectedAttention, which reads it once"
+        raise wrong("input_ids", problem, remedy, PromptTooLongError)
     return positions - read_tokens
 
 
 def require_one_reading(policy: Policy, remedy: str) -> None:
-    """Raise where `read_context` has to read and will not; `remedy` says what to do."""
+    """Raise if `policy` needs `read_context`, but the caller reads a prompt once.
+
+    Args:
+        policy: the policy to check.
+        remedy: what the user should do instead.
+
+    Raises:
+        InvalidArgumentError: the policy needs a second reading.
+    """
     if policy.needs_reconstruction_pass:
         raise one_reading_refusal(policy, remedy)
 
 
 def _require_scorer(policy: Policy) -> KVzip:
+    """Return the `KVzip` inside `policy`.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
     scorer: Any = policy
     while hasattr(scorer, "policy"):
         scorer = scorer.policy
     if not isinstance(scorer, KVzip):
-        raise InvalidArgumentError(
-            f"policy: expected KVzip, or AdaKV(KVzip(...)), for a second reading, got {policy!r}; "
-            "read the prompt once, with model.generate"
-        )
+        problem = f"expected KVzip, or AdaKV(KVzip(...)), got {policy!r}"
+        raise wrong("policy", problem, "Read the prompt once, with model.generate")
     return scorer
 
 
 def _attention_of_layer(model: PreTrainedModel, index: int) -> Any:
+    """Return the attention module of a layer.
+
+    Raises:
+        UnsupportedModelError: the layer has not exactly one.
+    """
     modules = attention_modules(model, [index])[index]
     if len(modules) != 1:
-        raise UnsupportedModelError(
-            f"model: expected one attention module a layer for KVzip(plus=True), got "
-            f"{len(modules)} in layer {index} of {type(model).__name__}; leave plus out"
-        )
+        found = f"{len(modules)} in layer {index} of {type(model).__name__}"
+        problem = f"expected one attention module per layer for KVzip(plus=True), got {found}"
+        raise wrong("model", problem, "Leave plus out", UnsupportedModelError)
     return modules[0]
 
 
 class _Repetition(Hook):
-    """Shows the queries of every piece to the observer of their layer."""
+    """Passes the queries of every piece to the observer of their layer."""
 
     def __init__(self, observers: "Sequence[_Observer]") -> None:
         self._observers = observers
@@ -208,7 +236,7 @@ class _Repetition(Hook):
 
 
 class _Observer:
-    """Sees a layer's queries of every piece, and notes the most attention each position got."""
+    """Collects the most attention that each position of a layer gets from any piece."""
 
     def __init__(self, tokens: int, *, plus: bool) -> None:
         self._tokens, self._plus = tokens, plus
@@ -218,7 +246,7 @@ class _Observer:
         self._seen: PromptLayer | None = None
 
     def enter(self, states: Tensor) -> None:
-        """Note how long the states are that a piece's queries are made of."""
+        """Store the norms of the states that a piece's queries are computed from."""
         self._query_norms = torch.linalg.vector_norm(states.float(), dim=-1)
 
     def see(self, seen: PromptLayer) -> None:
@@ -232,7 +260,7 @@ class _Observer:
         self._received = most if self._received is None else self._received.maximum(most)
 
     def prompt(self) -> PromptLayer:
-        """The layer as a policy sees it, with what was noted."""
+        """Return the layer as a policy gets it, with the collected scores."""
         assert self._seen is not None
         protected = self._seen.protected
         return replace(
@@ -245,7 +273,10 @@ class _Observer:
 
 
 def _without_queries(layer: PromptLayer) -> PromptLayer:
-    """The layer without its queries, whose memory is free: a view would hold all of them."""
+    """Return the layer without its queries, so that their memory is freed.
+
+    The empty tensor is a copy, because a view would keep all queries in memory.
+    """
     return replace(layer, queries=layer.queries[:, :, :0].clone())
 
 

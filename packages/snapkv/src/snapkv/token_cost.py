@@ -1,4 +1,4 @@
-"""What the tokens that a layer keeps of a prompt cost in bytes, and how many fit into a budget.
+"""What the kept tokens of a layer cost in bytes, and how many fit into a budget.
 
 Importable without torch, so that plans and caches share this arithmetic.
 """
@@ -6,19 +6,19 @@ Importable without torch, so that plans and caches share this arithmetic.
 from dataclasses import dataclass
 from fractions import Fraction
 
-from snapkv.errors import BudgetTooSmallError
+from snapkv.errors import BudgetTooSmallError, wrong
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCost:
-    """Bytes of one layer and row, all heads together, each of which keeps as many tokens.
+    """The bytes of tokens in one layer and row, for all heads together.
 
     Attributes:
-        full_bytes: of a token in the full cache.
-        block_bytes: of a block of codes, filled or not; without codes that is one token.
+        full_bytes: bytes of a token in the full cache.
+        block_bytes: bytes of a block of codes, filled or not; without codes a block is one token.
         block_tokens: how many tokens a block holds.
-        uneven: whether heads, or layers, keep other numbers of tokens and as many on average; then
-            each may fill its last block in part.
+        uneven: whether heads or layers keep different numbers of tokens around a mean; then each
+            may fill its last block in part.
     """
 
     full_bytes: int
@@ -28,11 +28,11 @@ class TokenCost:
 
     @property
     def spare_tokens(self) -> int:
-        """Of each head, by how many more than its own its blocks may have room for, at most."""
+        """How many tokens more than its own each head's blocks may have room for, at most."""
         return self.block_tokens - 1 if self.uneven else 0
 
     def held_bytes(self, tokens: int) -> int:
-        """Of so many kept tokens."""
+        """Return the bytes of `tokens` kept tokens."""
         return -(-(tokens + self.spare_tokens) // self.block_tokens) * self.block_bytes
 
     def fitting_tokens(
@@ -45,34 +45,34 @@ class TokenCost:
         depth: int,
         layers: int,
     ) -> int:
-        """Count the tokens of a row that fit into one layer's part of a budget of bytes.
+        """Count the tokens of a row that fit into one layer's part of a budget in bytes.
 
         Args:
-            share: of the bytes of the full cache in all layers together; None with `given`.
+            share: the fraction of the bytes of the full cache in all layers together; None with
+                `given`.
             given: bytes in all layers together; None with `share`.
             own: tokens of the row's prompt; more than these may fit.
-            least: tokens that must stay, whatever the share.
-            depth: of the layer among those that are compressed, from 0.
-            layers: how many are compressed.
+            least: tokens that must be kept, whatever the share.
+            depth: the index of the layer among those that are compressed, from 0.
+            layers: how many layers are compressed.
 
         Raises:
             BudgetTooSmallError: `given` holds fewer tokens than `least`.
         """
-        whole = share_of(self.full_bytes * own * layers, share) if share is not None else given
-        assert whole is not None
-        blocks = whole // self.block_bytes
+        total = share_of(self.full_bytes * own * layers, share) if share is not None else given
+        assert total is not None
+        blocks = total // self.block_bytes
         if blocks // layers * self.block_tokens - self.spare_tokens < least:
             if share is None:
-                raise BudgetTooSmallError(
-                    f"budget: expected at least {layers * self.held_bytes(least):,} bytes for "
-                    f"{least} of {own:,} prompt tokens, which are the window and the sinks, got "
-                    f"{given:,} bytes; raise it, lower those, or pass a share or a number of tokens"
-                )
+                needed = f"expected at least {layers * self.held_bytes(least):,} bytes"
+                problem = f"{needed} for the {least} tokens of window and sinks, got {given:,}"
+                remedy = "Raise it, lower window_size or sink_tokens, or pass a share or tokens"
+                raise wrong("budget", problem, remedy, BudgetTooSmallError)
             return least
         more = -blocks * depth // layers - -blocks * (depth + 1) // layers
         return more * self.block_tokens - self.spare_tokens
 
 
 def share_of(tokens: int, share: float) -> int:
-    """A share of tokens or bytes, rounded down as it is written: 0.29 of 100 are 29."""
+    """Return a fraction of `tokens`, rounded down as decimals are written: 0.29 of 100 is 29."""
     return int(Fraction(str(share)) * tokens)

@@ -26,7 +26,7 @@ def hybrid(kind):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("sliding", "slides over a window"), *((kind, "has a state") for kind in STATES)],
+    [("sliding", "slides over a window"), *((kind, "has a recurrent state") for kind in STATES)],
 )
 def test_what_some_layer_cannot_take_back_no_layer_does(kind, said):
     model, cache = hybrid(kind)

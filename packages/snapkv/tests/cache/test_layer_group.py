@@ -61,7 +61,7 @@ def test_every_layer_has_lost_what_it_holds_no_more(name, most_bytes, prompts, w
         empty = layer.slots.padding_slots
         if empty is not None:
             kept = kept.masked_fill(torch.arange(kept.shape[2]) < empty[:, None, None], -1)
-        lost = LostVotes.of(votes.votes, votes.lifted(), kept, prompt.keys.shape[2])
+        lost = LostVotes.of(votes.votes, votes.faded_shares(), kept, prompt.keys.shape[2])
         torch.testing.assert_close(layer.state.lost_mass, lost.mass)
         torch.testing.assert_close(layer.state.lost_peak, lost.peak, rtol=0, atol=0)
         found.append(float(lost.mass.max()))

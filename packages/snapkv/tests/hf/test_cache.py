@@ -98,7 +98,7 @@ def test_crop_reaches_into_the_window_but_not_beyond_what_is_whole(model, filled
 class OnlyTheThirdLayer(SnapKV):
     """Drops tokens in that layer alone."""
 
-    chooses_of_stacks = False
+    can_select_stacked = False
 
     def select(self, layer):
         return super().select(layer) if layer.layer_idx == 2 else None

@@ -35,7 +35,7 @@ def test_the_model_is_as_before_afterwards_and_after_an_error():
         raise RuntimeError("stop")
     with layer_by_layer(model, chunk_tokens=16):
         assert torch.equal(model(ids).logits, expected)  # without a compressed cache
-        with pytest.raises(UnsupportedModelError, match="wrapped already"), layer_by_layer(model):
+        with pytest.raises(UnsupportedModelError, match="already wrapped"), layer_by_layer(model):
             pass
     assert not any("forward" in vars(module) for module in model.modules())
     assert torch.equal(model(ids).logits, expected)

@@ -8,7 +8,14 @@ import torch
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import BlockLayout, coded_attention, encode_all
-from tests.ops.ragged_cases import LENGTHS, OPTIONS, states, with_options, with_room
+from tests.ops.ragged_cases import (
+    LENGTHS,
+    OPTIONS,
+    attended,
+    states,
+    with_options,
+    with_room,
+)
 
 BITS = ((4, 4), (8, 4), (4, 8))
 CASES = LENGTHS | {
@@ -26,7 +33,7 @@ def encode(states, bits, *, along):
 
 
 def coded_states(lengths, queries, bits, *, block_tokens=32, grown=False, dtype=torch.float32):
-    """Arguments of `coded_attention` for 2 rows, 2 KV heads and 4 query heads."""
+    """Arguments of `coded_attention` by name, for 2 rows, 2 KV heads and 4 query heads."""
     given = states(lengths, queries, dtype=dtype)
     layout = BlockLayout((lengths,), block_tokens, torch.device("cpu"))
     keys, values = (
@@ -60,9 +67,9 @@ def require_reference(impl, *, cases=tuple(CASES), query_counts=(1, 3, 40)):
             given = coded_states(lengths, queries, bits, grown=(turn + place) % 2 == 1)
             for options in OPTIONS.values():
                 given = with_options(given, options)
-                expected = coded_attention(**given, impl="reference")
+                expected = attended(coded_attention, given, impl="reference")
                 for stored in (given, with_room(given)):
-                    got = coded_attention(**stored, impl=impl)
+                    got = attended(coded_attention, stored, impl=impl)
                     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 

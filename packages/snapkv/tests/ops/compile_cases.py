@@ -64,7 +64,7 @@ def resources(cubin):
 
 def run_all(dtype):
     """Ask for every kernel; on this device each is compiled and none runs."""
-    from snapkv.ops import Fading, ScoreOptions
+    from snapkv.ops import AttentionStates, Fading, ScoreOptions
     from snapkv.ops.votes import triton, triton_largest
 
     reduces = itertools.cycle(("mean", "max", "none"))  # three for every two kinds of a shape
@@ -76,13 +76,11 @@ def run_all(dtype):
         if extras:
             options = ScoreOptions(scaling=1.0, softcap=50.0, sink_logits=torch.zeros(Hq))
             pads = torch.zeros(B, dtype=torch.int64)
-        given, reduced = (
-            (queries, keys, options),
-            {"group_reduce": next(reduces), "pad_tokens": pads},
-        )
-        triton.window_votes(*given, **reduced)
+        given = AttentionStates(queries, keys, options, pads)
+        reduced = {"group_reduce": next(reduces)}
+        triton.window_votes(given, **reduced)
         if dtype != torch.float32 or D <= 128:  # refused
-            triton_largest.largest_votes(*given, Fading(0.9), prefix_tokens=T - 16, **reduced)
+            triton_largest.largest_votes(given, Fading(0.9), prefix_tokens=T - 16, **reduced)
         for asked in (queries[:, :, :1], queries):
             run_ragged(asked, Hkv, options)
             run_coded(asked, Hkv, options)
@@ -90,18 +88,18 @@ def run_all(dtype):
 
 
 def run_ragged(queries, kv_heads, options):
-    from snapkv.ops import RaggedLayout
+    from snapkv.ops import RaggedLayout, TailInputs
     from snapkv.ops.ragged import triton
 
     B, D = queries.shape[0], queries.shape[-1]
     layout = RaggedLayout(((700,) * kv_heads,) * B, queries.device)
     kept = queries.new_empty(700 * kv_heads * B, D)
     tail = queries.new_empty(B, kv_heads, 64, D)
-    triton.ragged_attention(queries, kept, kept, layout, tail, tail, options)
+    triton.ragged_attention(TailInputs(queries, tail, tail, options), kept, kept, layout)
 
 
 def run_coded(queries, kv_heads, options):
-    from snapkv.ops import BlockLayout, encode_all
+    from snapkv.ops import BlockLayout, TailInputs, encode_all
     from snapkv.ops.codes import triton, triton_coding
 
     B, D = queries.shape[0], queries.shape[-1]
@@ -113,7 +111,7 @@ def run_coded(queries, kv_heads, options):
     for bits, along in itertools.product((4, 8), ("tokens", "channels")):
         triton_coding.encode(blocks[..., : D // 32 * 32], bits, along)
     tail = queries.new_empty(B, kv_heads, 64, D)
-    triton.coded_attention(queries, keys, values, layout, tail, tail, options)
+    triton.coded_attention(TailInputs(queries, tail, tail, options), keys, values, layout)
 
 
 def compiled(capability, dtype):

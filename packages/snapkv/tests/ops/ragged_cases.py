@@ -2,11 +2,11 @@
 
 import math
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
-from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
+from snapkv.ops import RaggedLayout, ScoreOptions, TailInputs, ragged_attention
 from snapkv.ops.ragged import flash
 
 LENGTHS = {
@@ -26,7 +26,7 @@ OPTIONS = {
 
 
 def states(lengths, queries, *, tail=None, dim=20, dim_v=6, device="cpu", dtype=torch.float32):
-    """Arguments of `ragged_attention` for 2 rows, 2 KV heads and 4 query heads."""
+    """Arguments of `ragged_attention` by name, for 2 rows, 2 KV heads and 4 query heads."""
     generator = torch.Generator().manual_seed(sum(map(sum, lengths)) + queries)
 
     def random(*shape):
@@ -91,10 +91,20 @@ def with_room(arguments):
     return arguments | tail
 
 
+def attended(attend, arguments, **options):
+    """Call `attend` with `arguments`, those of `TailInputs` in one record."""
+    names = {field.name for field in fields(TailInputs)}
+    inputs = TailInputs(**{name: arguments[name] for name in names & arguments.keys()})
+    others = {name: value for name, value in arguments.items() if name not in names}
+    return attend(inputs, **others, **options)
+
+
 def runs(impl, given):
     """Whether an implementation takes such arguments; all but one take any."""
-    names = ("queries", "values", "layout", "score_options")
-    return impl != "flash" or flash.obstacle(*(given[name] for name in names)) is None
+    if impl != "flash":
+        return True
+    kept = {name: given[name] for name in given if name != "keys"}
+    return attended(flash.obstacle, kept) is None
 
 
 def require_reference(impl, device="cpu", *, cases=tuple(LENGTHS), query_counts=QUERIES):
@@ -107,9 +117,9 @@ def require_reference(impl, device="cpu", *, cases=tuple(LENGTHS), query_counts=
                 given = with_options(arguments, options, device)
                 if not runs(impl, given):
                     continue
-                expected = ragged_attention(**given, impl="reference")
+                expected = attended(ragged_attention, given, impl="reference")
                 for stored in (given, with_room(given)):
-                    got = ragged_attention(**stored, impl=impl)
+                    got = attended(ragged_attention, stored, impl=impl)
                     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -120,7 +130,7 @@ def require_no_more_error_than_eager(impl, dtype, device="cpu"):
         if not runs(impl, arguments):
             continue
         exact = eager(wide(arguments))
-        error = (ragged_attention(**arguments, impl=impl).double() - exact).abs().max()
+        error = (attended(ragged_attention, arguments, impl=impl).double() - exact).abs().max()
         allowed = (eager(arguments).double() - exact).abs().max()
         assert error <= 2 * allowed, f"{impl}, {name}: {error:.2e}, eager {allowed:.2e}"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapkv import InvalidArgumentError, ops
-from snapkv.ops import Fading, Pooling, ScoreOptions
+from snapkv.ops import AttentionStates, Fading, Pooling, ScoreOptions
 from snapkv.ops.votes import api, blocked, by_head, largest, reference
 from tests.ops.vote_cases import (
     REDUCES,
@@ -27,10 +27,9 @@ from tests.pairs import pairs
     extras=["", "softcap", "sinks", "pads", "all"],
 )
 def test_blocked_votes_equal_the_reference(shape, block_tokens, extras):
-    queries, keys = states(shape)
-    options = options_of(shape, extras)
-    expected = reference.window_votes(queries, keys, **options)
-    votes = blocked.window_votes(queries, keys, block_tokens=block_tokens, **options)
+    given = AttentionStates(*states(shape), **options_of(shape, extras))
+    expected = reference.window_votes(given)
+    votes = blocked.window_votes(given, block_tokens=block_tokens)
     assert votes.dtype == torch.float32
     torch.testing.assert_close(votes, expected, atol=1e-6 * shape[3], rtol=1e-5)
 
@@ -53,12 +52,14 @@ def test_the_largest_votes_equal_the_reference(
     """Also of positions among the voters, which only later ones look at."""
     monkeypatch.setattr(largest, "MOST_BYTES", most_bytes)
     queries, keys = states(shape)
-    options = options_of(shape, extras) | {"group_reduce": group_reduce}
-    options |= {"prefix_tokens": shape[4] - shape[3] + more, "sink_tokens": sink_tokens}
-    expected = reference.largest_votes(queries, keys, lift=lift, **options)
-    for row, pads in enumerate(options.get("pad_tokens", torch.tensor([])).tolist()):
-        keys[row, :, :pads] = float("nan")
-    found = largest.largest_votes(queries, keys, lift=lift, **options)
+    given = AttentionStates(queries, keys, **options_of(shape, extras))
+    options = {"lift": lift, "group_reduce": group_reduce, "sink_tokens": sink_tokens}
+    options["prefix_tokens"] = shape[4] - shape[3] + more
+    expected = reference.largest_votes(given, **options)
+    pads = [] if given.pad_tokens is None else given.pad_tokens.tolist()
+    for row, count in enumerate(pads):
+        keys[row, :, :count] = float("nan")
+    found = largest.largest_votes(given, **options)
     torch.testing.assert_close(found, expected, atol=1e-6 * shape[3], rtol=1e-5)
     assert (
         group_reduce == "sum"
@@ -70,8 +71,9 @@ def test_the_largest_votes_equal_the_reference(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_states_are_scored_in_float32(dtype):
     queries, keys = states(SHAPES["gqa-63"], dtype)
-    votes = blocked.window_votes(queries, keys, ScoreOptions(scaling=0.2), block_tokens=16)
-    expected = reference.window_votes(queries.double(), keys.double(), ScoreOptions(scaling=0.2))
+    scoring = ScoreOptions(scaling=0.2)
+    votes = blocked.window_votes(AttentionStates(queries, keys, scoring), block_tokens=16)
+    expected = reference.window_votes(AttentionStates(queries.double(), keys.double(), scoring))
     torch.testing.assert_close(votes, expected.float(), atol=1e-5, rtol=1e-4)
 
 
@@ -92,20 +94,21 @@ def test_votes_meet_the_rule_that_kernels_are_held_to(monkeypatch, impl, dtype, 
 
 
 def test_heads_with_too_many_scores_vote_block_by_block(monkeypatch):
-    queries, keys = states(SHAPES["gqa-63"], torch.bfloat16)
-    expected = by_head.window_votes(queries, keys, ScoreOptions(scaling=0.2))
+    given = AttentionStates(*states(SHAPES["gqa-63"], torch.bfloat16), ScoreOptions(scaling=0.2))
+    expected = by_head.window_votes(given)
     monkeypatch.setattr(by_head, "MOST_BYTES_OF_A_HEAD", 4 * 2 * 8 * 63 - 1)
-    votes = by_head.window_votes(queries, keys, ScoreOptions(scaling=0.2))
-    assert torch.equal(votes, blocked.window_votes(queries, keys, ScoreOptions(scaling=0.2)))
+    votes = by_head.window_votes(given)
+    assert torch.equal(votes, blocked.window_votes(given))
     torch.testing.assert_close(votes, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_memory_is_bounded_by_the_block(monkeypatch):
-    queries, keys = states((1, 8, 2, 32, 4096, 64), torch.bfloat16)
+    big = states((1, 8, 2, 32, 4096, 64), torch.bfloat16)
+    given = AttentionStates(*big, ScoreOptions(scaling=0.1))
 
     def peak(vote, **options):
         with torch.profiler.profile(profile_memory=True) as profile:
-            vote(queries, keys, ScoreOptions(scaling=0.1), **options)
+            vote(given, **options)
         held = most = 0
         for event in profile.profiler.kineto_results.events():
             if event.name() == "[memory]":
@@ -124,7 +127,7 @@ def test_memory_is_bounded_by_the_block(monkeypatch):
 
 
 def test_the_implementation_goes_by_name(monkeypatch):
-    queries, keys = states(SHAPES["gqa-63"])
+    given = AttentionStates(*states(SHAPES["gqa-63"]), ScoreOptions(scaling=0.2))
     ran = []
     for name, vote in dict(api._IN_TORCH["window_votes"]).items():
         monkeypatch.setitem(
@@ -133,10 +136,10 @@ def test_the_implementation_goes_by_name(monkeypatch):
             lambda *a, n=name, v=vote, **o: ran.append(n) or v(*a, **o),
         )
     for impl in ("auto", "reference", "blocked", "by_head"):
-        ops.window_votes(queries, keys, ScoreOptions(scaling=0.2), impl=impl)
+        ops.window_votes(given, impl=impl)
     assert ran == ["blocked", "reference", "blocked", "by_head"]
     with pytest.raises(InvalidArgumentError, match=r"impl: expected auto or one of.* got 'cuda'"):
-        ops.window_votes(queries, keys, ScoreOptions(scaling=0.2), impl="cuda")
+        ops.window_votes(given, impl="cuda")
 
 
 @pytest.mark.parametrize("impl", ["reference", "scan"])

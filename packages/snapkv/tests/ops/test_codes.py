@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import InvalidArgumentError
-from snapkv.ops import BlockLayout, ScoreOptions, coded_attention
+from snapkv.ops import BlockLayout, ScoreOptions, TailInputs, coded_attention
 from snapkv.ops.codes import blocked
 from snapkv.ops.codes.reference import flat_states
 from tests.ops.coded_cases import blocks_of, coded_states, encode, require_reference
-from tests.ops.ragged_cases import LENGTHS
+from tests.ops.ragged_cases import LENGTHS, attended
 
 
 def test_a_block_by_hand():
@@ -88,14 +88,12 @@ def test_two_heads_by_hand():
     """A head keeps a key that scores ln 3 and sees the tail's 0: weights 3/4 and 1/4."""
     layout = BlockLayout((((1, 0),),), 32, torch.device("cpu"))
     key = torch.tensor(3.0).log().expand(1, 32, 1)
+    zeros, fours = torch.zeros(1, 2, 1, 1), torch.full((1, 2, 1, 1), 4.0)
     got = coded_attention(
-        torch.ones(1, 2, 1, 1),
+        TailInputs(torch.ones(1, 2, 1, 1), zeros, fours, ScoreOptions(scaling=1.0)),
         encode(key, 8, along="tokens"),
         encode(torch.full((1, 32, 1), 8.0), 8, along="channels"),
         layout,
-        torch.zeros(1, 2, 1, 1),
-        torch.full((1, 2, 1, 1), 4.0),
-        ScoreOptions(scaling=1.0),
         impl="reference",
     )
     torch.testing.assert_close(
@@ -113,6 +111,6 @@ def test_blocked_equals_the_reference(spread, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_in_low_precision_blocked_is_no_further_from_float64_than_the_reference_allows(dtype):
     arguments = coded_states(LENGTHS["very uneven"], 3, (4, 4), dtype=dtype)
-    got = coded_attention(**arguments, impl="blocked")
-    expected = coded_attention(**arguments, impl="reference")
+    got = attended(coded_attention, arguments, impl="blocked")
+    expected = attended(coded_attention, arguments, impl="reference")
     torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from snapkv import InvalidArgumentError
-from snapkv.ops import RaggedLayout, attention_weights, choice, ragged_attention
+from snapkv.ops import AttentionStates, RaggedLayout, attention_weights, choice, ragged_attention
 from snapkv.ops.ragged import api as ragged
 from tests.ops.ragged_cases import (
     LENGTHS,
     OPTIONS,
     QUERIES,
+    attended,
     eager,
     require_no_more_error_than_eager,
     require_reference,
@@ -29,7 +30,7 @@ def test_the_reference_pays_the_attention_of_every_head_alone(queries, options):
     lengths = LENGTHS["tiny"]
     arguments = with_options(states(lengths, queries), options)
     scores = arguments["score_options"]
-    got, start = ragged_attention(**arguments, impl="reference"), 0
+    got, start = attended(ragged_attention, arguments, impl="reference"), 0
     for row in range(2):
         for head in range(2):
             stop = start + lengths[row][head]
@@ -38,13 +39,11 @@ def test_the_reference_pays_the_attention_of_every_head_alone(queries, options):
             values = torch.cat([arguments["values"][start:stop], tail])
             start = stop
             mine = slice(2 * head, 2 * head + 2)
-            weights = attention_weights(
-                arguments["queries"][row, mine][None],
-                keys[None, None],
-                scores
-                if scores.sink_logits is None
-                else replace(scores, sink_logits=scores.sink_logits[mine]),
-            )[0]
+            own = scores
+            if scores.sink_logits is not None:
+                own = replace(scores, sink_logits=scores.sink_logits[mine])
+            asked = AttentionStates(arguments["queries"][row, mine][None], keys[None, None], own)
+            weights = attention_weights(asked)[0]
             torch.testing.assert_close(got[row, mine], weights @ values, atol=1e-5, rtol=1e-5)
 
 
@@ -60,13 +59,15 @@ def test_states_of_several_types_count_as_of_the_widest(impl, narrow):
     given = states(LENGTHS["whole blocks"], 3, dim_v=20)
     given |= {name: given[name].bfloat16() for name in narrow}
     wide = given | {name: given[name].float() for name in narrow}
-    assert torch.equal(ragged_attention(**given, impl=impl), ragged_attention(**wide, impl=impl))
+    assert torch.equal(
+        attended(ragged_attention, given, impl=impl), attended(ragged_attention, wide, impl=impl)
+    )
 
 
 @pytest.mark.parametrize("impl", FAST)
 def test_states_of_float64_stay_so(impl):
     given = with_options(wide(states(LENGTHS["whole blocks"], 3, dim_v=20)), OPTIONS["sinks"])
-    got, expected = (ragged_attention(**given, impl=each) for each in (impl, "reference"))
+    got, expected = (attended(ragged_attention, given, impl=each) for each in (impl, "reference"))
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
 
 
@@ -86,15 +87,15 @@ def test_what_flash_attention_cannot_do_is_refused_and_auto_does_it_in_blocks():
         (wanting, "gradients"),
     ):
         with pytest.raises(InvalidArgumentError, match=f"'flash' with {why}"):
-            ragged_attention(**given, impl="flash")
-        same = ragged_attention(**given, impl="blocked")
-        assert torch.equal(ragged_attention(**given), same)
+            attended(ragged_attention, given, impl="flash")
+        same = attended(ragged_attention, given, impl="blocked")
+        assert torch.equal(attended(ragged_attention, given), same)
 
 
 def test_gradients_are_those_of_the_definition():
     names = ("queries", "keys", "values", "tail_keys", "tail_values")
     found = []
-    for attend in (lambda given: ragged_attention(**given), eager):
+    for attend in (lambda given: attended(ragged_attention, given), eager):
         arguments = wide(states(LENGTHS["one past a block"], 3))
         for name in names:
             arguments[name].requires_grad_()
@@ -106,9 +107,9 @@ def test_gradients_are_those_of_the_definition():
 def test_a_layout_first_used_without_gradients_serves_with_them():
     arguments = states(LENGTHS["tiny"], 1)
     with torch.inference_mode():
-        ragged_attention(**arguments, impl="blocked")
+        attended(ragged_attention, arguments, impl="blocked")
     arguments["values"].requires_grad_()
-    ragged_attention(**arguments, impl="blocked").sum().backward()
+    attended(ragged_attention, arguments, impl="blocked").sum().backward()
     assert arguments["values"].grad.any()
 
 
@@ -127,7 +128,7 @@ def test_auto_takes_what_fits_the_size(monkeypatch):
     for impl in FAST:
         monkeypatch.setitem(ragged._IN_TORCH, impl, lambda *a, i=impl, **o: taken.append(i))
     for tokens, queries in ((64, 1), (ragged.FLASH_ELEMENTS // 20 + 1, 1), (70_000, 2)):
-        ragged_attention(**states(((tokens, 1), (1, 1)), queries, dim_v=20))
+        attended(ragged_attention, states(((tokens, 1), (1, 1)), queries, dim_v=20))
     assert taken == ["flash", "blocked", "flash"]
 
 
@@ -148,11 +149,11 @@ def test_the_kernel_on_a_device_equals_the_reference(impl):
 def test_auto_takes_the_kernel_on_a_device_where_no_gradient_is_wanted(device, monkeypatch):
     arguments, said = states(LENGTHS["tiny"], 1, device=device), []
     monkeypatch.setattr(choice, "say_once", lambda operation, impl, where: said.append(impl))
-    ragged_attention(**arguments)
+    attended(ragged_attention, arguments)
     with_gradients = {**arguments, "queries": arguments["queries"].requires_grad_()}
     with pytest.raises(InvalidArgumentError, match="gradients"):
-        ragged_attention(**with_gradients, impl="triton")
-    ragged_attention(**with_gradients)
+        attended(ragged_attention, with_gradients, impl="triton")
+    attended(ragged_attention, with_gradients)
     assert said == ["triton", "blocked"]
 
 
@@ -166,7 +167,8 @@ def test_a_tree_of_queries_is_as_if_each_path_were_alone(impl, queries):
     visible = torch.eye(queries, dtype=torch.bool)
     for node in range(1, queries):
         visible[node] |= visible[parents[node]]
-    got = ragged_attention(**arguments, own_visible=visible, impl=impl)
+    tree = arguments | {"own_visible": visible}
+    got = attended(ragged_attention, tree, impl=impl)
     past = arguments["tail_keys"].shape[2] - queries
     for node in range(queries):
         path = visible[node].nonzero()[:, 0]
@@ -176,5 +178,5 @@ def test_a_tree_of_queries_is_as_if_each_path_were_alone(impl, queries):
             "tail_keys": arguments["tail_keys"][:, :, tail],
             "tail_values": arguments["tail_values"][:, :, tail],
         }
-        expected = ragged_attention(**alone, impl="reference")[:, :, -1]
+        expected = attended(ragged_attention, alone, impl="reference")[:, :, -1]
         torch.testing.assert_close(got[:, :, node], expected, rtol=1e-4, atol=1e-5)

@@ -119,7 +119,7 @@ def test_votes_equal_the_loops(window_size, group_size, with_sinks, softcap):
         with_sinks=with_sinks,
     )
     options = layer.score_options
-    votes = ops.window_votes(layer.queries, layer.keys, options)
+    votes = ops.window_votes(layer)
     for head in range(2 * group_size):
         looped = oracle.head_votes(
             layer.queries[0, head].tolist(),

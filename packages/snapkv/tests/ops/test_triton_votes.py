@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, InvalidArgumentError, SnapKV, default_policy, ops
-from snapkv.ops import ScoreOptions, choice
+from snapkv.ops import AttentionStates, ScoreOptions, choice
 from snapkv.ops.votes import api
 from tests.families import random_ids, tiny_model
 from tests.ops.vote_cases import (
@@ -20,10 +20,10 @@ from tests.ops.vote_cases import (
     states,
 )
 
-GIVEN = *states(SHAPES["gqa-63"]), ScoreOptions(scaling=0.2)
+GIVEN = AttentionStates(*states(SHAPES["gqa-63"]), ScoreOptions(scaling=0.2))
 OPERATIONS = {
-    "window_votes": partial(ops.window_votes, *GIVEN),
-    "largest_votes": partial(ops.largest_votes, *GIVEN, ops.Fading(0.9), prefix_tokens=55),
+    "window_votes": partial(ops.window_votes, GIVEN),
+    "largest_votes": partial(ops.largest_votes, GIVEN, ops.Fading(0.9), prefix_tokens=55),
     "fade_votes": partial(ops.fade_votes, torch.rand(1, 2, 9), 0.9),
 }
 

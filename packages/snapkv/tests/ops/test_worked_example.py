@@ -83,19 +83,17 @@ VOTED = {  # the first query, keys, options, pads, votes
 
 @pytest.mark.parametrize(("first", "keys", "options", "pads", "votes"), VOTED.values(), ids=VOTED)
 def test_the_window_votes(first, keys, options, pads, votes):
-    found = ops.window_votes(
-        column(first, 0.0),
-        column(*keys),
-        score_options=ops.ScoreOptions(**{"scaling": LN2} | options),
-        pad_tokens=torch.tensor([pads]) if pads else None,
-    )
+    scoring = ops.ScoreOptions(**{"scaling": LN2} | options)
+    pad_tokens = torch.tensor([pads]) if pads else None
+    states = ops.AttentionStates(column(first, 0.0), column(*keys), scoring, pad_tokens)
+    found = ops.window_votes(states)
     assert found[0, 0].tolist() == close(votes)
     assert (found[0, 0] == 0).tolist() == [vote == 0 for vote in votes]
 
 
 def test_grouped_heads_of_the_worked_example():
     layer = example(query_heads=2)
-    votes = ops.window_votes(layer.queries, layer.keys, score_options=ops.ScoreOptions(scaling=LN2))
+    votes = ops.window_votes(replace(layer, score_options=ops.ScoreOptions(scaling=LN2)))
     assert votes.dtype == torch.float32
     assert votes[0].tolist() == [close(VOTES), close(SECOND_HEAD)]
     both = [[64 / 180, 62 / 180, 64 / 180, 76 / 180]]
@@ -130,7 +128,7 @@ def test_every_way_to_the_best_of_tied_scores_is_the_plain_one(counts):
         [sorted(sorted(range(17), key=lambda slot: -head[slot])[:count]) for head in row]
         for row, count in zip(scores, counts, strict=True)
     ]
-    mask = ops.best_of(scores, counts)
+    mask = ops.mask_best(scores, counts)
     assert [[head.nonzero()[:, 0].tolist() for head in row] for row in mask] == plain
     kept = [min(count, 17) for count in counts]
     filled = [[[-1] * (max(kept) - len(head)) + head for head in row] for row in plain]
@@ -193,9 +191,7 @@ LARGEST = {0: [4 / 15, 2 / 15, 2 / 15, 24 / 95], 1: [0.4, 0.0, 2 / 15, 0.3]}
 def test_the_largest_vote_of_the_worked_example(sinks, impl):
     layer = worked_prompt(BY_QUERY, 6)
     largest, summed = ops.largest_votes(
-        layer.queries,
-        layer.keys,
-        layer.score_options,
+        layer,
         ops.Fading(0.5),
         prefix_tokens=4,
         sink_tokens=sinks,

@@ -5,7 +5,15 @@ import sys
 
 import torch
 
-from snapkv.ops import Fading, ScoreOptions, fade_votes, largest_votes, reduce_group, window_votes
+from snapkv.ops import (
+    AttentionStates,
+    Fading,
+    ScoreOptions,
+    fade_votes,
+    largest_votes,
+    reduce_group,
+    window_votes,
+)
 
 SHAPES = {  # B, Hq, Hkv, W, T, D
     "gqa-63": (2, 4, 2, 8, 63, 16),
@@ -34,7 +42,7 @@ def states(shape, dtype=torch.float32, device="cpu"):
 
 
 def options_of(shape, extras, device="cpu"):
-    """Keyword arguments of the vote; the second row of padded batches is nearly all pads."""
+    """Return the other fields of `AttentionStates`; a padded second row is nearly all padding."""
     B, Hq, _, _, T, D = shape
     scores = {"scaling": D**-0.5}
     if extras in ("softcap", "all"):
@@ -83,8 +91,10 @@ def require_votes(
             for row, pads in enumerate(options["pad_tokens"].tolist()):
                 keys[row, :, :pads] = float("nan")
         expected = exact(queries.nan_to_num(), keys.nan_to_num(), **options)
-        reference = window_votes(queries, keys.nan_to_num(), impl="reference", **options)
-        got = window_votes(queries, keys, impl=impl, **options)
+        how_reduced = {"group_reduce": options.pop("group_reduce")}
+        clean = AttentionStates(queries, keys.nan_to_num(), **options)
+        reference = window_votes(clean, impl="reference", **how_reduced)
+        got = window_votes(AttentionStates(queries, keys, **options), impl=impl, **how_reduced)
         assert got.dtype == torch.float32
         assert got.shape == reference.shape
         if not got.numel():
@@ -131,16 +141,18 @@ def require_largest(impl, dtype, device="cpu", *, cases):
     for name, extras, how, decay, (more, sinks) in cases:
         shape = SHAPES[name]
         queries, keys = states(shape, dtype, device)
-        options = options_of(shape, extras, device) | {"group_reduce": how, "lift": Fading(decay)}
-        options |= {
+        scoring = options_of(shape, extras, device)
+        options = {
+            "group_reduce": how,
+            "lift": Fading(decay),
             "prefix_tokens": shape[4] - shape[3] + min(more, shape[3]),
             "sink_tokens": sinks,
         }
-        wide = queries.float(), keys.float()
-        expected = largest_votes(*wide, impl="reference", **options)
-        for row, pads in enumerate(options.get("pad_tokens", torch.tensor([])).tolist()):
+        wide = AttentionStates(queries.float(), keys.float(), **scoring)
+        expected = largest_votes(wide, impl="reference", **options)
+        for row, pads in enumerate(scoring.get("pad_tokens", torch.tensor([])).tolist()):
             keys[row, :, :pads] = float("nan")
-        got = largest_votes(queries, keys, impl=impl, **options)
+        got = largest_votes(AttentionStates(queries, keys, **scoring), impl=impl, **options)
         case = f"{impl}, {dtype}, {name}, {extras or 'plain'}, {how}, {decay}, {more}, {sinks}"
         near = {"rtol": 1e-4, "atol": 1e-6 * shape[3], "msg": lambda said, at=case: f"{at}: {said}"}
         torch.testing.assert_close(got, expected, **near)
@@ -160,7 +172,8 @@ def require_unlike_numbers(impl, device="cpu"):
     queries, keys = states(SHAPES["several splits"], device=device)
     keys[0, 1, 300] = float("nan")
     options = {"lift": Fading(0.9), "prefix_tokens": 568, "group_reduce": "max"}
-    for votes in largest_votes(queries, keys, ScoreOptions(scaling=0.1), impl=impl, **options):
+    given = AttentionStates(queries, keys, ScoreOptions(scaling=0.1))
+    for votes in largest_votes(given, impl=impl, **options):
         assert votes[0, 1].isnan().any()
         assert votes[[0, 1, 1], [0, 0, 1]].isfinite().all()
 

@@ -218,7 +218,9 @@ def test_a_row_keeps_by_votes_what_it_keeps_alone(
     ]
     options = {"window_size": 4, "pooling": "fading", "window_reduce": window_reduce}
     voting = SnapKV("auto", **options, sink_tokens=1)
-    rated = [voting.rated(voting.prefix(layer)).flatten() for layers in rows for layer in layers]
+    rated = [
+        voting.compute_shares(voting.prefix(layer)).flatten() for layers in rows for layer in layers
+    ]
     votes = torch.cat(rated)
     votes = votes[votes.isfinite()].unique()  # ascending
     assume(len(votes) > lost)
@@ -261,9 +263,9 @@ def test_twice_the_budget_and_a_layer_are_held_at_most(monkeypatch):
 
 def test_what_cannot_be_is_refused_by_name():
     for policy in (PyramidKV(40), CriticalKV(KVzip(40))):
-        with pytest.raises(InvalidArgumentError, match=r"policy: .* the same in every layer, got"):
+        with pytest.raises(InvalidArgumentError, match=r"policy: scores of .* cannot be compared"):
             AcrossLayers(policy)
-    with pytest.raises(InvalidArgumentError, match="policy: expected the layers of a prompt one"):
+    with pytest.raises(InvalidArgumentError, match="policy: across-layers compares all layers"):
         POLICY.select(random_layer(0, prompt_tokens=TOKENS, query_tokens=4))
 
 

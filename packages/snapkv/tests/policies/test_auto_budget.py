@@ -17,9 +17,9 @@ SHARES = torch.tensor(
 
 
 def test_what_must_stay_is_counted_per_head():
-    assert AutoBudget(lost_vote=0.002).voted(SHARES).tolist() == [[3, 3]]
-    assert AutoBudget(lost_vote=0.06).voted(SHARES).tolist() == [[2, 2]]
-    assert AutoBudget(lost_vote=0.3).voted(SHARES).tolist() == [[0, 1]]
+    assert AutoBudget(lost_vote=0.002).count_required(SHARES).tolist() == [[3, 3]]
+    assert AutoBudget(lost_vote=0.06).count_required(SHARES).tolist() == [[2, 2]]
+    assert AutoBudget(lost_vote=0.3).count_required(SHARES).tolist() == [[0, 1]]
 
 
 def test_the_bound_falls_as_a_row_is_longer_than_a_thousand_tokens():
@@ -28,11 +28,11 @@ def test_the_bound_falls_as_a_row_is_longer_than_a_thousand_tokens():
     shares[1, 0, -476:] = 0.0
     of_each = [(row > -torch.inf).sum().item() for row in shares]
     assert of_each == [4096, 1500]
-    long, short = AutoBudget(lost_vote=0.002).voted(shares)[:, 0].tolist()
+    long, short = AutoBudget(lost_vote=0.002).count_required(shares)[:, 0].tolist()
     assert long == (shares[0, 0] > 0.0005).sum()
     assert short == (shares[1, 0] > 0.002 * 1024 / 1500).sum()
     assert (
-        AutoBudget(lost_vote=0.002).voted(shares[:1, :, :1024]).item()
+        AutoBudget(lost_vote=0.002).count_required(shares[:1, :, :1024]).item()
         == (shares[0, 0, :1024] > 0.002).sum()
     )
 
@@ -64,7 +64,7 @@ def test_votes_are_compared_as_attention_whatever_the_window(
     votes = weights.mean(dim=2) if window_reduce == "mean" else weights.amax(dim=2)
     votes = votes.view(1, 2, 2, -1)
     expected = {"max": votes.amax(dim=2), "none": votes.flatten(1, 2)}
-    rated = policy.rated(policy.prefix(layer))
+    rated = policy.compute_shares(policy.prefix(layer))
     torch.testing.assert_close(rated, expected.get(group_reduce, votes.mean(dim=2)))
 
 

@@ -100,9 +100,7 @@ class Summed(EvictingPolicy):
         return Eviction(keep_indices=kept.expand(-1, self.heads, -1), scores=scores)
 
     def _received(self, states):
-        weights = attention_weights(
-            states.queries[:, :, -1:], states.keys, score_options=states.score_options
-        )
+        weights = attention_weights(replace(states, queries=states.queries[:, :, -1:]))
         return weights[:, :, -1].mean(dim=1, keepdim=True).expand(-1, self.heads, -1)
 
 

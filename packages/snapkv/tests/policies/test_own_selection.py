@@ -45,7 +45,7 @@ class Budgeted(Chosen):
 class Stacked(Chosen):
     """The same of several layers at once."""
 
-    chooses_of_stacks: ClassVar[bool] = True
+    can_select_stacked: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -95,34 +95,34 @@ def counting_a_filler(layer, indices):
 
 
 WRONG = {
-    "unsorted": (with_entries((3, 44), (4, 43)), "indices that do not ascend", "sort keep_ind"),
-    "descending": (with_indices(lambda each: each.flip(-1)), "do not ascend", "sort keep_ind"),
-    "duplicate": (with_entries((3, 44)), "an index twice", "name each position once"),
+    "unsorted": (with_entries((3, 44), (4, 43)), "indices that do not ascend", "Sort keep_ind"),
+    "descending": (with_indices(lambda each: each.flip(-1)), "do not ascend", "Sort keep_ind"),
+    "duplicate": (with_entries((3, 44)), "an index twice", "Return each position once"),
     "negative": (with_entries((3, -2)), "negative indices", "padding_slots"),
     "a leading -1 that is not counted": (with_entries((0, -1)), "negative ind", "padding_slots"),
     "beyond": (with_entries((19, TOKENS)), "indices of 60 or more", "layer.keys"),
     "far beyond": (with_entries((19, 10**12)), "indices of 60 or more", "layer.keys"),
-    "axes": (with_indices(lambda each: each[0]), r"shape \(2, 20\) for 2 rows", "make them"),
-    "rows": (with_indices(lambda each: each[:1]), r"shape \(1, 2, 20\) for 2 rows", "make them"),
-    "heads": (with_indices(lambda each: each[:, [0, 1, 1]]), r"shape \(2, 3, 20\)", "make them"),
+    "axes": (with_indices(lambda each: each[0]), r"shape \(2, 20\) for 2 rows", "Return "),
+    "rows": (with_indices(lambda each: each[:1]), r"shape \(1, 2, 20\) for 2 rows", "Return "),
+    "heads": (with_indices(lambda each: each[:, [0, 1, 1]]), r"shape \(2, 3, 20\)", "Return "),
     "query heads": (
         with_indices(lambda each: each.repeat_interleave(4, dim=1)),
         r"shape \(2, 8, 20\)",
-        "make them",
+        "Return ",
     ),
     "int32": (with_indices(torch.Tensor.int), "keep_indices of torch.int32", "an int64 tensor"),
     "floats": (with_indices(torch.Tensor.float), "keep_indices of torch.float32", "an int64"),
     "a list": (saying(keep_indices=[1, 2]), "keep_indices of list", "an int64"),
-    "a tensor alone": (lambda layer, indices: indices, "a Tensor", "return a Selection"),
-    "another prompt": (saying(prompt_tokens=7), "prompt_tokens=7, where .* has 60", "layer.keys"),
+    "a tensor alone": (lambda layer, indices: indices, "a Tensor", "Return a Selection"),
+    "another prompt": (saying(prompt_tokens=7), "prompt_tokens=7, but .* has 60", "layer.keys"),
     "counts beyond": (
         saying(head_tokens=torch.tensor([[20, 20], [20, 21]])),
         "head_tokens that are negative or larger",
-        "count the leading",
+        "Count the leading",
     ),
-    "counts of other rows": (saying(head_tokens=torch.tensor([[9]])), "head_tokens of", "pass"),
+    "counts of other rows": (saying(head_tokens=torch.tensor([[9]])), "head_tokens of", "Pass"),
     "counts that include a -1": (counting_a_filler, "negative indices", "head_tokens"),
-    "padding beyond": (saying(padding_slots=torch.tensor([0, 21])), "negative or larger", "count"),
+    "padding beyond": (saying(padding_slots=torch.tensor([0, 21])), "negative or larger", "Count"),
     "counts in a list": (saying(head_tokens=[[9, 9]] * 2), "head_tokens of list", "tensor of int"),
     "counts that are not whole": (
         saying(head_tokens=torch.full((2, 2), 9.5)),
@@ -151,7 +151,7 @@ def test_a_wrong_selection_is_refused_by_name(name, is_wrapped):
     if is_wrapped:
         policy = PromptThenDecode(prompt=policy, decode=TOVA(64))
     cache = CompressedCache(tiny_model("llama"), policy)
-    line = rf"^select: expected .* from Chosen, got .*{said}.*; .*{remedy}"
+    line = rf"^select: expected .* from Chosen in layer .*, got .*{said}.*\. .*{remedy}"
     with pytest.raises(InvalidArgumentError, match=line):
         call(cache.model, cache, random_ids(2, TOKENS))
 
@@ -176,7 +176,7 @@ def test_the_layer_is_named_and_the_cache_can_be_used_again():
         return Selection.of(layer, indices.flip(-1) if layers == [0, 1, 2] else indices)
 
     cache = CompressedCache(tiny_model("llama"), Chosen(wrong_in_the_third))
-    with pytest.raises(InvalidArgumentError, match=r"from Chosen, got .* in layer 2; sort"):
+    with pytest.raises(InvalidArgumentError, match=r"from Chosen in layer 2, got .*\. Sort"):
         call(cache.model, cache, random_ids(2, TOKENS))
     assert layers == [0, 1, 2, 3]  # a GPU is waited for behind the last one
     cache.reset()
@@ -191,7 +191,7 @@ def test_of_stacked_layers_the_right_one_is_named():
         return Selection.of(layer, indices)
 
     cache = CompressedCache(tiny_model("llama"), Stacked(wrong_in_the_third))
-    with pytest.raises(InvalidArgumentError, match=r"from Stacked, got an index twice.* layer 2;"):
+    with pytest.raises(InvalidArgumentError, match=r"from Stacked in layer 2, got an index twice"):
         call(cache.model, cache, random_ids(2, TOKENS))
 
 
@@ -205,14 +205,14 @@ def test_a_wrong_selection_of_a_later_turn_is_refused(turns):
 
     cache = read(tiny_model("llama"), Budgeted(wrong_later), random_ids(1, TOKENS), turns=turns)
     cache.expect_prompt(TOKENS + 9)
-    with pytest.raises(InvalidArgumentError, match="from Budgeted, got indices that do not asc"):
+    with pytest.raises(InvalidArgumentError, match=r"from Budgeted in layer .* do not ascend"):
         call(cache.model, cache, random_ids(1, 9))
 
 
 @pytest.mark.parametrize("change", [lambda each: each - KEPT, lambda each: each[..., :0]])
 def test_a_window_that_is_promised_is_kept(change):
     policy = WithWindow(24, window_size=8, made_by=with_indices(change))
-    said = "got less than the window of the last 8 tokens in layer 0; .*subclass Policy"
+    said = r"in layer 0, got less than the window of the last 8 tokens.*subclass Policy"
     with pytest.raises(InvalidArgumentError, match=said):
         read(tiny_model("llama"), policy, random_ids(2, TOKENS))
 
@@ -237,7 +237,7 @@ RIGHT = {
     "heads": by_heads,
     "rows": fewer_in_a_row,
     "one set": with_indices(lambda each: each[:, :1]),
-    "whole": lambda layer, indices: Selection.whole(layer),
+    "whole": lambda layer, indices: Selection.keep_all(layer),
     "none": lambda layer, indices: None,
 }
 

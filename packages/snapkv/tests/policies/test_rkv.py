@@ -131,9 +131,7 @@ def test_the_attention_of_groups_equals_its_definition(heads, pads, options):
     layer = random_layer(1, batch=2, prompt_tokens=11, query_tokens=3, kv_heads=kv_heads)
     layer = replace(layer, score_options=options)
     pad_tokens = None if pads is None else torch.tensor(pads)
-    found = attention_of_groups(
-        layer.queries, layer.keys, options, num_kv_heads=groups, pad_tokens=pad_tokens
-    )
+    found = attention_of_groups(replace(layer, pad_tokens=pad_tokens), groups)
     torch.testing.assert_close(found, loop_attention(layer, groups, pads or [0, 0], 11))
 
 

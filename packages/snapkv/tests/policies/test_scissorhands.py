@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from snapkv.ops import ScoreOptions, times_above
+from snapkv.ops import ScoreOptions, count_above
 from snapkv.policies import Scissorhands
 from snapkv.policies.scissorhands import layer_budgets
 from tests.ops.states import random_layer, worked_prompt, worked_step
@@ -95,16 +95,8 @@ def test_the_counts_equal_their_definition(pads, block_tokens):
         columns=columns,
     )
     threshold = torch.tensor([1 / 9, 1 / 31])
-    got = times_above(
-        queries,
-        layer.keys,
-        threshold=threshold,
-        columns=columns,
-        seen_tokens=31,
-        score_options=ScoreOptions(scaling=0.35),
-        pad_tokens=torch.tensor(pads),
-        block_tokens=block_tokens,
-    )
+    padded = replace(step, pad_tokens=torch.tensor(pads))
+    got = count_above(padded, threshold, columns, 31, block_tokens=block_tokens)
     assert torch.equal(got, loop_counts(step, threshold, pads))
 
 

@@ -70,6 +70,6 @@ def layer_votes(scorer: SnapKV, layer: PromptLayer) -> Tensor:
         if options.sink_logits is not None:
             options = replace(options, sink_logits=options.sink_logits[own])
         keys = layer.keys[:, head // shared : head // shared + 1]
-        weights = ops.attention_weights(queries[:, own], keys, options)[0]
+        weights = ops.attention_weights(ops.AttentionStates(queries[:, own], keys, options))[0]
         found[:, :prefix] += scorer.pool(weights[..., :prefix], layer)[0]
     return found.cpu()

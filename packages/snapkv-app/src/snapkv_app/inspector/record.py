@@ -14,7 +14,7 @@ from snapkv.page import Page, Shown, Stop
 from snapkv.page.packing import Ballot
 from snapkv.page.words import answer_sentence, word_changes
 from snapkv.policies import FullCache, Policy
-from snapkv.policies.default import asked_by
+from snapkv.policies.default import adapt_to_question
 from snapkv_app.answering import Answer, Comparison, prompt_ids
 from snapkv_app.inspector.ballots import ballots
 from snapkv_app.models import LoadedModel
@@ -175,9 +175,8 @@ def inspect_prompt(
     ids = prompt_ids(loaded, prompt, settings)[:, : prompt.context_tokens(loaded.tokenizer)]
     asked = prompt.question_tokens(loaded.tokenizer)
     with reader.given():
-        voted = ballots(
-            loaded, ids, [asked_by(loaded.completed(policy), asked) for _, policy in policies]
-        )
+        adapted = [adapt_to_question(loaded.completed(policy), asked) for _, policy in policies]
+        voted = ballots(loaded, ids, adapted)
     full = ask(CHOSEN, FullCache()).answer
     others = [ask(label, policy) for label, policy in budgets]
     methods = []

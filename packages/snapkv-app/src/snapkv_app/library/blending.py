@@ -156,7 +156,7 @@ def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
         )
     if held == "even":
         _refuse_options(cache, "protect", "recall")
-        if not (policy.chooses_from_a_part or isinstance(policy, FullCache)):
+        if not (policy.can_select_after_drops or isinstance(policy, FullCache)):
             raise InvalidArgumentError(
                 f"policy: expected a method with a budget that can rate a part of what was read, "
                 f"such as SnapKV(budget=1024), where documents were compressed, got {policy!r}; "

@@ -80,9 +80,7 @@ def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Te
         (Hq, tokens) float32, with zeros for tokens after the queries.
     """
     part = layer_between(layer, start, stop)
-    received = ops.attention_received(
-        part.queries, part.keys, part.score_options, block_tokens=_BLOCK_TOKENS
-    )[0, :, :tokens]
+    received = ops.attention_received(part, block_tokens=_BLOCK_TOKENS)[0, :, :tokens]
     padding = tokens - received.shape[-1]
     return torch.nn.functional.pad(received, (0, padding)) / (stop - start)
 
@@ -107,7 +105,7 @@ def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[
     """
     for block in range(start, stop, _BLOCK_TOKENS):
         part = layer_between(layer, block, min(block + _BLOCK_TOKENS, stop))
-        weights = ops.attention_weights(part.queries, part.keys, part.score_options)
+        weights = ops.attention_weights(part)
         yield weights[0, :, :, :tokens]
 
 

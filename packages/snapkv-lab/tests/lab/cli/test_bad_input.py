@@ -9,7 +9,7 @@ EARLY = [
     ("eval needle --plot no/figure.png", "plot: expected a file in an existing folder"),
     ("eval needle --lengths 100", "lengths: expected at least 300, got 100"),
     ("eval needle --lengths=", "lengths: expected at least one number, got none"),
-    ("eval needle --digits 5k", "digits: expected at most 1,000, got 5,120"),
+    ("eval needle --digits 5k", "digits: expected at most 1,000, got 5,120. Pass a smaller number"),
     ("eval needle --policy=", "policy: expected the name of a method, got an empty one"),
     ("eval needle --haystack no/such", "no/such"),
     ("eval needle --policy snapvk", "did you mean snapkv?"),

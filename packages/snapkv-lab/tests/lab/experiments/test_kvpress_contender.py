@@ -79,7 +79,7 @@ def test_an_import_of_a_press_says_what_to_write_instead():
     run = [PYTHON, "-I", "-c", "import kvpress; print(*kvpress.__all__)"]
     names = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
     for name in (name for name in names if name.endswith("Press")):
-        assert re.match("write |use |there is no: ", instead_of(name)), name
+        assert re.match("Write |Use |There is none: ", instead_of(name)), name
 
 
 def test_the_presses_that_the_page_replaces_can_be_made():

@@ -30,12 +30,7 @@ READING = {
 def test_observed_attention_equals_the_models_own(family):
     model, ids = tiny_model(family, "eager"), random_ids(1, 60)
     loaded = LoadedModel(model=model, tokenizer=None, name=family, revision=None)
-    seen = observed(
-        loaded,
-        ids,
-        20,
-        lambda layer: ops.attention_weights(layer.queries, layer.keys, layer.score_options),
-    )
+    seen = observed(loaded, ids, 20, ops.attention_weights)
     with torch.inference_mode():
         attentions = model(ids, output_attentions=True).attentions
     assert seen

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies import Policy, StreamingLLM
-from snapkv.policies.default import asked_by
+from snapkv.policies.default import adapt_to_question
 from snapkv.policies.spans import Spans
 from snapkv.validation import (
     DEFAULT,
@@ -258,15 +258,15 @@ class ServingSettings:
             question_tokens: how many last tokens of the prompt begin with the question.
 
         Returns:
-            The number of voters, which the library computes with `asked_by` in the same way; None
-            if the method decides or the question is longer than `max_window_size`.
+            The number of voters, which the library computes with `adapt_to_question` in the same
+            way; None if the method decides or the question is longer than `max_window_size`.
         """
         if question_tokens > self.max_window_size:
             return None
         given = own_settings(extra_args)
         own = {name: given[name] for name in parameter_names(self.policy) if name in given}
         made = self._make_policy(None, self._merge_parameters(own))
-        return getattr(scoring_policy(asked_by(made, question_tokens)), "voters", None)
+        return getattr(scoring_policy(adapt_to_question(made, question_tokens)), "voters", None)
 
     @property
     def per_head_budget(self) -> bool:

@@ -7,7 +7,7 @@ from urllib.parse import quote
 import pytest
 
 from snapkv import default_policy
-from snapkv.policies.default import asked_by, by_layer
+from snapkv.policies.default import adapt_to_question, by_layer
 from snapkv_app.prompts import Prompt
 from snapkv_vllm import Sessions
 from snapkv_vllm.admission.names import find_misspelled_fields, require_session_name
@@ -121,7 +121,7 @@ def test_tokens_of_the_question_vote_as_in_the_library(client, site, path, conte
     tokenizer = site.app.state.online_renderer.renderer.get_tokenizer()
     text = content if isinstance(content, str) else content[-1]["text"]
     prompt = Prompt(text=tokenizer.decode(ids), has_special_tokens=True, question=text)
-    asked = asked_by(by_layer(default_policy()), prompt.question_tokens(tokenizer))
+    asked = adapt_to_question(by_layer(default_policy()), prompt.question_tokens(tokenizer))
     assert own == {"snapkv_budget": 70} | ({"snapkv_voters": asked.voters} if asked.voters else {})
     assert (asked.voters is None) == text.startswith(RESULTS[0])
 

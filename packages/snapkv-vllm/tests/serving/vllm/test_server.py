@@ -19,7 +19,7 @@ import pytest
 
 from snapkv import default_policy
 from snapkv.errors import SnapKVError
-from snapkv.policies.default import asked_by, by_layer
+from snapkv.policies.default import adapt_to_question, by_layer
 from snapkv_app.prompts import Prompt
 from snapkv_vllm.admission.names import SESSION_ENDPOINTS, SPAN_ENDPOINTS
 from snapkv_vllm.admission.settings import ServingSettings
@@ -116,7 +116,7 @@ def test_question_of_a_chat_votes_as_in_the_library(client, served, question):
     tokenizer = AutoTokenizer.from_pretrained(served.folder)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     asked = Prompt.written(text, question=question).question_tokens(tokenizer)
-    policy = asked_by(by_layer(default_policy(BUDGET)), asked)
+    policy = adapt_to_question(by_layer(default_policy(BUDGET)), asked)
     assert chat.choices[0].token_ids == served.answer(chat.prompt_token_ids, policy, 12)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, default_policy
-from snapkv.policies.default import asked_by, by_layer
+from snapkv.policies.default import adapt_to_question, by_layer
 from snapkv.validation import DEFAULT, SMALL_WINDOW
 from snapkv_vllm import Sessions
 from snapkv_vllm.admission.names import PREFIX, SESSION
@@ -58,7 +58,7 @@ def test_every_turn_answers_as_a_compressing_cache_of_the_library(engine, small)
     for turn in range(TURNS):
         ids += ids_of(draw.choice([40, 90, 150]), seed=turn)
         tokens, question = draw.choice([5, 40, 70]), draw.choice([None, 5, 30, 40])
-        voters = asked_by(policy, question).voters
+        voters = adapt_to_question(policy, question).voters
         asked = {} if voters is None else {"snapkv_voters": voters}
         cache.expect_question(question)
         expected = generated(small.model, ids, cache, tokens)

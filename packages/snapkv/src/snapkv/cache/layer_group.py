@@ -71,12 +71,12 @@ class LayerGroup:
         """
         if not self.layers:
             self._bytes_left = most_bytes(prompt.keys.device)
-        elif self._next != (prompt.depth, prompt.kind):
+        elif self._next != (prompt.depth, prompt.stack_key):
             return False
         self._bytes_left -= prompt.keys.nbytes + prompt.values.nbytes
-        self._next, self.check_votes = (prompt.depth + 1, prompt.kind), check_votes
+        self._next, self.check_votes = (prompt.depth + 1, prompt.stack_key), check_votes
         self.reaches_last = prompt.depth == prompt.num_layers - 1
-        stays_alone = prompt.kind is None or not layer.policy.chooses_of_stacks
+        stays_alone = prompt.stack_key is None or not layer.policy.can_select_stacked
         self.is_full = self._bytes_left <= 0 or stays_alone or self.reaches_last
         if not self.is_full:  # as views, these would keep the states of all tokens in memory
             prompt = replace(prompt, queries=prompt.queries.clone())
@@ -109,7 +109,7 @@ class LayerGroup:
         with ops.scoring(self.stack.keys):
             selection = checks.select(policy, self.stack, [one.layer_idx for one in self.prompts])
             if selection is None and is_final:
-                selection = Selection.whole(self.stack)
+                selection = Selection.keep_all(self.stack)
             lost = self._lost_votes(policy, selection)
         parts: list[Selection | None] = [None] * len(self.layers)
         if selection is not None:
@@ -131,7 +131,7 @@ class LayerGroup:
         if (votes := policy.votes_at_stake(self.stack)) is None:
             return nothing
         kept, tokens = selection.keep_indices, selection.prompt_tokens
-        lost = LostVotes.of(votes.votes, votes.lifted(), kept, tokens)
+        lost = LostVotes.of(votes.votes, votes.faded_shares(), kept, tokens)
         shares = zip(lost.mass.chunk(len(self)), lost.peak.chunk(len(self)), strict=True)
         return [{"lost_mass": mass, "lost_peak": peak} for mass, peak in shares]
 

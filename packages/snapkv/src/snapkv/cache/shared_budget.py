@@ -36,8 +36,8 @@ from snapkv.storage.ragged import Counts
 class _Entries(NamedTuple):
     """M entries: (M,) float32 scores, (M,) int32 columns, and votes.
 
-    `votes` are (2, M) float32, the window's votes and what `VotesAtStake.lifted` makes of them;
-    (0, M) for a policy without votes.
+    `votes` are (2, M) float32, the window's votes and what `VotesAtStake.faded_shares`
+    makes of them; (0, M) for a policy without votes.
     """
 
     scores: Tensor
@@ -58,7 +58,9 @@ class SharedBudget:
     def __init__(self, policy: AcrossLayers, first: PromptLayer, *, is_final: bool) -> None:
         self._policy, self._is_final, self._device = policy, is_final, first.keys.device
         # For each layer and row, how many tokens a head would keep if all heads kept the same.
-        self._even = [policy.even_counts(first.at(depth)) for depth in range(first.num_layers)]
+        self._even = [
+            policy.even_counts(first.at_depth(depth)) for depth in range(first.num_layers)
+        ]
         self._layers: list[CompressedLayer] = []
         self._counts: list[Counts] = []  # how many entries the heads of each layer hold
         self._entries: list[_Entries] = []  # those of all layers, in several parts
@@ -80,7 +82,7 @@ class SharedBudget:
             counts = self._policy.even_counts(stack)
             by_layer = [counts[row : row + rows] for row in range(0, len(counts), rows)]
             self._even[depth : depth + len(group)] = by_layer
-        scores = self._policy.ranked(stack, self._even)
+        scores = self._policy.score_layer(stack, self._even)
         heads, tokens = scores.shape[1:]
         self._layers += group.layers
         self._counts += [((tokens,) * heads,) * rows] * len(group)
@@ -106,7 +108,7 @@ class SharedBudget:
         heads, tokens = scores.shape[0] * scores.shape[1], scores.shape[2]
         votes = scores.new_empty(0, heads * tokens)
         if (at_stake := self._policy.votes_at_stake(stack)) is not None:
-            both = torch.stack([at_stake.votes, at_stake.lifted()])
+            both = torch.stack([at_stake.votes, at_stake.faded_shares()])
             votes = F.pad(both, (0, tokens - both.shape[-1])).flatten(1)
             of_head = torch.arange(heads, device=votes.device).repeat_interleave(tokens)
             sums = votes.new_zeros(heads).index_add(0, of_head, votes[0])

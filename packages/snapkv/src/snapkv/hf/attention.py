@@ -35,7 +35,7 @@ from snapkv.policies import (
     PromptLayer,
     checks,
 )
-from snapkv.policies.states import Unasked
+from snapkv.policies.states import DeferredChecks
 
 _PREFIX = "snapkv|"
 
@@ -325,7 +325,7 @@ def _prompt_layer(
     call: AttentionCall,
     layer: CompressedLayer,
     pads: Tensor | None,
-    unasked: Unasked | None,
+    unasked: DeferredChecks | None,
 ) -> PromptLayer:
     """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
     options, ids, slots = call.options, layer.state.token_ids, call.key.shape[2]
@@ -351,7 +351,7 @@ def _prompt_layer(
         output_weight=None if output is None else output_weight(output, call.value.dtype),
         protected=None if spans is None else protected_slots(layer, spans, slots, pads),
         token_cost=functools.partial(layer.token_cost, call.query.shape[1]),
-        unasked=unasked,
+        deferred_checks=unasked,
         **_of_layer(call, layer),
     )
 

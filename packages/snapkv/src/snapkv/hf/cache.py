@@ -43,7 +43,7 @@ from snapkv.hf.model_parts import States, shares_latent, states_of
 from snapkv.hf.support import Setup
 from snapkv.page import Page
 from snapkv.policies import Policy, default_policy
-from snapkv.policies.default import asked_by
+from snapkv.policies.default import adapt_to_question
 from snapkv.policies.spans import Span, Spans
 from snapkv.storage import uncompressed
 from snapkv.storage.bits import Bits, KVCodes, Quantize
@@ -457,7 +457,7 @@ class CompressedCache(Cache):
         if question_tokens is not None:
             question_tokens = require_int("question_tokens", question_tokens, minimum=0)
         self.prompt_state.question_tokens = question_tokens
-        asked = asked_by(self.policy, question_tokens)
+        asked = adapt_to_question(self.policy, question_tokens)
         for layer in self.prompt_state.layers:
             layer.policy = asked
             layer.queries.fit(asked, chooses_again=layer.chooses_again)

@@ -17,7 +17,7 @@ from torch import Tensor
 from snapkv.cache.layer_group import LayerGroup
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
-from snapkv.policies.states import Asked, Unasked, require_answers
+from snapkv.policies.states import DeferredCheck, DeferredChecks, run_checks
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
@@ -70,7 +70,7 @@ class VoteCheck:
 
     def __init__(self) -> None:
         self.doubts: list[Doubt] = []  # what layers have left open in this forward pass
-        self.unasked: Unasked = []  # of all layers, see `PromptLayer`
+        self.unasked: DeferredChecks = []  # of all layers, see `PromptLayer`
 
     def close(self) -> None:
         """Ask for all that layers have left open, once the last one has read a pass."""
@@ -127,12 +127,12 @@ def doubt_scores(
     )
 
 
-def require_faithful(doubts: Sequence[Doubt], unasked: Sequence[Asked] = ()) -> None:
+def require_faithful(doubts: Sequence[Doubt], unasked: Sequence[DeferredCheck] = ()) -> None:
     """Raise unless every difference is one that rounding explains, and ask for what is `unasked`.
 
     A GPU is waited for once.
     """
-    require_answers([*((doubt.found, doubt.judge) for doubt in doubts), *unasked])
+    run_checks([*((doubt.found, doubt.judge) for doubt in doubts), *unasked])
 
 
 def _epsilon(output: Tensor, rounds_scores: bool) -> float:

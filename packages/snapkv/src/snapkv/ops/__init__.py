@@ -1,13 +1,14 @@
-"""Votes, redundancy, pooling, group reduce, top-k, gather, pages; attention to ragged heads."""
+"""Votes, pooling, top-k selection and gathering, and attention to ragged or coded heads."""
 
 from snapkv.ops.codes.api import coded_attention
 from snapkv.ops.codes.coding import Codes, encode_all
 from snapkv.ops.codes.layout import BlockLayout
 from snapkv.ops.numbers import on_device
 from snapkv.ops.ragged.api import ragged_attention
+from snapkv.ops.ragged.inputs import TailInputs
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.redundancy import redundancy
-from snapkv.ops.scores import ScoreOptions, scoring
+from snapkv.ops.scores import AttentionStates, ScoreOptions, scoring
 from snapkv.ops.votes.api import Implementation, fade_votes, largest_votes, window_votes
 from snapkv.ops.votes.blocked import flat_rows, gather_pair, gather_tokens
 from snapkv.ops.votes.lifts import Fading, Pooling
@@ -19,15 +20,16 @@ from snapkv.ops.votes.reference import (
     attention_to_stored,
     attention_weight_blocks,
     attention_weights,
+    count_above,
     pool_votes,
     reduce_group,
-    times_above,
     window_visibility,
 )
-from snapkv.ops.votes.top_k import best_of, fill_first, keep_best, kept_indices
+from snapkv.ops.votes.top_k import fill_first, keep_best, kept_indices, mask_best
 from snapkv.token_cost import TokenCost
 
 __all__ = [
+    "AttentionStates",
     "BlockLayout",
     "Codes",
     "Fading",
@@ -36,6 +38,7 @@ __all__ = [
     "Pooling",
     "RaggedLayout",
     "ScoreOptions",
+    "TailInputs",
     "TokenCost",
     "attention_of_groups",
     "attention_received",
@@ -43,7 +46,7 @@ __all__ = [
     "attention_to_stored",
     "attention_weight_blocks",
     "attention_weights",
-    "best_of",
+    "mask_best",
     "coded_attention",
     "encode_all",
     "fade_votes",
@@ -60,7 +63,7 @@ __all__ = [
     "reduce_group",
     "redundancy",
     "scoring",
-    "times_above",
+    "count_above",
     "window_visibility",
     "window_votes",
 ]

@@ -1,8 +1,8 @@
-"""Causal attention of a prompt's piece to what was read before it and to itself, on a GPU.
+"""Causal attention of the last tokens of a prompt to everything before them, on a GPU.
 
-torch has a kernel of its own for a mask that ends in the lower right corner; on Hopper cuDNN's is
-twice as fast, but knows only as many queries as keys. So the piece attends to what stands before
-it, of which it sees everything, then to itself, and the two are put together.
+torch has its own kernel for a mask that ends in the lower right corner. cuDNN's kernel is twice as
+fast on Hopper, but it needs the same number of queries and keys. So the queries attend to the
+tokens before them, all of which they see, and then to themselves, and the two results are combined.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 
 def is_faster_in_parts(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `attend_in_parts` runs here and gains: on Hopper and later, without gradients."""
+    """Return whether `attend_in_parts` can run here and is faster: on Hopper, without gradients."""
     if not queries.is_cuda or torch.cuda.get_device_capability(queries.device) < (9, 0):
         return False
     if torch.is_grad_enabled() and any(each.requires_grad for each in (queries, keys, values)):
@@ -22,13 +22,13 @@ def is_faster_in_parts(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
-    """What the last Q of S tokens attend to, each up to itself.
+    """Let the last Q of S tokens attend causally, each up to itself.
 
     Args:
         queries: (B, Hq, Q, D), Q < S.
         keys: (B, Hkv, S, D).
         values: (B, Hkv, S, Dv).
-        scaling: of the scores; D**-0.5 where None.
+        scaling: factor of the scores; D**-0.5 if None.
 
     Returns:
         (B, Hq, Q, Dv), in the dtype of `queries`.
@@ -43,7 +43,11 @@ def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
 def _cudnn(
     queries: Tensor, keys: Tensor, values: Tensor, is_causal: bool, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention, causal or not: (B, Hq, Q, Dv), and its log-sum-exp, of B * Hq * Q numbers."""
+    """Run cuDNN's attention.
+
+    Returns:
+        (B, Hq, Q, Dv), and its log-sum-exp of B * Hq * Q numbers.
+    """
     attended = torch.ops.aten._scaled_dot_product_cudnn_attention(
         queries, keys, values, None, True, 0.0, is_causal, scale=scaling
     )

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: by name, or by what the tensors are."""
+"""Which implementation of an operation runs: the named one, or the one that fits the tensors."""
 
 import functools
 import importlib
@@ -11,14 +11,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether triton runs kernels in its interpreter, on any device, slowly: for tests."""
+"""Whether triton runs kernels in its interpreter, on any device and slowly, for tests."""
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LEAST_CAPABILITY = 8, 0
-"""Of a GPU; older ones have less memory in a multiprocessor than the kernels take."""
+"""The lowest compute capability of a GPU; older GPUs have less shared memory than the kernels
+need."""
 
 _Result = TypeVar("_Result")
 _log = logging.getLogger("snapkv.ops")
@@ -34,10 +35,19 @@ def implementation(
     kernels: str,
     obstacle: Callable[[], str | None],
 ) -> Callable[..., _Result]:
-    """The implementation of that name; for "auto" the kernel, or the `fitting` one in torch.
+    """Return the implementation named `impl`; for "auto" the kernel, or `fitting` if it cannot run.
 
-    `kernels` is the module of the kernel, imported only where that is to run; `obstacle` says why
-    it cannot, or None.
+    Args:
+        operation: name of the operation, which is also the kernel's name in its module.
+        impl: "auto", "triton" or a key of `in_torch`.
+        states: a tensor of the call, whose device decides for "auto".
+        in_torch: the implementations in torch by name.
+        fitting: the key of `in_torch` for "auto" if the kernel cannot run.
+        kernels: the module of the kernel, imported only if the kernel is to run.
+        obstacle: returns why the kernel cannot run, or None.
+
+    Raises:
+        InvalidArgumentError: `impl` is unknown, or is "triton" and the kernel cannot run here.
     """
     if impl == "auto":
         impl = "triton" if states.is_cuda and obstacle() is None else fitting
@@ -45,30 +55,27 @@ def implementation(
     if impl in in_torch:
         return in_torch[impl]
     if impl != "triton":
-        raise InvalidArgumentError(
-            f"impl: expected auto or one of {', '.join(in_torch)}, triton, got {impl!r}; auto "
-            "picks one"
-        )
+        problem = f"expected auto or one of {', '.join(in_torch)}, triton, got {impl!r}"
+        raise wrong("impl", problem, "Pass impl='auto'")
     if (reason := obstacle()) is not None:
-        raise InvalidArgumentError(
-            f"impl: expected one that can run here, got 'triton' {reason}; pass impl='auto'"
-        )
+        problem = f"expected one that can run here, got 'triton' {reason}"
+        raise wrong("impl", problem, "Pass impl='auto'")
     kernel: Callable[..., _Result] = getattr(importlib.import_module(kernels), operation)
     return kernel
 
 
 def triton_obstacle(states: Tensor) -> str | None:
-    """Why a kernel cannot run on these keys, values or queries, or None."""
+    """Return why a kernel cannot run on these keys, values or queries, or None."""
     if importlib.util.find_spec("triton") is None:
         return "without the package triton"
     if not states.is_cuda and not INTERPRETED:
-        return f"with tensors on {states.device.type}, where it does not run"
+        return f"with tensors on {states.device.type}, where it cannot run"
     if states.is_cuda and _capability(states.device) < LEAST_CAPABILITY:
         return "on a GPU of an older generation than compute capability 8.0"
     if states.requires_grad and torch.is_grad_enabled():
         return "with gradients, which it does not compute"
     if states.dtype not in DTYPES:
-        return f"with {states.dtype}, which it does not know"
+        return f"with {states.dtype}, which it does not support"
     return None
 
 
@@ -79,5 +86,5 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def say_once(operation: str, impl: str, device: str) -> None:
-    """Log which implementation "auto" has chosen, the first time it does."""
+    """Log which implementation "auto" has chosen, the first time only."""
     _log.info("%s on %s: impl='auto' chose %r", operation, device, impl)

@@ -1,4 +1,4 @@
-"""Numbers that the host has worked out, on the device, which is not waited for."""
+"""Copy numbers that the host has computed to the device without waiting for it."""
 
 from typing import Any
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def on_device(numbers: Any, device: torch.device) -> Tensor:
-    """An int64 tensor of nested lists of whole numbers; `torch.tensor` would wait for a GPU."""
+    """Return nested lists of integers as an int64 tensor; `torch.tensor` would wait for a GPU."""
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

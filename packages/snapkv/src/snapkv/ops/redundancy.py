@@ -1,6 +1,6 @@
-"""How much keys repeat each other: what R-KV holds against a token (arXiv 2505.24133).
+"""How much the keys of a head repeat each other, for R-KV (arXiv 2505.24133).
 
-Axes as in `snapkv.ops.votes.reference`, and S slots.
+The axes are those of `snapkv.ops.votes.reference`, with S slots.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MOST_COSINES = 1 << 24
-"""Cosines at a time: 64 MiB of them, and as much again to count the similar ones."""
+"""How many cosines are computed at a time: 64 MiB, and the same again to count similar keys."""
 
 
 def redundancy(
@@ -19,7 +19,7 @@ def redundancy(
     pad_tokens: Tensor | None = None,
     most_cosines: int = MOST_COSINES,
 ) -> Tensor:
-    """How much the other keys of a head are like each key, as shares that add up to 1.
+    """Return how similar the other keys of a head are to each key, as shares that add up to 1.
 
     The cosines of a key to all others of its head are averaged, and the averages of all keys go
     through a softmax. Of the keys that are similar to another one, the newest are exempt: their
@@ -28,14 +28,15 @@ def redundancy(
 
     Args:
         keys: (B, H, S, D).
-        threshold: keys are similar where their cosine is above it; at least 0.
+        threshold: keys are similar if their cosine is above it; at least 0.
         exempt: how many of the keys that are similar to a key are exempt.
-        pad_tokens: (B,) leading slots of each row that hold no token, or None; they are like
-            nothing, and nothing is like them.
-        most_cosines: of all rows and heads, in a block; at least one row of every head.
+        pad_tokens: (B,) leading slots of each row that hold no token, or None; they are similar to
+            nothing.
+        most_cosines: how many cosines of all rows and heads to compute at a time; at least one row
+            of every head is computed.
 
     Returns:
-        (B, H, S) float32, 0 for a pad.
+        (B, H, S) float32, 0 for padding.
     """
     B, H, S, _ = keys.shape
     directions = F.normalize(keys.float(), dim=-1)

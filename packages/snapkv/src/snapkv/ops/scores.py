@@ -10,7 +10,7 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def scoring(states: Tensor) -> Iterator[None]:
-    """Within this block nothing is noted for gradients, and float32 stays so under autocast."""
+    """Turn gradients off within this block, and autocast, so that float32 stays float32."""
     device = states.device.type
     with contextlib.ExitStack() as within:
         within.enter_context(torch.no_grad())
@@ -34,6 +34,24 @@ class ScoreOptions:
     sink_logits: Tensor | None = None
 
     def scores(self, products: Tensor) -> Tensor:
-        """The scores of products of queries and keys; changes what is given."""
+        """Return the scores of products of queries and keys; changes `products` in place."""
         scores = products.mul_(self.scaling)
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+
+@dataclass(frozen=True)
+class AttentionStates:
+    """Queries and keys of one layer, and how the model's attention scores them.
+
+    Attributes:
+        queries: (B, Hq, N, D), the queries of the last N tokens, after rotary embedding.
+        keys: (B, Hkv, T, D), after rotary embedding.
+        score_options: how the model's attention turns products into scores.
+        pad_tokens: (B,) int64, how many leading keys of each row are padding, which neither votes
+            nor receives votes; None if no row has any.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    score_options: ScoreOptions
+    pad_tokens: Tensor | None = None

@@ -29,7 +29,8 @@ class Stop:
         sentences: what it kept, and whether its answer is the full cache's.
         counts: (T,) int64, how many heads of all layers keep each token of the text.
         heads: number of heads in all layers.
-        answer: `text`, `changes` (see `word_changes`) and `same`; None if none is known.
+        answer: a dict with `text`, `changes` (see `word_changes`) and `same`; None if there is
+            none.
     """
 
     label: str
@@ -41,14 +42,14 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A method at one or several budgets.
+    """What a method kept at one or several budgets.
 
     Attributes:
-        label: its name.
+        label: the method's name.
         stops: one for every budget, the least memory first.
-        chosen: which of them the page opens with.
+        chosen: index of the stop that the page opens with.
         ballot: who voted; None if nobody did, or it is not known.
-        unvoted: what the page says of a token then.
+        unvoted: what the page says of a token if there is no ballot.
     """
 
     label: str
@@ -60,13 +61,13 @@ class Shown:
 
 @dataclass(frozen=True)
 class Page:
-    """A page, which a notebook shows as it is; `html` is the file.
+    """A page, which a notebook shows in place; `html` is the file.
 
     Attributes:
-        title: what was kept of what.
-        question: empty if unknown.
+        title: what was kept from which text.
+        question: the question, empty if unknown.
         pieces: the text of every token.
-        methods: the first is shown first.
+        methods: the methods; the first is shown first.
         full: the text of the full cache's answer; None if unknown.
         request: what else is needed to reproduce the page.
     """
@@ -79,7 +80,7 @@ class Page:
     request: dict[str, Any] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
-        """In the page's format."""
+        """Return the page's data in the format of its scripts."""
         stops = sum(len(method.stops) for method in self.methods)
         size = bin_tokens(len(self.pieces) * stops, MOST_COUNTS)
         return {
@@ -112,24 +113,24 @@ class Page:
 
     @functools.cached_property
     def html(self) -> str:
-        """The file."""
+        """The page as an HTML file."""
         return filled_page(self.data())
 
     def _repr_html_(self) -> str:
-        """The page in a frame that reaches neither the notebook nor a network."""
+        """Return the page in a frame that can use neither the notebook nor a network."""
         return (
             f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(self.html)}" title="SnapKV" '
             f'style="border: 0; height: {_FRAME_HEIGHT}px; width: 100%"></iframe>'
         )
 
     def __repr__(self) -> str:
-        """What a terminal shows instead."""
+        """Return the sentences that a terminal shows instead of the page."""
         stop = self.methods[0].stops[self.methods[0].chosen]
         return " ".join(stop.sentences)
 
 
 def filled_page(data: dict[str, Any]) -> str:
-    """The page around data; see `Page.data`."""
+    """Return the HTML of a page with this data; see `Page.data`."""
     script = "\n".join(['"use strict";', *map(_asset, _SCRIPTS)])
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
@@ -147,7 +148,7 @@ def _asset(name: str) -> str:
 
 
 def _harmless(text: str) -> str:
-    """JSON without characters that could begin or end markup; parses to the same values.
+    """Escape JSON so that no character can begin or end markup; it parses to the same values.
 
     Lone surrogates, which UTF-8 cannot encode, are escaped, too.
     """

@@ -8,36 +8,36 @@ import torch
 from torch import Tensor
 
 MOST_COUNTS = 2**20
-"""Limit of the numbers of all maps of a page; beyond it, neighbours share one."""
+"""The most numbers in all maps of a page; if there are more tokens, neighbours share a number."""
 
 MOST_VOTED = 2**14
-"""Limit of the places whose voters a page names; beyond it, neighbours share them."""
+"""The most places whose voters a page names; if there are more tokens, neighbours share a place."""
 
 TOP_VOTERS = 3
-"""How many voters a page names of every place: those with the most votes."""
+"""How many voters a page names for every place: those with the most votes."""
 
 
 def packed(numbers: Tensor, dtype: torch.dtype) -> str:
-    """Integers as base64, in the order of memory, the lowest byte first."""
+    """Encode integers as base64, in the order of memory, the lowest byte first."""
     return base64.b64encode(numbers.to(dtype).cpu().contiguous().numpy().tobytes()).decode()
 
 
 def packed_counts(counts: Tensor, bin_tokens: int) -> str:
-    """(T,) how many heads keep each token, two bytes for every bin: the highest count in it."""
+    """Encode how many heads keep each of T tokens, two bytes for the highest count of every bin."""
     return packed(_bins(counts[None], bin_tokens).amax(dim=-1), torch.uint16)
 
 
 def bin_tokens(tokens: int, most: int) -> int:
-    """How many neighbours share a place, so that there are at most so many places."""
+    """Return how many neighbouring tokens share a place if there may be `most` places."""
     return max(1, -(-tokens // most))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ballot:
-    """Who voted for which of the T tokens of a prompt that a cache chose from.
+    """Who voted for which of the T prompt tokens that a cache selected from.
 
     Attributes:
-        votes: (W, T) float32, of each of the last W tokens for every token.
+        votes: (W, T) float32, the votes of each of the last W tokens for every token.
         sink_tokens: first tokens that are kept whatever the votes.
         window_tokens: last tokens that are kept whatever the votes.
     """
@@ -48,16 +48,16 @@ class Ballot:
 
     @property
     def strongest(self) -> int:
-        """The token that a single voter votes for most, not near an end of the text.
+        """The token with the most votes of a single voter, away from both ends of the text.
 
-        Attention sinks, and what stands next to a question, get votes whatever they say.
+        Attention sinks, and what is next to a question, get votes whatever they say.
         """
         voters, tokens = self.votes.shape
         far = self.votes[:, voters : max(voters, tokens - 2 * voters)]
         return voters + int(far.amax(dim=0).argmax()) if far.numel() else 0
 
     def data(self) -> dict[str, Any]:
-        """In the page's format: of every place the top voters, and their parts of its votes."""
+        """Return every place's top voters and their shares of its votes, for the page."""
         voters, tokens = self.votes.shape
         size = bin_tokens(tokens, MOST_VOTED)
         votes = _bins(self.votes, size).sum(dim=-1)
@@ -77,6 +77,6 @@ class Ballot:
 
 
 def _bins(numbers: Tensor, size: int) -> Tensor:
-    """(N, T) as (N, bins, size), zeros behind the end."""
+    """Reshape (N, T) to (N, bins, size), with zeros after the end."""
     rows, tokens = numbers.shape
     return torch.nn.functional.pad(numbers, (0, -tokens % size)).view(rows, -1, size)

@@ -1,4 +1,4 @@
-"""What a cache kept and whether its answer is the same, in words; how two answers differ."""
+"""Sentences about what a cache kept and about its answer, and the differences of two answers."""
 
 import re
 from collections.abc import Iterator
@@ -9,22 +9,22 @@ from typing import Literal
 from snapkv.validation import format_bytes
 
 Change = tuple[Literal["same", "gone", "new"], str]
-"""A run of words in both answers, only in the first, or only in the second."""
+"""A run of words that is in both answers, only in the first, or only in the second."""
 
 MOST_WORDS = 500
-"""Limit per text, after the common beginning, for a comparison word by word: its time can grow with
-the cube of the length."""
+"""The most words of each text, after the common beginning, that are compared word by word, because
+the time can grow with the cube of the length."""
 
 
 def kept_sentence(kept: float, tokens: int, later: float, held_bytes: int, full_bytes: int) -> str:
-    """How much of a prompt a cache keeps, in tokens and bytes.
+    """Describe how much of a prompt a cache keeps, in tokens and bytes.
 
     Args:
         kept: prompt tokens per head and layer, the mean.
-        tokens: of the prompt.
-        later: tokens behind the prompt that it holds, too.
-        held_bytes: of the cache.
-        full_bytes: of the full cache after the same tokens.
+        tokens: tokens of the prompt.
+        later: tokens after the prompt that the cache also holds.
+        held_bytes: bytes of the cache.
+        full_bytes: bytes of the full cache after the same tokens.
     """
     behind = f", and {later:,.0f} later ones" if later else ""
     return (
@@ -35,7 +35,12 @@ def kept_sentence(kept: float, tokens: int, later: float, held_bytes: int, full_
 
 
 def answer_sentence(same: bool, cut_after: int | None) -> str:
-    """Whether an answer is the full cache's; `cut_after`: tokens if both were cut off there."""
+    """Say whether an answer is the full cache's.
+
+    Args:
+        same: whether it is.
+        cut_after: how many tokens were compared if both answers were cut off there, else None.
+    """
     if not same:
         return "Its answer differs from the full cache's."
     far = "" if cut_after is None else f", as far as both go: {cut_after:,} tokens"
@@ -43,16 +48,17 @@ def answer_sentence(same: bool, cut_after: int | None) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share in percent; 0% and 100% only if exact."""
+    """Format a share in percent; 0% and 100% only if they are exact."""
     if 0 < share < 0.1:
         return f"{max(share, 0.001):.1%}"
     return f"{share:.0%}" if share in (0, 1) else f"{min(max(share, 0.1), 0.99):.0%}"
 
 
 def word_changes(before: str, after: str) -> list[Change]:
-    """How one text becomes the other: all runs but "new" are the first, all but "gone" the second.
+    """Compare two texts word by word.
 
-    If both differ in too many words, everything after the first difference is one change.
+    All runs except "new" add up to the first text, all except "gone" to the second. If both differ
+    in too many words, everything after the first difference is one change.
     """
     ours, theirs = (re.findall(r"\s*\S+|\s+\Z", text) for text in (before, after))
     pairs = enumerate(zip_longest(ours, theirs))

@@ -1,4 +1,4 @@
-"""What to keep: one file per method; a new policy is a file here and a name in this list."""
+"""The methods, one file each; a new method is a file here and a name in `POLICIES`."""
 
 from snapkv.policies.across_layers import AcrossLayers
 from snapkv.policies.adakv import AdaKV
@@ -49,7 +49,7 @@ POLICIES: dict[str, type[Policy]] = {
         Random,
     )
 }
-"""Every method by the name it has on the command line."""
+"""Every method by its name on the command line."""
 
 __all__ = [
     "AcrossLayers",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.ops import TokenCost
 from snapkv.policies.around import AroundScores
 from snapkv.policies.base import Need
@@ -27,17 +27,19 @@ from snapkv.policies.states import PromptLayer, Selection
 class AcrossLayers(AroundScores):
     """Shares one budget out among the heads of all layers: the best scores of a row win.
 
-    So choose KVzip, `KVzipPress` of kvpress, which masks what is not kept and holds all of it, and
-    DefensiveKV (arXiv 2510.13334). Here layers and heads hold different numbers of tokens, as in
-    AdaKV, and the bytes are those of the tokens kept. The counts add up exactly: the budget times
-    the heads of all layers. A head is sure of its window and its sinks only. Where all heads share
-    one latent, rows of a batch take as many bytes in a layer as the one that keeps most of it.
+    KVzip, `KVzipPress` of kvpress and DefensiveKV (arXiv 2510.13334) select in this way; kvpress
+    masks the other tokens and still holds them. Here layers and heads hold different numbers of
+    tokens, as in AdaKV, and the memory is that of the kept tokens. The counts add up exactly to the
+    budget times the heads of all layers. A head is only guaranteed its window and its sinks. If all
+    heads share one latent, the rows of a batch take as many bytes in a layer as the row that keeps
+    most of it.
 
-    It chooses while the prompt is read: what is not among the best of the layers read so far is
-    dropped, since it cannot be among the best of all. So twice the budget and one layer are held at
-    most (`snapkv.cache.shared_budget`). Of a budget that the votes choose, every head keeps what it
-    asks for, and layers share nothing. Of bytes in few bits heads win whole blocks of codes, which
-    cost as much filled in part.
+    Layers are pruned while the prompt is read: an entry that is not among the best of the layers
+    read so far cannot be among the best of all, so it is dropped. At most twice the budget and one
+    layer are held at a time (`snapkv.cache.shared_budget`). If the votes choose the budget, every
+    head keeps what it needs, and layers share nothing. If the budget is in bytes and the tokens are
+    quantized, heads win whole blocks of codes, because a partly filled block costs as much as a
+    full one.
 
     Args:
         policy: the method that scores, with its budget: tokens per head on average. Its scores must
@@ -45,7 +47,8 @@ class AcrossLayers(AroundScores):
 
     Raises:
         InvalidTypeError: `policy` does not score a prefix.
-        InvalidArgumentError: its scores cannot be compared between layers.
+        InvalidArgumentError: `policy` does not keep its best scores, or its scores cannot be
+            compared between layers.
     """
 
     name: ClassVar[str] = "across-layers"
@@ -56,10 +59,10 @@ class AcrossLayers(AroundScores):
     def __post_init__(self) -> None:
         self._require_scoring()
         if not self.policy.compares_layers:
-            raise InvalidArgumentError(
-                f"policy: expected a method whose scores mean the same in every layer, got "
-                f"{self.policy.name}; pass SnapKV, KVzip or KVzap, or use AdaKV, which shares a "
-                "layer's budget among its heads"
+            raise wrong(
+                "policy",
+                f"scores of {self.policy.name} cannot be compared between layers",
+                "Pass SnapKV, KVzip or KVzap, or use AdaKV, which shares a layer's budget",
             )
 
     @property
@@ -68,34 +71,44 @@ class AcrossLayers(AroundScores):
 
     @property
     def shares(self) -> bool:
-        """Whether what a layer keeps depends on the others, and not on its votes alone."""
+        """Whether what a layer keeps depends on the other layers, and not on its votes alone."""
         return not isinstance(self.policy.allocation, AutoBudget)
 
     @functools.cached_property
-    def chooses_of_stacks(self) -> bool:
-        return self.policy.scores_any_layer
+    def can_select_stacked(self) -> bool:
+        return self.policy.is_layer_independent
 
     def even_counts(self, layer: PromptLayer) -> list[int]:
-        """B numbers: what a head of the layer keeps on average, its window included.
+        """Return how many tokens a head keeps on average, its window included: one number per row.
 
-        Raises InvalidArgumentError where what must stay does not fit.
+        Raises:
+            InvalidArgumentError: the tokens that must be kept do not fit into the budget.
         """
         prefix = self.policy.prefix(layer)
         return list(map(operator.add, self.policy.counts(prefix), prefix.window_tokens))
 
-    def ranked(self, layer: PromptLayer, even: Sequence[Sequence[int]]) -> Tensor:
-        """(B, H, T) float32: scores, infinite for what must stay, minus infinity for pads.
+    def score_layer(self, layer: PromptLayer, even: Sequence[Sequence[int]]) -> Tensor:
+        """Score every position of `layer` so that the scores of all layers can be compared.
 
-        `even` are `even_counts` of all layers, of which some may be stacked here. Where one leaves
-        no room beside the sinks, every head of the row keeps as many, and the rest is minus
-        infinity, too.
+        If the budget leaves no room beside the sinks in some layer, every head of that row keeps
+        the same number of positions, and the others get minus infinity.
+
+        Args:
+            layer: one layer, or several that are stacked as rows.
+            even: the `even_counts` of every layer of the model, from the bottom to the top.
+
+        Returns:
+            (B, H, T) float32: infinity for positions that must be kept, minus infinity for padding.
+
+        Raises:
+            InvalidArgumentError: the policy returned scores of another shape or dtype, or NaN.
         """
         policy, prefix = self.policy, self._prefix(layer)
-        scores = policy.scored(prefix)
+        scores = policy.compute_scores(prefix)
         if (weights := policy.summed_weights(layer)) != 1:
             scores = scores / weights
         finite = torch.finfo(torch.float32)  # infinite is what must stay, and what must not
-        ranked = prefix.ranked(scores.float().clamp(finite.min, finite.max))
+        ranked = prefix.mark_required(scores.float().clamp(finite.min, finite.max))
         window = layer.keys.shape[2] - prefix.slots
         ranked = F.pad(ranked, (0, window), value=math.inf)
         if (pads := layer.pads) is not None:
@@ -105,40 +118,50 @@ class AcrossLayers(AroundScores):
         for row, (depth, tokens) in enumerate(zip(layer.depths, layer.row_lengths, strict=True)):
             least = fewest[row % len(fewest)]
             if least - min(tokens, policy.window_size) <= policy.sink_tokens:
-                best = ops.best_of(ranked[row : row + 1], [even[depth][row % len(fewest)]])[0]
+                best = ops.mask_best(ranked[row : row + 1], [even[depth][row % len(fewest)]])[0]
                 ranked[row] = ranked[row].masked_fill(~best, -math.inf)
             elif cost is not None and least < tokens:
                 ranked[row] = in_blocks(ranked[row], cost.block_tokens)
         return ranked
 
     def _cost_of_blocks(self, layer: PromptLayer) -> TokenCost | None:
-        """What tokens cost where a budget of bytes buys blocks of codes; else None."""
+        """Return the cost of a block of codes if a budget in bytes buys whole blocks, else None."""
         cost = layer.cost if isinstance(self.policy.allocation, ByteBudget) else None
         return None if cost is None or cost.block_tokens == 1 else cost
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        """Keep in every head what a budget by votes asks for, and the window."""
+        """Keep in every head the window and as many positions as a budget by votes needs there.
+
+        Returns:
+            The selection, or None if no head drops a position.
+
+        Raises:
+            InvalidArgumentError: the budget is shared between layers, which a single layer cannot
+                do; or the tokens that must be kept do not fit.
+        """
         budget, prefix = self.policy.allocation, self._prefix(layer)
         if not isinstance(budget, AutoBudget):
-            raise InvalidArgumentError(
-                f"policy: expected the layers of a prompt one after the other, which {self.name} "
-                "compares, got one alone; read the prompt into a CompressedCache"
+            raise wrong(
+                "policy",
+                f"{self.name} compares all layers of a prompt and got one alone",
+                "Read the prompt into a CompressedCache",
             )
         if not layer.depth:
             self.policy.require_room(layer)
         if not prefix.slots:
             return None
-        own = ops.on_device(prefix.lengths, layer.keys.device)[:, None]
-        voted = budget.voted(self.policy.rated(prefix)).clamp(min=budget.least).minimum(own)
+        lengths = ops.on_device(prefix.lengths, layer.keys.device)[:, None]
+        required = budget.count_required(self.policy.compute_shares(prefix))
+        required = required.clamp(min=budget.least).minimum(lengths)
         if budget.most is not None:
-            voted = voted.clamp(max=budget.most - prefix.window_size)
-        kept = voted.tolist()
-        # Every head is compared, and not the mean of a row's heads. The mean is rounded up, so it
+            required = required.clamp(max=budget.most - prefix.window_size)
+        kept = required.tolist()
+        # Each head is compared rather than the mean of a row's heads. The mean is rounded up, so it
         # can be all of the row although some head drops a token, and whether that head really
         # drops it would then depend on the other rows of the stack.
         if all(set(heads) == {tokens} for heads, tokens in zip(kept, prefix.lengths, strict=True)):
             return None
-        scores = self.policy.scored(prefix)
+        scores = self.policy.compute_scores(prefix)
         if layer.num_kv_heads == 1 and not self.per_query_head:
             return prefix.select(scores, [tokens for (tokens,) in kept])
         return prefix.select_by_head(scores, kept)
@@ -148,10 +171,17 @@ class AcrossLayers(AroundScores):
 
 
 def in_blocks(ranked: Tensor, block_tokens: int) -> Tensor:
-    """Of each of a layer's (H, T) scores the mean of the block that its token would stand in.
+    """Replace each score of a layer by the mean score of the block its token would be stored in.
 
-    A head fills its blocks with its best tokens first. What would fill a block in part is minus
-    infinity: it costs as much as a whole one.
+    A head fills its blocks with its best tokens first. A token that would be in a partly filled
+    block gets minus infinity, because that block costs as much as a full one.
+
+    Args:
+        ranked: (H, T) float32, infinite for positions that must be kept and for padding.
+        block_tokens: tokens of a block.
+
+    Returns:
+        (H, T) float32; infinite scores are unchanged.
     """
     ordered, places = ranked.sort(dim=-1, descending=True, stable=True)
     whole = ranked.shape[-1] // block_tokens * block_tokens
@@ -164,8 +194,15 @@ def in_blocks(ranked: Tensor, block_tokens: int) -> Tensor:
 
 
 def best_entries(scores: Tensor, totals: Sequence[int]) -> Tensor:
-    """Which (B, N) scores, those of layer after layer, are among the best so many of their row.
+    """Return which scores are among the best `totals[row]` of their row.
 
-    Of equal ones the earlier layer, head and place wins; minus infinity never does.
+    Of equal scores the earlier layer, head and position wins. A score of minus infinity never does.
+
+    Args:
+        scores: (B, N) float32, the scores of all layers, one layer after the other.
+        totals: how many entries of each row to select.
+
+    Returns:
+        (B, N) bool.
     """
-    return ops.best_of(scores[:, None], totals)[:, 0] & (scores > -math.inf)
+    return ops.mask_best(scores[:, None], totals)[:, 0] & (scores > -math.inf)

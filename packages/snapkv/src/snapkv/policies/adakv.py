@@ -19,19 +19,20 @@ from snapkv.validation import require_ratio
 class AdaKV(AroundScores):
     """Shares the budget of a layer out among its heads, by the scores of another policy.
 
-    The best-scored entries of all heads of a layer together decide how many each head keeps; a
-    head is sure of `safeguard` of its even share. The counts add up exactly, where the authors'
-    rounding can lose or gain a slot per head. Heads of different length are stored one behind the
-    other, so the bytes held are those of the tokens kept.
+    The best-scored positions of all heads of a layer together decide how many positions each head
+    keeps. A head is guaranteed `safeguard` of its even share. The counts add up exactly, where the
+    authors' rounding can lose or gain a slot per head. Heads of different lengths are stored one
+    after the other, so the memory is that of the kept tokens.
 
     Args:
         policy: the method that scores, with its budget: tokens per head on average.
-        safeguard: the part of the even share that every head keeps, in (0, 1]; 1 is the policy
+        safeguard: the fraction of the even share that every head keeps, in (0, 1]; 1 is the policy
             itself. 0.2 as in the authors' paper and kvpress; the authors' code defaults to 0.5.
 
     Raises:
         InvalidTypeError: `policy` does not score a prefix.
-        InvalidArgumentError: `safeguard` out of range.
+        InvalidArgumentError: `policy` does not keep its best scores, or `safeguard` is out of
+            range.
     """
 
     name: ClassVar[str] = "adakv"
@@ -46,32 +47,49 @@ class AdaKV(AroundScores):
         require_ratio("safeguard", self.safeguard)
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        """Keep the window in every head, and of the prefix what its share allows."""
+        """Keep the window in every head, and as many positions before it as its share allows.
+
+        Returns:
+            The selection, in which heads keep different numbers of tokens; None if everything fits.
+            If there is a single head, the selection of `policy`.
+        """
         prefix = self.policy.prefix(layer, per_head_budget=True)
         means = self.policy.counts(prefix)
         if means == prefix.lengths:
             return None
-        scores = self.policy.scored(prefix)
+        scores = self.policy.compute_scores(prefix)
         if scores.shape[1] == 1:
             return self.policy.select(layer)  # no heads to share among
         return prefix.select_by_head(scores, self._head_budgets(prefix, scores, means))
 
     @functools.cached_property
-    def chooses_of_stacks(self) -> bool:
-        return self.policy.chooses_of_stacks
+    def can_select_stacked(self) -> bool:
+        return self.policy.can_select_stacked
 
     @property
-    def chooses_from_a_part(self) -> bool:
-        return self.policy.chooses_from_a_part
+    def can_select_after_drops(self) -> bool:
+        return self.policy.can_select_after_drops
 
     def _head_budgets(self, prefix: Prefix, scores: Tensor, means: list[int]) -> list[list[int]]:
-        """B lists of H numbers: positions of each head, `means` on average over a row's."""
-        heads, sure = scores.shape[1], prefix.needed or prefix.sinks
-        won = counts_of_best(prefix.ranked(scores), [mean * heads for mean in means]).tolist()
-        return list(map(self._of_row, won, means, sure))
+        """Return how many positions each head keeps: B lists of H numbers.
+
+        Args:
+            prefix: the positions before the window.
+            scores: (B, H, P) float32.
+            means: B numbers, how many positions a head of each row keeps on average.
+        """
+        heads, sure = scores.shape[1], prefix.required_counts or prefix.sinks
+        ranked, totals = prefix.mark_required(scores), [mean * heads for mean in means]
+        return list(map(self._of_row, counts_of_best(ranked, totals).tolist(), means, sure))
 
     def _of_row(self, won: list[int], mean: int, sure: int) -> list[int]:
-        """Positions of each head that has won so many, of which so many are sure in every head."""
+        """Return the budget of each head of one row; the budgets have the mean `mean`.
+
+        Args:
+            won: how many of the row's best positions are in each head.
+            mean: how many positions a head keeps on average.
+            sure: how many positions every head must keep.
+        """
         sure = min(sure, mean)
         contested = mean - sure
         if not contested:

@@ -1,8 +1,8 @@
-"""Methods that go around another one and make their choice of its scores."""
+"""The base of methods that wrap another method and select by its scores."""
 
 import functools
 
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import InvalidTypeError, wrong
 from snapkv.policies.base import Need, Policy
 from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.spans import Spans
@@ -10,22 +10,26 @@ from snapkv.policies.states import PromptLayer, VotesAtStake
 
 
 class AroundScores(Policy):
-    """Asks another method for the scores of the prefix; a subclass says what it does with them."""
+    """Wraps a method that scores the prefix; a subclass selects positions by these scores."""
 
     policy: PrefixPolicy
 
     def _require_scoring(self, hint: str = "") -> None:
-        """Raise unless `policy` scores a prefix and leaves the choice to the scores."""
+        """Raise unless `policy` scores a prefix and keeps its best scores.
+
+        Args:
+            hint: an addition to the remedy if `policy` is of the wrong type.
+
+        Raises:
+            InvalidTypeError: `policy` does not score a prefix.
+            InvalidArgumentError: `policy` selects by something else than its scores.
+        """
         if not isinstance(self.policy, PrefixPolicy):
-            raise InvalidTypeError(
-                f"policy: expected a method that scores the prefix, such as SnapKV(budget=1024), "
-                f"got {self.policy!r}; pass one of them{hint}"
-            )
+            problem = f"expected a method that scores the prefix, got {self.policy!r}"
+            raise wrong("policy", problem, f"Pass SnapKV(budget=1024){hint}", InvalidTypeError)
         if not self.policy.keeps_the_best:
-            raise InvalidArgumentError(
-                f"policy: expected a method that keeps its best scores, got {self.policy.name}, "
-                "which chooses by itself; pass SnapKV, PyramidKV, KeyDiff or another of that kind"
-            )
+            problem = f"{self.policy.name} does not select by its scores alone"
+            raise wrong("policy", problem, "Pass SnapKV, PyramidKV or KeyDiff")
 
     @functools.cached_property
     def query_tokens(self) -> int:

@@ -1,8 +1,9 @@
-"""How much of a prompt every row, layer or head keeps: the one place where a budget becomes tokens.
+"""How many positions of a prompt every row, layer or head keeps.
 
-A budget is tokens, or a share of them (`TokenBudget`), bytes (`ByteBudget`), or what the votes ask
-for (`AutoBudget`). `pyramidkv.LayerBudget` gives lower layers more of one of these, `AdaKV` and
-`AcrossLayers` some heads.
+This is the one place where a budget becomes positions. A budget is a number of tokens or a fraction
+of the prompt (`TokenBudget`), bytes (`ByteBudget`), or what the votes need (`AutoBudget`).
+`pyramidkv.LayerBudget` gives lower layers more of one of these; `AdaKV` and `AcrossLayers` give
+some heads more.
 """
 
 import functools
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.ops import TokenCost
 from snapkv.parameters import WithParameters
 from snapkv.policies.prefix import Prefix
@@ -33,16 +34,19 @@ from snapkv.validation import (
 )
 
 UNDILUTED_TOKENS = 1024
-"""Up to here a vote weighs the same; of a longer prompt each position gets a smaller share of the
-window's attention, and so does the one that is the answer."""
+"""The prompt length up to which votes count in full.
+
+In a longer prompt each position gets a smaller share of the window's attention, and so does the
+position that holds the answer.
+"""
 
 Votes = Callable[[Prefix], Tensor]
-"""Gives (B, H, P) float32, shares of the window's attention: inf for what must stay, -inf for
-pads."""
+"""Returns (B, H, P) float32, shares of the window's attention: infinity for positions that must be
+kept, minus infinity for padding."""
 
 
 def dilution(tokens: float) -> float:
-    """By how much a vote on a prompt of so many tokens weighs more than its share says."""
+    """Return by how much a vote counts more in a prompt of `tokens` tokens; 1 for short prompts."""
     return max(1.0, tokens / UNDILUTED_TOKENS)
 
 
@@ -50,50 +54,62 @@ class Budget(metaclass=WithParameters):
     """How many positions before its window every row of a layer keeps.
 
     Attributes:
-        key: under which a file has a budget of this kind.
+        key: the key under which a file stores a budget of this kind.
     """
 
     key: ClassVar[str]
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens that a layer keeps at most, window included; None where there is no limit."""
+        """The largest number of tokens that a layer keeps, window included, or None."""
         return None
 
     def require_valid(self, window_size: int, sink_tokens: int) -> None:
-        """Raise unless there is room for the window, the sinks and what every layer keeps."""
+        """Raise unless the budget holds the window, the sinks and what every layer must keep.
+
+        Raises:
+            InvalidTypeError: a value has the wrong type.
+            InvalidArgumentError: a value is out of range, or the budget is too small.
+        """
         require_int("window_size", window_size, minimum=1)
         require_int("sink_tokens", sink_tokens, minimum=0)
 
     @abstractmethod
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
-        """B numbers: positions that each row keeps of its prefix, at most all of them.
+        """Return how many positions of its prefix each row keeps, at most all of them: B numbers.
 
-        Of every head as many; on average where heads have budgets of their own. Without `votes` as
-        many as if all positions were voted for.
+        The number holds for every head; it is the mean if heads have budgets of their own.
+
+        Args:
+            prefix: the positions before the window.
+            votes: computes the votes; None to count as if every position was voted for.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Its parameters, ready for JSON."""
+        """Return the budget's parameters as JSON values."""
         return {self.key: asdict(self)}  # type: ignore[call-overload] # every kind is a dataclass
 
     @classmethod
-    def _described(cls, budget: dict[str, Any]) -> Self:
-        """What `describe` has described."""
+    def _from_description(cls, budget: dict[str, Any]) -> Self:
+        """Build the budget from a dict that `describe` has made.
+
+        Raises:
+            InvalidArgumentError: the dict has another key, or unknown fields.
+        """
         known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         own = budget.get(cls.key)
         if budget.keys() != {cls.key} or not isinstance(own, dict) or not own.keys() <= known:
-            raise InvalidArgumentError(
-                f"budget: expected a number of tokens, 'auto', bytes as '12%' or '64MiB', or "
-                f"{{{cls.key!r}: {{...}}}} with {', '.join(sorted(known))}, got {budget!r}; pass "
-                "one of them"
+            raise wrong(
+                "budget",
+                f"expected {{{cls.key!r}: {{...}}}} with {', '.join(sorted(known))}, got {budget}",
+                "Pass a number of tokens, 'auto', or bytes as '12%' or '64MiB'",
             )
         return cls(**own)
 
 
 @dataclass(frozen=True)
 class TokenBudget(Budget):
-    """A number of tokens, window included, or the share of the prefix to keep."""
+    """A number of tokens, window included, or the fraction of the prefix to keep."""
 
     tokens: int | None
     keep_ratio: float | None
@@ -106,7 +122,11 @@ class TokenBudget(Budget):
         require_budget(self.tokens, self.keep_ratio, window_size, sink_tokens)
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
-        """The number, or the share of each row's own prefix; the sinks at least."""
+        """Return how many positions each row keeps before its window: B numbers.
+
+        With a number of tokens that number less the window, but no more than the row has; with
+        `keep_ratio` that fraction of the row's prefix, but at least its sinks.
+        """
         if self.tokens is not None:
             return [min(own, self.tokens - prefix.window_size) for own in prefix.lengths]
         assert self.keep_ratio is not None
@@ -116,18 +136,23 @@ class TokenBudget(Budget):
 
 @dataclass(frozen=True, kw_only=True)
 class AutoBudget(Budget):
-    """As many positions as it takes to lose none that the window looked at.
+    """A budget that keeps every position the window looked at.
 
-    A layer keeps the smallest number at which, in every head, all positions are kept whose pooled
-    vote is more than `lost_vote` of the window's attention; of a prompt longer than 1,024 tokens,
-    more than as much less as it is longer. So a layer with focused heads keeps few, one with
-    dispersed heads many. The bound is on the highest vote that is lost, not on the sum of them.
+    A layer keeps the smallest number at which every head keeps all positions whose pooled vote is
+    more than `lost_vote` of the window's attention. In a prompt longer than 1,024 tokens this bound
+    falls in proportion to the length. So a layer with focused heads keeps few positions, and a
+    layer with dispersed heads many. The bound is on the highest vote that is lost, not on the sum
+    of them.
 
     Args:
-        lost_vote: the highest share of a query's attention, mean over the window, that a position
-            may have and be dropped, in (0, 1), in a prompt of up to 1,024 tokens.
+        lost_vote: the highest share of a query's attention, averaged over the window, that a
+            position may have and be dropped, in (0, 1), in a prompt of up to 1,024 tokens.
         least: positions that every layer keeps beside the window, whatever the votes.
-        most: tokens that no layer keeps more of, the window included; None for no limit.
+        most: the most tokens that a layer keeps, the window included; None for no limit.
+
+    Raises:
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a value is out of range.
     """
 
     key: ClassVar[str] = AUTO
@@ -141,10 +166,14 @@ class AutoBudget(Budget):
 
     @classmethod
     def read(cls, budget: object) -> object:
-        """The budget that "auto", or what `describe` gives, stands for; anything else as it is."""
+        """Return the budget that "auto" or a dict of `describe` stands for, else `budget` itself.
+
+        Raises:
+            InvalidArgumentError: a dict describes no such budget.
+        """
         if budget == AUTO:
             return cls()
-        return cls._described(budget) if isinstance(budget, dict) else budget
+        return cls._from_description(budget) if isinstance(budget, dict) else budget
 
     @property
     def most_tokens(self) -> int | None:
@@ -155,27 +184,37 @@ class AutoBudget(Budget):
         tokens = self.most or window_size + sink_tokens + self.least
         require_budget(tokens, None, window_size, sink_tokens)
         if tokens < window_size + self.least:
-            raise InvalidArgumentError(
-                f"budget, most: expected at least window_size={window_size} + least={self.least}, "
-                f"which every layer keeps, got {tokens}; raise most or lower least"
-            )
+            least = f"window_size={window_size} + least={self.least}"
+            problem = f"expected at least {least}, which every layer keeps, got {tokens}"
+            raise wrong("budget, most", problem, "Raise most or lower least")
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
-        """What the head asks for that needs most; the mean of what heads with their own ask for."""
+        """Return for each row what its most demanding head needs, within `least` and `most`.
+
+        If heads have budgets of their own, the mean of what they need, rounded up.
+        """
         wanted = prefix.lengths
         if votes is not None and prefix.slots:
-            voted = self.voted(votes(prefix))
-            of_row = voted.sum(-1) if prefix.per_head_budget else voted.amax(-1)
-            heads = voted.shape[-1] if prefix.per_head_budget else 1
-            wanted = [-(-tokens // heads) for tokens in of_row.tolist()]  # exact: no mean in floats
+            required = self.count_required(votes(prefix))
+            of_row = required.sum(-1) if prefix.per_head_budget else required.amax(-1)
+            heads = required.shape[-1] if prefix.per_head_budget else 1
+            # Divided as integers, because a mean of floats would not be exact.
+            wanted = [-(-tokens // heads) for tokens in of_row.tolist()]
         most = math.inf if self.most is None else self.most - prefix.window_size
         return [
             int(min(max(tokens, self.least), most, own))
             for tokens, own in zip(wanted, prefix.lengths, strict=True)
         ]
 
-    def voted(self, shares: Tensor) -> Tensor:
-        """How many positions of every head may not be lost by such `Votes`: (B, H) int64."""
+    def count_required(self, shares: Tensor) -> Tensor:
+        """Count the positions of every head whose votes are too high to be lost.
+
+        Args:
+            shares: (B, H, P) float32, as `Votes` returns them.
+
+        Returns:
+            (B, H) int64.
+        """
         tokens = (shares > -math.inf).sum(dim=-1, keepdim=True)
         bound = self.lost_vote / (tokens.float() / UNDILUTED_TOKENS).clamp(min=1.0)
         return (shares > bound).sum(dim=-1)
@@ -183,22 +222,22 @@ class AutoBudget(Budget):
 
 @dataclass(frozen=True, kw_only=True)
 class ByteBudget(Budget):
-    """As many tokens as the bytes hold that keys and values take at the end of a prompt.
+    """A budget in bytes: as many tokens as their keys and values fit into it at the prompt's end.
 
-    All of them count: codes with their scales, and what stays as it came. So with `quantize` the
-    same bytes hold more tokens. Tokens behind the prompt come on top, as with a budget of tokens.
-    Every compressed layer gets the same bytes; what would be left over goes to the first ones.
+    Everything counts: codes with their scales, and what is not quantized. So with `quantize` the
+    same bytes hold more tokens. Tokens after the prompt come on top, as with a budget of tokens.
+    Every compressed layer gets the same bytes; the remainder goes to the first layers.
 
     Args:
-        share: of the bytes that the row's own prompt takes in these layers of the full cache, in
-            the model's dtype, in (0, 1]; "12%" stands for 0.12. A row too short for what must stay
-            keeps that, or all it has.
-        bytes: of one row in all of them together; "64MiB" stands for 2**26.
+        share: the fraction of the bytes that the row's own prompt takes in these layers of the full
+            cache, in the model's dtype, in (0, 1]; "12%" stands for 0.12. A row that is too short
+            for what must be kept keeps that, or everything it has.
+        bytes: the bytes of one row in all of these layers together; "64MiB" stands for 2**26.
 
     Raises:
-        InvalidArgumentError: not one of them, or out of range.
-        BudgetTooSmallError: at the end of a prompt, too few `bytes` for what must stay: the
-            window and the sinks.
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: not exactly one of the two is given, or it is out of range.
+        BudgetTooSmallError: at the end of a prompt, `bytes` cannot hold the window and the sinks.
     """
 
     key: ClassVar[str] = "bytes"
@@ -208,9 +247,8 @@ class ByteBudget(Budget):
 
     def __post_init__(self) -> None:
         if (self.share is None) is (self.bytes is None):
-            raise InvalidArgumentError(
-                f"budget: expected either a share or bytes, got {self!r}; pass one of them"
-            )
+            problem = f"expected either a share or bytes, got {self!r}"
+            raise wrong("budget", problem, "Pass one of them")
         if self.share is None:
             require_int("budget, bytes", self.bytes, minimum=1)
         else:
@@ -218,22 +256,30 @@ class ByteBudget(Budget):
 
     @classmethod
     def read(cls, budget: object) -> object:
-        """The budget that "12%", "64MiB", or what `describe` gives, stands for; or as it is."""
+        """Return the budget that "12%", "64MiB" or a dict of `describe` stands for, else `budget`.
+
+        Raises:
+            InvalidArgumentError: the text names no bytes or a share out of range, or a dict
+                describes no such budget.
+        """
         if isinstance(budget, str):
             found = byte_budget(budget)
             return budget if found is None else cls(**found)  # type: ignore[arg-type] # by name
         if isinstance(budget, dict) and budget.keys() == {cls.key}:
-            return cls._described(budget)
+            return cls._from_description(budget)
         return budget
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
-        """What the bytes hold beside the window; the sinks at least."""
+        """Return how many positions fit beside the window, but at least the sinks.
+
+        Raises:
+            InvalidArgumentError: it is not known how many bytes a token takes.
+            BudgetTooSmallError: the bytes cannot hold the window and the sinks.
+        """
         layer, window = prefix.layer, prefix.window_size
         if (cost := layer.cost) is None:
-            raise InvalidArgumentError(
-                f"budget: expected a number of tokens where it is not known what they cost, got "
-                f"{self!r}; pass a number"
-            )
+            problem = f"the bytes of a token are not known here, so {self!r} cannot be used"
+            raise wrong("budget", problem, "Pass a number of tokens")
         cost = replace(cost, uneven=cost.uneven or prefix.per_head_budget)
         least = window + prefix.sink_tokens
         fit = (
@@ -246,10 +292,18 @@ class ByteBudget(Budget):
         ]
 
     def tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:
-        """Tokens of a row of `own` that fit into one of so many layers, or more than it has.
+        """Return how many tokens of a row fit into one layer; it may be more than the row has.
+
+        Args:
+            cost: what a token costs in bytes.
+            own: tokens of the row.
+            least: tokens that must be kept.
+            depth: how many compressed layers come before this one.
+            layers: how many layers are compressed.
 
         Raises:
-            BudgetTooSmallError: so many bytes hold fewer than `least`; of a share those stay.
+            BudgetTooSmallError: `bytes` holds fewer than `least` tokens. (A share keeps `least`
+                then.)
         """
         return cost.fitting_tokens(
             self.share, self.bytes, own=own, least=least, depth=depth, layers=layers
@@ -257,26 +311,28 @@ class ByteBudget(Budget):
 
 
 def require_tokens(policy: Any) -> None:
-    """Raise where a policy that evicts while generating is given bytes."""
+    """Raise if a policy that evicts during decoding has a budget in bytes.
+
+    Raises:
+        InvalidArgumentError: the budget is in bytes.
+    """
     if isinstance(ByteBudget.read(policy.budget), ByteBudget):
-        raise InvalidArgumentError(
-            f"budget: expected a number of tokens with {policy.name}, which evicts while "
-            f"generating, got {policy.budget!r}; pass a number, or use SnapKV"
-        )
+        problem = f"{policy.name} evicts during decoding and needs tokens, got {policy.budget!r}"
+        raise wrong("budget", problem, "Pass a number of tokens, or use SnapKV")
 
 
 def budget_of(policy: Any) -> int | AutoBudget | ByteBudget | None:
-    """The budget of a policy, or of one that it wraps; None where there is none."""
+    """Return the budget of a policy or of the policy it wraps; None if there is none."""
     while hasattr(policy, "policy"):
         policy = policy.policy
     return getattr(policy, "budget", None)
 
 
 def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
-    """Round shares, which add up to `total`, to whole numbers that do.
+    """Round `shares`, which add up to `total`, to integers that also do.
 
-    Every share is rounded down; the slots left over go to the largest remainders, of equal ones to
-    the smaller share, then to the first.
+    Every share is rounded down. The slots that are left go to the largest remainders; of equal
+    remainders to the smaller share, then to the first.
     """
     whole = [math.floor(share + 1e-9) for share in shares]
     order = sorted(
@@ -289,7 +345,7 @@ def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def linear_budgets(bottom: float, top: float, mean: int, num_layers: int) -> tuple[int, ...]:
-    """Budgets that go linearly from the bottom layer to the top one, whose mean is exact."""
+    """Return one budget per layer, linear from `bottom` to `top`, whose mean is exactly `mean`."""
     steps = max(num_layers - 1, 1)
     shares = [bottom - (bottom - top) * depth / steps for depth in range(num_layers)]
     if num_layers == 1:
@@ -298,7 +354,15 @@ def linear_budgets(bottom: float, top: float, mean: int, num_layers: int) -> tup
 
 
 def counts_of_best(ranked: Tensor, totals: list[int]) -> Tensor:
-    """(B, H) int64: how many of a row's best, so many of all its (H, P) scores, are each head's."""
+    """Count how many of a row's best scores are in each head.
+
+    Args:
+        ranked: (B, H, P) float32.
+        totals: how many of the best scores of each row to count, over all its heads.
+
+    Returns:
+        (B, H) int64.
+    """
     B, H, P = ranked.shape
     most = max(totals)
     order = ranked.flatten(1).sort(dim=-1, descending=True, stable=True).indices[:, :most]

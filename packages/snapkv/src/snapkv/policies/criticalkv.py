@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.policies.around import AroundScores
 from snapkv.policies.base import Need
 from snapkv.policies.prefix import Prefix
@@ -24,25 +24,25 @@ _POSITIONS_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class CriticalKV(AroundScores, PrefixPolicy):
-    """Spends half of the budget by another policy's scores, the rest by score times value.
+    """Spends half of the budget by another policy's scores, and the rest by score times value.
 
     The value of a position is the L1 norm of what its head adds to the layer's output per unit of
-    attention, ``W_O v``, the mean over the query heads of a KV head; the second half goes to the
+    attention, ``W_O v``, averaged over the query heads of a KV head; the second half goes to the
     best ``(score + 1e-4) * norm``. A score of SnapKV counts there as in the authors' code: the mean
-    attention of the window, not its sum. The window is kept as ever; its share is not counted among
-    the half. Scores that can be negative (KeyDiff) are first raised so that the lowest of a head is
-    0.
-    Inside AdaKV the weighed scores also decide the heads' shares, where the authors share out by
-    the votes alone.
+    attention of the window, not its sum. The window is kept as always and does not count towards
+    either half. Scores that can be negative (KeyDiff) are first raised so that the lowest of a head
+    is 0. Inside AdaKV the weighted scores also decide the heads' shares, where the authors use the
+    votes alone.
 
     Args:
         policy: the method that scores, with its budget.
-        first_share: the part of the prefix budget that goes by the score alone, in (0, 1]; 1 is
-            the policy itself.
+        first_share: the fraction of the prefix budget that is spent by the score alone, in (0, 1];
+            1 is the policy itself.
 
     Raises:
         InvalidTypeError: `policy` does not score a prefix.
-        InvalidArgumentError: `first_share` out of range, or a policy that chooses by itself.
+        InvalidArgumentError: `first_share` is out of range, or `policy` does not keep its best
+            scores.
     """
 
     name: ClassVar[str] = "criticalkv"
@@ -55,7 +55,7 @@ class CriticalKV(AroundScores, PrefixPolicy):
     first_share: float = 0.5
 
     def __post_init__(self) -> None:
-        self._require_scoring(" (AdaKV goes around CriticalKV)")
+        self._require_scoring(", and wrap CriticalKV in AdaKV, not the other way round")
         require_ratio("first_share", self.first_share)
         for limit in ("budget", "keep_ratio", "window_size"):
             object.__setattr__(self, limit, getattr(self.policy, limit))
@@ -66,7 +66,7 @@ class CriticalKV(AroundScores, PrefixPolicy):
 
     @property
     def sink_tokens(self) -> int:
-        """They count among the first share."""
+        """The sinks of the policy, which count towards the first share."""
         return self.policy.sink_tokens
 
     @property
@@ -77,29 +77,45 @@ class CriticalKV(AroundScores, PrefixPolicy):
         return self.policy.counts(prefix)
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """The policy's best first, then by value: (B, Hkv, P) float32, Hq as in the policy."""
+        """Score positions so that the policy's best come first, then the others by value.
+
+        Returns:
+            (B, Hkv, P) float32; Hq heads if the policy scores query heads.
+
+        Raises:
+            UnsupportedModelError: the output projection does not take the heads' values side by
+                side.
+        """
         prefix = self.prefix(layer)
-        scores = self.policy.scored(prefix)
+        scores = self.policy.compute_scores(prefix)
         norms = projected_norms(layer, scores.shape[-1])
         norms = _to_12_bits(ops.reduce_group(norms, scores.shape[1], "mean"))
         means = _raised(scores, layer.pads) / self.policy.summed_weights(layer)
         weighed = (means + _EPSILON) * norms
         kept = [share_of(tokens, self.first_share) for tokens in self.counts(prefix)]
-        first = prefix.best(scores, kept)
+        first = prefix.select_best(scores, kept)
         chosen = torch.zeros(*scores.shape[:2], scores.shape[-1] + 1, dtype=torch.bool)
         chosen = chosen.to(scores.device).scatter(2, first % chosen.shape[-1], True)  # -1 is last
         return weighed.masked_fill(chosen[..., :-1], torch.finfo(scores.dtype).max)
 
 
 def absolute_sum(states: Tensor) -> Tensor:
-    """L1 norm over the last axis."""
+    """Return the L1 norm over the last axis."""
     return states.abs().sum(dim=-1)
 
 
 def projected_norms(
     layer: PromptLayer, prefix_tokens: int, norm: Callable[[Tensor], Tensor] = absolute_sum
 ) -> Tensor:
-    """Norm of ``W_O v`` for the first positions: (B, Hq, P) float32; L1 as in CriticalKV.
+    """Compute the norm of ``W_O v`` for the first `prefix_tokens` positions; L1 as in CriticalKV.
+
+    Args:
+        layer: a layer with `output_weight`.
+        prefix_tokens: P, how many positions.
+        norm: computes the norm over the last axis.
+
+    Returns:
+        (B, Hq, P) float32.
 
     Raises:
         UnsupportedModelError: the output projection does not take the heads' values side by side.
@@ -107,11 +123,10 @@ def projected_norms(
     heads, size = layer.queries.shape[1], layer.values.shape[-1]
     weight = layer.output_weight
     if weight is None or weight.shape[1] != heads * size:
-        raise UnsupportedModelError(
-            f"model: expected an output projection of {heads} heads of {size} values, got "
-            f"{'none' if weight is None else f'one of {weight.shape[1]} inputs'} in layer "
-            f"{layer.layer_idx}; use a method that does not weigh values by it"
-        )
+        found = "none" if weight is None else f"one of {weight.shape[1]} inputs"
+        expected = f"expected an output projection of {heads} heads of {size} values"
+        problem = f"{expected}, got {found} in layer {layer.layer_idx}"
+        raise wrong("model", problem, "Use a method that does not need it", UnsupportedModelError)
     group = heads // layer.values.shape[1]
     per_head = weight.float().view(weight.shape[0], heads, size)
     values = layer.values[:, :, :prefix_tokens].float()
@@ -124,15 +139,15 @@ def projected_norms(
 
 
 def _to_12_bits(norms: Tensor) -> Tensor:
-    """Rounded, so that a token that stands twice has one norm, whatever its two values' last bits.
+    """Round to 12 bits, so that equal tokens have equal norms whatever their values' last bits.
 
-    Where its votes are equal too, the lower place wins then, in a batch as alone.
+    If their votes are equal too, the lower position wins, in a batch as in a single row.
     """
     high = norms * (2**12 + 1)
     return high - (high - norms)
 
 
 def _raised(scores: Tensor, pads: Tensor | None) -> Tensor:
-    """Scores of which none is negative."""
+    """Raise the scores of each head so that none is negative."""
     real = scores if pads is None else scores.masked_fill(pads[..., : scores.shape[-1]], 0.0)
     return scores - real.amin(dim=-1, keepdim=True).clamp(max=0.0)

@@ -1,4 +1,4 @@
-"""What somebody gets who chooses no method: the largest votes, and one budget for all layers."""
+"""The method of users who choose none: the largest votes, and one budget for all layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,19 +11,23 @@ from snapkv.policies.snapkv import SnapKV
 from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW
 
 MOST_VOTERS = 128
-"""Tokens of a question; a longer one holds a text of its own, which asks for nothing."""
+"""The most tokens of a question that all vote. A longer one holds a text of its own, which asks
+nothing."""
 
 _BEFORE_A_QUESTION = {"voters": 64, "pooling": "max", "decay": None, "sink_tokens": None}
-"""Where a text is compressed before it is asked about: what is asked for may stand on either side
-of what the text's end looks at."""
+"""Parameters of a text that is compressed before its question is known: what will be asked for may
+be on either side of the positions that the end of the text looks at."""
 
 
 def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the default's `SnapKV`, whose votes are the largest of any query and head.
+    """Return the parameters of the default's `SnapKV`.
 
-    A width asks for pooling over neighbours, so there is no fading beside one. A budget that these
-    choose goes by a bound of its own: each is as large as any query's, where a mean over the window
-    is smaller.
+    Its votes are the largest of any query and head. A `kernel_size` asks for pooling over
+    neighbours, so it replaces fading. A budget that these votes choose has its own bound, because
+    each vote is as large as that of any query, while a mean over the window is smaller.
+
+    Args:
+        given: the parameters that the user has set; they replace the default's.
     """
     pooling = {} if given.get("kernel_size") is not None else {"pooling": "fading"}
     largest = {"window_reduce": "max", "group_reduce": "max"}
@@ -38,25 +42,34 @@ def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
 def default_policy(
     budget: int | str | AutoBudget | ByteBudget | None = None, **given: Any
 ) -> AcrossLayers:
-    """One budget for all layers, spent by the largest fading votes: for those who choose no method.
+    """Return the default method: one budget for all layers, spent by the largest fading votes.
 
-    `AcrossLayers` around `SnapKV` with a small window, whose votes fade and are the largest of any
-    query and head, as in DefensiveKV (arXiv 2510.13334).
+    It is `AcrossLayers` around `SnapKV` with a small window, whose votes fade and are the largest
+    of any query and head, as in DefensiveKV (arXiv 2510.13334).
 
     Args:
         budget: tokens kept per KV head and layer on average, window included, "auto", or bytes as
             "12%" or "64MiB"; 1024 by default.
         given: any other parameters of `SnapKV`.
+
+    Raises:
+        InvalidTypeError: an unknown parameter, or a value of the wrong type.
+        InvalidArgumentError: a value is out of range.
     """
     return AcrossLayers(SnapKV(**default_parameters({"budget": budget, **given})))
 
 
-def asked_by(policy: Policy, question_tokens: int | None) -> Policy:
-    """The default's method, whose voters are the question's tokens; any other as it is.
+def adapt_to_question(policy: Policy, question_tokens: int | None) -> Policy:
+    """Return the default method with a question's tokens as voters; another policy is unchanged.
 
-    Those are all from the question's first one to the prompt's end, and no fewer than its window:
-    what a question asks for may stand well before its end. None, or more than `MOST_VOTERS`: nobody
-    knows where it begins. 0: the text is read before it is asked about, and more of its end vote.
+    The voters are all tokens from the question's first one to the prompt's end, but no fewer than
+    the window, because a question may name what it asks for well before its end.
+
+    Args:
+        policy: any policy.
+        question_tokens: tokens from the start of the question to the end of the prompt. None, or
+            more than `MOST_VOTERS`, if it is not known where it begins: `policy` is returned. 0 if
+            the text is read before it is asked about: more tokens of its end vote.
     """
     votes, usual = by_layer(policy), default_policy().policy
     if question_tokens is None or question_tokens > MOST_VOTERS or not isinstance(votes, SnapKV):
@@ -64,20 +77,20 @@ def asked_by(policy: Policy, question_tokens: int | None) -> Policy:
     if replace(votes, budget=usual.budget, keep_ratio=None) != usual:
         return policy
     voters: Any = {"voters": max(question_tokens, votes.window_size)}
-    asked = replace(votes, **(voters if question_tokens else _BEFORE_A_QUESTION))
-    return asked if votes is policy else AcrossLayers(asked)
+    adapted = replace(votes, **(voters if question_tokens else _BEFORE_A_QUESTION))
+    return adapted if votes is policy else AcrossLayers(adapted)
 
 
 def by_layer(policy: Policy) -> Policy:
-    """The default's method where every layer must choose by itself; any other as it is."""
+    """Return the method inside `AcrossLayers`, so that layers share nothing; else `policy`."""
     return policy.policy if isinstance(policy, AcrossLayers) else policy
 
 
 def method_name(described: Mapping[str, Any]) -> str:
-    """What people call the policy that `Policy.describe` has described.
+    """Return the name that users know a policy by, from what `Policy.describe` returned.
 
-    That is `DEFAULT` where all but how much it keeps and who votes is the default's; and the
-    paper's name alone does not stand for votes that fade.
+    It is `DEFAULT` if the policy differs from the default only in its budget and its voters. The
+    paper's name gets the addition ", fading" if votes fade.
     """
     usual, own = default_policy().describe(), described.get("policy")
     free = {name: usual["policy"][name] for name in ("budget", "keep_ratio", "voters")}

@@ -1,4 +1,4 @@
-"""Expected Attention (Devoto et al., 2025): what queries yet to come will look at."""
+"""Expected Attention (Devoto et al., 2025): score keys by the queries that will come."""
 
 import functools
 from collections.abc import Callable
@@ -19,23 +19,29 @@ _POSITIONS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class ExpectedAttention(PrefixPolicy):
-    """Keeps what a query drawn like the prompt's, at a position to come, is expected to attend to.
+    """Keeps the positions that a query at a future position is expected to attend to.
 
     The queries of a head before rotary embedding are taken as normally distributed, with the mean
-    and the covariance of those of the prompt; the rotary embedding is averaged over the next
+    and the covariance of the prompt's queries; the rotary embedding is averaged over the next
     `future_tokens` positions. A key then expects ``exp(k.mu s + k'Sigma k s^2 / 2)`` of attention,
-    s the scaling, and its score is the share it has of it, the mean over the query heads of a KV
-    head, times the norm of its value. The first `sink_tokens` take no part and are kept.
+    where s is the scaling. Its score is its share of the sum over all keys, averaged over the query
+    heads of a KV head, times the norm of its value. The first `sink_tokens` do not take part and
+    are kept.
 
-    As in kvpress, but: the queries are taken from attention and turned back, so that query norms
-    and scalings are the model's own; the window is kept as in SnapKV, where kvpress has none.
-    Soft-caps and learned sinks are left out of the expectation, as there. A conversation is read
-    into a new cache: queries of earlier turns are not held, so recall and documents refuse it.
+    This follows kvpress, except that the queries are taken from attention and rotated back, so that
+    query norms and scalings are the model's own, and that the window is kept as in SnapKV, where
+    kvpress has none. Soft-caps and learned sinks are left out of the expectation, as there. A
+    conversation must be read into a new cache: queries of earlier turns are not held, so recall and
+    documents refuse this method.
 
     Args:
         budget, keep_ratio, window_size: as in `PrefixPolicy`.
-        future_tokens: over how many positions behind the prompt to average.
+        future_tokens: how many positions after the prompt to average over.
         sink_tokens: first tokens that are always kept and whose queries do not count.
+
+    Raises:
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a value is out of range.
     """
 
     name: ClassVar[str] = "expected-attention"
@@ -51,7 +57,11 @@ class ExpectedAttention(PrefixPolicy):
         require_int("future_tokens", self.future_tokens, minimum=1)
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Expected attention times value norm: (B, Hkv, P) float32; zero for the sinks."""
+        """Return expected attention times value norm.
+
+        Returns:
+            (B, Hkv, P) float32; zero for the sinks.
+        """
         prefix_tokens = layer.keys.shape[2] - self.window_size
         slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         own = slots - (layer.keys.shape[2] - layer.row_tokens)[:, None]
@@ -63,7 +73,11 @@ class ExpectedAttention(PrefixPolicy):
         return scores[..., :prefix_tokens]
 
     def _expected_logits(self, layer: PromptLayer) -> Tensor:
-        """Logarithm of the expected unnormalised attention of every key: (B, Hq, T) float32."""
+        """Return logarithms of each key's expected unnormalised attention.
+
+        Returns:
+            (B, Hq, T) float32.
+        """
         mean, covariance = self._future_queries(layer)
         group, scaling = mean.shape[1] // layer.keys.shape[1], layer.score_options.scaling
         logits = []
@@ -75,7 +89,7 @@ class ExpectedAttention(PrefixPolicy):
         return torch.stack(logits, dim=1)
 
     def _future_queries(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
-        """Mean (B, Hq, D) and covariance (B, Hq, D, D) of queries behind the prompt."""
+        """Return the mean (B, Hq, D) and covariance (B, Hq, D, D) of queries after the prompt."""
         assert layer.rotation is not None
         mean, covariance = self._raw_queries(layer)
         size = mean.shape[-1]
@@ -88,7 +102,7 @@ class ExpectedAttention(PrefixPolicy):
         return mean, covariance
 
     def _raw_queries(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
-        """Mean and covariance of the prompt's queries as they were before rotary embedding."""
+        """Return mean and covariance of the prompt's queries before rotary embedding."""
         assert layer.rotation is not None
         count = layer.queries.shape[2]
         behind = torch.arange(count, device=layer.queries.device) - count
@@ -107,9 +121,9 @@ class ExpectedAttention(PrefixPolicy):
 def _average_rotation(
     rotation: Callable[[Tensor, Tensor], Tensor], tokens: int, size: int, device: torch.device
 ) -> Tensor:
-    """(D, D) float32: row i is the i-th unit vector, turned by 0, 1, ... and averaged.
+    """Return the mean rotation over positions 0 to `tokens` - 1 as a (D, D) float32 matrix.
 
-    The layers of a model share it.
+    Row i is the i-th unit vector, rotated and averaged. The layers of a model share the result.
     """
     basis = torch.eye(size, dtype=torch.float32, device=device)
     total = torch.zeros_like(basis)

@@ -1,4 +1,4 @@
-"""FastGen (Ge et al., ICLR 2024): every head keeps what its attention shows that it needs."""
+"""FastGen (Ge et al., ICLR 2024): every head keeps the kinds of tokens that it attends to."""
 
 import functools
 import math
@@ -10,48 +10,52 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import InvalidTypeError, wrong
 from snapkv.policies.base import ALL_QUERIES, EvictingPolicy, Need
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.validation import require_ratio
 
 SPECIAL, PUNCTUATION, FREQUENT, LOCAL, FULL = range(5)
-"""What a head keeps, each beside all that stands before it; `FULL` is everything."""
+"""What a head keeps; each choice includes the ones before it, and `FULL` is everything."""
 
 TokenIds = tuple[int | tuple[int, ...], ...]
-"""Ids; or, where a marker such as "[INST]" is several tokens, a tuple of theirs."""
+"""Token ids. A marker that is several tokens, such as "[INST]", is a tuple of their ids."""
 
 
 @dataclass(frozen=True)
 class FastGen(EvictingPolicy):
     """Profiles every head at the end of the prompt and keeps the kinds of tokens it attends to.
 
-    Each head takes the first of these that recovers its attention over the prompt, and goes on with
-    it while generating (Sec. 3): special tokens; punctuation too; the tokens that received most
-    attention too; the most recent tokens too; everything. What is recovered is the attention onto
-    the tokens that would be kept, averaged over the prompt's queries. So heads keep different
-    numbers of tokens, and there is no budget: `recovery` decides.
+    Each head takes the first of these choices that recovers its attention over the prompt, and
+    keeps it during decoding (Sec. 3): special tokens; punctuation too; the tokens that received
+    most attention too; the most recent tokens too; everything. The recovered attention is the
+    attention to the tokens that would be kept, averaged over the prompt's queries. So heads keep
+    different numbers of tokens, and there is no budget: `recovery` decides.
 
-    Choices where the paper leaves one. Its norm of the difference between two attention maps is not
-    given; this is half of the absolute one, by which a row with mass s on what is kept differs by
-    1 - s. The most attended tokens are chosen among those that are not special or punctuation, by
-    plain sums. `local_ratio` counts from the prompt, `frequent_ratio` from all tokens so far, both
-    at least one token. The heads that share a KV head decide together, by their mean; the paper has
-    no such groups. The policy is applied to generated tokens as to any: a token is attended to by
-    itself, and then kept where its head keeps its kind; what was dropped never returns. So a head
-    of special tokens keeps no generated words, and long answers may suffer. The code the authors
-    point to always keeps four first tokens more, ranks by sums per query that could see the token,
-    and stores a full cache with a mask.
+    The paper leaves some choices open. It does not define its norm of the difference between two
+    attention maps; this is half of the absolute one, by which a row with mass s on what is kept
+    differs by 1 - s. The most attended tokens are chosen among those that are not special or
+    punctuation, by plain sums. `local_ratio` counts from the prompt, `frequent_ratio` from all
+    tokens so far, both at least one token. The heads that share a KV head decide together, by their
+    mean; the paper has no such groups. The policy treats generated tokens like any other: a token
+    attends to itself, and is then kept if its head keeps its kind; dropped tokens never return. So
+    a head of special tokens keeps no generated words, and long answers may suffer. The code that
+    the authors point to always keeps four first tokens more, ranks by sums per query that could see
+    the token, and stores a full cache with a mask.
 
     Args:
-        recovery: T, the attention to recover, in (0, 1]; 1 keeps everything. The paper uses 0.91
-            to 0.98.
+        recovery: T, the attention to recover, in (0, 1]; 1 keeps everything. The paper uses 0.91 to
+            0.98.
         local_ratio: recent tokens, as a fraction of the prompt, in (0, 1].
         frequent_ratio: most attended tokens, as a fraction of all tokens so far, in (0, 1].
-        special_ids: ids of the special tokens, a tuple of its ids where a chat marker is several
-            tokens; by default all that the tokenizer calls special, see `with_tokenizer`.
-        punctuation_ids: ids of the punctuation, by default all tokens that hold nothing else.
+        special_ids: ids of the special tokens; a chat marker of several tokens is a tuple of its
+            ids. By default all tokens that the tokenizer calls special, see `with_tokenizer`.
+        punctuation_ids: ids of the punctuation; by default all tokens that hold nothing else.
+
+    Raises:
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a ratio is out of range, or a token id is negative.
     """
 
     name: ClassVar[str] = "fastgen"
@@ -73,7 +77,10 @@ class FastGen(EvictingPolicy):
             require_token_ids(name, getattr(self, name))
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
-        """The same method with the tokenizer's special tokens and punctuation, unless given."""
+        """Return a copy that has the special and punctuation ids of `tokenizer`.
+
+        Ids that were given stay.
+        """
         special, punctuation = self.special_ids, self.punctuation_ids
         return replace(
             self,
@@ -82,7 +89,7 @@ class FastGen(EvictingPolicy):
         )
 
     def describe(self) -> dict[str, Any]:
-        """As for every method, with the number of ids instead of the ids."""
+        """Return the name and parameters, with the number of token ids instead of the ids."""
         described = super().describe()
         for name in ("special_ids", "punctuation_ids"):
             described[name] = None if described[name] is None else len(described[name])
@@ -90,56 +97,47 @@ class FastGen(EvictingPolicy):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The ids of all tokens, and the tokenizer's to compare them with."""
+        """The ids of all tokens, and the tokenizer if the ids to look for are not given."""
         known = self.special_ids is not None and self.punctuation_ids is not None
         return frozenset({"token_ids"} if known else {"token_ids", "tokenizer"})
 
     def require_protection(self, spans: Spans) -> None:
-        """Never raise: there is no budget, every head keeps them beside its own."""
+        """Accept all spans: there is no budget, and every head keeps them beside its own tokens."""
 
     def select(self, layer: PromptLayer) -> Selection:
-        """Choose what every head keeps, and keep it."""
+        """Choose for every head which kinds of tokens it keeps, and select these tokens."""
         if self.recovery == 1:
-            return Selection.whole(layer)
+            return Selection.keep_all(layer)
         tokens = layer.row_tokens
         local_tokens = _part_of(tokens, self.local_ratio)
         received, from_afar = (
             ops.reduce_group(attention, layer.num_kv_heads, "mean")
-            for attention in ops.attention_received_by_distance(
-                layer.queries,
-                layer.keys,
-                near_tokens=local_tokens,
-                pad_tokens=layer.pad_tokens,
-                score_options=layer.score_options,
-            )
+            for attention in ops.attention_received_by_distance(layer, local_tokens)
         )
         columns = torch.arange(received.shape[-1], device=received.device).expand_as(received)
         columns = columns.masked_fill(columns < _pads(layer), -1)
         kinds = self._kinds(layer.token_ids)
         choice = self._profile(layer, received, from_afar, columns, kinds)
         if bool((choice == FULL).all()):
-            return Selection.whole(layer)
+            return Selection.keep_all(layer)
         notes = torch.stack([choice, local_tokens[:, None].expand_as(choice)], dim=-1)
         scores = received.masked_fill(_of_kept_kinds(choice, *kinds), float("inf"))
         if layer.protected is not None:
             scores = scores.masked_fill(layer.protected, float("inf"))
         kept = self._kept(scores, columns, columns.shape[-1], tokens, notes)
-        own = layer.stored_heads is None  # a latent is stored once for all heads, in rows as wide
+        # A latent is stored once for all heads, so its rows must have the same length.
+        own = layer.stored_heads is None
         return Selection.of_mask(kept, per_head_budget=own, scores=scores, head_notes=notes)
 
     def evict(self, step: DecodeStep) -> Eviction:
-        """Apply every head's choice again, to what it holds and to the tokens of this step."""
+        """Apply every head's choice to the tokens it holds and to those of this step.
+
+        Adds the attention of this step to the scores.
+        """
         if step.head_notes is None:
             return Eviction()
         assert step.scores is not None
-        received = ops.attention_to_stored(
-            step.queries,
-            step.keys,
-            columns=step.columns,
-            seen_tokens=step.seen_tokens,
-            pad_tokens=step.pad_tokens,
-            score_options=step.score_options,
-        )
+        received = ops.attention_to_stored(step, step.columns, step.seen_tokens)
         scores = step.scores + ops.reduce_group(received, step.num_kv_heads, "mean")
         kinds = self._kinds(step.token_ids)
         new = scores[..., -kinds[0].shape[-1] :]
@@ -152,7 +150,7 @@ class FastGen(EvictingPolicy):
         return Eviction.of_mask(kept, scores=scores)
 
     def _kinds(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Which tokens are special, and which are punctuation: both (B, N) bool."""
+        """Return which tokens are special, and which are punctuation: both (B, N) bool."""
         assert token_ids is not None
         assert self.special_ids is not None
         assert self.punctuation_ids is not None
@@ -166,12 +164,23 @@ class FastGen(EvictingPolicy):
         columns: Tensor,
         kinds: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """The cheapest choice of every head that recovers enough: (B, H) int64.
+        """Return the cheapest choice of every head that recovers enough attention.
 
-        Nothing of the (queries x keys) matrix is needed but two sums per token: all that it
-        received, and what it received from queries that do not have it among their recent tokens.
-        What a choice loses is counted, not what it recovers, so that rounding costs `FULL` nothing
-        and attention that goes to no token at all (learned sinks) counts as recovered.
+        Two sums per token are enough, so the (queries x keys) matrix is never held: the attention
+        that a token received, and the part of it from queries for which the token is not recent.
+        The lost attention is counted rather than the recovered, so that rounding costs `FULL`
+        nothing, and attention that goes to no token at all (learned sinks) counts as recovered.
+
+        Args:
+            layer: the layer at the end of the prompt.
+            received: (B, H, T) float32, attention that every token received.
+            from_afar: (B, H, T) float32, the part of it from queries for which the token is not
+                recent.
+            columns: (B, H, T) int64, -1 for padding.
+            kinds: which tokens are special and which are punctuation, both (B, T) bool.
+
+        Returns:
+            (B, H) int64.
         """
         tokens = layer.row_tokens
         special, punctuation = (kind[:, None] for kind in kinds)
@@ -184,22 +193,25 @@ class FastGen(EvictingPolicy):
         return enough.long().argmax(dim=-1)
 
     def _frequent(self, received: Tensor, candidates: Tensor, tokens: Tensor) -> Tensor:
-        """Which candidates received most attention, as many as `frequent_ratio` says."""
+        """Return which candidates received most attention, as many as `frequent_ratio` says."""
         wanted = _part_of(tokens, self.frequent_ratio).expand(len(received)).tolist()
-        return candidates & ops.best_of(received.masked_fill(~candidates, -math.inf), wanted)
+        return candidates & ops.mask_best(received.masked_fill(~candidates, -math.inf), wanted)
 
     def _kept(
         self, scores: Tensor, columns: Tensor, seen_tokens: int, tokens: Tensor, notes: Tensor
     ) -> Tensor:
-        """Which slots every head keeps, by its choice: (B, H, S) bool.
+        """Return which slots every head keeps by its choice.
 
         Args:
-            scores: (B, H, S) float32, infinite where a token is of a kind that its head keeps, or
-                protected.
-            columns: (B, H, S) int64, -1 where a slot holds no token.
+            scores: (B, H, S) float32, infinite if a token is protected or of a kind that its head
+                keeps.
+            columns: (B, H, S) int64, -1 if a slot holds no token.
             seen_tokens: columns so far.
-            tokens: (B,) int64, tokens so far, pads left out.
+            tokens: (B,) int64, tokens so far without padding.
             notes: (B, H, 2) int64, every head's choice and its number of recent tokens.
+
+        Returns:
+            (B, H, S) bool.
         """
         choice, local_tokens = notes.unsqueeze(-2).unbind(dim=-1)
         real, marked = columns >= 0, scores.isinf()
@@ -209,34 +221,46 @@ class FastGen(EvictingPolicy):
 
 
 def _of_kept_kinds(choice: Tensor, special: Tensor, punctuation: Tensor) -> Tensor:
-    """Which tokens a head keeps by their kind alone: (B, H, N) bool."""
+    """Return which tokens a head keeps because of their kind alone.
+
+    Returns:
+        (B, H, N) bool.
+    """
     choice = choice[..., None]
     return special[:, None] | (punctuation[:, None] & (choice >= PUNCTUATION)) | (choice == FULL)
 
 
 def _part_of(tokens: Tensor, ratio: float) -> Tensor:
-    """(B,) int64: that fraction of the tokens, rounded down, at least one."""
+    """Return that fraction of `tokens`, rounded down, at least one.
+
+    Returns:
+        (B,) int64.
+    """
     return (tokens.double() * ratio + 1e-9).floor().long().clamp(min=1)
 
 
 def _pads(states: LayerStates) -> Tensor:
-    """(B or 1, 1, 1) int64: the leading pads of each row."""
+    """Return the leading padding of each row.
+
+    Returns:
+        (B or 1, 1, 1) int64.
+    """
     if states.pad_tokens is None:
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=states.keys.device)
     return states.pad_tokens[:, None, None]
 
 
 def special_tokens(tokenizer: Any) -> TokenIds:
-    """All tokens that the tokenizer calls special, chat markers among them."""
+    """Return the ids of all tokens that the tokenizer calls special, chat markers among them."""
     added = tokenizer.added_tokens_decoder.items()
     marked = {index for index, token in added if token.special}
     return tuple(sorted(marked | set(tokenizer.all_special_ids)))
 
 
 def punctuation_tokens(tokenizer: Any) -> TokenIds:
-    """All tokens whose text is punctuation, as Unicode has it, and white space around it.
+    """Return the ids of all tokens whose text is Unicode punctuation and white space around it.
 
-    Every id of the vocabulary is decoded, so variants with a space and single bytes are among them.
+    Every id of the vocabulary is decoded, so variants with a space and single bytes are included.
     """
     special = set(special_tokens(tokenizer))
     ids = sorted(set(tokenizer.get_vocab().values()) - special)
@@ -249,28 +273,39 @@ def _is_punctuation(text: str) -> bool:
 
 
 def require_token_ids(argument: str, ids: object) -> None:
-    """Raise unless `ids` are `TokenIds`, or None."""
+    """Raise unless `ids` are `TokenIds` or None.
+
+    Raises:
+        InvalidTypeError: `ids` is no tuple, or holds something that is no token id.
+        InvalidArgumentError: a token id is negative.
+    """
     if ids is None:
         return
-    remedy = "pass a tuple such as (1, 2), or leave it to with_tokenizer"
+    remedy = "Pass a tuple such as (1, 2), or leave it to with_tokenizer"
     if not isinstance(ids, tuple):
-        raise InvalidTypeError(
-            f"{argument}: expected token ids, got {ids!r} of type {type(ids).__name__}; {remedy}"
-        )
+        problem = f"expected token ids, got {ids!r} of type {type(ids).__name__}"
+        raise wrong(argument, problem, remedy, InvalidTypeError)
     for entry in ids:
         for index in entry if isinstance(entry, tuple) and entry else (entry,):
             if isinstance(index, bool) or not isinstance(index, int):
-                raise InvalidTypeError(
-                    f"{argument}: expected token ids, got {entry!r} among them; {remedy}"
-                )
+                problem = f"expected token ids, got {entry!r} among them"
+                raise wrong(argument, problem, remedy, InvalidTypeError)
             if index < 0:
-                raise InvalidArgumentError(
-                    f"{argument}: expected ids of at least 0, got {index}; {remedy}"
-                )
+                raise wrong(argument, f"expected ids of at least 0, got {index}", remedy)
 
 
 def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:
-    """Which tokens, (B, N) int64, are wanted; a marker is where its tokens follow each other."""
+    """Return which of the tokens are in `wanted`.
+
+    Every token of a marker is included where its tokens follow each other.
+
+    Args:
+        token_ids: (B, N) int64.
+        wanted: ids and markers to look for.
+
+    Returns:
+        (B, N) bool.
+    """
     singles, markers = _split(wanted, token_ids.device)
     matches = singles[torch.searchsorted(singles, token_ids.contiguous())] == token_ids
     for marker in markers:
@@ -285,9 +320,11 @@ def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _split(wanted: TokenIds, device: torch.device) -> tuple[Tensor, list[tuple[int, ...]]]:
-    """The wanted tokens that are no markers of several, (N,) int64, and the markers.
+    """Split `wanted` into single tokens and markers of several tokens.
 
-    The tokens ascend; the last number is above all of them.
+    Returns:
+        The ascending ids of the single tokens and one number above all of them, (N,) int64; and the
+        markers.
     """
     singles = [entry for entry in wanted if isinstance(entry, int)]
     markers = [entry for entry in wanted if isinstance(entry, tuple)]

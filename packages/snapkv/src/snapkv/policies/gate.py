@@ -1,7 +1,7 @@
-"""A gate: numbers that tell from a token's own key, value and place how much it will be wanted.
+"""A gate: weights that predict from a token's key, value and position how much attention it gets.
 
-One for each KV head, fitted to a model by `snapkv study fit-gate`. A file of one is safetensors,
-without code, and says of which model it is.
+There is one set for each KV head, fitted to a model by `snapkv study fit-gate`. The file of a gate
+is safetensors, without code, and names the model it was fitted to.
 """
 
 import base64
@@ -21,14 +21,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import InvalidArgumentError, InvalidTypeError, wrong
 from snapkv.policies.states import PromptLayer
 
 FORMAT = "snapkv gate 1"
 MOST_BYTES = 1 << 24
-"""Of a file; the largest models need two million."""
+"""The largest file of a gate, in bytes; the largest models need two million."""
 
-_REMEDY = "fit one with snapkv study fit-gate"
+_REMEDY = "Fit one with snapkv study fit-gate"
 _LEAST_NORM = 1e-6
 _AT_ONCE = 4096
 _SIZES = ("layers", "heads", "key_size", "value_size")
@@ -39,14 +39,16 @@ class Gate:
     """Weights of a linear map per layer and KV head, from `features` to log-scores.
 
     Attributes:
-        layers: those of full attention.
-        heads: KV heads of each.
-        key_size, value_size: of a head.
-        model: what tells the model from others, see `snapkv.hf.identity.digest_of`; "" for any.
-        data: (layers, heads, features) float16, little-endian: a weight for each of `features`.
+        layers: layers with full attention.
+        heads: KV heads of each layer.
+        key_size, value_size: channels of a head's keys and values.
+        model: the digest that identifies the model, see `snapkv.hf.identity.digest_of`; "" for any
+            model.
+        data: (layers, heads, features) float16 as little-endian bytes, a weight for each of
+            `features`.
 
     Raises:
-        InvalidArgumentError: `data` of another size, or numbers that are not finite.
+        InvalidArgumentError: `data` has another size, or holds numbers that are not finite.
     """
 
     layers: int
@@ -60,16 +62,15 @@ class Gate:
         features = feature_count(self.key_size, self.value_size)
         expected = 2 * self.layers * self.heads * features
         if len(self.data) != expected or expected == 0:
-            raise InvalidArgumentError(
-                f"gate: expected {expected:,} bytes of weights for {self.layers} layers x "
-                f"{self.heads} KV heads, got {len(self.data):,}; {_REMEDY}"
-            )
+            sizes = f"{self.layers} layers with {self.heads} KV heads"
+            problem = f"expected {expected:,} bytes of weights for {sizes}, got {len(self.data):,}"
+            raise wrong("gate", problem, _REMEDY)
         if not self.weights.isfinite().all():
-            raise InvalidArgumentError(f"gate: expected finite weights, got others; {_REMEDY}")
+            raise wrong("gate", "some weights are not finite", _REMEDY)
 
     @classmethod
     def of(cls, weights: Tensor, key_size: int, value_size: int, model: str = "") -> Self:
-        """A gate of (layers, heads, features) weights of any dtype."""
+        """Build a gate from (layers, heads, features) weights of any dtype."""
         layers, heads, _ = weights.shape
         data = weights.detach().cpu().to(torch.float16).contiguous().view(torch.uint8)
         sizes = {"layers": layers, "heads": heads, "key_size": key_size, "value_size": value_size}
@@ -77,65 +78,83 @@ class Gate:
 
     @functools.cached_property
     def weights(self) -> Tensor:
-        """(layers, heads, features) float32."""
+        """The weights as a tensor.
+
+        Shape: (layers, heads, features) float32.
+        """
         flat = torch.frombuffer(bytearray(self.data), dtype=torch.float16)
         return flat.float().view(self.layers, self.heads, -1)
 
     @property
     def digest(self) -> str:
-        """What tells the weights from others."""
+        """The SHA-256 digest of the weights."""
         return hashlib.sha256(self.data).hexdigest()
 
     def log_scores(self, layer: PromptLayer) -> Tensor:
-        """Of every token of a layer: (B, heads, T) float32, higher first; of pads anything."""
+        """Predict the log-score of every token of a layer.
+
+        The scores of padding mean nothing.
+
+        Returns:
+            (B, heads, T) float32, higher is better.
+
+        Raises:
+            InvalidArgumentError: the gate is of a model with other layers, heads or head sizes.
+        """
         self._require_shapes(layer)
         weights = self.weights[layer.depth, :, :, None].to(layer.keys.device)
         parts = [features(layer, part) @ weights for part in _pieces(layer.keys.shape[2])]
         return torch.cat(parts, dim=2)[..., 0]
 
     def _require_shapes(self, layer: PromptLayer) -> None:
-        """Raise unless the layer is of a model of such layers and heads."""
+        """Raise unless the layer is of a model with this gate's layers, heads and head sizes.
+
+        Raises:
+            InvalidArgumentError: a size differs.
+        """
         own = (self.layers, self.heads, self.key_size, self.value_size)
         got = (layer.num_layers, *layer.keys.shape[1::2], layer.values.shape[3])
         if own != got:
-            raise InvalidArgumentError(
-                f"gate: expected one of {got} layers, KV heads, sizes of keys and of values, got "
-                f"{own}; pass the one of this model, or {_REMEDY}"
-            )
+            sizes = "layers, KV heads, key size and value size"
+            problem = f"expected {got} ({sizes}) as in the model, got {own}"
+            raise wrong("gate", problem, "Pass the gate of this model")
 
     def describe(self) -> str:
-        """The beginning of the digest."""
+        """Return the first 16 characters of the digest."""
         return self.digest[:16]
 
     def as_saved(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """Return sizes, model and weights as JSON values."""
         sizes = {name: getattr(self, name) for name in _SIZES}
         return sizes | {"model": self.model, "data": base64.b64encode(self.data).decode()}
 
     def as_file(self) -> bytes:
-        """All of it, as a file has it."""
+        """Return the bytes of a safetensors file of this gate."""
         flat = torch.frombuffer(bytearray(self.data), dtype=torch.float16)
-        told = {name: str(getattr(self, name)) for name in _SIZES}
-        told |= {"format": FORMAT, "model": self.model, "sha256": self._seal()}
-        return save({"weights": flat.view(self.layers, self.heads, -1)}, told)
+        metadata = {name: str(getattr(self, name)) for name in _SIZES}
+        metadata |= {"format": FORMAT, "model": self.model, "sha256": self._seal()}
+        return save({"weights": flat.view(self.layers, self.heads, -1)}, metadata)
 
     def _seal(self) -> str:
-        """The digest of all that a file says."""
-        told = repr([getattr(self, name) for name in (*_SIZES, "model")])
-        return hashlib.sha256(told.encode() + self.data).hexdigest()
+        """Return the digest of everything in a file of this gate, weights and metadata."""
+        metadata = repr([getattr(self, name) for name in (*_SIZES, "model")])
+        return hashlib.sha256(metadata.encode() + self.data).hexdigest()
 
 
 def feature_count(key_size: int, value_size: int) -> int:
-    """How many numbers a gate looks at."""
+    """Return how many numbers `features` gives for each token."""
     return 2 * key_size + value_size + 6
 
 
 def features(layer: PromptLayer, part: slice) -> Tensor:
-    """What a gate looks at of some slots: (B, Hkv, slots, features) float32.
+    """Compute what a gate reads from the slots of `part`.
 
-    The key as it was before rotary embedding, its squares, the value, the logarithms of both
-    norms; of the N tokens of its row the token is number i, from 0: log(i + 1), i / N and
-    log(N - i); and 1.
+    The features are the key before rotary embedding, its squares, the value, and the logarithms of
+    both norms; then log(i + 1), i / N and log(N - i), if the token is number i, from 0, of the N
+    tokens of its row; and 1.
+
+    Returns:
+        (B, Hkv, slots, features) float32.
     """
     assert layer.rotation is not None
     keys, values = layer.keys[:, :, part], layer.values[:, :, part].float()
@@ -155,58 +174,61 @@ def features(layer: PromptLayer, part: slice) -> Tensor:
 
 
 def _pieces(slots: int) -> list[slice]:
-    """So few at once that what is looked at takes little memory."""
+    """Cut `slots` slots into ranges that are small enough for `features` to take little memory."""
     return [slice(at, min(at + _AT_ONCE, slots)) for at in range(0, slots, _AT_ONCE)]
 
 
 def read_gate(given: object) -> Gate:
-    """A gate as a user has given it, itself or the name of a file, or as `as_saved` has it.
+    """Return the gate that a user has given, as an object, a file name or a dict of `as_saved`.
 
     Raises:
-        InvalidArgumentError: no such file, a larger one than 16 MiB, or one of something else.
-        InvalidTypeError: neither of them.
+        InvalidArgumentError: the file cannot be read, is larger than 16 MiB, or holds no whole
+            gate; or the dict does not.
+        InvalidTypeError: `given` is none of these.
     """
     if isinstance(given, Gate):
         return given
     if isinstance(given, str | os.PathLike):
         return _gate_in(Path(given))
     if isinstance(given, Mapping):
-        with _reading("what was saved"):
+        with _reading("the saved gate"):
             values = {name: given[name] for name in (*_SIZES, "model")}
             return Gate(**values, data=base64.b64decode(given["data"], validate=True))
-    raise InvalidTypeError(
-        f"gate: expected the name of a file, got {given!r} of type {type(given).__name__}; "
-        f"{_REMEDY}"
-    )
+    problem = f"expected the name of a file, got {given!r} of type {type(given).__name__}"
+    raise wrong("gate", problem, _REMEDY, InvalidTypeError)
 
 
 def _gate_in(path: Path) -> Gate:
+    """Read the gate in a file.
+
+    Raises:
+        InvalidArgumentError: the file cannot be read, is too large, or holds no whole gate.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise InvalidArgumentError(
-            f"gate: expected a file that snapkv study fit-gate has written, got {str(path)!r}, "
-            f"which cannot be read ({error.strerror}); {_REMEDY}"
-        ) from error
+        problem = f"the file {str(path)!r} cannot be read ({error.strerror})"
+        raise wrong("gate", problem, _REMEDY) from error
     with _reading(repr(str(path))):
         if len(content) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
-        told = _metadata(content)
-        if told.get("format") != FORMAT:
-            raise ValueError(f"its format is {told.get('format')!r}, not {FORMAT!r}")
+        metadata = _metadata(content)
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
         weights = load(content)["weights"]
         if weights.dtype != torch.float16:
             raise ValueError(f"its weights are {weights.dtype}")
         data = weights.contiguous().view(torch.uint8).numpy().tobytes()
-        gate = Gate(**{name: int(told[name]) for name in _SIZES}, model=told["model"], data=data)
-        if gate._seal() != told["sha256"]:
+        sizes = {name: int(metadata[name]) for name in _SIZES}
+        gate = Gate(**sizes, model=metadata["model"], data=data)
+        if gate._seal() != metadata["sha256"]:
             raise ValueError("its bytes are not those that were written")
         return gate
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """What stands in the header of a safetensors file beside its tensors."""
+    """Return the metadata in the header of a safetensors file."""
     size = int.from_bytes(content[:8], "little")
     found: dict[str, str] = json.loads(content[8 : 8 + size])["__metadata__"]
     return found
@@ -214,7 +236,7 @@ def _metadata(content: bytes) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _reading(place: str) -> Iterator[None]:
-    """Turn whatever is wrong with a gate into one line that says where it was."""
+    """Turn every error of reading a gate into one InvalidArgumentError that names the `place`."""
     try:
         yield
     except InvalidArgumentError:
@@ -223,7 +245,5 @@ def _reading(place: str) -> Iterator[None]:
         *(AttributeError, LookupError, TypeError, ValueError, RuntimeError, RecursionError),
         *(SafetensorError, binascii.Error, OverflowError),
     ) as error:
-        raise InvalidArgumentError(
-            f"gate: expected what snapkv study fit-gate has written, whole and unchanged, got "
-            f"something else in {place} ({error!r:.80}); {_REMEDY}"
-        ) from error
+        problem = f"{place} is no gate, or a damaged one ({error!r:.80})"
+        raise wrong("gate", problem, _REMEDY) from error

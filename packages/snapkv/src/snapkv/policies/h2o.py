@@ -16,13 +16,13 @@ from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLaye
 class H2O(SplitBudget):
     """Keeps the tokens that received most attention so far, and the most recent ones.
 
-    A token's score is the attention it has received from every query since the start of the
-    prompt, summed in float32 and averaged over the query heads that share a KV head (the paper has
-    no such groups). At the end of the prompt and after every generated token, each head keeps its
-    `heavy` best-scored tokens among the older ones and the `recent` last ones; what is dropped
-    never returns. The four public variants differ; this is the one that really drops
-    (``H2OKVCache_LayerWise``), with the paper's accumulated scores: a new token attends to
-    ``heavy + recent + 1`` tokens, itself included. The paper splits a budget evenly.
+    A token's score is the attention it has received from every query since the start of the prompt,
+    summed in float32 and averaged over the query heads that share a KV head (the paper has no such
+    groups). At the end of the prompt and after every generated token, each head keeps its `heavy`
+    best-scored tokens among the older ones and the `recent` last ones; dropped tokens never return.
+    There are four public variants. This is the one that really drops tokens
+    (``H2OKVCache_LayerWise``), with the paper's accumulated scores: a new token attends to ``heavy
+    + recent + 1`` tokens, itself included. The paper splits a budget evenly.
 
     Args:
         budget: tokens kept per KV head and layer, half heavy and half recent; 1024 if nothing is
@@ -31,7 +31,8 @@ class H2O(SplitBudget):
         recent: how many of the last tokens to keep, at least 1.
 
     Raises:
-        InvalidArgumentError: a value out of range, or `budget` beside both others.
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a value is out of range, or `budget` is not the sum of the other two.
     """
 
     name: ClassVar[str] = "h2o"
@@ -46,25 +47,24 @@ class H2O(SplitBudget):
         split_budget(self, "heavy", default_recent=lambda budget: (budget + 1) // 2)
 
     def rate(self, states: LayerStates) -> Tensor:
-        """The attention that every slot receives from the queries: (B, Hkv, S) float32."""
-        received = ops.attention_received(
-            states.queries,
-            states.keys,
-            states.score_options,
-            pad_tokens=states.leading_padding,
-        )
+        """Return the attention that every slot receives from the queries.
+
+        Returns:
+            (B, Hkv, S) float32.
+        """
+        received = ops.attention_received(states.without_empty_slots)
         return ops.reduce_group(received, states.num_kv_heads, "mean")
 
     def note(self, layer: PromptLayer) -> Tensor:
         return self.rate(layer)
 
     def select(self, layer: PromptLayer) -> Selection:
-        """Keep heavy hitters of the whole prompt and its last tokens."""
+        """Keep the heavy hitters of the whole prompt and its last tokens."""
         scores = self.rate(layer)
         return Selection.of(layer, self._heaviest(layer, scores), scores=scores)
 
     def evict(self, step: DecodeStep) -> Eviction:
-        """Add the attention of this step and drop the lightest of the older tokens."""
+        """Add the attention of this step to the scores, and drop the lightest older tokens."""
         assert step.scores is not None
         scores = step.scores + self.rate(step)
         return Eviction(keep_indices=self._heaviest(step, scores), scores=scores)
@@ -74,6 +74,10 @@ class H2O(SplitBudget):
         return self.keep(states, scores, kept)
 
     def require_protection(self, spans: Spans) -> None:
-        """Raise unless they fit among the heavy hitters."""
+        """Raise unless the spans fit among the heavy hitters.
+
+        Raises:
+            InvalidArgumentError: the spans have more tokens than there are heavy hitters.
+        """
         assert self.heavy is not None
         self._require_whole_spans(spans, self.heavy, f"next to its {self.recent} recent tokens")

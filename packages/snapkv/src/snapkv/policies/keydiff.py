@@ -1,4 +1,4 @@
-"""KeyDiff (Park et al., 2025): keys that differ from the others carry what the others do not."""
+"""KeyDiff (Park et al., 2025): keep the keys that are least like the other keys."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
@@ -15,8 +15,9 @@ class KeyDiff(PrefixPolicy):
     """Keeps the positions whose keys are least like the average key; needs no attention.
 
     The score of a position is minus the cosine between its key and the mean of all normalised keys
-    of the head. The paper also evicts while it reads the prompt in blocks; here, as in kvpress,
-    the prompt is read once and cut at its end. The window is kept as in SnapKV, which neither does.
+    of the head. The paper also evicts while it reads the prompt in blocks; here, as in kvpress, the
+    whole prompt is read and compressed at its end. The window is kept as in SnapKV, which neither
+    of them does.
 
     Args:
         budget, keep_ratio, window_size: as in `PrefixPolicy`.
@@ -25,14 +26,18 @@ class KeyDiff(PrefixPolicy):
 
     name: ClassVar[str] = "keydiff"
     query_tokens: ClassVar[int] = 0
-    rates_what_is_held: ClassVar[bool] = True
+    scores_after_drops: ClassVar[bool] = True
 
     _: KW_ONLY
     sink_tokens: int = 0
 
     @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
-        """Minus the cosine to the mean key: (B, Hkv, P) float32."""
+        """Return minus the cosine to the mean key.
+
+        Returns:
+            (B, Hkv, P) float32.
+        """
         directions = F.normalize(layer.keys.float(), dim=-1)
         if layer.pads is not None:
             directions = directions.masked_fill(layer.pads[..., None], 0.0)

@@ -1,4 +1,4 @@
-"""KVzap (Jeblick and Jegou, 2026, arXiv 2601.07891): KVzip foretold while reading once."""
+"""KVzap (Jeblick and Jegou, 2026, arXiv 2601.07891): predict KVzip's scores in one reading."""
 
 import os
 from dataclasses import KW_ONLY, dataclass, field
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.policies.base import Need
 from snapkv.policies.gate import Gate, read_gate
 from snapkv.policies.prefix_policy import PrefixPolicy
@@ -15,18 +15,18 @@ from snapkv.policies.states import PromptLayer
 
 @dataclass(frozen=True)
 class KVzap(PrefixPolicy):
-    """A fitted gate predicts what `KVzip(plus=True)` would keep, without its second reading.
+    """Predicts with a fitted gate what `KVzip(plus=True)` would keep, without its second reading.
 
     The idea is KVzap's: a linear map per layer to the logarithms of the scores of KVzip+, here
-    fitted by ridge regression (`snapkv study fit-gate`). Where the authors' map reads the hidden
-    state before attention, this one reads what the cache has of a token, see
-    `snapkv.policies.gate.features`: its key before rotary embedding, its value, and where it
-    stands. `AdaKV(KVzap(...))` lets heads keep different numbers; the authors keep what scores
-    above a threshold, and also evict while generating, here all of that stays. A token stands where
-    its row's count says, from 0: with `position_ids` of one's own the gate looks at keys that it
-    does not know.
+    fitted by ridge regression (`snapkv study fit-gate`). The authors' map reads the hidden state
+    before attention. This one reads what the cache holds of a token, see
+    `snapkv.policies.gate.features`: its key before rotary embedding, its value, and its position.
+    `AdaKV(KVzap(...))` lets heads keep different numbers. The authors keep what scores above a
+    threshold and also evict during decoding; here all generated tokens stay. The gate takes
+    positions that count from 0 in each row; with other `position_ids` it reads keys that it was not
+    fitted to.
 
-    Without a gate `CompressedCache` takes what the study has found of the model.
+    Without a gate `CompressedCache` uses the one that the study has stored for the model.
 
     Args:
         budget, keep_ratio, window_size: as in `PrefixPolicy`.
@@ -34,8 +34,8 @@ class KVzap(PrefixPolicy):
         sink_tokens: first tokens that every head keeps, 4 as in KVzip.
 
     Raises:
-        InvalidArgumentError: a value out of range, or a file that holds no gate.
-        InvalidTypeError: a value of the wrong type.
+        InvalidArgumentError: a value is out of range, or a file holds no gate.
+        InvalidTypeError: a value has the wrong type.
     """
 
     name: ClassVar[str] = "kvzap"
@@ -53,10 +53,15 @@ class KVzap(PrefixPolicy):
             object.__setattr__(self, "gate", read_gate(self.gate))
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """The logarithm of what KVzip+ should give: (B, Hkv, P) float32."""
+        """Return the predicted logarithm of the score of KVzip+.
+
+        Returns:
+            (B, Hkv, P) float32.
+
+        Raises:
+            InvalidArgumentError: there is no gate, or it is of a model with other sizes.
+        """
         if not isinstance(self.gate, Gate):
-            raise InvalidArgumentError(
-                "gate: expected one of this model, got none; pass a file that snapkv study "
-                "fit-gate has written"
-            )
+            remedy = "Pass a file that snapkv study fit-gate has written"
+            raise wrong("gate", "expected one of this model, got none", remedy)
         return self.gate.log_scores(layer)[..., : layer.keys.shape[2] - self.window_size]

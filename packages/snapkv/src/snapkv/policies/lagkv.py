@@ -1,4 +1,4 @@
-"""LagKV (Liang et al., 2025): what stands out beside the piece of text that comes right behind."""
+"""LagKV (Liang et al., 2025): score tokens by how much they vary compared with the next piece."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
@@ -13,31 +13,37 @@ from snapkv.validation import require_int
 
 @dataclass(frozen=True)
 class LagKV(PrefixPolicy):
-    """Keeps the tokens that vary most, measured by the piece behind theirs; needs no attention.
+    """Keeps the tokens that vary most, measured by the piece after theirs; needs no attention.
 
-    Behind the sinks a prompt is cut into pieces of `lag_size` tokens. The channels of a piece are
+    After the sinks a prompt is cut into pieces of `lag_size` tokens. The channels of a piece are
     scaled by the lowest and the highest value that each has in the next piece, the lag. The
-    standard deviation over the channels of a token, as a softmax over its piece, rates its key,
-    and likewise its value; the mean of both is the token's rating, and every piece keeps as many
-    of its best as any other (arXiv 2504.04704, Sec. 3). The last piece has no lag: it stays, with
-    what fills no piece; where the budget has no room for all of that, the newest of it.
+    standard deviation over the channels of a token, as a softmax over its piece, rates its key, and
+    likewise its value. The mean of both is the token's rating, and every piece keeps the same
+    number of its best tokens (arXiv 2504.04704, Sec. 3). The last piece has no lag, so it is kept
+    together with the tokens that fill no piece; if the budget cannot hold all of these, the newest
+    are kept.
 
-    As in kvpress, but: of tokens of the same rank in their pieces the better rating goes first, as
-    far as float32 tells them apart beside the rank, where there any may; a channel that does not
-    vary in the lag counts 0, where there it is divided by zero; the window is kept as in SnapKV.
-    The paper goes on evicting while it generates; here, as in kvpress, the prompt is cut at its
-    end. Behind joined documents the pieces are those of what is held.
+    This follows kvpress with three differences. Of tokens with the same rank in their pieces the
+    better rating goes first, as far as float32 tells them apart beside the rank; in kvpress any
+    may. A channel that does not vary in the lag counts 0, where kvpress divides by zero. The window
+    is kept as in SnapKV. The paper also evicts during decoding; here, as in kvpress, the prompt is
+    compressed at its end. After joined documents the pieces are those of the tokens that are held.
 
     Args:
         budget, keep_ratio, window_size: as in `PrefixPolicy`.
-        lag_size: tokens of a piece, at least 2. What has no lag is up to two pieces less a token.
+        lag_size: tokens of a piece, at least 2. The part without lag is up to two pieces less one
+            token.
         sink_tokens: first tokens that every head keeps, 4 as in kvpress.
-        cross_scoring: choose by ratings alone, so that pieces, and in `AdaKV` heads, compete.
+        cross_scoring: select by ratings alone, so that pieces, and in `AdaKV` heads, compete.
+
+    Raises:
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a value is out of range.
     """
 
     name: ClassVar[str] = "lagkv"
     query_tokens: ClassVar[int] = 0
-    rates_what_is_held: ClassVar[bool] = True
+    scores_after_drops: ClassVar[bool] = True
 
     _: KW_ONLY
     lag_size: int = 128
@@ -50,7 +56,11 @@ class LagKV(PrefixPolicy):
 
     @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
-        """Rank or rating within [0, 1], above 1 where there is no lag: (B, Hkv, P) float32."""
+        """Return ranks or ratings in [0, 1], above 1 for tokens without lag.
+
+        Returns:
+            (B, Hkv, P).
+        """
         B, T = layer.keys.shape[0], layer.keys.shape[2]
         scores = layer.keys.new_zeros(B, layer.num_kv_heads, T, dtype=torch.float32)
         for row, tokens in enumerate(layer.row_lengths):
@@ -66,7 +76,11 @@ class LagKV(PrefixPolicy):
         return scores[..., : T - self.window_size]
 
     def _ratings(self, states: Tensor) -> Tensor:
-        """How much tokens stand out in their pieces: (H, pieces, lag_size) of (H, T, D)."""
+        """Rate how much the tokens of (H, T, D) `states` vary.
+
+        Returns:
+            (H, pieces, lag_size) float32.
+        """
         whole = max(0, states.shape[1] - self.sink_tokens) // self.lag_size
         if whole < 2:
             return states.new_zeros(states.shape[0], 0, self.lag_size, dtype=torch.float32)
@@ -80,7 +94,7 @@ class LagKV(PrefixPolicy):
 
 
 def _ranked(ratings: Tensor) -> Tensor:
-    """Ranks in the last axis as fractions, in order of the rating where ranks are equal."""
+    """Return the rank of each rating in its piece as a fraction; equal ranks go by the rating."""
     order = ratings.argsort(dim=-1, descending=True, stable=True)
     rank = ratings.shape[-1] - 1 - order.argsort(dim=-1)
     return (rank + ratings) / ratings.shape[-1]

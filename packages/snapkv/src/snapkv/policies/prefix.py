@@ -1,4 +1,4 @@
-"""What stands before the window of a layer: what of it must stay, which of it is best."""
+"""The positions before the window of a layer: which must be kept, and which score best."""
 
 import functools
 import math
@@ -10,27 +10,30 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError
-from snapkv.policies.states import PromptLayer, Selection, Unasked, require_answers
+from snapkv.errors import wrong
+from snapkv.policies.states import DeferredChecks, PromptLayer, Selection, run_checks
 
 
 def _require_number(name: str, highest: Sequence[float]) -> None:
-    """Raise where somebody's highest score is NaN."""
+    """Raise if the highest score of a method is NaN.
+
+    Raises:
+        InvalidArgumentError: `highest` holds NaN.
+    """
     if math.isnan(highest[0]):
-        raise InvalidArgumentError(
-            f"score: expected numbers from {name}, of which the best are kept, got NaN; divide "
-            "by nothing that may be 0, and compute in float32"
-        )
+        remedy = "Compute scores in float32, and do not divide by numbers that may be 0"
+        raise wrong("score", f"{name} returned NaN", remedy)
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """A layer at the end of the prompt, to a method with a window and sinks of this size.
+    """The positions before the window of a layer that has read the whole prompt.
 
     Attributes:
-        sink_tokens: attention sinks, first tokens of every row that each head keeps, whatever their
-            scores; where there is less room beside the window, the first of them.
-        per_head_budget: whether heads or layers keep numbers of their own, around a mean.
+        window_size: the last tokens of the prompt, which every head keeps.
+        sink_tokens: attention sinks, first tokens of every row that each head keeps whatever their
+            scores. If they do not all fit beside the window, the first of them.
+        per_head_budget: whether heads or layers keep different numbers of tokens around a mean.
     """
 
     layer: PromptLayer
@@ -40,24 +43,26 @@ class Prefix:
 
     @functools.cached_property
     def slots(self) -> int:
-        """How many slots stand before the window, pads counted."""
+        """How many slots are before the window, padding included."""
         return max(0, self.layer.keys.shape[2] - self.window_size)
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """B numbers: tokens of each row before the window."""
+        """How many tokens of each row are before the window, without padding: B numbers."""
         return [max(0, tokens - self.window_size) for tokens in self.layer.row_lengths]
 
     @property
     def sinks(self) -> list[int]:
-        """B numbers: attention sinks that each row has."""
+        """How many attention sinks each row has: B numbers."""
         return [min(self.sink_tokens, tokens) for tokens in self.lengths]
 
     @functools.cached_property
     def must_stay(self) -> Tensor | None:
-        """Positions that every head keeps whatever their scores: (B, 1 or H, P) bool.
+        """Which positions every head keeps whatever their scores.
 
-        None where there are none but sinks at most.
+        Shape: (B, 1 or H, P) bool.
+
+        None if there are none beside the sinks.
         """
         layer, slots = self.layer, self.slots
         if layer.protected is None:
@@ -65,37 +70,56 @@ class Prefix:
         sinks = layer.is_among_first(self.sink_tokens, slots) & ~layer.is_among_first(0, slots)
         return sinks | layer.protected[..., :slots]
 
-    def fits(self, kept: list[int]) -> bool:
-        """Whether rows that keep so much drop nothing, pads that all of them share included."""
+    def keeps_all(self, kept: list[int]) -> bool:
+        """Return whether rows that keep `kept` positions each drop nothing but shared padding."""
         return not self.slots or (self.slots <= max(kept) and kept == self.lengths)
 
     @functools.cached_property
-    def needed(self) -> list[int]:
-        """B numbers: what the head needs for what must stay that needs most; empty for none."""
+    def required_counts(self) -> list[int]:
+        """How many positions must be kept: B numbers, each the largest count over the row's heads.
+
+        An empty list if no position is protected.
+        """
         must_stay = self.must_stay
         return [] if must_stay is None else must_stay.sum(dim=-1).amax(dim=-1).tolist()
 
-    def checked(self, scores: Tensor, name: str) -> Tensor:
-        """The scores, refused where a method of somebody's own gives others than it has to."""
+    def check_scores(self, scores: Tensor, name: str) -> Tensor:
+        """Return `scores`, or raise if a user's method returned something else than scores.
+
+        That no score is NaN is checked here too if `layer.deferred_checks` is None, else later.
+
+        Args:
+            scores: what `PrefixPolicy.score` returned, to be (B, H, P) floating point.
+            name: the name of the method.
+
+        Raises:
+            InvalidArgumentError: wrong shape or dtype, or NaN.
+        """
         batch, heads, tokens = self.layer.keys.shape[0], self.layer.keys.shape[1], self.slots
         got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         fits = isinstance(got, tuple) and len(got) == 3 and (got[0], got[2]) == (batch, tokens)
         if not fits or (got[1] != 1 and got[1] % heads) or not scores.is_floating_point():
-            kind = f" of {scores.dtype}" if isinstance(scores, Tensor) else ""
-            raise InvalidArgumentError(
-                f"score: expected ({batch}, {heads}, {tokens}) floating-point numbers from {name}, "
-                f"one for each KV head and each position before the window, got {got}{kind}; "
-                "score layer.keys[:, :, : -self.window_size], not the window"
+            dtype = f" of {scores.dtype}" if isinstance(scores, Tensor) else ""
+            expected = f"({batch}, {heads}, {tokens}) floating-point numbers from {name}"
+            raise wrong(
+                "score",
+                f"expected {expected} (rows, KV heads, positions before the window), "
+                f"got {got}{dtype}",
+                "Score layer.keys[:, :, : -self.window_size], not the window",
             )
         if tokens:
-            pads, unasked = self.layer.pad_tokens, self.layer.unasked
+            pads, deferred = self.layer.pad_tokens, self.layer.deferred_checks
             own = scores if pads is None else ops.fill_first(scores, 0, 0.0, pads)
-            asked: Unasked = [(own.amax(), functools.partial(_require_number, name))]
-            require_answers(asked) if unasked is None else unasked.extend(asked)
+            checks: DeferredChecks = [(own.amax(), functools.partial(_require_number, name))]
+            run_checks(checks) if deferred is None else deferred.extend(checks)
         return scores
 
-    def ranked(self, scores: Tensor) -> Tensor:
-        """Scores, (B, H, P), infinite for what must stay, and below all others for pads."""
+    def mark_required(self, scores: Tensor) -> Tensor:
+        """Replace the scores of required positions by infinity, and of padding by minus infinity.
+
+        Args:
+            scores: (B, H, P) float32, which stays unchanged.
+        """
         if (must_stay := self.must_stay) is not None:
             heads = scores.shape[1] // must_stay.shape[1]
             scores = scores.masked_fill(must_stay.repeat_interleave(heads, dim=1), math.inf)
@@ -103,8 +127,8 @@ class Prefix:
         scores = ops.fill_first(scores, self.sink_tokens, math.inf, pads)
         return scores if pads is None else ops.fill_first(scores, 0, -math.inf, pads)
 
-    def best(self, scores: Tensor, kept: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """What must stay and the best, as `ops.keep_best`."""
+    def select_best(self, scores: Tensor, kept: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """Select the positions that must be kept and the best others, as `ops.keep_best` does."""
         return ops.keep_best(
             scores,
             kept,
@@ -114,8 +138,8 @@ class Prefix:
         )
 
     def select(self, scores: Tensor, kept: list[int]) -> Selection:
-        """Keep so much of every row, the same number in all heads, and the window."""
-        best = self.best(scores, kept)
+        """Select the window and the `kept` best positions of each row, as many in every head."""
+        best = self.select_best(scores, kept)
         tokens, window = self.layer.keys.shape[2], self._window(best)
         keep_indices, padding_slots = torch.cat([best, window], dim=-1), None
         if self.layer.pad_tokens is not None or min(kept) < max(kept):
@@ -126,8 +150,13 @@ class Prefix:
         )
 
     def select_by_head(self, scores: Tensor, kept: list[list[int]]) -> Selection:
-        """The same, right-aligned, where heads keep B lists of H numbers of their own."""
-        best, pads = self.best(scores, kept), self.layer.pad_tokens
+        """Select the best positions of each head, whose numbers are in `kept`, and the window.
+
+        Args:
+            scores: (B, H, P) float32.
+            kept: B lists of H numbers, how many positions each head keeps before its window.
+        """
+        best, pads = self.select_best(scores, kept), self.layer.pad_tokens
         window = self._window(best)
         if pads is not None:
             window = window.masked_fill(window < pads[:, None, None], -1)
@@ -137,7 +166,7 @@ class Prefix:
         return Selection.of_counts(
             keep_indices,
             torch.tensor(tokens),
-            per_head_budget=len(tokens[0]) > 1,  # one head, or one latent for all: rows differ
+            per_head_budget=len(tokens[0]) > 1,  # a single head, or one latent for all heads
             prompt_tokens=self.layer.keys.shape[2],
         )
 
@@ -148,5 +177,5 @@ class Prefix:
 
     @property
     def window_tokens(self) -> list[int]:
-        """B numbers: how many tokens of each row stand in the window."""
+        """How many tokens of each row are in the window: B numbers."""
         return list(map(operator.sub, self.layer.row_lengths, self.lengths))

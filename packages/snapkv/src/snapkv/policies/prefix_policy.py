@@ -1,4 +1,4 @@
-"""A method that is a score and a budget: the best of what stands before the window stay."""
+"""The base of methods that are a score and a budget, and keep the best positions and the window."""
 
 import functools
 from abc import abstractmethod
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import InvalidTypeError, wrong
 from snapkv.policies.base import Policy
 from snapkv.policies.budget import AutoBudget, Budget, ByteBudget, TokenBudget
 from snapkv.policies.prefix import Prefix
@@ -21,36 +21,36 @@ _Score = TypeVar("_Score", bound=Callable[..., Any])
 
 
 def of_any_layer(score: _Score) -> _Score:
-    """Mark a `score` that goes by a row's states alone: layers may be shown to it as rows."""
+    """Mark a `score` that does not depend on the layer, so that layers may be passed as rows."""
     vars(score)["of_any_layer"] = True
     return score
 
 
 @dataclass(frozen=True)
 class PrefixPolicy(Policy):
-    """Keeps the window and the best-scored positions before it; subclasses give the scores.
+    """Keeps the window and the best-scored positions before it; subclasses compute the scores.
 
     Args:
-        budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
-            "auto", or an `AutoBudget`, lets the votes choose, for methods that have some; "12%",
-            "64MiB", or a `ByteBudget`, keeps what fits into so many bytes.
-        keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window:
-            k = floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting"); the sinks at least.
+        budget: tokens kept per KV head and layer, window included; 1024 if neither is given. "auto"
+            or an `AutoBudget` lets the votes choose, in methods that have votes; "12%", "64MiB" or
+            a `ByteBudget` keeps what fits into these bytes.
+        keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window: k =
+            floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting"); at least the sinks.
         window_size: the last tokens of the prompt, always kept.
 
     Raises:
-        InvalidArgumentError: a value out of range, or both `budget` and `keep_ratio`.
-        InvalidTypeError: a value of the wrong type.
+        InvalidArgumentError: a value is out of range, or `budget` and `keep_ratio` are both given.
+        InvalidTypeError: a value has the wrong type.
     """
 
-    rates_what_is_held: ClassVar[bool] = False
-    """Whether `score` is right where tokens between those of the prefix have been dropped."""
+    scores_after_drops: ClassVar[bool] = False
+    """Whether `score` is right if tokens inside the prefix have been dropped."""
 
     scores_are_votes: ClassVar[bool] = False
-    """Whether a budget may be chosen by the scores, as shares of the window's attention."""
+    """Whether scores are shares of the window's attention, so that they can choose a budget."""
 
     compares_layers: ClassVar[bool] = False
-    """Whether a score means the same in every layer, so that these can share a budget by it."""
+    """Whether a score means the same in every layer, so that layers can share a budget by it."""
 
     budget: int | str | AutoBudget | ByteBudget | None = None
     _: KW_ONLY
@@ -63,35 +63,30 @@ class PrefixPolicy(Policy):
         require_one_limit(self.budget, self.keep_ratio)
         object.__setattr__(self, "budget", AutoBudget.read(ByteBudget.read(self.budget)))
         if isinstance(self.budget, str):
-            raise InvalidTypeError(
-                f"budget: expected a number of tokens, 'auto', or bytes as '12%' or '64MiB', got "
-                f"{self.budget!r}; pass one of them"
-            )
+            problem = f"expected tokens, 'auto', or bytes as '12%' or '64MiB', got {self.budget!r}"
+            raise wrong("budget", problem, "Pass one of them", InvalidTypeError)
         if isinstance(self.budget, AutoBudget) and not self.scores_are_votes:
-            raise InvalidArgumentError(
-                f"budget: expected a number of tokens with {self.name}, since 'auto' uses the "
-                "votes of SnapKV, got 'auto'; pass a number, or use SnapKV(budget='auto')"
-            )
+            problem = f"'auto' uses the votes of SnapKV, which {self.name} does not count"
+            raise wrong("budget", problem, "Pass a number, or use SnapKV(budget='auto')")
         self.allocation.require_valid(self.window_size, self.sink_tokens)
 
     @property
     def sink_tokens(self) -> int:
-        """Attention sinks; none here: methods that have some declare a parameter of this name.
+        """How many first tokens each head keeps as attention sinks, counted in the budget.
 
-        They count towards the budget.
+        0 here; a method with sinks declares a parameter of this name.
         """
         return 0
 
     @functools.cached_property
     def allocation(self) -> Budget:
-        """Where the budget becomes positions of every layer."""
+        """The budget as an object that computes how many positions each layer keeps."""
         if isinstance(self.budget, Budget):
             return self.budget
-        return TokenBudget(self.budget, self.keep_ratio)  # type: ignore[arg-type] # no text by now
+        return TokenBudget(self.budget, self.keep_ratio)  # type: ignore[arg-type] # never a text
 
     @property
     def most_tokens(self) -> int | None:
-        """The budget."""
         return self.allocation.most_tokens
 
     @property
@@ -100,66 +95,89 @@ class PrefixPolicy(Policy):
 
     @abstractmethod
     def score(self, layer: PromptLayer) -> Tensor:
-        """Rate the prefix: (B, num_kv_heads or Hq, T - window_size) float32, higher first."""
+        """Score the prefix.
 
-    def scored(self, prefix: Prefix) -> Tensor:
-        """`score`, whose shape and dtype are right; a method is not asked about no prefix."""
+        Returns:
+            (B, num_kv_heads or Hq, T - window_size) float32, higher is better.
+        """
+
+    def compute_scores(self, prefix: Prefix) -> Tensor:
+        """Return `score` after a check of its shape and dtype; an empty prefix is not scored.
+
+        Raises:
+            InvalidArgumentError: the method returned another shape or dtype, or NaN.
+        """
         layer = prefix.layer
         if prefix.slots:
-            return prefix.checked(self.score(layer), self.name)
+            return prefix.check_scores(self.score(layer), self.name)
         heads = layer.queries.shape[1] if self.per_query_head else layer.num_kv_heads
         return layer.keys.new_zeros(len(layer.keys), heads, 0, dtype=torch.float32)
 
     def summed_weights(self, layer: PromptLayer) -> int:
-        """How many attention weights a score is the sum of; 1 where it is none, or their mean."""
+        """Return how many attention weights a score is the sum of; 1 if it is no sum."""
         del layer
         return 1
 
-    def rated(self, prefix: Prefix) -> Tensor:
-        """(B, H, P) float32: votes as shares of the window's attention, other scores as they are.
+    def compute_shares(self, prefix: Prefix) -> Tensor:
+        """Return votes as shares of the window's attention, and other scores unchanged.
 
-        What must stay is inf, pads are -inf.
+        Returns:
+            (B, H, P) float32: infinity for positions that must be kept, minus infinity for padding.
+
+        Raises:
+            InvalidArgumentError: the method returned another shape or dtype, or NaN.
         """
-        return prefix.ranked(self.scored(prefix) / self.summed_weights(prefix.layer))
+        return prefix.mark_required(self.compute_scores(prefix) / self.summed_weights(prefix.layer))
 
     def prefix(self, layer: PromptLayer, *, per_head_budget: bool = False) -> Prefix:
-        """What of the layer stands before the window."""
+        """Return the positions of the layer before the window."""
         return Prefix(layer, self.window_size, self.sink_tokens, per_head_budget)
 
     def counts(self, prefix: Prefix) -> list[int]:
-        """B numbers: positions that each row keeps; refused where what must stay does not fit."""
+        """Return how many positions each row keeps before its window: B numbers.
+
+        Raises:
+            InvalidArgumentError: the positions that must be kept do not fit. (Checked in the first
+                layer.)
+            BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
+        """
         if not prefix.layer.depth:
             self._require_room(prefix)
-        return self.allocation.counts(prefix, self.rated)
+        return self.allocation.counts(prefix, self.compute_shares)
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        """Keep the sinks, the best of the prefix and the window, or everything where it fits."""
+        """Keep the sinks, the best of the prefix and the window; None if everything fits."""
         prefix = self.prefix(layer)
         kept = self.counts(prefix)
-        return None if prefix.fits(kept) else prefix.select(self.scored(prefix), kept)
+        return None if prefix.keeps_all(kept) else prefix.select(self.compute_scores(prefix), kept)
 
     @property
-    def scores_any_layer(self) -> bool:
-        """Whether `score` goes by a row's states alone; one that a subclass brings says so."""
+    def is_layer_independent(self) -> bool:
+        """Whether `score` is marked with `of_any_layer`."""
         return getattr(type(self).score, "of_any_layer", False)
 
     @functools.cached_property
-    def chooses_of_stacks(self) -> bool:
-        """Where its score does."""
-        return self.scores_any_layer and self.keeps_the_best
+    def can_select_stacked(self) -> bool:
+        """Whether the score does not depend on the layer."""
+        return self.is_layer_independent and self.keeps_the_best
 
     @property
     def keeps_the_best(self) -> bool:
-        """Whether it leaves the choice to the scores."""
+        """Whether positions are selected by their scores alone."""
         return type(self).select is PrefixPolicy.select
 
     @property
-    def chooses_from_a_part(self) -> bool:
-        """Where its scores do, and its budget does not go by the prompt's length."""
-        return self.rates_what_is_held and self.most_tokens is not None
+    def can_select_after_drops(self) -> bool:
+        """Whether the scores allow it, and the budget does not depend on the prompt's length."""
+        return self.scores_after_drops and self.most_tokens is not None
 
     def require_protection(self, spans: Spans) -> None:
-        """Raise where no prompt that is compressed leaves them room, or a subclass chooses."""
+        """Raise if no compressed prompt can hold `spans`, or if a subclass selects in another way.
+
+        Raises:
+            InvalidArgumentError: `spans` have more tokens than the budget holds, or cannot be
+                protected.
+        """
         if not self.keeps_the_best:
             super().require_protection(spans)
         if (most := self.allocation.most_tokens) is not None:
@@ -168,13 +186,18 @@ class PrefixPolicy(Policy):
                 self._require_fits(spans.tokens, room)
 
     def require_room(self, layer: PromptLayer) -> None:
+        """Raise in the first layer if some layer cannot hold all protected tokens.
+
+        Raises:
+            InvalidArgumentError: the tokens that must be kept do not fit.
+        """
         self._require_room(self.prefix(layer))
 
     def _require_room(self, prefix: Prefix) -> None:
-        """Raise unless what must stay fits into the last layer, which keeps least."""
-        last = prefix.layer.at(prefix.layer.num_layers - 1)
+        """Raise unless the last layer, which keeps least, holds the positions that must be kept."""
+        last = prefix.layer.at_depth(prefix.layer.num_layers - 1)
         rooms = self.allocation.counts(replace(prefix, layer=last), None)
-        for tokens, room in zip(prefix.needed, rooms, strict=False):
+        for tokens, room in zip(prefix.required_counts, rooms, strict=False):
             self._require_fits(tokens, room)
 
     def _require_fits(self, tokens: int, room: int) -> None:

@@ -1,9 +1,9 @@
-"""One method for the prompt, another for what is generated behind it."""
+"""One method for the prompt, and another for the tokens that are generated after it."""
 
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar
 
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import InvalidTypeError, wrong
 from snapkv.policies import checks
 from snapkv.policies.base import EvictingPolicy, Need, Policy
 from snapkv.policies.snapkv import SnapKV
@@ -14,21 +14,22 @@ from snapkv.policies.tova import TOVA
 
 @dataclass(frozen=True)
 class PromptThenDecode(EvictingPolicy):
-    """Compresses the prompt by one method and evicts by another while generating.
+    """Compresses the prompt by one method and evicts by another during decoding.
 
-    What the second method remembers of the prompt (H2O: the attention that every token received
-    from all of it) is noted before the first one drops anything, and travels with the tokens that
-    stay. Where `decode` has more room than `prompt` keeps, the cache grows up to it first.
+    The second method scores all tokens of the prompt before the first one drops any (H2O: the
+    attention that every token received), and the scores stay with the tokens that are kept. If
+    `decode` holds more tokens than `prompt` keeps, the cache first grows up to its budget.
 
     Args:
-        prompt: what to keep of the prompt: a method with a budget that is the same for all heads,
-            such as SnapKV.
-        decode: what to evict afterwards: H2O, StreamingLLM, TOVA or another that evicts while
-            generating.
+        prompt: the method that compresses the prompt, with the same budget for all heads, such as
+            SnapKV.
+        decode: the method that evicts afterwards: H2O, StreamingLLM, TOVA or another that evicts
+            during decoding.
 
     Raises:
-        InvalidTypeError: not a policy, or one that cannot do this part.
-        InvalidArgumentError: `decode` would drop at once what `prompt` has kept.
+        InvalidTypeError: one of them is no policy, or cannot do this part.
+        InvalidArgumentError: `decode` would drop at once what `prompt` has kept, or the two methods
+            do not fit together.
     """
 
     name: ClassVar[str] = "prompt-then-decode"
@@ -39,53 +40,46 @@ class PromptThenDecode(EvictingPolicy):
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, Policy) or isinstance(self.prompt, EvictingPolicy):
-            raise InvalidTypeError(
-                f"prompt: expected a method that only compresses the prompt, such as "
-                f"SnapKV(budget=1024), got {_named(self.prompt)}; pass a method that evicts while "
-                "generating as decode"
-            )
+            problem = f"expected a method that only compresses prompts, got {_named(self.prompt)}"
+            remedy = "Pass one such as SnapKV(budget=1024), and one that evicts as decode"
+            raise wrong("prompt", problem, remedy, InvalidTypeError)
         if self.prompt.needs_reconstruction_pass:
-            raise InvalidArgumentError(
-                f"prompt: expected a method whose scores are complete with the prompt, got "
-                f"{_named(self.prompt)}; use it by itself, or pass SnapKV"
-            )
+            problem = f"{_named(self.prompt)} reads the prompt a second time before it scores it"
+            raise wrong("prompt", problem, "Use it by itself, or pass SnapKV")
         if not isinstance(self.decode, EvictingPolicy) or isinstance(self.decode, PromptThenDecode):
-            raise InvalidTypeError(
-                f"decode: expected a method that evicts while generating, such as "
-                f"TOVA(budget=1024), got {_named(self.decode)}; pass a method that only compresses "
-                "the prompt as prompt"
-            )
+            problem = f"expected a method that evicts during decoding, got {_named(self.decode)}"
+            remedy = "Pass one such as TOVA(budget=1024), and one for the prompt as prompt"
+            raise wrong("decode", problem, remedy, InvalidTypeError)
         if "rotation" in self.decode.needs:
-            raise InvalidArgumentError(
-                f"decode: expected a method that leaves positions as they are, since what the "
-                f"prompt's method keeps has gaps, got {self.decode!r}; pass positions='original'"
-            )
+            problem = f"{self.decode!r} moves positions, but those of the kept prompt have gaps"
+            raise wrong("decode", problem, "Pass positions='original'")
         self._require_room(self.prompt.most_tokens, self.decode.max_decode_tokens)
 
     def _require_room(self, most: int | None, room: int | None) -> None:
-        """Raise unless what the prompt keeps fits into what is held while generating."""
+        """Raise unless the tokens that `prompt` keeps fit into what `decode` holds.
+
+        Args:
+            most: the most tokens that `prompt` keeps, None if unknown.
+            room: the most tokens that `decode` holds, None if heads hold different numbers.
+
+        Raises:
+            InvalidArgumentError: they do not fit, or one of the numbers is None.
+        """
         if room is None:
-            raise InvalidArgumentError(
-                f"decode: expected a method with a budget that is the same for all heads, got "
-                f"{self.decode!r}, whose heads hold different numbers of tokens; use it by itself"
-            )
+            problem = f"heads of {self.decode!r} hold different numbers of tokens"
+            raise wrong("decode", problem, "Use it by itself")
         if most is None:
-            wanted = (
-                f"the same for all heads, since {self.decode.name} evicts from all of them alike"
+            expected = (
+                f"a budget that is the same for all heads, as {self.decode.name} needs it"
                 if self.prompt.per_head_budget
-                else f"a number of tokens, since what stays must fit into the {room} of "
-                f"{self.decode.name} whatever the prompt's length"
+                else f"a number of tokens, which must fit into the {room} of {self.decode.name}"
             )
-            raise InvalidArgumentError(
-                f"prompt: expected a method with a budget that is {wanted}, got {self.prompt!r}; "
-                f"pass for instance SnapKV(budget={room})"
-            )
+            problem = f"expected a method with {expected}, got {self.prompt!r}"
+            raise wrong("prompt", problem, f"Pass for instance SnapKV(budget={room})")
         if most > room:
-            raise InvalidArgumentError(
-                f"decode: expected room for the {most} tokens that a layer may keep of the prompt "
-                f"({self.prompt.name}), got {self.decode.name} with room for {room}, which would "
-                f"drop the rest at once; give decode a budget of at least {most}"
-            )
+            kept = f"{self.prompt.name} may keep {most} tokens of the prompt"
+            problem = f"{kept}, but {self.decode.name} holds {room} and would drop the rest at once"
+            raise wrong("decode", problem, f"Give decode a budget of at least {most}")
 
     @property
     def query_tokens(self) -> int:
@@ -119,16 +113,24 @@ class PromptThenDecode(EvictingPolicy):
         self.prompt.require_room(layer)
 
     def select(self, layer: PromptLayer) -> Selection:
-        """Keep what `prompt` keeps, with what `decode` notes of it."""
+        """Select with `prompt`, and score every token of the whole prompt with `decode`.
+
+        Returns:
+            The selection of `prompt`, or all positions if that is None, with the scores of
+            `decode`.
+
+        Raises:
+            InvalidArgumentError: `prompt` is not of this library and returned no valid selection.
+        """
         own = _with_queries(layer, self.prompt.query_tokens)
         selection = checks.select(self.prompt, own, [layer.layer_idx])
         if selection is None:
-            selection = Selection.whole(layer)
+            selection = Selection.keep_all(layer)
         heads = max(layer.num_kv_heads, selection.keep_indices.shape[1])
-        if heads != layer.num_kv_heads:  # stored per query head from now on, so noted as well
+        if heads != layer.num_kv_heads:  # tokens are stored per query head now, and scored so, too
             layer = replace(layer, stored_heads=heads)
-        noted = self.decode.note(_with_queries(layer, self.decode.query_tokens))
-        return replace(selection, scores=noted)
+        scores = self.decode.note(_with_queries(layer, self.decode.query_tokens))
+        return replace(selection, scores=scores)
 
     def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake | None:
         return self.prompt.votes_at_stake(_with_queries(layer, self.prompt.query_tokens))
@@ -138,7 +140,7 @@ class PromptThenDecode(EvictingPolicy):
 
 
 def _with_queries(layer: PromptLayer, query_tokens: int) -> PromptLayer:
-    """The layer with the last queries only, as many as a method has asked for."""
+    """Return the layer with its last `query_tokens` queries only."""
     start = max(0, layer.queries.shape[2] - query_tokens)
     return replace(layer, queries=layer.queries[:, :, start:]) if start else layer
 

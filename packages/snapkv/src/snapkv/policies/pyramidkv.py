@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.policies.budget import Budget, ByteBudget, Votes, linear_budgets
 from snapkv.policies.prefix import Prefix
 from snapkv.policies.snapkv import SnapKV
@@ -16,18 +16,22 @@ class PyramidKV(SnapKV):
     """SnapKV inside each layer, with budgets that fall linearly with depth.
 
     The mean over the layers is the budget: the top layer keeps ``(budget - window) / beta`` of the
-    prefix, the bottom layer what makes the mean come out, and no layer more than there is. The
+    prefix, the bottom layer what the mean then requires, and no layer more than there is. The
     authors' code rounds every step down, which gives away up to 15 % more than the budget at small
     budgets; here the layers' budgets add up exactly. ``published=True`` is the authors' rule, with
-    plain SnapKV where the prompt is shorter than twice the budget.
+    plain SnapKV if the prompt is shorter than twice the budget.
 
     Args:
         budget: mean tokens kept per KV head and layer, window included; 1024 if neither is given.
         keep_ratio: instead of `budget`, the mean fraction of the prefix to keep.
         window_size, voters, kernel_size, pooling, decay, sink_tokens: as in `SnapKV`.
         group_reduce, window_reduce: as in `SnapKV`.
-        beta: how steep the pyramid is; 1 gives every layer the same.
+        beta: how steep the pyramid is; 1 gives every layer the same budget.
         published: the authors' rounding instead of exact budgets.
+
+    Raises:
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a value is out of range, or `published` with a budget in bytes.
     """
 
     name: ClassVar[str] = "pyramidkv"
@@ -42,14 +46,12 @@ class PyramidKV(SnapKV):
         super().__post_init__()
         require_int("beta", self.beta, minimum=1)
         if self.published and isinstance(self.budget, ByteBudget):
-            raise InvalidArgumentError(
-                f"budget: expected tokens with published=True, whose rounding goes beyond any "
-                f"budget, got {self.budget!r}; pass a number, or leave published out"
-            )
+            problem = f"published=True rounds beyond a budget in bytes, got {self.budget!r}"
+            raise wrong("budget", problem, "Pass a number of tokens, or leave published out")
 
     @property
     def most_tokens(self) -> int | None:
-        """What the bottom layer keeps of a long prompt: almost twice the prefix's budget."""
+        """The most that the bottom layer keeps of a long prompt, almost twice the budget."""
         mean = super().most_tokens
         return None if mean is None else self.window_size + 2 * (mean - self.window_size)
 
@@ -60,7 +62,7 @@ class PyramidKV(SnapKV):
 
 @dataclass(frozen=True)
 class LayerBudget(Budget):
-    """Falls linearly with depth, around the budget that all layers have on average."""
+    """A budget that falls linearly with depth, around the mean over all layers."""
 
     mean: Budget
     beta: int
@@ -68,7 +70,7 @@ class LayerBudget(Budget):
 
     @property
     def most_tokens(self) -> int | None:
-        """On average over the layers."""
+        """The mean over the layers."""
         return self.mean.most_tokens
 
     def require_valid(self, window_size: int, sink_tokens: int) -> None:
@@ -76,7 +78,7 @@ class LayerBudget(Budget):
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
         layer = prefix.layer
-        last = layer.at(layer.num_layers - 1)  # where bytes are rounded down
+        last = layer.at_depth(layer.num_layers - 1)  # the layer whose bytes are rounded down
         means = self.mean.counts(replace(prefix, layer=last, per_head_budget=True), votes)
         rows = zip(means, prefix.lengths, prefix.sinks, layer.depths, strict=True)
         return [
@@ -85,7 +87,14 @@ class LayerBudget(Budget):
         ]
 
     def _of_layers(self, mean: int, own: int, prefix: Prefix, sinks: int) -> Sequence[int]:
-        """What every layer keeps of a row with so many positions, from the bottom to the top."""
+        """Return the budget of every layer for one row, from the bottom layer to the top one.
+
+        Args:
+            mean: the mean over the layers.
+            own: how many positions before the window the row has.
+            prefix: the positions before the window.
+            sinks: how many attention sinks the row has.
+        """
         layers = prefix.layer.num_layers
         if not self.published:
             return exact_budgets(mean, own, layers, self.beta, sinks)
@@ -97,7 +106,7 @@ class LayerBudget(Budget):
 def exact_budgets(
     mean: int, prefix_tokens: int, num_layers: int, beta: int, least: int = 0
 ) -> tuple[int, ...]:
-    """Budgets of the layers that fall linearly and add up to ``mean * num_layers`` exactly.
+    """Return linear budgets of the layers that add up to exactly ``mean * num_layers``.
 
     The top layer gets ``mean / beta`` or `least`, unless the bottom one would exceed the prefix.
     """
@@ -106,7 +115,7 @@ def exact_budgets(
 
 
 def published_budgets(mean: int, prefix_tokens: int, num_layers: int, beta: int) -> list[int]:
-    """The authors' budgets: rounded down at every step, so that they add up to more."""
+    """Return the authors' budgets: rounded down at every step, so that they add up to more."""
     if num_layers == 1:
         return [mean]
     top = mean // beta

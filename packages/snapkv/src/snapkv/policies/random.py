@@ -1,4 +1,4 @@
-"""A random choice: what any method must beat."""
+"""A random selection, which any method must beat."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
@@ -16,13 +16,17 @@ class Random(PrefixPolicy):
     """Keeps the window and positions drawn at random, each head its own.
 
     The draw depends on `seed`, the layer and the position counted from the end of the prompt, so
-    the same prompt keeps the same set on every run, alone or in a padded batch.
+    the same prompt keeps the same positions on every run, alone or in a padded batch.
 
     Args:
         budget, keep_ratio, window_size: as in `PrefixPolicy`.
-        seed: of the draw.
-        sink_tokens: first tokens that every head keeps, so that a method which has some can be
-            compared with chance.
+        seed: the seed of the draw.
+        sink_tokens: first tokens that every head keeps, so that a method with sinks can be compared
+            with chance.
+
+    Raises:
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a value is out of range.
     """
 
     name: ClassVar[str] = "random"
@@ -37,7 +41,7 @@ class Random(PrefixPolicy):
         require_int("seed", self.seed, minimum=0, maximum=None)
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Uniform numbers: (B, Hkv, P) float32, the same for every row of the batch."""
+        """Return uniform random numbers, (B, Hkv, P) float32, the same for every row."""
         batch, prompt_tokens = layer.keys.shape[0], layer.keys.shape[2]
         seed = (self.seed * 100_003 + layer.layer_idx) % 2**63  # what a generator accepts
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Methods that keep all of the most recent tokens and the best of the others."""
+"""The base of methods that keep all of the most recent tokens and the best of the older ones."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.policies.base import EvictingPolicy
 from snapkv.policies.budget import require_tokens
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
@@ -16,29 +16,35 @@ from snapkv.validation import DEFAULT_BUDGET, require_int
 
 
 class BestAndRecent(EvictingPolicy):
-    """Cuts the prompt, and the cache as it grows; subclasses rate the tokens and count them."""
+    """Evicts at the prompt's end and during decoding; subclasses score and count tokens."""
 
     @property
     @abstractmethod
     def recent_tokens(self) -> int:
-        """How many of the last tokens always stay."""
+        """How many of the last tokens are always kept."""
 
     @abstractmethod
     def rate(self, states: LayerStates) -> Tensor:
-        """(B, H or 1, S) float32, higher first; what the recent tokens get does not count."""
+        """Score every slot.
+
+        The scores of the recent tokens are not used.
+
+        Returns:
+            (B, H or 1, S) float32, higher is better.
+        """
 
     def of_prompt(self, tokens: int, states: LayerStates) -> int:
-        """How many of a row's tokens stay at the end of the prompt."""
+        """Return how many of a row's tokens are kept at the end of the prompt."""
         assert self.max_decode_tokens is not None
         return min(tokens, self.max_decode_tokens)
 
     def of_step(self, tokens: int, states: LayerStates) -> int:
-        """How many of a row's tokens stay behind a step."""
+        """Return how many of a row's tokens are kept after a decode step."""
         return self.of_prompt(tokens, states)
 
     def select(self, layer: PromptLayer) -> Selection:
         if layer.keys.shape[2] <= self.of_prompt(max(layer.row_lengths), layer):
-            return Selection.whole(layer)
+            return Selection.keep_all(layer)
         kept = [self.of_prompt(tokens, layer) for tokens in layer.row_lengths]
         return Selection.of(layer, self.keep(layer, self.rate(layer), kept))
 
@@ -54,7 +60,11 @@ class BestAndRecent(EvictingPolicy):
         return Eviction(keep_indices=keep_indices, padding_slots=keep_indices.shape[-1] - own)
 
     def keep(self, states: LayerStates, scores: Tensor, kept: list[int]) -> Tensor:
-        """So many slots of every row: (B, H, max(kept)) int64, ascending; padding comes first."""
+        """Select `kept[row]` slots of every row: the recent ones and the best of the older.
+
+        Returns:
+            (B, H, max(kept)) int64, ascending; rows that keep fewer start with padding.
+        """
         slots, recent = states.keys.shape[2], self.recent_tokens
         older, protected = max(slots - recent, 0), states.protected
         best = ops.keep_best(
@@ -68,7 +78,7 @@ class BestAndRecent(EvictingPolicy):
 
 
 class SplitBudget(BestAndRecent):
-    """Keeps a budget of two parts, see `split_budget`."""
+    """A method whose budget has an older and a recent part, see `split_budget`."""
 
     budget: int | None
     recent: int | None
@@ -88,9 +98,14 @@ def split_budget(policy: Any, first: str, *, default_recent: Callable[[int], int
     """Complete a frozen policy's `budget`, `first` and `recent`, of which two determine the third.
 
     Args:
-        policy: the policy being made; its three fields are set.
-        first: name of the older part, which may be 0; the recent one is at least 1.
-        default_recent: the recent part of a budget where only the budget is given.
+        policy: the policy being built; its three fields are set.
+        first: the name of the older part, which may be 0; the recent one is at least 1.
+        default_recent: returns the recent part of a budget if only the budget is given.
+
+    Raises:
+        InvalidTypeError: a value is no integer.
+        InvalidArgumentError: a value is out of range, the parts do not add up to the budget, or the
+            budget is in bytes.
     """
     require_tokens(policy)
     budget, head, tail = policy.budget, getattr(policy, first), policy.recent
@@ -104,9 +119,8 @@ def split_budget(policy: Any, first: str, *, default_recent: Callable[[int], int
     if head is None:
         head = budget - tail
     if head < 0 or tail < 1 or head + tail != budget:
-        raise InvalidArgumentError(
-            f"budget: expected {first} + recent, with recent at least 1, got budget={budget}, "
-            f"{first}={head} and recent={tail}; a budget of at least {max(head, 0) + 1} would do"
-        )
+        expected = f"expected {first} + recent, with recent at least 1"
+        problem = f"{expected}, got budget={budget}, {first}={head} and recent={tail}"
+        raise wrong("budget", problem, f"Pass a budget of at least {max(head, 0) + 1}")
     for name, value in (("budget", budget), (first, head), ("recent", tail)):
         object.__setattr__(policy, name, value)

@@ -1,6 +1,6 @@
-"""R-KV (Cai et al., NeurIPS 2025): what is attended to and not said again, for long reasoning."""
+"""R-KV (Cai et al., NeurIPS 2025): keep attended tokens without repetitions, for long reasoning."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -21,32 +21,36 @@ from snapkv.validation import (
 
 @dataclass(frozen=True)
 class RKV(BestAndRecent):
-    """Keeps what the last queries attend to and no newer key repeats; drops many at once.
+    """Keeps tokens that the last queries attend to and that no newer key repeats.
 
     Whenever a head holds `evict_every` tokens more than its budget, it is cut back to the budget:
-    the last `window_size` tokens stay, and the best of those before them by
-    ``mix_lambda * importance - (1 - mix_lambda) * redundancy``. Importance is the attention of the
-    window's queries, averaged over them and max-pooled; redundancy is how much the keys of the
-    other tokens are like a token's own, the newest of similar ones being exempt. A prompt that is
+    the last `window_size` tokens stay, and the best of those before them by ``mix_lambda *
+    importance - (1 - mix_lambda) * redundancy``. Importance is the attention of the window's
+    queries, averaged over them and max-pooled. Redundancy is how similar the keys of the other
+    tokens are to a token's own, where the newest of similar tokens are exempt. A prompt that is
     longer than the budget is cut to it at its end.
 
     As in the authors' code, a group of query heads attends by its highest score, the softmax leaves
-    out the window, and pooling comes after the average over the queries. Different from it, a token
-    that nothing is similar to exempts nothing, where the code exempts the first slot; and the
-    prompt is compressed too. The similarities of a long prompt cost the square of its length;
+    out the window, and pooling comes after the average over the queries. There are two differences:
+    a token that no other is similar to exempts nothing, where the code exempts the first slot; and
+    the prompt is compressed too. The similarities of a long prompt cost the square of its length;
     `PromptThenDecode` leaves the prompt to another method.
 
     Args:
         budget: tokens kept per KV head and layer right after an eviction, window included.
-        window_size: the last tokens, which are never dropped and whose queries are asked; the
-            layer holds on to these (the paper's alpha).
-        evict_every: how many tokens come between two evictions; 1 holds the budget at every step
+        window_size: the last tokens, which are never dropped and whose queries score the others;
+            the layer keeps these queries (the paper's alpha).
+        evict_every: how many tokens come between two evictions; 1 keeps to the budget at every step
             (the paper's buffer).
         kernel_size: width of the max pooling of the importance, odd; 1 for none.
-        mix_lambda: what importance weighs against redundancy, in [0, 1]: 1 leaves redundancy out.
-        threshold: keys whose cosine is above it are similar, in [0, 1].
+        mix_lambda: the weight of importance against redundancy, in [0, 1]; 1 leaves redundancy out.
+        threshold: keys are similar if their cosine is above it, in [0, 1].
         exempt: how many of the newest tokens that are similar to a token do not count as its
             repetitions (the paper's beta).
+
+    Raises:
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a value is out of range, or the budget is in bytes.
     """
 
     name: ClassVar[str] = "r-kv"
@@ -95,11 +99,15 @@ class RKV(BestAndRecent):
 
     def select(self, layer: PromptLayer) -> Selection:
         if layer.keys.shape[2] <= self.budget:
-            return Selection.whole(layer)
+            return Selection.keep_all(layer)
         return super().select(layer)
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Importance against redundancy: (B, num_kv_heads, S) float32."""
+        """Return importance minus redundancy, weighted.
+
+        Returns:
+            (B, num_kv_heads, S) float32.
+        """
         repeated = ops.redundancy(
             states.keys,
             threshold=self.threshold,
@@ -108,13 +116,12 @@ class RKV(BestAndRecent):
         )
         repeated = ops.reduce_group(repeated, states.num_kv_heads, "mean")
         scores = -(1 - self.mix_lambda) * repeated
-        received = ops.attention_of_groups(
-            states.queries[:, :, -self.window_size :],
-            states.keys[:, :, : -self.window_size],
-            states.score_options,
-            num_kv_heads=states.num_kv_heads,
-            pad_tokens=states.leading_padding,
+        voting = replace(
+            states.without_empty_slots,
+            queries=states.queries[:, :, -self.window_size :],
+            keys=states.keys[:, :, : -self.window_size],
         )
+        received = ops.attention_of_groups(voting, states.num_kv_heads)
         importance = ops.pool_votes(received, self.kernel_size, "max")
         scores[..., : -self.window_size] += self.mix_lambda * importance
         return scores

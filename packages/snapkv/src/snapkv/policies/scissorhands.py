@@ -1,4 +1,4 @@
-"""Scissorhands (Liu et al., NeurIPS 2023): what was pivotal lately will be pivotal again."""
+"""Scissorhands (Liu et al., NeurIPS 2023): tokens that were pivotal lately stay pivotal."""
 
 import math
 from dataclasses import KW_ONLY, dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.policies.budget import linear_budgets, require_tokens
 from snapkv.policies.recent import BestAndRecent
 from snapkv.policies.spans import Spans
@@ -18,20 +18,19 @@ from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int, requi
 
 @dataclass(frozen=True)
 class Scissorhands(BestAndRecent):
-    """Drops many tokens at once: those least often above the uniform level of attention lately.
+    """Drops many tokens at once: those that were least often above the uniform attention lately.
 
     Whenever a head holds more than its budget, it counts for every token how many of the last
-    `history` queries paid it more attention than the uniform level, keeps the `recent` last tokens,
-    and drops the `drop` older ones with the lowest counts (Alg. 2), of equal counts the oldest
-    first. So it holds between ``budget - drop + 1`` and ``budget`` tokens; ``drop=1`` holds the
-    budget at every step. A prompt read in one pass is cut to the budget once.
+    `history` queries paid it more attention than the uniform level. It keeps the `recent` last
+    tokens and drops the `drop` older ones with the lowest counts (Alg. 2), of equal counts the
+    oldest first. So it holds between ``budget - drop + 1`` and ``budget`` tokens; ``drop=1`` keeps
+    to the budget at every step. A prompt read in one pass is cut to the budget once.
 
-    Choices where the paper leaves one. The printed Alg. 2 contradicts itself; this is the reading
-    in which pivotal tokens stay. The counts are rebuilt where something is dropped, by the last
-    queries over the tokens that are left, so the layer holds on to `history` queries. A small
-    `drop` is slow: every drop compares all of them with all tokens again. Heads that share a KV
-    head add their counts. The authors' code hides tokens inside the prompt instead and has no
-    budget.
+    The paper leaves some choices open. The printed Alg. 2 contradicts itself; this is the reading
+    in which pivotal tokens stay. The counts are computed again at every eviction, by the last
+    queries over the tokens that are left, so the layer keeps `history` queries. A small `drop` is
+    slow, because every eviction compares all of these with all tokens. Heads that share a KV head
+    add their counts. The authors' code hides tokens inside the prompt instead and has no budget.
 
     Args:
         budget: tokens kept per KV head and layer, at most, on average over the layers.
@@ -40,13 +39,14 @@ class Scissorhands(BestAndRecent):
         drop: how many to drop at once; half of the layer's budget by default, as in the paper, or
             what `recent` leaves of it.
         threshold: the uniform level: 1 over the "tokens" of the sequence so far, as in the paper,
-            or over the "slots" held before the drop.
+            or over the "slots" held before the eviction.
         gamma: how much more the upper layers keep than the lower ones: budgets rise linearly from
             ``budget * (1 - gamma)`` to ``budget * (1 + gamma)``. The paper gives no formula.
 
     Raises:
-        InvalidArgumentError: a value out of range, or a lowest layer without room for its `recent`
-            tokens and a drop.
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a value is out of range, the budget is in bytes, or the lowest layer
+            cannot hold its `recent` tokens and those to drop.
     """
 
     name: ClassVar[str] = "scissorhands"
@@ -70,21 +70,21 @@ class Scissorhands(BestAndRecent):
         self._check_room(self.recent + (self.drop or 1))
 
     def _check_room(self, least: int) -> None:
-        """Raise unless the lowest layer has room for `least` tokens."""
+        """Raise unless the lowest layer holds at least `least` tokens.
+
+        Raises:
+            InvalidArgumentError: its budget is smaller.
+        """
         parts = f"more than recent={self.recent} tokens"
         if self.drop is not None:
             parts = f"recent={self.recent} tokens that stay and drop={self.drop} that go"
         if self.budget < least:
-            raise InvalidArgumentError(
-                f"budget: expected room for {parts}, got {self.budget}; a budget of at least "
-                f"{least} would do"
-            )
+            problem = f"expected room for {parts}, got {self.budget}"
+            raise wrong("budget", problem, f"Pass a budget of at least {least}")
         if self.max_decode_tokens < least:
-            raise InvalidArgumentError(
-                f"gamma: expected room in the lowest layer for {parts}, got gamma={self.gamma}, "
-                f"which leaves it {self.max_decode_tokens} of budget={self.budget}; lower gamma, "
-                "or raise the budget"
-            )
+            lowest = f"gamma={self.gamma} leaves the lowest layer {self.max_decode_tokens} tokens"
+            problem = f"{lowest} of budget={self.budget}, expected room for {parts}"
+            raise wrong("gamma", problem, "Lower gamma, or raise the budget")
 
     @property
     def query_tokens(self) -> int:
@@ -96,7 +96,7 @@ class Scissorhands(BestAndRecent):
 
     @property
     def max_decode_tokens(self) -> int:
-        """The budget of the lowest layer."""
+        # The budget of the lowest layer, which is the smallest.
         return math.floor(self.budget * (1 - self.gamma) + 1e-9)
 
     @property
@@ -111,27 +111,29 @@ class Scissorhands(BestAndRecent):
         return tokens if tokens <= budget else min(tokens - self._layer_drop(budget), budget)
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Ranks by how often a token was above the uniform level; of equal ones the newer wins."""
+        """Rank tokens by how often they were above the uniform level; of equal ones the newer wins.
+
+        Returns:
+            (B, num_kv_heads, S) float32 ranks.
+        """
         tokens, pads, seen_tokens = states.row_tokens, states.pad_tokens, states.keys.shape[2]
         columns = torch.arange(seen_tokens, device=tokens.device)[None, None]
         if isinstance(states, DecodeStep):
             columns, seen_tokens = states.columns, states.seen_tokens
         if self.threshold == "tokens":
             tokens = seen_tokens - (torch.zeros_like(tokens) if pads is None else pads)
-        counts = ops.times_above(
-            states.queries,
-            states.keys,
-            threshold=1.0 / tokens.float(),
-            columns=columns,
-            seen_tokens=seen_tokens,
-            pad_tokens=pads,
-            score_options=states.score_options,
+        counts = ops.count_above(
+            states, 1.0 / tokens.float(), columns=columns, seen_tokens=seen_tokens
         )
         counts = ops.reduce_group(counts, states.num_kv_heads, "sum")
         return counts.argsort(dim=-1, stable=True).argsort(dim=-1).float()
 
     def require_protection(self, spans: Spans) -> None:
-        """Raise unless the lowest layer has room for them right after a drop."""
+        """Raise unless the lowest layer holds `spans` right after an eviction.
+
+        Raises:
+            InvalidArgumentError: the spans have too many tokens.
+        """
         budget = self.max_decode_tokens
         room = budget + 1 - self._layer_drop(budget) - self.recent
         beside = f"next to its {self.recent} recent tokens when it has dropped"
@@ -145,5 +147,5 @@ class Scissorhands(BestAndRecent):
 
 
 def layer_budgets(budget: int, gamma: float, num_layers: int) -> tuple[int, ...]:
-    """Budgets that rise linearly from the bottom layer to the top one and keep their mean."""
+    """Return budgets that rise linearly from the bottom layer to the top and keep their mean."""
     return linear_budgets(budget * (1 - gamma), budget * (1 + gamma), budget, num_layers)

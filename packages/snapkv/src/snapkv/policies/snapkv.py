@@ -24,50 +24,56 @@ from snapkv.validation import (
 )
 
 _ORDER_BELOW_THE_MEAN = 2.0**-10
-"""By how much a vote below its head's mean still counts, so that the better one stays."""
+"""The weight of a vote's distance below its head's mean, which keeps the better of two low
+votes."""
 
 _ON_VOTERS = 0.25
-"""What a largest vote on a voter counts: voters look at themselves and their neighbours most."""
+"""The weight of a largest vote on a voter, because voters look at themselves and their neighbours
+most."""
 
 
 @dataclass(frozen=True)
 class SnapKV(PrefixPolicy):
-    """The last queries of the prompt vote; each head keeps the best-voted clusters.
+    """The last queries of the prompt vote; each head keeps the clusters with most votes.
 
-    The attention of the last `window_size` queries onto the prefix is summed (Eq. 2), combined
-    over the query heads that share a KV head, pooled so that neighbours of a strong position
-    survive with it (Sec. 4.3), and the best positions are kept beside the window (Listing 1).
-    The paper's settings: LongBench window 32, kernel 7, max; needle tests window 16, kernel 5.
+    The attention of the last `window_size` queries to the prefix is summed (Eq. 2), combined over
+    the query heads that share a KV head, and pooled so that the neighbours of a strong position are
+    kept with it (Sec. 4.3). The best positions are kept beside the window (Listing 1). The paper's
+    settings: LongBench window 32, kernel 7, max; needle tests window 16, kernel 5.
 
     Args:
-        budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
-            "auto" lets the votes choose for every layer, see `AutoBudget`.
+        budget: tokens kept per KV head and layer, window included; 1024 if neither is given. "auto"
+            lets the votes choose for every layer, see `AutoBudget`.
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
         window_size: the last tokens of the prompt; they vote and are always kept.
-        kernel_size: width of "max" and "avg" pooling, odd and centred, 7 by default; 1 switches
+        kernel_size: width of "max" and "avg" pooling, odd and centred, 7 by default; 1 turns
             pooling off. Or a pair ``(before, behind)``: how far a vote reaches to either side.
-        pooling: "max" or "avg" over neighbours, as in the paper; or "fading", where a vote lifts
-            what stands behind it, by a factor less for every token: what is copied next stands
-            behind the place that is voted for.
-        decay: that factor of "fading", in (0, 1), 0.935 by default.
-        sink_tokens: first tokens that each head keeps, and whose votes lift no neighbours:
-            attention sinks get most of the votes, and nothing is copied from behind them. 4 with
+        pooling: "max" or "avg" over neighbours, as in the paper; or "fading": a vote raises the
+            positions after it, by a factor that falls with every token, because what is copied next
+            follows the position that gets the votes.
+        decay: that factor of "fading" per token, in (0, 1), 0.935 by default.
+        sink_tokens: first tokens that each head keeps, and whose votes raise no neighbours:
+            attention sinks get most of the votes, and nothing after them is copied. 4 with
             "fading", else 0, as in the paper.
         group_reduce: how the query heads of a KV head are combined: "mean", "max", "sum"; "none"
-            lets every query head keep its own set, as the paper does, at the price of storing
-            keys and values once per query head.
-        window_reduce: how the queries of the window are combined: "mean", as in the paper, which
-            adds their weights up and then pools; "max" pools the weights of each query, scaled
-            back to their own sum, and takes the largest, so that what one query needs counts
-            whatever the others look at (DefensiveKV, Feng et al., ICLR 2026). Where heads or layers
-            share a budget, a head's scores are then at least its mean, within a thousandth.
-        voters: how many of the last tokens vote, where not `window_size`: fewer, or more than are
-            kept for being last. Votes on a voter are those of the ones after it, and with "max" as
-            `window_reduce` count a quarter.
+            lets every query head keep its own positions, as the paper does, but then keys and
+            values are stored once per query head.
+        window_reduce: how the queries of the window are combined. "mean", as in the paper, adds
+            their weights up and then pools. "max" pools the weights of each query, scales them back
+            to their own sum, and takes the largest, so that what one query needs counts whatever
+            the others look at (DefensiveKV, Feng et al., ICLR 2026). If heads or layers share a
+            budget, a head's scores are then at least its mean, within a thousandth.
+        voters: how many of the last tokens vote, if not `window_size`: fewer, or more than the
+            window keeps. Votes on a voter are those of the voters after it; with "max" as
+            `window_reduce` they count a quarter.
+
+    Raises:
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a value is out of range, or two parameters contradict each other.
     """
 
     name: ClassVar[str] = "snapkv"
-    rates_what_is_held: ClassVar[bool] = True
+    scores_after_drops: ClassVar[bool] = True
     scores_are_votes: ClassVar[bool] = True
     compares_layers: ClassVar[bool] = True
 
@@ -88,7 +94,7 @@ class SnapKV(PrefixPolicy):
         super().__post_init__()
         if self.pooling == "fading":
             object.__setattr__(self, "decay", self.decay or DEFAULT_DECAY)
-        elif isinstance(self.kernel_size, list):  # as a file has it
+        elif isinstance(self.kernel_size, list):  # JSON has no tuples
             object.__setattr__(self, "kernel_size", tuple(self.kernel_size))
         elif self.kernel_size is None:
             object.__setattr__(self, "kernel_size", DEFAULT_KERNEL)
@@ -107,7 +113,7 @@ class SnapKV(PrefixPolicy):
 
     @functools.cached_property
     def lift(self) -> ops.Lift:
-        """What pooling makes of votes along the prefix."""
+        """How votes are pooled along the prefix."""
         if self.pooling == "fading":
             assert self.decay is not None
             return ops.Fading(self.decay)
@@ -116,49 +122,55 @@ class SnapKV(PrefixPolicy):
 
     @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
-        """Votes of the window, pooled: (B, Hkv, P) float32, Hq instead of Hkv for "none"."""
-        lifted, _ = layer.once(self._voting, self._vote)
+        """Return the pooled votes of the window.
+
+        Returns:
+            (B, Hkv, P) float32; Hq heads for "none".
+        """
+        lifted, _ = layer.compute_once(self._voting, self._vote)
         return lifted if self.window_reduce == "mean" else self._raised_to_mean(lifted, layer)
 
     @functools.cached_property
     def _voting(self) -> tuple[Hashable, ...]:
-        """What the scores go by."""
+        """The parameters that the votes depend on, as a key for `PromptLayer.compute_once`."""
         reduced = self.window_reduce, self.group_reduce
         return (self.window_size, self.query_tokens, *reduced, self.lift, self.sink_tokens)
 
-    def rated(self, prefix: Prefix) -> Tensor:
-        """As shares of attention; none is raised to its head's mean."""
+    def compute_shares(self, prefix: Prefix) -> Tensor:
+        """Return the votes as shares of attention, without raising any to its head's mean."""
         if self.window_reduce == "mean":
-            return super().rated(prefix)
-        largest, _ = prefix.layer.once(self._voting, self._vote)
-        return prefix.ranked(largest / self.summed_weights(prefix.layer))
+            return super().compute_shares(prefix)
+        largest, _ = prefix.layer.compute_once(self._voting, self._vote)
+        return prefix.mark_required(largest / self.summed_weights(prefix.layer))
 
     def pool(self, votes: Tensor, layer: PromptLayer) -> Tensor:
-        """What the layer's votes become before the best are chosen, the same shape."""
+        """Return the pooled votes, in the shape of `votes`; the votes of sinks stay as they are."""
         if not self.sink_tokens:
-            return self.lift.of(votes)
-        lifted = self.lift.of(ops.fill_first(votes, self.sink_tokens, 0.0, layer.pad_tokens))
+            return self.lift.pool(votes)
+        lifted = self.lift.pool(ops.fill_first(votes, self.sink_tokens, 0.0, layer.pad_tokens))
         return votes.where(layer.is_among_first(self.sink_tokens, votes.shape[-1]), lifted)
 
     def _vote(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
-        """Votes of the window, pooled, and their sum over its queries before that: as `score`."""
+        """Count the votes of the window.
+
+        Returns:
+            The pooled votes in the shape of `score`, and their sum over the queries before pooling.
+        """
         slots = max(0, layer.keys.shape[2] - self.window_size)
-        states = layer.queries, layer.keys, layer.score_options
         options: Any = {
-            "pad_tokens": layer.pad_tokens,
             "group_reduce": self.group_reduce if layer.stored_heads is None else "none",
             "impl": layer.votes_impl,
         }
         if self.window_reduce == "mean" and self.query_tokens <= self.window_size:
-            summed = self._of_stored_heads(ops.window_votes(*states, **options), layer)
+            summed = self._of_stored_heads(ops.window_votes(layer, **options), layer)
             return self.pool(summed[..., :slots], layer), summed[..., :slots]
         largest, summed = ops.largest_votes(
-            *states, self.lift, prefix_tokens=slots, sink_tokens=self.sink_tokens or 0, **options
+            layer, self.lift, prefix_tokens=slots, sink_tokens=self.sink_tokens or 0, **options
         )
-        if layer.queries.shape[2] > self.window_size:  # or all that vote are kept
+        if layer.queries.shape[2] > self.window_size:  # else all voters are kept with the window
             voters = layer.queries.shape[2]
             largest[..., layer.keys.shape[2] - voters :] *= _ON_VOTERS
-            if layer.pad_tokens is not None:  # as if there were as many in a row with fewer tokens
+            if layer.pad_tokens is not None:  # a short row has fewer voters, so scale their sum up
                 summed *= (voters / layer.row_tokens.clamp(1, voters))[:, None, None]
         summed = self._of_stored_heads(summed, layer)
         if self.window_reduce == "mean":
@@ -166,17 +178,17 @@ class SnapKV(PrefixPolicy):
         return self._of_stored_heads(largest, layer), summed
 
     def _of_stored_heads(self, votes: Tensor, layer: PromptLayer) -> Tensor:
-        """Votes of query heads reduced where heads of several keys share what is stored."""
+        """Reduce votes of query heads if several heads of keys share one stored latent."""
         if layer.stored_heads is None:
             return votes
         return ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)
 
     def _raised_to_mean(self, votes: Tensor, layer: PromptLayer) -> Tensor:
-        """Votes below the mean of their head nearly as high as that, in the same order.
+        """Raise votes below the mean of their head nearly up to it, in the same order.
 
-        What a head pays even attention to counts as much together as what one looks at sharply.
-        Sinks, which get most, are not in the mean; nor are positions from the first voter on, which
-        look at themselves and their neighbours.
+        So a head that attends evenly to many positions counts as much in total as one that looks
+        sharply at a few. The mean leaves out sinks, which get most votes, and positions from the
+        first voter on, which look at themselves and their neighbours.
         """
         counted = votes[..., : layer.keys.shape[2] - layer.queries.shape[2]]
         sinks, slots = self.sink_tokens or 0, counted.shape[-1]
@@ -189,15 +201,15 @@ class SnapKV(PrefixPolicy):
 
     @torch.no_grad()
     def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake:
-        """Sums over the window, whatever `window_reduce` makes of them."""
+        """Return the votes as sums over the window, whatever `window_reduce` is."""
         return VotesAtStake(
-            votes=layer.once(self._voting, self._vote)[1],
+            votes=layer.compute_once(self._voting, self._vote)[1],
             weights=layer.queries.shape[2] * self._heads_summed(layer),
             pad_tokens=layer.pad_tokens,
         )
 
     def summed_weights(self, layer: PromptLayer) -> int:
-        """One of every query that votes; of every head of a group too where these are summed."""
+        """Return how many attention weights a vote sums: over voters, and over heads for "sum"."""
         queries = layer.queries.shape[2] if self.window_reduce == "mean" else 1
         return queries * self._heads_summed(layer)
 

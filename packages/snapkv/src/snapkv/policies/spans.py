@@ -1,4 +1,4 @@
-"""Spans of positions that must stay, whatever the scores."""
+"""Spans of positions that must be kept whatever their scores."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -8,32 +8,39 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import InvalidTypeError, wrong
 from snapkv.ops.numbers import on_device
 from snapkv.validation import require_int
 
 Span = tuple[int, int]
-"""Positions from the first number to right before the second."""
+"""The positions from the first number to right before the second."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Positions of a row's own tokens, pads not counted, over the whole conversation.
+    """Spans of a row's own positions over the whole conversation, without padding.
 
     Attributes:
-        parts: half-open spans, ascending; none touches another.
+        parts: half-open spans, ascending; no two of them touch.
     """
 
     parts: tuple[Span, ...]
 
     @classmethod
     def of(cls, argument: str, given: object) -> Self:
-        """The spans that a user has given, merged where they overlap or touch."""
+        """Build spans from what a user has given; spans that overlap or touch are merged.
+
+        Args:
+            argument: the name of the argument, for errors.
+            given: pairs of positions.
+
+        Raises:
+            InvalidTypeError: `given` is no sequence of pairs of integers.
+            InvalidArgumentError: a position is negative, or a span is empty.
+        """
         if isinstance(given, str) or not isinstance(given, Iterable):
-            raise InvalidTypeError(
-                f"{argument}: expected pairs of positions, got {given!r} of type "
-                f"{type(given).__name__}; pass for instance [(0, 20)]"
-            )
+            problem = f"expected pairs of positions, got {given!r} of type {type(given).__name__}"
+            raise wrong(argument, problem, "Pass for instance [(0, 20)]", InvalidTypeError)
         merged: list[Span] = []
         for start, stop in sorted(require_span(argument, span) for span in given):
             if merged and start <= merged[-1][1]:
@@ -42,15 +49,15 @@ class Spans:
         return cls(tuple(merged))
 
     def union(self, other: "Spans") -> "Spans":
-        """What either of them covers."""
+        """Return the positions that either of them covers."""
         return Spans.of("spans", self.parts + other.parts)
 
     def overlap(self, other: "Spans") -> "Spans":
-        """What both of them cover."""
+        """Return the positions that both of them cover."""
         return self.without(self.without(other))
 
     def without(self, other: "Spans") -> "Spans":
-        """What this one covers and the other does not, in time linear in their parts."""
+        """Return the positions that `other` does not cover, in time linear in the parts."""
         left: list[Span] = []
         gone = deque(other.parts)
         for start, stop in self.parts:
@@ -58,7 +65,7 @@ class Spans:
                 begin, end = gone[0]
                 left.append((start, begin))
                 start = max(start, end)
-                if end > stop:  # it may reach into the next part
+                if end > stop:  # this span may reach into the next part
                     break
                 gone.popleft()
             left.append((start, stop))
@@ -66,11 +73,11 @@ class Spans:
 
     @property
     def tokens(self) -> int:
-        """How many positions they cover."""
+        """How many positions the spans cover."""
         return sum(stop - start for start, stop in self.parts)
 
     def among_first(self, tokens: int) -> int:
-        """How many of the first positions they cover."""
+        """Return how many of the first `tokens` positions the spans cover."""
         return sum(max(0, min(stop, tokens) - start) for start, stop in self.parts)
 
     def cover(self, positions: Tensor) -> Tensor:
@@ -91,25 +98,37 @@ class Spans:
 
 
 def require_span(argument: str, span: Any) -> Span:
-    """A pair of positions, the first below the second."""
+    """Return `span` as a pair of positions, the first below the second.
+
+    Raises:
+        InvalidTypeError: `span` is no pair, or holds something that is no integer.
+        InvalidArgumentError: a position is negative, or the span is empty.
+    """
     if not isinstance(span, tuple | list) or len(span) != 2:
-        raise InvalidTypeError(
-            f"{argument}: expected pairs of positions, got {span!r} of type {type(span).__name__} "
-            "among them; pass for instance (0, 20) for the first twenty tokens"
-        )
+        problem = f"expected pairs of positions, got {span!r} of type {type(span).__name__}"
+        remedy = "Pass for instance (0, 20) for the first twenty tokens"
+        raise wrong(argument, problem, remedy, InvalidTypeError)
     start, stop = (require_int(argument, each, minimum=0) for each in span)
     if start >= stop:
-        raise InvalidArgumentError(
-            f"{argument}: expected a start below its stop, got ({start}, {stop}), which holds no "
-            "position; the stop is the position after the last one"
-        )
+        problem = f"expected a start below its stop, got ({start}, {stop})"
+        raise wrong(argument, problem, "Pass as stop the position after the last one")
     return start, stop
 
 
 def require_room(policy: str, tokens: int, room: int, place: str) -> None:
-    """Raise unless a method has room for so many protected tokens; `place` says where it is."""
+    """Raise if `tokens` protected tokens are more than `room`.
+
+    Args:
+        policy: the name of the method.
+        tokens: how many tokens must be kept.
+        room: how many the method can hold.
+        place: where it holds them, for the message.
+
+    Raises:
+        InvalidArgumentError: `tokens` is larger than `room`.
+    """
     if tokens > room:
-        raise InvalidArgumentError(
-            f"protect: expected at most {room:,} tokens, what {policy} has room for {place}, got "
-            f"{tokens:,}; raise the budget, or protect fewer"
+        problem = (
+            f"expected at most {room:,} tokens, which {policy} can hold {place}, got {tokens:,}"
         )
+        raise wrong("protect", problem, "Raise the budget, or protect fewer tokens")

@@ -1,4 +1,4 @@
-"""What a policy sees of one layer, and what it answers."""
+"""The records that a policy gets from a layer, and those that it returns."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -9,68 +9,84 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.ops import Implementation, ScoreOptions, TokenCost
+from snapkv.ops import AttentionStates, Implementation, TokenCost
 from snapkv.validation import DEFAULT_DECAY, FADING_SINKS
 
 _Found = TypeVar("_Found")
 
-Asked = tuple[Tensor, Callable[[Sequence[float]], None]]
-"""Numbers on a device, and what judges them, or raises, once they are known."""
+DeferredCheck = tuple[Tensor, Callable[[Sequence[float]], None]]
+"""Numbers on a device, and a function that raises if they are wrong, to be called with their
+values."""
 
-Unasked = list[Asked]
+DeferredChecks = list[DeferredCheck]
 
 
-def require_answers(unasked: Sequence[Asked]) -> None:
-    """Ask for all numbers at once, for which a GPU is waited for, and let each be judged."""
-    if not unasked:
+def run_checks(checks: Sequence[DeferredCheck]) -> None:
+    """Copy the numbers of all checks to the host at once, and let each check judge its own.
+
+    This waits for a GPU.
+
+    Args:
+        checks: the checks, whose functions may raise.
+    """
+    if not checks:
         return
-    device = unasked[-1][0].device
-    flat = [numbers.flatten().to(device, torch.float32) for numbers, _ in unasked]
+    device = checks[-1][0].device
+    flat = [numbers.flatten().to(device, torch.float32) for numbers, _ in checks]
     answers = iter(torch.cat(flat).tolist())
-    for numbers, judge in unasked:
+    for numbers, judge in checks:
         judge([next(answers) for _ in range(numbers.numel())])
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerStates:
-    """What a policy sees of one layer, at the end of the prompt or behind it.
+class LayerStates(AttentionStates):
+    """The states of one layer that a policy gets, at the end of the prompt or after a decode step.
 
     Attributes:
         queries: (B, Hq, N, D), after rotary embedding and query norm.
         keys: (B, Hkv, S, D), all stored keys as attention sees them.
-        pad_tokens: (B,) int64, leading pads of each row of the prompt, or None where none has any.
-        stored_heads: heads of the cache where they differ from those of `keys`: models with latent
-            attention (DeepSeek) store one latent that all heads share, so they share one set.
+        pad_tokens: (B,) int64, leading padding of each row of the prompt, or None if no row has
+            any.
+        stored_heads: heads of the cache if they differ from those of `keys`. Models with latent
+            attention (DeepSeek) store one latent for all heads, so all heads keep the same
+            positions.
         layer_idx: index of the layer in the model.
         depth: how many compressed layers come before this one, of `num_layers`.
-        protected: (B, 1 or heads of the cache, S) bool, slots whose tokens must stay, whatever
-            their scores; None where none must.
+        protected: (B, 1 or heads of the cache, S) bool, slots that must be kept whatever their
+            scores; None if there are none.
     """
 
-    queries: Tensor
-    keys: Tensor
-    score_options: ScoreOptions
     layer_idx: int
     depth: int = 0
     num_layers: int = 1
-    pad_tokens: Tensor | None = None
     stored_heads: int | None = None
     protected: Tensor | None = None
 
     @property
     def leading_padding(self) -> Tensor | None:
-        """(B,) leading slots of each row that hold no token, or None: here the pads."""
+        """How many leading slots of each row hold no token.
+
+        Shape: (B,) int64, or None.
+        """
         return self.pad_tokens
 
     @property
+    def without_empty_slots(self) -> AttentionStates:
+        """The same states, in which leading slots without a token count as padding."""
+        return AttentionStates(self.queries, self.keys, self.score_options, self.leading_padding)
+
+    @property
     def row_tokens(self) -> Tensor:
-        """(B,) int64: slots of each row that hold a token."""
+        """How many slots of each row hold a token.
+
+        Shape: (B,) int64 on the device.
+        """
         total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
         return total if self.leading_padding is None else total - self.leading_padding
 
     @functools.cached_property
     def row_lengths(self) -> list[int]:
-        """`row_tokens` as B numbers, for which a GPU is waited for only where there is padding."""
+        """`row_tokens` as B numbers on the host; this waits for a GPU only if there is padding."""
         B, total = self.keys.shape[0], self.keys.shape[2]
         if self.leading_padding is None:
             return [total] * B
@@ -78,28 +94,28 @@ class LayerStates:
 
     @property
     def num_kv_heads(self) -> int:
-        """How many heads the cache stores, each with a set of its own."""
+        """How many heads the cache stores, each of which keeps its own positions."""
         return self.keys.shape[1] if self.stored_heads is None else self.stored_heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLayer(LayerStates):
-    """One layer's attention states at the end of the prompt.
+    """The states of one layer at the end of the prompt.
 
     Attributes:
-        queries: the last ``policy.query_tokens`` queries of the prompt, fewer where it is shorter.
+        queries: the last ``policy.query_tokens`` queries of the prompt, fewer if it is shorter.
         values: (B, Hkv, S, Dv).
-        rotation: turns (B, H, N, D) states on by (B, N) positions, float32; for `Policy.needs`.
-        output_weight: (hidden, Hq * Dv), what maps the heads' outputs to the model's width; for
+        rotation: rotates (B, H, N, D) states by (B, N) positions, float32; for `Policy.needs`.
+        output_weight: (hidden, Hq * Dv), which maps the heads' outputs to the model's width; for
             `Policy.needs`.
-        token_ids: (B, T) int64, pads included; for `Policy.needs`.
+        token_ids: (B, T) int64, padding included; for `Policy.needs`.
         received: (B, heads of the cache, T) float32, the most attention every position received
-            while the text was read again; None where it was read once.
-        token_cost: what a token costs in bytes, for a `ByteBudget`.
+            while the text was read a second time; None if it was read once.
+        token_cost: returns what a token costs in bytes, for a `ByteBudget`.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
-        unasked: takes the highest score, NaN where one is, and the faults of a selection, to be
-            asked for behind the last layer, since a GPU is waited for then; None to ask at once.
-        stacked: how many layers it stands for, see `stack`.
+        deferred_checks: the list that gets the checks of scores and selections, to be run after the
+            last layer, because they wait for a GPU; None to run them at once.
+        stacked: how many layers are stacked as rows, see `stack`.
     """
 
     values: Tensor
@@ -109,12 +125,12 @@ class PromptLayer(LayerStates):
     received: Tensor | None = None
     token_cost: Callable[[], TokenCost] | None = None
     votes_impl: Implementation = "auto"
-    unasked: Unasked | None = None
+    deferred_checks: DeferredChecks | None = None
     stacked: int = 1
 
     @classmethod
     def stack(cls, layers: "Sequence[PromptLayer]") -> "PromptLayer":
-        """Layers of one `kind`, neighbours, as rows of a batch: those of the first layer first."""
+        """Stack neighbouring layers with the same `stack_key` as rows, the first layer's first."""
         if len(layers) == 1:
             return layers[0]
         joined: dict[str, Any] = {
@@ -125,9 +141,9 @@ class PromptLayer(LayerStates):
         return replace(layers[0], stacked=len(layers), **joined)
 
     @functools.cached_property
-    def kind(self) -> tuple[Any, ...] | None:
-        """What layers have in common that can be stacked; None where it stands by itself."""
-        if self.score_options.sink_logits is not None:  # which are the layer's own
+    def stack_key(self) -> tuple[Any, ...] | None:
+        """What layers that can be stacked have in common; None if this layer cannot be stacked."""
+        if self.score_options.sink_logits is not None:  # each layer has its own
             return None
         keys, protected = self.keys, None if self.protected is None else self.protected.shape
         shapes = self.queries.shape, keys.shape, self.values.shape, protected
@@ -136,67 +152,72 @@ class PromptLayer(LayerStates):
 
     @property
     def depths(self) -> list[int]:
-        """B numbers: how many compressed layers come before that of each row."""
+        """How many compressed layers come before the layer of each row: B numbers."""
         rows = len(self.keys) // self.stacked
         return [self.depth + row // rows for row in range(len(self.keys))]
 
-    def once(self, key: Hashable, compute: Callable[[Self], _Found]) -> _Found:
-        """What `compute` gives of it, computed the first time somebody asks for it by that key."""
+    def compute_once(self, key: Hashable, compute: Callable[[Self], _Found]) -> _Found:
+        """Return `compute(self)`, which is computed at the first call with this `key` only."""
         if key not in self._found:
             self._found[key] = compute(self)
         found: _Found = self._found[key]
         return found
 
-    def at(self, depth: int) -> "PromptLayer":
-        """The same at another depth, in all rows; what was computed once stays so."""
+    def at_depth(self, depth: int) -> "PromptLayer":
+        """Return this layer at another depth for all rows; computed results are shared."""
         other = replace(self, depth=depth, stacked=1)
         other.__dict__.update(_found=self._found, row_lengths=self.row_lengths)
         return other
 
     @property
     def cost(self) -> TokenCost | None:
-        """What a token costs in bytes, computed once; None where that is not known."""
+        """What a token costs in bytes, computed once; None if that is not known."""
         if (cost := self.token_cost) is None:
             return None
-        return self.once("cost", lambda _: cost())
+        return self.compute_once("cost", lambda _: cost())
 
     @functools.cached_property
     def _found(self) -> dict[Hashable, Any]:
         return {}
 
     def is_among_first(self, tokens: int, slots: int) -> Tensor:
-        """(B or 1, 1, slots) bool: which of the first slots hold a row's first tokens, or pads."""
+        """Return which slots hold one of a row's first `tokens` tokens, or padding.
+
+        Returns:
+            (B or 1, 1, slots) bool, for the first `slots` slots.
+        """
         pads = 0 if self.pad_tokens is None else self.pad_tokens[:, None, None]
         return torch.arange(slots, device=self.keys.device)[None, None] < pads + tokens
 
     @property
     def pads(self) -> Tensor | None:
-        """(B, 1, S) bool: which slots are leading pads of the prompt; None where none is."""
+        """Which slots are leading padding of the prompt.
+
+        Shape: (B, 1, S) bool; None if there is none.
+        """
         return None if self.pad_tokens is None else self.is_among_first(0, self.keys.shape[2])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which positions of the prompt a layer keeps.
+    """The positions of the prompt that a layer keeps.
 
     Attributes:
-        keep_indices: (B, H, K) int64, ascending and unique, slots of the prompt, after a leading
-            run of -1 where a row or head keeps fewer than K. H is Hkv, or Hq where every query head
-            keeps its own set, or 1 where all heads share one.
-        prompt_tokens: T, the length of the prompt the indices point into.
-        padding_slots: (B,) int64, how many leading entries of a row are -1; None where no row has
-            any.
-        head_tokens: (B, H) int64 where heads keep different numbers of tokens: how many of the last
-            entries along K are indices. None where all heads of a row keep the same number. Not on
-            the device, or it is waited for.
-        scores: (B, H or 1, T) float32, what an `EvictingPolicy` has noted of every token of the
-            prompt; it comes back with each `DecodeStep`, for every head. None where nothing needs
-            to be remembered.
-        head_notes: (B, H, N) int64, what an `EvictingPolicy` has noted of every head, which comes
-            back in the same way; or None.
-        sink_tokens: how many of the first kept tokens move on to the positions right before the
-            token that follows them. Only where those tokens are neighbours, as a prompt's first
-            tokens are.
+        keep_indices: (B, H, K) int64, slots of the prompt, ascending and unique, after a leading
+            run of -1 if a row or head keeps fewer than K. H is Hkv; Hq if every query head keeps
+            its own positions; 1 if all heads keep the same ones.
+        prompt_tokens: T, the length of the prompt that the indices point into.
+        padding_slots: (B,) int64, how many leading entries of a row are -1; None if no row has any.
+        head_tokens: (B, H) int64 if heads keep different numbers of tokens: how many of the last
+            entries along K are indices. None if all heads of a row keep the same number. On the
+            host, because reading it from a GPU would wait.
+        scores: (B, H or 1, T) float32, the scores that an `EvictingPolicy` gives every token of the
+            prompt; they come back with each `DecodeStep`, for every head. None if no scores are
+            needed.
+        head_notes: (B, H, N) int64, numbers that an `EvictingPolicy` keeps for every head, which
+            come back in the same way; or None.
+        sink_tokens: how many of the first kept tokens move to the positions right before the token
+            that follows them. Only for tokens that are neighbours, as a prompt's first tokens are.
     """
 
     keep_indices: Tensor
@@ -208,45 +229,69 @@ class Selection:
     sink_tokens: int = 0
 
     @classmethod
-    def of(cls, layer: PromptLayer, keep_indices: Tensor, **noted: Any) -> Self:
-        """A selection whose rows drop their pads before their tokens."""
+    def of(cls, layer: PromptLayer, keep_indices: Tensor, **other_fields: Any) -> Self:
+        """Build a selection whose rows drop their padding before their tokens.
+
+        Args:
+            layer: the layer to select from.
+            keep_indices: as in `Selection`.
+            other_fields: the other fields of the selection.
+        """
         T, K = layer.keys.shape[2], keep_indices.shape[-1]
         padding_slots = padding_left(T, K, layer.pad_tokens)
-        return cls(keep_indices=keep_indices, prompt_tokens=T, padding_slots=padding_slots, **noted)
+        return cls(
+            keep_indices=keep_indices, prompt_tokens=T, padding_slots=padding_slots, **other_fields
+        )
 
     @classmethod
-    def whole(cls, layer: PromptLayer) -> Self:
-        """Every position of the prompt."""
+    def keep_all(cls, layer: PromptLayer) -> Self:
+        """Select every position of the prompt."""
         every = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         return cls.of(layer, every.expand(layer.keys.shape[0], layer.num_kv_heads, -1))
 
     @classmethod
-    def of_mask(cls, kept: Tensor, *, per_head_budget: bool, **noted: Any) -> Self:
-        """What a mask keeps, (B, H, T) bool; the same number in all heads, or heads their own.
+    def of_mask(cls, kept: Tensor, *, per_head_budget: bool, **other_fields: Any) -> Self:
+        """Select the positions that are True in `kept`; this waits for a GPU.
 
-        A GPU is waited for.
+        Args:
+            kept: (B, H, T) bool.
+            per_head_budget: whether heads may keep different numbers; else all heads of a row keep
+                the same number.
+            other_fields: the other fields of the selection.
         """
         counts = kept.sum(dim=-1).cpu()
-        noted |= {"prompt_tokens": kept.shape[-1], "per_head_budget": per_head_budget}
-        return cls.of_counts(ops.kept_indices(kept, int(counts.max())), counts, **noted)
+        other_fields |= {"prompt_tokens": kept.shape[-1], "per_head_budget": per_head_budget}
+        return cls.of_counts(ops.kept_indices(kept, int(counts.max())), counts, **other_fields)
 
     @classmethod
     def of_counts(
-        cls, keep_indices: Tensor, counts: Tensor, *, per_head_budget: bool, **noted: Any
+        cls, keep_indices: Tensor, counts: Tensor, *, per_head_budget: bool, **other_fields: Any
     ) -> Self:
-        """Right-aligned slots of which each head keeps so many, (B, H), not on the device."""
+        """Build a selection from right-aligned indices and the number that each head keeps.
+
+        Args:
+            keep_indices: as in `Selection`.
+            counts: (B, H) int64, how many of the last entries are indices, on the host.
+            per_head_budget: as in `of_mask`.
+            other_fields: the other fields of the selection.
+        """
         if per_head_budget:
-            noted["head_tokens"] = counts
+            other_fields["head_tokens"] = counts
         else:
             own = counts[:, 0].to(keep_indices.device, non_blocking=True)
-            noted["padding_slots"] = keep_indices.shape[-1] - own
-        return cls(keep_indices=keep_indices, **noted)
+            other_fields["padding_slots"] = keep_indices.shape[-1] - own
+        return cls(keep_indices=keep_indices, **other_fields)
 
     def of_layers(self, layers: Sequence[PromptLayer]) -> "list[Selection | None]":
-        """Its parts, where it was made of the `PromptLayer.stack` of these; None for all of one.
+        """Split the selection of stacked layers into one selection for each layer.
 
-        A GPU is waited for where rows of different length, or that keep different numbers, are
-        padded.
+        This waits for a GPU if rows of different lengths are padded, or keep different numbers.
+
+        Args:
+            layers: the layers, of whose `PromptLayer.stack` this is the selection.
+
+        Returns:
+            One selection per layer; None for a layer that keeps everything.
         """
         if len(layers) == 1:
             return [self]
@@ -258,7 +303,7 @@ class Selection:
         return [part._of_layer(layer) for part, layer in zip(parts, layers, strict=True)]
 
     def _of_layer(self, layer: PromptLayer) -> "Selection | None":
-        """Without the first entries, where all heads keep fewer; None where they keep all."""
+        """Cut off the leading entries that no head uses; None if all positions are kept."""
         kept, empty = self.keep_indices, self.padding_slots
         if self.head_tokens is not None:
             counts = self.head_tokens.tolist()
@@ -277,11 +322,12 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class VotesAtStake:
-    """Votes of the window on its prefix, which a choice may drop.
+    """The votes of the window on its prefix, which a selection may drop.
 
     Attributes:
-        votes: (B, H, P) float32, each the sum of so many `weights` of attention.
-        pad_tokens: (B,) leading pads of each row, or None.
+        votes: (B, H, P) float32, each the sum of `weights` attention weights.
+        weights: how many attention weights a vote is the sum of.
+        pad_tokens: (B,) leading padding of each row, or None.
     """
 
     votes: Tensor
@@ -290,13 +336,19 @@ class VotesAtStake:
 
     @classmethod
     def joined(cls, several: "Sequence[VotesAtStake]") -> Self:
-        """Those of layers, which differ in votes alone, side by side as heads."""
+        """Join the votes of several layers as heads of one record."""
         device = several[0].votes.device
         votes = torch.cat([each.votes.to(device) for each in several], dim=1)
         return cls(votes=votes, weights=several[0].weights, pad_tokens=several[0].pad_tokens)
 
-    def lifted(self) -> Tensor:
-        """As shares of the window's attention, lifted by those before them: (B, H, P) float32."""
+    def faded_shares(self) -> Tensor:
+        """Return the votes as faded shares of the window's attention.
+
+        A vote raises the positions after it; votes of the first tokens count as zero.
+
+        Returns:
+            (B, H, P) float32.
+        """
         others = ops.fill_first(self.votes, FADING_SINKS, 0.0, self.pad_tokens)
         return ops.fade_votes(others, DEFAULT_DECAY) / self.weights
 
@@ -309,10 +361,10 @@ class LostVotes:
     """What every head lost of the votes on its prefix.
 
     Attributes:
-        mass: (B, H) float32, the part of all votes that fell on dropped positions.
-        peak: (B, H) float32, the highest vote that a dropped position had or was lifted to by one
-            before it, as a share of the window's attention. It goes by fading, whatever the
-            method's own pooling, and by no votes of the first tokens.
+        mass: (B, H) float32, the fraction of all votes that fell on dropped positions.
+        peak: (B, H) float32, the highest vote that a dropped position had, or was raised to by a
+            position before it, as a share of the window's attention. It is computed with fading,
+            whatever the method's own pooling, and without votes of the first tokens.
     """
 
     mass: Tensor
@@ -322,15 +374,20 @@ class LostVotes:
     def of(
         cls, votes: Tensor, lifted: Tensor, keep_indices: Tensor, prompt_tokens: int
     ) -> "LostVotes":
-        """Measured on votes and, after fading, shares, both (B, H, P), and on what was kept.
+        """Compute the lost votes of a selection.
 
-        `keep_indices` and `prompt_tokens` are those of a `Selection`.
+        Args:
+            votes: (B, H, P) float32.
+            lifted: (B, H, P) float32, `VotesAtStake.faded_shares`.
+            keep_indices: as in `Selection`.
+            prompt_tokens: as in `Selection`.
         """
         slots = prompt_tokens + 1
         P, shared = votes.shape[-1], votes.shape[1] // keep_indices.shape[1]
         if shared > 1:  # every query head has votes of its own
             keep_indices = keep_indices.repeat_interleave(shared, dim=1)
-        is_dropped = votes.new_ones(*votes.shape[:2], slots)  # -1 has the last one
+        # One slot more than the prompt has: an index of -1 is mapped to it.
+        is_dropped = votes.new_ones(*votes.shape[:2], slots)
         dropped = is_dropped.scatter_(2, keep_indices % slots, 0.0)[..., :P]
         lost = (votes * dropped).sum(dim=-1)
         peak = torch.zeros_like(lost) if not P else (lifted * dropped).amax(dim=-1)
@@ -339,20 +396,21 @@ class LostVotes:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep(LayerStates):
-    """One layer's states right after the attention of tokens behind the prompt.
+    """The states of one layer right after the attention of tokens behind the prompt.
 
     Attributes:
-        queries: (B, Hq, Q, D), of the tokens of this step, the last Q slots; for a policy with
-            `history_tokens` as many of the last queries, whether or not their tokens are stored.
-        keys: where heads store different numbers of tokens, those of a head are its last slots, and
-            before them stands anything; `columns` says so.
-        columns: (B, H, S) int64, column of every slot in the whole sequence, pads counted, -1 or a
-            pad's where a slot holds no token.
-        scores: (B, H, S) float32, what the policy has noted of every slot; zero for new tokens.
-            None where it notes nothing.
-        head_notes: (B, H, N) int64, what the policy has noted of every head, or None.
-        token_ids: (B, N) int64, of the tokens of this step; for `Policy.needs`.
-        padding_slots: (B,) leading slots that hold pads, or None.
+        queries: (B, Hq, Q, D), the queries of this step's tokens, which are in the last Q slots.
+            For a policy with `history_tokens`, that many of the last queries, whether or not their
+            tokens are stored.
+        keys: if heads store different numbers of tokens, a head's keys are in its last slots, and
+            the slots before them hold arbitrary numbers; `columns` tells which.
+        columns: (B, H, S) int64, the column of every slot's token in the whole sequence, padding
+            counted; -1 or the column of padding if a slot holds no token.
+        scores: (B, H, S) float32, the policy's score of every slot; zero for new tokens. None if it
+            has no scores.
+        head_notes: (B, H, N) int64, the numbers that the policy keeps for every head, or None.
+        token_ids: (B, N) int64, ids of this step's tokens; for `Policy.needs`.
+        padding_slots: (B,) leading slots that hold padding, or None.
         seen_tokens: tokens seen since the start of the cache, dropped ones included.
     """
 
@@ -365,20 +423,20 @@ class DecodeStep(LayerStates):
 
     @property
     def leading_padding(self) -> Tensor | None:
-        """Its padding slots; those of the prompt's pads that are still stored are among them."""
+        """`padding_slots`, which include the prompt's padding that is still stored."""
         return self.padding_slots
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction:
-    """Which KV cache slots a step of decoding leaves in a layer.
+    """The KV cache slots that a layer keeps after a decode step.
 
     Attributes:
         keep_indices: (B, H, K) int64, ascending slots to keep, -1 and H as in `Selection`; None
             keeps all.
-        scores: (B, H or 1, S) float32 for the slots before eviction, to be noted; or None.
+        scores: (B, H or 1, S) float32, the new scores of the slots before eviction, or None.
         sink_tokens: as in `Selection`.
-        padding_slots: (B,) int64, leading entries of `keep_indices` that hold no token; None where
+        padding_slots: (B,) int64, leading entries of `keep_indices` that hold no token; None if
             every row drops its padding before its tokens.
         per_head_budget: whether heads may keep different numbers of tokens from now on.
     """
@@ -390,15 +448,19 @@ class Eviction:
     per_head_budget: bool = False
 
     @classmethod
-    def of_mask(cls, kept: Tensor, **noted: Any) -> Self:
-        """What a mask keeps: (B, H, S) bool."""
+    def of_mask(cls, kept: Tensor, **other_fields: Any) -> Self:
+        """Keep the slots that are True in `kept`, (B, H, S) bool; this waits for a GPU."""
         keep_indices = ops.kept_indices(kept)
         padding_slots = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
-        return cls(keep_indices=keep_indices, padding_slots=padding_slots, **noted)
+        return cls(keep_indices=keep_indices, padding_slots=padding_slots, **other_fields)
 
 
 def padding_left(slots: int, kept_slots: int, padding_slots: Tensor | None) -> Tensor | None:
-    """(B,) padding slots that remain where rows drop those before their tokens."""
+    """Return how many padding slots remain.
+
+    Returns:
+        (B,); rows drop padding before their tokens.
+    """
     if padding_slots is None:
         return None
     return (padding_slots - (slots - kept_slots)).clamp(min=0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.policies.base import Need
 from snapkv.policies.recent import SplitBudget, split_budget
 from snapkv.policies.spans import Spans
@@ -17,25 +17,27 @@ from snapkv.validation import require_choice
 
 @dataclass(frozen=True)
 class StreamingLLM(SplitBudget):
-    """Keeps the first tokens and the most recent ones, at the prompt's end and ever after.
+    """Keeps the first tokens and the most recent ones, at the prompt's end and during decoding.
 
-    No scores: the same slots in all heads and layers. A prompt is read with full attention and
-    then cut. As in the paper (Sec. 3.2), tokens are numbered by their place in the cache, so that
-    a text may grow beyond any length the model was trained for. Only distances matter to a rotary
-    embedding, so the sinks alone are moved: their keys are turned to the positions right before
-    the recent tokens, which stay where they are; `kept_positions` still tells the true positions.
-    Most reimplementations leave the sinks at theirs, which is ``positions="original"``.
+    There are no scores: all heads and layers keep the same slots. A prompt is read with full
+    attention and then cut. As in the paper (Sec. 3.2), tokens are numbered by their place in the
+    cache, so that a text may grow beyond any length the model was trained for. Only distances
+    matter to a rotary embedding, so the sinks alone are moved: their keys are rotated to the
+    positions right before the recent tokens, which stay where they are; `kept_positions` still
+    returns the true positions. Most reimplementations leave the sinks at their positions, which is
+    ``positions="original"``.
 
     Args:
         budget: tokens kept, sinks included; 1024 if nothing is given.
         start: how many first tokens to keep, the sinks.
         recent: instead of `budget`, how many of the last tokens to keep, at least 1.
-        positions: "cache" numbers tokens by their place in the cache; the model is refused where
-            its keys cannot be turned (a rotary embedding that depends on the text's length, latent
+        positions: "cache" numbers tokens by their place in the cache; a model whose keys cannot be
+            rotated is refused (a rotary embedding that depends on the text's length, latent
             attention, learned positions). "original" keeps every token's true position.
 
     Raises:
-        InvalidArgumentError: a budget that leaves no recent token.
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a value is out of range, or the budget leaves no recent token.
     """
 
     name: ClassVar[str] = "streaming-llm"
@@ -53,7 +55,7 @@ class StreamingLLM(SplitBudget):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The rotation, where there are sinks to move."""
+        """The rotation, if there are sinks to move."""
         return frozenset({"rotation"} if self._moved_tokens else ())
 
     @property
@@ -61,13 +63,17 @@ class StreamingLLM(SplitBudget):
         return self.start if self.positions == "cache" else 0
 
     def rate(self, states: LayerStates) -> Tensor:
-        """The oldest first: (B, 1, S) float32."""
+        """Score the oldest slots highest.
+
+        Returns:
+            (B, 1, S) float32.
+        """
         batch, slots = states.keys.shape[0], states.keys.shape[2]
         age = torch.arange(slots, 0, -1, device=states.keys.device, dtype=torch.float32)
         return age.expand(batch, 1, slots)
 
     def keep(self, states: LayerStates, scores: Tensor, kept: list[int]) -> Tensor:
-        """The sinks and the recent ones; what is protected takes the place of recent ones."""
+        """Select the sinks and the recent slots; protected slots replace the oldest recent ones."""
         if states.protected is None:
             return super().keep(states, scores, kept)
         padding_slots, protected = states.leading_padding, states.protected
@@ -84,13 +90,15 @@ class StreamingLLM(SplitBudget):
         return replace(eviction, sink_tokens=moved)
 
     def require_protection(self, spans: Spans) -> None:
-        """Raise unless they leave room for the sinks and a recent token, all at their positions."""
+        """Raise unless the spans fit beside the sinks and one recent token, at their own positions.
+
+        Raises:
+            InvalidArgumentError: the spans have too many tokens, or the method moves sinks.
+        """
         if self._moved_tokens:
-            raise InvalidArgumentError(
-                f"protect: expected a method that leaves tokens at their positions, got {self!r}, "
-                "which numbers them by their place in the cache; pass positions='original', or for "
-                "the first tokens of the prompt start=N instead of protect"
-            )
+            problem = f"{self!r} numbers tokens by their place in the cache and cannot protect any"
+            remedy = "Pass positions='original', or start=N to keep the first tokens of the prompt"
+            raise wrong("protect", problem, remedy)
         assert self.recent is not None
         beside = f"next to its {self.start} first tokens and its newest one"
         self._require_whole_spans(spans, self.recent - 1, beside)

@@ -1,6 +1,6 @@
-"""TOVA (Oren et al., 2024): a transformer as a multi-state RNN; the last query decides."""
+"""TOVA (Oren et al., 2024): keep the tokens that the last query attends to most."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -18,12 +18,16 @@ class TOVA(BestAndRecent):
     """Drops the tokens to which the last query attends least, the same ones in all heads.
 
     The attention of the newest query is averaged over all query heads of the layer, and the
-    `budget` best tokens stay, at the end of the prompt and after every generated token. Nothing is
-    protected, neither the first tokens nor the newest, as in the authors' code. Where several
-    tokens are read at once only the last one's attention counts.
+    `budget` best tokens stay, at the end of the prompt and after every generated token. No token is
+    protected, neither the first nor the newest, as in the authors' code. If several tokens are read
+    at once, only the last one's attention counts.
 
     Args:
         budget: tokens kept per layer.
+
+    Raises:
+        InvalidTypeError: `budget` is no integer.
+        InvalidArgumentError: `budget` is out of range or in bytes.
     """
 
     name: ClassVar[str] = "tova"
@@ -41,15 +45,19 @@ class TOVA(BestAndRecent):
         return self.budget
 
     def rate(self, states: LayerStates) -> Tensor:
-        """What the last query pays, for all heads: (B, 1, S) float32."""
-        weights = ops.attention_weights(
-            states.queries[:, :, -1:],
-            states.keys,
-            pad_tokens=states.leading_padding,
-            score_options=states.score_options,
-        )
+        """Return the attention of the last query, averaged over all heads.
+
+        Returns:
+            (B, 1, S) float32.
+        """
+        newest = replace(states.without_empty_slots, queries=states.queries[:, :, -1:])
+        weights = ops.attention_weights(newest)
         return weights[:, :, -1].mean(dim=1, keepdim=True)
 
     def require_protection(self, spans: Spans) -> None:
-        """Raise unless they leave room for the token that is being generated."""
+        """Raise unless the spans leave room for the newest token.
+
+        Raises:
+            InvalidArgumentError: the spans have as many tokens as the budget, or more.
+        """
         self._require_whole_spans(spans, self.budget - 1, "next to its newest token")

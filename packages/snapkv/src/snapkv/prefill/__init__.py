@@ -1,4 +1,4 @@
-"""Reading prompts beyond what one forward pass can hold."""
+"""Reading prompts that do not fit into one forward pass, or that several caches share."""
 
 from snapkv.prefill.layers import layer_by_layer
 from snapkv.prefill.shared import SharedReading

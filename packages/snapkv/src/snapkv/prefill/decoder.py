@@ -1,4 +1,4 @@
-"""The decoder's layers, standing in for the way they read, and running out of memory meanwhile."""
+"""The decoder's layers: replacing their forward, splitting their arguments, and watching memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -9,14 +9,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from snapkv.errors import OutOfMemoryError, UnsupportedModelError
+from snapkv.errors import OutOfMemoryError, UnsupportedModelError, wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.device_memory import free_bytes, out_of_memory_explained
 from snapkv.hf.placement import device_of
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers, in order."""
+    """Return the decoder's layers in order.
+
+    Raises:
+        UnsupportedModelError: the decoder has not exactly one list of its layers.
+    """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found = [
         list(part)
@@ -24,23 +28,24 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         if isinstance(part, nn.ModuleList) and len(part) == count
     ]
     if len(found) != 1:
-        raise UnsupportedModelError(
-            f"model: expected a decoder with one list of {count} layers, got "
-            f"{type(model).__name__} with {len(found)}; read its prompt with prefill_chunk_size"
-        )
+        got = f"{type(model).__name__} with {len(found)}"
+        problem = f"expected a decoder with one list of {count} layers, got {got}"
+        remedy = "Read its prompt with prefill_chunk_size"
+        raise wrong("model", problem, remedy, UnsupportedModelError)
     return found[0]
 
 
 @contextlib.contextmanager
 def standing_in(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Within this block these functions are the modules' forward."""
+    """Replace the modules' forward by these functions within this block.
+
+    Raises:
+        UnsupportedModelError: a module's forward is already replaced, except by accelerate.
+    """
     before = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
     if not all(map(_brings_to_device, before)):
-        raise UnsupportedModelError(
-            "model: expected layers with their own forward, got some that are wrapped already (an "
-            "outer block of snapkv.prefill, or a library that is not accelerate); leave one of "
-            "them out"
-        )
+        problem = "some layers are already wrapped by snapkv.prefill or another library"
+        raise wrong("model", problem, "Leave one of the two out", UnsupportedModelError)
     for module, forward in forwards.items():
         vars(module)["forward"] = forward
     try:
@@ -53,30 +58,33 @@ def standing_in(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[No
 
 
 def _brings_to_device(module: nn.Module) -> bool:
-    """Whether what stands for its forward is accelerate's hook, around its own."""
+    """Return whether the module's replaced forward is accelerate's hook around its own."""
     hooked = getattr(module.forward, "func", None)
     return getattr(hooked, "__module__", "") == "accelerate.hooks"
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many tokens of each row a call of the decoder reads."""
+    """Return how many tokens of each row a call of the decoder reads; 0 if there are none."""
     given = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
     return next((each.shape[1] for each in given if each is not None), 0)
 
 
 class ReadEnough(Exception):  # noqa: N818 - no error
-    """Raised out of a forward pass, what it was for being known; whoever began it catches it."""
+    """Raised out of a forward pass to end it early; the caller that began it must catch it."""
 
 
 def require_by_token(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
-    """Refuse arguments of a layer that are not known to belong to tokens one by one."""
+    """Raise if a layer has arguments that cannot be split by tokens.
+
+    Raises:
+        UnsupportedModelError: an argument is positional or does not belong to `tokens` tokens.
+    """
     odd = [f"argument {number}" for number, _ in enumerate(args, 2)]
     odd += [name for name, value in kwargs.items() if not _is_by_token(value, tokens)]
     if odd:
-        raise UnsupportedModelError(
-            f"model: expected layers whose arguments belong to one token each, got {odd[0]}, which "
-            "cannot be split; read the prompt with prefill_chunk_size, and with sdpa attention"
-        )
+        problem = f"{odd[0]} of a layer does not belong to single tokens and cannot be split"
+        remedy = "Read the prompt with prefill_chunk_size, and with sdpa attention"
+        raise wrong("model", problem, remedy, UnsupportedModelError)
 
 
 def _is_by_token(value: Any, tokens: int) -> bool:
@@ -88,11 +96,11 @@ def _is_by_token(value: Any, tokens: int) -> bool:
 
 
 def part_of(value: Any, start: int, stop: int) -> Any:
-    """The part of a layer's argument that belongs to tokens `start` to `stop`.
+    """Return the part of a layer's argument that belongs to tokens `start` to `stop`.
 
-    Masks have four axes, the queries along the third; in front of the tokens' own columns stand
-    those of earlier turns. (B, T) masks and position ids, and (B, T, D) position embeddings have
-    the tokens along the second.
+    Masks have four axes with the queries along the third; the columns of earlier turns are before
+    those of the tokens. (B, T) masks and position ids, and (B, T, D) position embeddings have the
+    tokens along the second axis.
     """
     if isinstance(value, tuple):
         return tuple(part_of(item, start, stop) for item in value)
@@ -105,9 +113,11 @@ def part_of(value: Any, start: int, stop: int) -> Any:
 
 
 def at_places(value: Any, places: Tensor) -> Any:
-    """What belongs to the tokens at (B, n) ascending places, of a layer's argument for one pass.
+    """Return the part of a layer's argument that belongs to the tokens at the given places.
 
-    `value` is as for `part_of`; a mask of four axes is (B or 1, H or 1, T, T).
+    Args:
+        value: as for `part_of`; a mask of four axes is (B or 1, H or 1, T, T).
+        places: (B, n) ascending.
     """
     if isinstance(value, tuple):
         return tuple(at_places(item, places) for item in value)
@@ -122,16 +132,19 @@ def at_places(value: Any, places: Tensor) -> Any:
 
 
 class MemoryWatch:
-    """The prompt that is being read, where it goes, and what was free before it."""
+    """Remembers which prompt is read into which cache, and the memory that was free before."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._device = device_of(model)
         self.cache: CompressedCache | None = None
         self.tokens = 0
-        self.available_bytes: int | None = None  # None where that is not known
+        self.available_bytes: int | None = None  # None if it is not known
 
     def note(self, cache: CompressedCache, tokens: int) -> None:
-        """A prompt of that many tokens is being read; said again while it is, nothing changes."""
+        """Remember that a prompt of `tokens` tokens is being read into `cache`.
+
+        Repeated calls for the same prompt change nothing.
+        """
         if self.cache is cache and self.tokens == tokens:
             return
         self.cache, self.tokens = cache, tokens
@@ -139,7 +152,14 @@ class MemoryWatch:
 
     @contextlib.contextmanager
     def telling(self, advice: Callable[[], str]) -> Iterator[None]:
-        """Give back what a prompt took for which there was no memory, and say what would fit."""
+        """Explain what would fit if memory runs out within this block, and empty the cache.
+
+        Args:
+            advice: returns the explanation.
+
+        Raises:
+            OutOfMemoryError: the device has no memory left.
+        """
         try:
             with out_of_memory_explained(
                 lambda: advice() if self.tokens else "out of memory before a prompt was read"

@@ -1,8 +1,8 @@
-"""Reading prompts beyond what one forward pass can hold: layer by layer, in pieces.
+"""Read prompts that do not fit into one forward pass: layer by layer, in pieces.
 
-Every decoder layer reads the prompt in pieces, one after the other, before the next layer begins.
-So there is one buffer of hidden states, the keys and values of one layer, and the intermediate
-results of one piece. The result is exact: every token attends to all tokens before it.
+Every decoder layer reads the whole prompt in pieces, one after the other, before the next layer
+begins. So there is one buffer of hidden states, the keys and values of one layer, and the
+intermediate results of one piece. The result is exact: every token attends to all tokens before it.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.hf import forward_context
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among
@@ -32,25 +32,27 @@ from snapkv.validation import format_bytes, require_int
 
 @contextlib.contextmanager
 def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Iterator[None]:
-    """Within this block the model reads prompts in a `CompressedCache` layer by layer.
+    """Let the model read prompts into a `CompressedCache` layer by layer within this block.
 
         with layer_by_layer(model):
             model.generate(ids, past_key_values=CompressedCache(model, SnapKV(1024)))
 
-    Shorter inputs, and those without a `CompressedCache`, are read as ever. The prompt must not be
-    padded where attention's mask for all of it would not fit: transformers makes none without pads.
-    A layer writes over the states that it is given, also over those that a hook has held.
+    Shorter inputs, and those without a `CompressedCache`, are read as usual. A prompt with padding
+    only works if attention's mask for all of it fits into memory; transformers makes none without
+    padding. A layer overwrites the states that it gets, also those that a hook has kept.
 
     Args:
         model: a decoder-only transformers model.
         chunk_tokens: tokens of a piece.
 
     Raises:
-        UnsupportedModelError: the model's layers cannot be found.
-        InvalidArgumentError: from within the block, hidden states, attentions or router logits of a
-            prompt are asked for.
-        OutOfMemoryError: from within the block, if the prompt does not fit. The cache has been
-            emptied, and the model is as it was.
+        UnsupportedModelError: the model's layers cannot be found, or are already wrapped; within
+            the block, if an argument of a layer cannot be split.
+        InvalidTypeError: `chunk_tokens` is no integer.
+        InvalidArgumentError: `chunk_tokens` is below 1; within the block, if hidden states,
+            attentions or router logits of a prompt are asked for.
+        OutOfMemoryError: within the block, if the prompt does not fit. The cache is empty then, and
+            the model is unchanged.
     """
     chunk_tokens = require_int("chunk_tokens", chunk_tokens, minimum=1)
     watch = MemoryWatch(model)
@@ -61,7 +63,7 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
     decoder = model.get_decoder()
     forwards[decoder] = functools.partial(_read, decoder.forward, decoder.config, chunk_tokens)
     for part in decoder.children():
-        if "Norm" in type(part).__name__:  # after the layers
+        if "Norm" in type(part).__name__:  # the norm after the layers
             forwards[part] = functools.partial(_read_norm, part.forward, chunk_tokens)
 
     def advice() -> str:
@@ -80,14 +82,16 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
 def _read(
     forward: Callable[..., Any], config: Any, chunk_tokens: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """The decoder's forward: layers write over their input, which must not be the caller's own."""
+    """Run the decoder's forward with a copy of the embeddings, which the layers overwrite.
+
+    Raises:
+        InvalidArgumentError: outputs are asked for that need all tokens of a layer at once.
+    """
     if _comes_in_pieces(cache_among(kwargs), tokens_of(args, kwargs), chunk_tokens):
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-            if asked := kwargs.get(name, getattr(config, name, False)):
-                raise InvalidArgumentError(
-                    f"{name}: expected False where a prompt is read layer by layer, of which none "
-                    f"is left whole, got {asked}; leave it out, or read the prompt at once"
-                )
+            if value := kwargs.get(name, getattr(config, name, False)):
+                problem = f"expected False for a prompt that is read layer by layer, got {value}"
+                raise wrong(name, problem, "Leave it out, or read the prompt at once")
         if (embeddings := kwargs.get("inputs_embeds")) is not None:
             kwargs["inputs_embeds"] = embeddings.clone()
     return forward(*args, **kwargs)
@@ -107,7 +111,10 @@ def _read_layer(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A layer's forward, in pieces where the input is long and goes into a compressed cache."""
+    """Run a layer's forward, in pieces if the input is long and goes into a compressed cache.
+
+    Overwrites `hidden_states` in place.
+    """
     cache = cache_among(kwargs)
     tokens = hidden_states.shape[1]
     if not _comes_in_pieces(cache, tokens, chunk_tokens):
@@ -130,7 +137,7 @@ def _read_layer(
 
 
 def _read_norm(forward: Callable[..., Any], chunk_tokens: int, hidden_states: Tensor) -> Tensor:
-    """A norm's forward in pieces: it holds float32 copies of its input."""
+    """Run a norm's forward in pieces, in place, because it makes float32 copies of its input."""
     if hidden_states.shape[1] <= chunk_tokens or torch.is_grad_enabled():
         normed: Tensor = forward(hidden_states)
         return normed

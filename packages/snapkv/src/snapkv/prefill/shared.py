@@ -1,10 +1,10 @@
-"""One reading of a prompt for several caches.
+"""Read a prompt once for several caches.
 
-What a method keeps of a prompt it chooses after the attention of each layer, which has then read
-all of it: the hidden states are the same whatever is kept. So a prompt is read once, and what
-every layer's attention was given is held. Every cache then goes through these calls again, through
-the same wrapped attention, without the model's computations between them: only appending and
-choosing is left.
+A method selects after the attention of each layer, which has then read the whole prompt, so the
+hidden states are the same whatever is kept. So the prompt is read once, and the arguments of every
+layer's attention are kept. Every cache then goes through these calls again, through the same
+wrapped attention, without the model's computations between them: only appending and selecting is
+left.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.cache.hybrid import HybridLayer
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.hf.attend import Attended, AttentionCall
 from snapkv.hf.attention import attend
 from snapkv.hf.cache import CompressedCache
@@ -42,13 +42,13 @@ class _Step:
     last_output: Tensor | None = None
 
     def append_to(self, cache: CompressedCache) -> None:
-        """Append the same to another cache, which chooses as it does where it reads itself."""
+        """Append the same tokens to `cache`, which selects as if it read the prompt itself."""
         assert self.call is not None
         assert self.last_output is not None
         tokens = self.call.query.shape[2]
-        said = self.last_output.expand(-1, tokens, -1, -1)
+        output = self.last_output.expand(-1, tokens, -1, -1)
         keys, values = cache.update(self.keys, self.values, self.layer_idx)
-        call = dataclasses.replace(self.call, function=lambda *_, **__: (said, None))
+        call = dataclasses.replace(self.call, function=lambda *_, **__: (output, None))
         if self.call.key.data_ptr() == self.returned_at:
             call = dataclasses.replace(call, key=keys, value=values)
         attend(call)
@@ -57,7 +57,7 @@ class _Step:
 class SharedReading:
     """A prompt that was read once, for any number of caches of the model.
 
-    As in::
+    For example::
 
         reading = SharedReading(model, ids)
         for policy in policies:
@@ -71,19 +71,18 @@ class SharedReading:
         input_ids: (B, T) int64, without padding.
 
     Attributes:
-        read_ms: what reading took.
+        read_ms: how long reading took, in milliseconds.
 
     Raises:
-        UnsupportedModelError: layers that hold something else than keys and values of their own
-            (states of a recurrence, keys of another layer), or whose forward is
-            wrapped already.
+        UnsupportedModelError: some layers do not hold keys and values of their own (states of a
+            recurrence, keys of another layer), or have a forward that is already wrapped.
     """
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor) -> None:
         self._model, self._ids = model, input_ids
         leader = _NotingCache(model, FullCache())
         begin = time.perf_counter()
-        unwrapped = standing_in({model: model.forward})  # refuses now what `given` would refuse
+        unwrapped = standing_in({model: model.forward})  # raises now if `given` would raise
         with torch.inference_mode(), hooked(leader), unwrapped:
             output = model(input_ids, **passed(leader), logits_to_keep=1)
         if input_ids.device.type == "cuda":
@@ -91,26 +90,24 @@ class SharedReading:
         self.read_ms = (time.perf_counter() - begin) * 1000
         self._steps = leader.steps
         self._output = dataclasses.replace(output, **passed(None))
-        told = [
+        indices = [
             step.layer_idx
             for step in self._steps
             if step.call is not None and not isinstance(leader.layers[step.layer_idx], HybridLayer)
         ]
-        if told != list(range(len(leader.layers))):
-            raise UnsupportedModelError(
-                f"model: expected layers that each hold keys and values of their own where a "
-                f"prompt is read once for several caches, got {type(model).__name__} with "
-                f"{len(told)} of {len(leader.layers)}; read it for each of them"
-            )
+        if indices != list(range(len(leader.layers))):
+            got = f"{len(indices)} of {len(leader.layers)} in {type(model).__name__}"
+            problem = f"expected layers that each hold keys and values of their own, got {got}"
+            raise wrong("model", problem, "Read the prompt for each cache", UnsupportedModelError)
 
     @contextlib.contextmanager
     def given(self) -> Iterator[None]:
-        """Within this block, the model need not read the prompt into an empty cache.
+        """Let the model skip reading this prompt into an empty cache within this block.
 
-        Everything else is read as ever.
+        Everything else is read as usual.
 
         Raises:
-            UnsupportedModelError: the model's forward is wrapped already.
+            UnsupportedModelError: the model's forward is already wrapped.
         """
         own = self._model.forward
 
@@ -131,7 +128,7 @@ class SharedReading:
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for no more than was read, and neither hides nor moves any of it."""
+    """Return whether a call asks for no further outputs, and neither hides nor moves a token."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     wants_more = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
     return not (
@@ -142,7 +139,7 @@ def _is_plain(kwargs: dict[str, Any]) -> bool:
 
 
 class _NotingCache(CompressedCache, Hook):
-    """Keeps everything, and notes what was appended layer by layer."""
+    """A cache that keeps everything, and records what was appended layer by layer."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -159,14 +156,17 @@ class _NotingCache(CompressedCache, Hook):
         return keys, values
 
     def on_attention(self, call: AttentionCall, attended: Attended) -> None:
-        """Note the attention of the layer that has just appended; of no other."""
+        """Record the attention of the layer that has just appended, but of no other layer."""
         if self.steps and self.steps[-1].call is None:
             step = self.steps[-1]
             step.call, step.last_output = call, attended[0][:, -1:].clone()
 
 
 def shared_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """About what a `SharedReading` of so many tokens holds: all queries, keys and values."""
+    """Estimate the bytes that a `SharedReading` of `tokens` tokens holds.
+
+    These are all queries, keys and values.
+    """
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     key_value_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -1,12 +1,12 @@
-"""What holds the keys and values of one layer: what heads kept of a prompt, and a tail.
+"""The stores of the keys and values of one layer: what heads kept of a prompt, and a tail.
 
     KV head 0    t5  t9  t11 t12 | t13 t14 t15  .   .    kept: 4 tokens    tail: 3, room for two
     KV head 1            t8  t12 | t13 t14 t15  .   .    kept: 2 tokens
     slot         0   1   2   3     4   5   6             padded layout: a head's tokens are the last
 
-A slot's column is its token's place in all that was seen, and its position that without the row's
-pads; `snapkv.cache.slots` knows them. Dense stores have a tail alone. Attention is handed the tail,
-and reads beside it what heads kept, flat or in codes.
+A slot's column is its token's place in everything seen, and its position is that without the row's
+padding; `snapkv.cache.slots` computes both. Dense stores have a tail only. Attention is passed the
+tail, and reads what heads kept beside it, flat or in codes.
 """
 
 import copy
@@ -27,20 +27,21 @@ from snapkv.storage.tail import Pair, Tail
 
 
 class TokenStore(ABC):
-    """Keys and values of one layer's tokens; nobody else assigns them.
+    """Holds the keys and values of one layer's tokens, which nothing else assigns.
 
-    Tokens lie in KV cache slots. Every head has as many of them: where heads hold different numbers
-    of tokens, each is padded on the left to the longest. What changes a store returns the one to go
-    on with, which may be of another layout.
+    Tokens are in KV cache slots. Every head has the same number of slots: if heads hold different
+    numbers of tokens, each is padded on the left to the longest. A method that changes a store
+    returns the store to use from now on, which may have another layout.
 
     Attributes:
-        tail: keys and values of tokens that all heads hold; all of them but for `ragged`.
-        num_kv_heads: heads of what is appended. H is more where a policy keeps one set per query
-            head.
-        kind: name of the layout, as saved files have it.
-        has_room: whether it is lent room: its places stay, and its steps ask the host nothing.
-        is_exact: whether keys and values are held as they were appended, none as codes.
-        ragged: what heads of different length hold; None where all hold as many.
+        tail: keys and values of tokens that all heads hold; all tokens except those in `ragged`.
+        num_kv_heads: heads of the keys that are appended. H is larger if a policy keeps one set per
+            query head.
+        kind: name of the layout in saved files.
+        has_room: whether the tail has lent room: its buffers stay in place, and steps do not use
+            the host.
+        is_exact: whether keys and values are stored as they were appended, none quantized.
+        ragged: what heads of different lengths hold; None if all hold the same number.
     """
 
     kind: str
@@ -53,12 +54,12 @@ class TokenStore(ABC):
 
     @property
     def keys(self) -> Any:
-        """(B, H, S, D), what attention is handed; None while empty."""
+        """The tail's keys that attention gets, (B, H, S, D); None while empty."""
         return self.tail.keys
 
     @property
     def values(self) -> Any:
-        """(B, H, S, Dv), what attention is handed; None while empty."""
+        """The tail's values that attention gets, (B, H, S, Dv); None while empty."""
         return self.tail.values
 
     @property
@@ -67,27 +68,34 @@ class TokenStore(ABC):
 
     @property
     def slots(self) -> int:
-        """Slots of every head and row."""
+        """How many slots every head and row has."""
         return self.tail.tokens
 
     @property
     def unmasked_slots(self) -> int:
-        """How many of the slots are no columns of the model's mask: those of ragged heads."""
+        """How many slots are not columns of the model's mask: those of ragged heads."""
         return 0
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens per row and head, on average where they differ."""
+        """Tokens per row and head; the mean if heads hold different numbers."""
         return self.slots
 
     def append(
         self, keys: Tensor, values: Tensor, coming: int = 0, *, in_place: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Store new tokens, (B, num_kv_heads, N, D); returns `keys` and `values`, they are last.
+        """Store new tokens, and return the tail's keys and values, in which they are last.
 
-        Those that attention computes with are views: the first ones are copied, to where there is
-        room for as many more as are `coming`. Not `in_place` where all of it is moved at every step
-        anyway.
+        Args:
+            keys: (B, num_kv_heads, N, D).
+            values: (B, num_kv_heads, N, Dv).
+            coming: how many more tokens are known to come, for which room is made.
+            in_place: whether to write into the append buffer; not useful if everything is moved at
+                every step.
+
+        Returns:
+            Keys and values for attention, views of the append buffer. The first tokens are copied
+            into it.
         """
         if self.tail.keys is None:
             self.num_kv_heads = keys.shape[1]
@@ -102,11 +110,15 @@ class TokenStore(ABC):
         """Keep some of the first tokens, bit for bit, and all that come after them.
 
         Args:
-            indices: (B, H or 1, K) int64, slots; -1 for any. More heads than are stored: each of
-                the groups keeps a set of its own.
+            indices: (B, H or 1, K) int64, ascending slots after leading entries of -1, which are
+                empty places: arbitrary content in a dense result, left out of a ragged one. If H is
+                larger than the heads stored, each head of a group keeps its own slots.
             tokens: how many slots `indices` points into.
-            counts: how many of them each head keeps, where it is not as many in all: its last
-                ones, after a run of -1, for none.
+            counts: how many tokens each head keeps, if heads keep different numbers: its last
+                entries, after a run of -1.
+
+        Returns:
+            The store to use from now on, often `self`, changed in place.
         """
 
     @abstractmethod
@@ -129,14 +141,15 @@ class TokenStore(ABC):
         return self
 
     def _hold(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Hold what becomes of the keys of the tail, and of its values, in their place."""
+        """Replace the tail's keys and values by `change` of each."""
         keys, values = self.tail.written
         self.tail.hold(change(keys), change(values))
 
     def finalize_step(self, drafts: int = 0) -> None:
-        """Called after every step: go back to what is held between steps.
+        """Restore after every step the form in which tokens are held between steps.
 
-        The last tokens, as many as drafts, may be taken back, or change places.
+        Args:
+            drafts: how many of the last tokens are drafts, which may be taken back or moved.
         """
         del drafts
 
@@ -147,14 +160,20 @@ class TokenStore(ABC):
         rotation: Callable[[Tensor, Tensor], Tensor],
         before: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        """Turn the first keys, in place, as if their tokens stood right before those after them.
+        """Rotate the first keys in place, as if their tokens were right before those after them.
 
-        They always turn from their original keys, so that rounding does not add up. (B,) `gap`
-        tokens of each row have been dropped after them; `before` is the last result, or None's.
+        The keys are always rotated from their original values, so that rounding does not
+        accumulate.
+
+        Args:
+            sink_tokens: how many first keys to move.
+            gap: (B,), how many tokens of each row have been dropped after the sinks.
+            rotation: rotates (B, H, N, D) states by (B, N) positions.
+            before: the result of the last call, or a pair of None.
 
         Returns:
-            (B, H, sinks, D) the keys as they were first, and (B, 1, 1, 1) bool, whether a row's
-            sinks stand at other positions than their own.
+            (B, H, sinks, D) the original keys, and (B, 1, 1, 1) bool, whether a row's sinks are at
+            other positions than their own.
         """
         moved = (gap > 0)[:, None, None, None]
         sinks = self.keys[..., :sink_tokens, :].clone()
@@ -182,16 +201,26 @@ class TokenStore(ABC):
         self.has_room = False
 
     def last(self, tokens: int) -> Pair:
-        """Keys and values of the last tokens, (B, num_kv_heads, tokens, D)."""
+        """Return keys and values of the last tokens.
+
+        Returns:
+            (B, num_kv_heads, tokens, D).
+        """
         return self._of_kv_heads(*self.tail.written, tokens)
 
     def _of_kv_heads(self, keys: Tensor, values: Tensor, tokens: int) -> Pair:
-        """The last tokens, once where query heads of a KV head keep sets of their own."""
+        """Return the last tokens, once per KV head if query heads keep sets of their own."""
         repeats, start = keys.shape[1] // self.num_kv_heads, keys.shape[2] - tokens
         return keys[:, ::repeats, start:], values[:, ::repeats, start:]
 
     def padded(self) -> Pair:
-        """Keys and values of all slots, (B, num_kv_heads, slots, D); any in slots of no token."""
+        """Return keys and values of all slots.
+
+        Slots without a token hold arbitrary numbers.
+
+        Returns:
+            (B, num_kv_heads, slots, D).
+        """
         return self.last(self.slots)
 
     @property
@@ -200,7 +229,7 @@ class TokenStore(ABC):
         return int(self.keys.nbytes + self.values.nbytes) if self.is_filled else 0
 
     def token_cost(self, heads: int, codes: KVCodes | None) -> TokenCost:
-        """What tokens cost that so many heads keep, in these codes or as they are."""
+        """Return the cost of a token that `heads` heads keep, quantized with `codes` or not."""
         per_head = self.keys.element_size() * (self.keys.shape[-1] + self.values.shape[-1])
         one = TokenCost(full_bytes=self.num_kv_heads * per_head, block_bytes=heads * per_head)
         if codes is None:
@@ -210,21 +239,21 @@ class TokenStore(ABC):
 
     @property
     def bits(self) -> str:
-        """Bits of a number that is kept of a prompt, such as "16"; of keys and values, "8/4"."""
+        """Bits of a number that is kept of a prompt, such as "16"; "8/4" for keys and values."""
         return str(8 * self.keys.element_size()) if self.is_filled else "0"
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of what says where they lie."""
+        """Bytes of the tensors that say where tokens are."""
         return 0
 
     def state(self) -> dict[str, Any]:
-        """What a file has to say to make it again: tensors, numbers and records."""
+        """Return the tensors, numbers and records that a file needs to restore the store."""
         keys, values = self.tail.written
         return {"keys": keys, "values": values, "num_kv_heads": self.num_kv_heads}
 
     def __copy__(self) -> Self:
-        """One that goes on by itself; no tensor is copied."""
+        """Return a copy that changes independently; tensors are shared."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.tail = copy.copy(self.tail)

@@ -1,10 +1,10 @@
-"""How many bits hold the keys and values that are kept of a prompt."""
+"""How many bits the keys and values that are kept of a prompt have."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.parameters import WithParameters
 from snapkv.validation import code_bits
 
@@ -18,15 +18,16 @@ _GROUP_SIZES = (32, 64)
 
 @dataclass(frozen=True)
 class KVCodes(metaclass=WithParameters):
-    """How many bits hold what is kept of a prompt.
+    """How many bits the kept keys and values of a prompt have.
 
     Args:
         keys: bits of a key's integer, 8 or 4.
-        values: of a value's.
-        group_size: numbers that share a scale and a least number of 16 bits each, 32 or 64.
+        values: bits of a value's integer, 8 or 4.
+        group_size: how many numbers share a scale and a least number of 16 bits each, 32 or 64.
 
     Raises:
-        InvalidArgumentError: a number out of range.
+        InvalidTypeError: an unknown argument.
+        InvalidArgumentError: a number is out of range.
     """
 
     keys: Number = 4
@@ -39,24 +40,28 @@ class KVCodes(metaclass=WithParameters):
         ):  # fmt: skip
             given = getattr(self, name)
             if given not in allowed or isinstance(given, float):
-                raise InvalidArgumentError(
-                    f"{name}: expected one of {', '.join(map(str, allowed))}, got "
-                    f"{given!r}; pass for instance KVCodes(keys=4, values=4)"
-                )
+                problem = f"expected one of {', '.join(map(str, allowed))}, got {given!r}"
+                raise wrong(name, problem, "Pass for instance KVCodes(keys=4, values=4)")
 
     @property
     def label(self) -> str:
-        """Bits, such as "4"; of keys and of values where they differ, such as "8/4"."""
+        """The bits as text, such as "4"; "8/4" if keys and values differ."""
         return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
 
     @classmethod
     def of(
         cls, given: "KVCodes | Bits | Mapping[str, Any]", argument: str = "quantize"
     ) -> "KVCodes":
-        """What a word stands for, as "int4" or "K8V4"; or parameters by name, as a file has.
+        """Return the bits that a word such as "int4", or a mapping of parameters, stands for.
+
+        Args:
+            given: a word such as "int4" or "K8V4", parameters by name as files have them, or a
+                `KVCodes`, which is returned.
+            argument: the name of the argument, for errors.
 
         Raises:
-            InvalidArgumentError: another word.
+            InvalidTypeError: the mapping has an unknown parameter.
+            InvalidArgumentError: another word, or a number out of range.
         """
         if isinstance(given, KVCodes):
             return given
@@ -64,14 +69,12 @@ class KVCodes(metaclass=WithParameters):
             return cls(**given)
         bits = code_bits(given) if isinstance(given, str) else None
         if bits is None:
-            raise InvalidArgumentError(
-                f"{argument}: expected int8 or int4, keys and values apart as in K8V4, or a "
-                f"KVCodes, got {given!r}; pass one of them"
-            )
-        return cls(*bits)  # type: ignore[arg-type] # they are some of these numbers
+            problem = f"expected int8, int4, K8V4 or a KVCodes, got {given!r}"
+            raise wrong(argument, problem, "Pass one of them")
+        return cls(*bits)  # type: ignore[arg-type] # `code_bits` returns 4 or 8
 
     def __str__(self) -> str:
-        """Its bits in a word that `of` takes: "int4", or apart as in "K8V4"."""
+        """Return the word for these bits that `of` accepts: "int4", or "K8V4" if they differ."""
         alike = self.keys == self.values
         return f"int{self.keys}" if alike else f"K{self.keys}V{self.values}"
 

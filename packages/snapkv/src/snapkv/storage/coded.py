@@ -1,4 +1,4 @@
-"""Keys and values in few bits: what heads keep as codes."""
+"""Quantized keys and values: what heads keep as codes."""
 
 import functools
 import itertools
@@ -13,6 +13,7 @@ from snapkv.ops import (
     BlockLayout,
     Codes,
     ScoreOptions,
+    TailInputs,
     coded_attention,
     encode_all,
 )
@@ -25,13 +26,13 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, kw_only=True)
 class CodedStates:
-    """What every head of every row has kept, in blocks of codes; does what `RaggedStates` does.
+    """The quantized keys and values of every head of every row, with the methods of `RaggedStates`.
 
     Attributes:
-        codes: of the keys and of the values.
-        sections: tokens of each head in codes, by when they were encoded.
+        codes: the codes of the keys and those of the values.
+        sections: tokens of each head by when they were encoded.
         how: with how many bits.
-        least_slots: slots of the padded layout when the first section was encoded, at least.
+        least_slots: the fewest slots of the padded layout when the first section was encoded.
     """
 
     codes: tuple[Codes, Codes]
@@ -41,18 +42,27 @@ class CodedStates:
 
     @classmethod
     def of(cls, states: RaggedStates, how: KVCodes) -> "CodedStates":
-        """Encode what heads have kept."""
+        """Quantize what heads have kept.
+
+        Raises:
+            InvalidArgumentError: a number is not finite, or beyond half of float32's range.
+        """
         return cls.of_each([states], how)[0]
 
     @classmethod
     def of_each(cls, several: Sequence[RaggedStates], how: KVCodes) -> "list[CodedStates]":
-        """Encode what heads of each have kept, all of one device at once: it is waited for once."""
+        """Quantize the states of several layers on one device together; this waits for a GPU once.
+
+        Raises:
+            InvalidArgumentError: a number is not finite, or beyond half of float32's range.
+        """
         whole, G = RaggedStates.stack(several), how.group_size
         begins = list(itertools.accumulate(itertools.chain(*whole.head_tokens), initial=0))
         rows = BlockLayout((whole.head_tokens,), G, whole.keys.device).rows(begins)
         codes = encoded((whole.keys[rows], whole.values[rows]), how)
         if len(several) > 1 and any(part.scale.dtype is torch.float32 for part in codes):
-            return [cls.of(states, how) for states in several]  # not all have such numbers
+            # Some states may fit into float16 scales if they are encoded alone.
+            return [cls.of(states, how) for states in several]
         sizes = [sum(-(-n // G) for n in itertools.chain(*one.head_tokens)) for one in several]
         own = zip(*(part.split(sizes) for part in codes), strict=True)
         return [
@@ -67,7 +77,7 @@ class CodedStates:
 
     @functools.cached_property
     def layout(self) -> BlockLayout:
-        """Where each head's blocks are, as attention asks for it."""
+        """Where each head's blocks are, for attention."""
         return BlockLayout(self.sections, self.how.group_size, self.codes[0].packed.device)
 
     @functools.cached_property
@@ -81,7 +91,7 @@ class CodedStates:
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """Bytes of codes and scales."""
         return self.codes[0].nbytes + self.codes[1].nbytes
 
     @property
@@ -96,11 +106,15 @@ class CodedStates:
         own_visible: Tensor | None = None,
         tail_tokens: Tensor | None = None,
     ) -> Tensor:
-        states = queries, *self.codes, self.layout, *tail, score_options
-        return coded_attention(*states, own_visible=own_visible, tail_tokens=tail_tokens)
+        inputs = TailInputs(queries, *tail, score_options, own_visible, tail_tokens)
+        return coded_attention(inputs, *self.codes, self.layout)
 
     def grown(self, keys: Tensor, values: Tensor) -> "CodedStates":
-        """With (B, H, N, D) tokens after them, N a number of whole blocks."""
+        """Append (B, H, N, D) tokens, N a number of whole blocks.
+
+        Raises:
+            InvalidArgumentError: a number is not finite, or beyond half of float32's range.
+        """
         B, H, N, _ = keys.shape
         G = self.how.group_size
         more = encoded(
@@ -112,10 +126,10 @@ class CodedStates:
 
     @property
     def spread_bytes(self) -> int:
-        """Bytes of the keys and values that they stand for.
+        """Bytes of the keys and values after decoding.
 
         Raises:
-            ValueError: parts of a file that do not fit together.
+            ValueError: parts of a file do not fit together.
         """
         G = self.how.group_size
         tokens = sum(sum(map(sum, section)) for section in self.sections)
@@ -146,7 +160,13 @@ class CodedStates:
 
 
 def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
-    """The state of a store for a file in few bits, but for its tail; of one in codes as it is."""
+    """Return the state of a store for a quantized file, whose tail stays exact.
+
+    The state of a store that is quantized, or empty, is returned unchanged.
+
+    Raises:
+        InvalidArgumentError: a number is not finite, or beyond half of float32's range.
+    """
     if "how" in state or state.get("keys") is None:
         return state
     if "states" in state:
@@ -158,11 +178,15 @@ def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
 
 
 def state_spread(state: dict[str, Any]) -> dict[str, Any]:
-    """The state that `state_in_codes` was given, as near as the bits tell."""
+    """Undo `state_in_codes`, as exactly as the bits allow.
+
+    Raises:
+        ValueError: parts of a file do not fit together.
+    """
     states = state.get("states")
     if not isinstance(states, CodedStates):
         return state
-    _ = states.spread_bytes  # whether its parts fit together
+    _ = states.spread_bytes  # raises if its parts do not fit together
     if "how" in state:
         return state
     whole = states.decoded()
@@ -173,19 +197,26 @@ def state_spread(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made]:
-    """What is made of the keys of pairs, and of their values."""
+    """Call `make` with the keys of all pairs, and with their values, and return both results."""
     keys, values = zip(*pairs, strict=True)
     return make(*keys), make(*values)
 
 
 def block_bytes(states: Pair, how: KVCodes) -> int:
-    """Bytes of one head's block of such keys and values: of one with the largest number."""
+    """Return the bytes of one head's block of codes of these keys and values.
+
+    The largest number decides, because scales may be float16 or float32.
+    """
     blocks = both(lambda part: part.abs().amax().expand(1, how.group_size, part.shape[-1]), states)
     return sum(codes.nbytes for codes in encoded(blocks, how))
 
 
 def encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
-    """(M, G, D) blocks of keys and values in codes."""
+    """Quantize (M, G, D) blocks of keys and values.
+
+    Raises:
+        InvalidArgumentError: a number is not finite, or beyond half of float32's range.
+    """
     keys, values = encode_all(
         [(blocks[0], how.keys, "tokens"), (blocks[1], how.values, "channels")]
     )

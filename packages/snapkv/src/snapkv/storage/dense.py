@@ -1,4 +1,4 @@
-"""Keys and values of heads that hold as many tokens each; grows with every token."""
+"""The store of heads that hold the same number of tokens; it grows with every token."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from snapkv.storage.tail import Tail
 
 
 class DenseStore(TokenStore):
-    """As many slots of every head and row."""
+    """Holds the same number of slots for every head and row."""
 
     kind = "dense"
 
@@ -22,9 +22,12 @@ class DenseStore(TokenStore):
 
     @classmethod
     def of(cls, store: RaggedStore) -> "tuple[DenseStore, Tensor]":
-        """What a store stands for, and (B,) leading slots of each row that hold no token.
+        """Return the tokens of a ragged store as a dense one.
 
-        The heads of each row hold as many tokens.
+        The heads of each row must hold the same number of tokens.
+
+        Returns:
+            The store, and (B,) how many leading slots of each row hold no token.
         """
         heads = store.heads()
         made = cls().fill(*store.padded(), store.num_kv_heads)
@@ -32,7 +35,7 @@ class DenseStore(TokenStore):
         return made, heads.longest_tokens - counts
 
     def fill(self, keys: Tensor | None, values: Tensor | None, num_kv_heads: int) -> "DenseStore":
-        """Hold these from now on; a file of an empty one has None."""
+        """Hold these tensors, None if a file holds an empty store, and return `self`."""
         self.num_kv_heads = num_kv_heads
         if keys is not None and values is not None:
             self.tail.hold(keys, values)
@@ -49,7 +52,7 @@ class DenseStore(TokenStore):
     def select_where(self, stays: Tensor) -> TokenStore:
         """Keep the slots that stay; the store is ragged if their number differs between heads.
 
-        The tail is then what follows the last slot that not all of them keep, or drop.
+        Its tail begins after the last slot that some heads keep and others drop.
         """
         counts = stays.sum(dim=-1)
         if bool((counts == counts[:, :1]).all()):
@@ -67,12 +70,17 @@ class DenseStore(TokenStore):
         return store.with_room(tokens, None)
 
     def ragged_from(self, empty: Tensor | None, tokens: int) -> RaggedStore:
-        """The first tokens by heads, without (B,) leading slots that hold none; others after."""
+        """Return a ragged store of the first `tokens` tokens, with the later ones as its tail.
+
+        Args:
+            empty: (B,) leading slots of each row that hold no token, or None.
+            tokens: how many slots belong to the heads.
+        """
         keys, values = self.tail.written
         if empty is None:
             return RaggedStore(
                 states=RaggedStates.whole(keys[:, :, :tokens], values[:, :, :tokens]),
-                keys=keys[:, :, tokens:].clone(),  # or it would hold all of them
+                keys=keys[:, :, tokens:].clone(),  # a view would keep all keys in memory
                 values=values[:, :, tokens:].clone(),
                 num_kv_heads=self.num_kv_heads,
             )

@@ -1,4 +1,4 @@
-"""The kinds of stores, by the names that files have."""
+"""The kinds of stores by their names in files."""
 
 from typing import Any
 
@@ -8,7 +8,11 @@ from snapkv.storage.ragged_store import CodedStore, RaggedStore
 
 
 def restored(kind: str, state: dict[str, Any]) -> TokenStore:
-    """The store of that kind whose `state` this is."""
+    """Return the store of that kind with this `state`.
+
+    Raises:
+        ValueError: there is no store of that kind.
+    """
     if kind == RaggedStore.kind:
         return RaggedStore(**state)
     if kind == CodedStore.kind:

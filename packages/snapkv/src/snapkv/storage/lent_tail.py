@@ -1,4 +1,4 @@
-"""The tail of a store that is lent room: it stays where it is, so that a step can be replayed."""
+"""The append buffer of a recorded step, which stays in place so that the step can be replayed."""
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class LentTail(Tail):
         return self.keys[:, :, :tokens], self.values[:, :, :tokens]
 
     def append(self, keys: Tensor, values: Tensor, *, in_place: bool = True) -> Pair:
-        del in_place  # they always do
+        del in_place  # always in place
         new_tokens = keys.shape[2]
         places = torch.arange(new_tokens, device=keys.device) + self.count
         self.count.add_(new_tokens)
@@ -43,17 +43,20 @@ class LentTail(Tail):
         return self.keys, self.values
 
     def columns(self, new_tokens: int) -> int:
-        """All slots, written or not."""
+        """Return the number of all slots, written or not."""
         del new_tokens
         return int(self.keys.shape[2])
 
     def __copy__(self) -> "LentTail":
-        """The same, for a branch that leaves the room at once."""
+        """Return the tail itself: a branch leaves the room at once."""
         return self
 
 
 def _in_buffer(states: Tensor, new_tokens: int) -> Tensor:
-    """The states, and behind them zeros: a weight of nothing does not hide what is no number."""
+    """Copy the states into a buffer whose other slots are zero.
+
+    Zeros, because a weight of zero does not hide NaN.
+    """
     B, H, S, D = states.shape
     buffer = states.new_zeros(B, H, S + new_tokens, D)
     buffer[:, :, :S] = states

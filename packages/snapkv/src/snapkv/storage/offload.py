@@ -1,4 +1,4 @@
-"""Offload: all that a layer has seen, in host memory or mapped files, to come back for a vote."""
+"""Offloading: all tokens of a layer in host memory or mapped files, to be restored for a vote."""
 
 import contextlib
 import copy
@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from snapkv.errors import InvalidTypeError, OutOfMemoryError, wrong
 from snapkv.storage.base import TokenStore
 from snapkv.validation import format_bytes, require_int
 
 Recall = str | Path
-"""What a cache may be told of evicted tokens: "host", or a folder."""
+"""Where evicted tokens are offloaded to: "host", or a folder."""
 
 _NO_FOLDERS = "host", "cpu", "ram", "gpu", "cuda", "disk", "none"
-"""Words that other libraries have for a place, in any case; "host" is ours as it stands."""
+"""Words that other libraries use for a place, in any case; only "host" is a place here."""
 
 
 class OffloadPool:
-    """Room off the device, within a limit that all layers of a cache share.
+    """Memory off the device, within a limit that all layers of a cache share.
 
     Args:
         limit_bytes: how many bytes may be taken at most; None for no limit.
-        folder: where room is in files, mapped into memory, which have no name and leave no trace;
-            None for the memory of the host.
+        folder: where memory is mapped from files, which have no name and leave no trace; None for
+            host memory.
 
     Raises:
         InvalidArgumentError: the folder cannot be made or written to.
@@ -46,23 +46,26 @@ class OffloadPool:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-        except (OSError, ValueError) as error:  # of a NUL byte in the name
-            raise InvalidArgumentError(
-                f"recall: expected 'host' or a folder that can be written to, got "
-                f"{str(folder)!r}: {getattr(error, 'strerror', error)}; choose another folder"
-            ) from error
+        except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+            reason = getattr(error, "strerror", error)
+            problem = f"the folder {str(folder)!r} cannot be written to ({reason})"
+            raise wrong("recall", problem, "Pass 'host' or another folder") from error
 
     @property
     def where(self) -> str:
-        """As a user names it."""
+        """The place as a user names it."""
         return "host" if self.folder is None else str(self.folder)
 
     def room_for(
         self, *states: Tensor, device: torch.device, is_limited: bool = True
     ) -> "PooledTensors":
-        """Room for a copy of each of these (B, H, N, D) states, to be recalled to that device.
+        """Allocate memory for a copy of each tensor.
 
-        What takes the place of more is not held to the limit.
+        Args:
+            states: (B, H, N, D) tensors to copy.
+            device: where they will be restored to; pinned memory is used for CUDA.
+            is_limited: False if the copy replaces a larger one, which is then not checked against
+                the limit.
 
         Raises:
             OutOfMemoryError: the limit is reached, or the system has no room.
@@ -86,26 +89,34 @@ class OffloadPool:
             raise
 
     def require_room(self, wanted: int) -> None:
-        """Refuse so many bytes more than are taken where that is beyond the limit."""
+        """Raise if `wanted` more bytes would exceed the limit.
+
+        Raises:
+            OutOfMemoryError: the limit would be exceeded.
+        """
         if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
-            raise OutOfMemoryError(
-                f"recall_bytes: expected room for {format_bytes(wanted)} more than the "
-                f"{format_bytes(self.taken_bytes)} that are off the device already, got a "
-                f"limit of {format_bytes(self.limit_bytes)}; raise recall_bytes, or shorten the "
-                "text"
-            )
+            taken, limit = format_bytes(self.taken_bytes), format_bytes(self.limit_bytes)
+            problem = f"{taken} are offloaded, and {format_bytes(wanted)} more exceed {limit}"
+            remedy = "Raise recall_bytes, or shorten the text"
+            raise wrong("recall_bytes", problem, remedy, OutOfMemoryError)
 
     def give_back(self, freed_bytes: int) -> None:
         with self._lock:
             self.taken_bytes -= freed_bytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadPool":
-        """Itself: copies of a cache share the limit."""
+        """Return the pool itself: copies of a cache share the limit."""
         return self
 
 
 def _mapped(folder: Path, states: Tensor) -> Tensor:
-    """Room in a file of its own; all is reserved first, since a full disk kills who writes."""
+    """Allocate memory in a file of its own.
+
+    All of it is reserved first, because writing to a mapped file on a full disk kills the process.
+
+    Raises:
+        OutOfMemoryError: the disk has no room, or the file cannot be made.
+    """
     if not states.nbytes:
         return torch.empty(states.shape, dtype=states.dtype)
     try:
@@ -120,15 +131,15 @@ def _mapped(folder: Path, states: Tensor) -> Tensor:
             os.close(descriptor)
             os.unlink(name)
     except OSError as error:
-        raise OutOfMemoryError(
-            f"recall: expected room for {format_bytes(states.nbytes)} more in {str(folder)!r}, "
-            f"got: {error.strerror}; choose another folder, or set recall_bytes"
-        ) from error
+        more, reason = format_bytes(states.nbytes), error.strerror
+        problem = f"{more} more cannot be written to {str(folder)!r} ({reason})"
+        remedy = "Choose another folder, or set recall_bytes"
+        raise wrong("recall", problem, remedy, OutOfMemoryError) from error
     return room.view(states.dtype).view(states.shape)
 
 
 class PooledTensors:
-    """Contiguous tensors in a pool, which gets their bytes back when nobody holds this any more."""
+    """Contiguous tensors in a pool, which gets their bytes back when this object is collected."""
 
     def __init__(self, pool: OffloadPool, tensors: list[Tensor], taken_bytes: int) -> None:
         self.tensors = tensors
@@ -136,34 +147,36 @@ class PooledTensors:
 
 
 def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
-    """The pool that a user names: "host", or a folder."""
+    """Return the pool that a user names: "host" or a folder.
+
+    Raises:
+        InvalidTypeError: `recall` is neither text nor a path, or is empty.
+        InvalidArgumentError: `recall` is another word for a place, the folder cannot be written to,
+            or the limit is below 1.
+    """
     if limit_bytes is not None:
         limit_bytes = require_int("recall_bytes", limit_bytes, minimum=1)
     if recall == "host":
         return OffloadPool(limit_bytes)
     if not isinstance(recall, str | Path) or not str(recall):
-        raise InvalidTypeError(
-            f"recall: expected 'host' or the path of a folder, got {recall!r}; leave it out to "
-            "drop for good what is evicted"
-        )
+        problem = f"expected 'host' or the path of a folder, got {recall!r}"
+        raise wrong("recall", problem, "Leave it out to drop evicted tokens", InvalidTypeError)
     if isinstance(recall, str) and recall.lower() in _NO_FOLDERS:
-        raise InvalidArgumentError(
-            f"recall: expected 'host' or the path of a folder, got {recall!r}; pass 'host', or "
-            f"'./{recall}' for a folder of that name"
-        )
+        problem = f"expected 'host' or the path of a folder, got {recall!r}"
+        raise wrong("recall", problem, f"Pass 'host', or './{recall}' for a folder of that name")
     return OffloadPool(limit_bytes, Path(recall))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Keys and values of neighbouring tokens.
+    """Keys and values of neighbouring tokens off the device; immutable.
 
     Attributes:
         room: keys and values, (R, Hkv, N, D) and (R, Hkv, N, Dv), as attention sees them.
         start: column of the first token.
-        end: column after the last one that counts.
+        end: column after the last token that counts.
         rows: (B,) int64, which of the R rows each row of the batch has; several may share one.
-        shift: (B,) int64, by how many columns each row's tokens stand further to the right.
+        shift: (B,) int64, by how many columns each row's tokens are further to the right.
     """
 
     room: PooledTensors
@@ -173,14 +186,14 @@ class Piece:
     shift: Tensor
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """For each row of the batch its own row, the column it begins at, and how many tokens."""
+        """Yield each batch row's stored row, its first column, and how many tokens count."""
         for row, shift in zip(self.rows.tolist(), self.shift.tolist(), strict=True):
             begin = self.start + shift
             yield row, begin, max(0, min(self.room.tensors[0].shape[2], self.end - begin))
 
 
 class OffloadedTokens:
-    """The first tokens that a layer has seen, in pieces, as they were put off the device.
+    """The first tokens that a layer has seen, in pieces, as they were offloaded.
 
     On a GPU copies run in their own stream, parallel to the next layer's work. Without a pool
     nothing is put off the device, and what is evicted is gone.
@@ -202,7 +215,7 @@ class OffloadedTokens:
 
     @property
     def tokens(self) -> int:
-        """How many of the first tokens are here."""
+        """How many of the first tokens are offloaded."""
         return self.pieces[-1].end if self.pieces else 0
 
     @property
@@ -231,7 +244,13 @@ class OffloadedTokens:
         on: torch.device | None = None,
         is_limited: bool = True,
     ) -> None:
-        """Copy the (B, Hkv, N, D) tokens that come next, to be recalled to where they are or `on`.
+        """Offload the tokens that come next, (B, Hkv, N, D).
+
+        Args:
+            keys: (B, Hkv, N, D).
+            values: (B, Hkv, N, Dv).
+            on: the device they will be restored to; None for the device of `keys`.
+            is_limited: as in `OffloadPool.room_for`.
 
         Nothing is copied without a pool.
 
@@ -267,7 +286,7 @@ class OffloadedTokens:
         self.pieces = left.pieces
 
     def with_tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All offloaded tokens and after them (B, Hkv, N, D) ones, on the device of those."""
+        """Return all offloaded tokens with (B, Hkv, N, D) ones appended, on their device."""
         if not self.pieces:
             return keys.clone(), values.clone()
         with _copying(keys.device) as stream:
@@ -279,7 +298,11 @@ class OffloadedTokens:
         return whole
 
     def on_host(self) -> tuple[Tensor, Tensor]:
-        """All offloaded tokens, (B, Hkv, N, D) and (B, Hkv, N, Dv), a copy in the host's memory."""
+        """Return a copy of all offloaded tokens in host memory, after all copies have ended.
+
+        Returns:
+            (B, Hkv, N, D) keys and (B, Hkv, N, Dv) values.
+        """
         wait_for_copies()
         first = self.pieces[0]
         keys, values = (states[first.rows, :, :0] for states in first.room.tensors)
@@ -318,11 +341,11 @@ class OffloadedTokens:
         ]
 
     def shift(self, columns: Tensor, tokens: int) -> None:
-        """Move each row's tokens (B,) columns to the right, and end all at the same column."""
+        """Move each row's tokens (B,) `columns` to the right, and end all at column `tokens`."""
         self.pieces = [replace(piece, shift=columns, end=tokens) for piece in self.pieces]
 
     def __copy__(self) -> "OffloadedTokens":
-        """Another list of the same pieces, which never change."""
+        """Return another list of the same pieces, which never change."""
         copied = OffloadedTokens(self.pool)
         copied.pieces, copied.is_due = list(self.pieces), self.is_due
         return copied
@@ -332,12 +355,12 @@ class OffloadedTokens:
 
 
 _streams: dict[torch.device, Any] = {}
-"""For copies from and to each device."""
+"""The stream for copies from and to each device."""
 
 
 @contextlib.contextmanager
 def _copying(device: torch.device) -> Iterator[Any]:
-    """Within this block copies run in the device's own stream for them, if it has streams."""
+    """Run copies within this block in the device's own stream for them, if it has streams."""
     if device.type != "cuda":
         yield None
         return
@@ -350,6 +373,6 @@ def _copying(device: torch.device) -> Iterator[Any]:
 
 
 def wait_for_copies() -> None:
-    """Wait until what was put off any device can be read on the host."""
+    """Wait until everything that was offloaded can be read on the host."""
     for stream in _streams.values():
         stream.synchronize()

@@ -1,7 +1,7 @@
-"""Ragged storage (varlen): heads that keep different numbers of tokens, one after the other.
+"""Ragged states: heads that keep different numbers of tokens, stored one after the other.
 
-Per-head slots are also counted in a padded layout, as kept positions and scores have it: every head
-has as many slots as the longest one, and its tokens are the last of them.
+Slots of a head are also counted in a padded layout, which kept positions and scores use: every head
+has as many slots as the longest one, and its tokens are in the last of them.
 """
 
 import functools
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
+from snapkv.ops import RaggedLayout, ScoreOptions, TailInputs, ragged_attention
 from snapkv.storage.tail import Pair
 
 Counts = tuple[tuple[int, ...], ...]
-"""Tokens of each head, row by row: B lists of H numbers."""
+"""Tokens of each head, row by row: B tuples of H numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedStates:
-    """What every head of every row has kept, without a gap.
+    """The keys and values that every head of every row has kept, without gaps.
 
     Attributes:
         keys: (N, D), N the sum of `head_tokens`; rows first, then heads, then ascending positions.
         values: (N, Dv).
         head_tokens: tokens of each head.
-        least_slots: slots of the padded layout, at least.
+        least_slots: the fewest slots that the padded layout has.
     """
 
     keys: Tensor
@@ -40,15 +40,19 @@ class RaggedStates:
     def gather(
         cls, keys: Tensor, values: Tensor, index: Tensor, counts: Counts | None = None
     ) -> "RaggedStates":
-        """Copy the tokens of (B, H, K) slots out of (B, Hkv, T, D) states; first -1, for none.
+        """Copy the tokens in the given slots out of (B, Hkv, T, D) states.
 
-        `counts` are the tokens of each head; without them a GPU is waited for.
+        Args:
+            keys: (B, Hkv, T, D).
+            values: (B, Hkv, T, Dv).
+            index: (B, H, K) slots after leading entries of -1, which are no tokens.
+            counts: tokens of each head; None to count them, which waits for a GPU.
         """
         rows = ops.flat_rows(keys, index)
         return cls.whole(keys, values)._at_last(rows, counts or tokens_of(index))
 
     def _at_last(self, rows: Tensor, counts: Counts) -> "RaggedStates":
-        """Copy those at (B, H, K) flat rows that are tokens, the last ones of a head."""
+        """Copy the tokens at (B, H, K) flat rows, of which a head's last ones are tokens."""
         heads = zip(rows.flatten(0, 1), itertools.chain(*counts), strict=True)
         return self.select_flat(torch.cat([head[len(head) - n :] for head, n in heads]), counts)
 
@@ -59,7 +63,7 @@ class RaggedStates:
 
     @classmethod
     def stack(cls, several: Sequence["RaggedStates"]) -> "RaggedStates":
-        """Those of several layers as rows."""
+        """Join the states of several layers as rows."""
         if len(several) == 1:
             return several[0]
         return cls(
@@ -70,7 +74,7 @@ class RaggedStates:
 
     @classmethod
     def whole(cls, keys: Tensor, values: Tensor) -> "RaggedStates":
-        """All of (B, H, N, D) states, without a copy where those lie in one block."""
+        """Build ragged states of (B, H, N, D) tensors, without a copy if they are contiguous."""
         B, H, N, _ = keys.shape
         return cls(
             keys=keys.flatten(0, 2), values=values.flatten(0, 2), head_tokens=((N,) * H,) * B
@@ -79,14 +83,21 @@ class RaggedStates:
     def select(self, keep_indices: Tensor, counts: Counts | None = None) -> "RaggedStates":
         """Copy the tokens of (B, H, K) slots of the padded layout; -1, ahead of them, is none.
 
-        A slot that holds no token counts as -1 where `counts` are not given, as in `gather`.
+        Args:
+            keep_indices: (B, H, K) slots after leading entries of -1, which are no tokens. A slot
+                that holds no token counts as -1 if `counts` is None.
+            counts: as in `gather`.
         """
         rows, is_token = self._rows(keep_indices)
         counts = counts or tokens_of(keep_indices.where(is_token, -1))
         return replace(self._at_last(rows, counts), least_slots=keep_indices.shape[-1])
 
     def slots(self) -> Tensor:
-        """(B, H, S) int64: the slots of the padded layout; -1, ahead of them, for no token."""
+        """Return the slots of the padded layout, -1 for those without a token.
+
+        Returns:
+            (B, H, S) int64.
+        """
         slots = torch.arange(self.longest_tokens, device=self.keys.device)
         counts = ops.on_device(self.head_tokens, self.keys.device)[..., None]
         return slots.where(slots >= self.longest_tokens - counts, -1)
@@ -95,14 +106,14 @@ class RaggedStates:
         return self
 
     def select_rows(self, rows: Tensor) -> "RaggedStates":
-        """The rows in that order, each as often as it is named."""
+        """Return the rows in that order, repeated if `rows` repeats them."""
         segments = self._segments()
         counts = tuple(self.head_tokens[row] for row in rows.tolist())
         chosen = _concatenated((pair for row in rows.tolist() for pair in segments[row]), counts)
         return replace(chosen, least_slots=self.least_slots)
 
     def joined(self, other: "RaggedStates") -> "RaggedStates":
-        """Every head's tokens, and after them those that the other has of the same head."""
+        """Append to every head's tokens those that `other` has of the same head."""
         both = (self._segments(), other._segments())
         pairs = (
             pair for rows in zip(*both, strict=True) for heads in zip(*rows, strict=True)
@@ -115,7 +126,7 @@ class RaggedStates:
         return _concatenated(pairs, counts)
 
     def _segments(self) -> list[list[Pair]]:
-        """For each row and head its (keys, values), views of (n, D) and (n, Dv)."""
+        """Return views of each head's (keys, values), (n, D) and (n, Dv), by row and head."""
         counts = [count for row in self.head_tokens for count in row]
         parts = (torch.split(states, counts) for states in (self.keys, self.values))
         pairs = zip(*parts, strict=True)
@@ -123,11 +134,17 @@ class RaggedStates:
 
     @functools.cached_property
     def layout(self) -> RaggedLayout:
-        """Where each head's tokens are, as attention asks for it."""
+        """Where each head's tokens are, for attention."""
         return RaggedLayout(self.head_tokens, self.keys.device)
 
     def padded_keys(self) -> Tensor:
-        """(B, H, S, D), S the tokens of the longest head; any key in the slots of no token."""
+        """Return the keys in the padded layout.
+
+        Slots without a token hold arbitrary keys.
+
+        Returns:
+            (B, H, S, D).
+        """
         return self._padded(self.keys)
 
     def padded_values(self) -> Tensor:
@@ -141,7 +158,11 @@ class RaggedStates:
         return states.index_select(0, rows.flatten()).view(*rows.shape, states.shape[-1])
 
     def _rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, H, K): the flat rows of slots of the padded layout, and which hold a token."""
+        """Return the flat rows of slots of the padded layout, and which hold a token.
+
+        Returns:
+            (B, H, K).
+        """
         longest, counts = self.longest_tokens, list(itertools.chain(*self.head_tokens))
         ends = itertools.accumulate(counts)
         heads = [[end - longest, longest - count] for end, count in zip(ends, counts, strict=True)]
@@ -150,7 +171,7 @@ class RaggedStates:
 
     @functools.cached_property
     def longest_tokens(self) -> int:
-        """Slots of the padded layout."""
+        """How many slots the padded layout has."""
         return max(self.least_slots, *map(max, self.head_tokens))
 
     @property
@@ -159,7 +180,7 @@ class RaggedStates:
 
     @property
     def index_bytes(self) -> int:
-        """Of what attention needs to know of the layout."""
+        """Bytes of the tensors that attention needs to know the layout."""
         return self.layout.held_bytes
 
     def attend(
@@ -170,13 +191,17 @@ class RaggedStates:
         own_visible: Tensor | None = None,
         tail_tokens: Tensor | None = None,
     ) -> Tensor:
-        """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.ragged_attention`."""
-        states = queries, self.keys, self.values, self.layout, *tail, score_options
-        return ragged_attention(*states, own_visible=own_visible, tail_tokens=tail_tokens)
+        """Attend to these states and to a tail.
+
+        Returns:
+            (B, Hq, Q, Dv); see `snapkv.ops.TailInputs`.
+        """
+        inputs = TailInputs(queries, *tail, score_options, own_visible, tail_tokens)
+        return ragged_attention(inputs, self.keys, self.values, self.layout)
 
 
 def tokens_of(index: Tensor) -> Counts:
-    """How many of (B, H, K) slots are tokens and not -1; a GPU is waited for."""
+    """Count the slots of each head that are not -1; this waits for a GPU."""
     return tuple(map(tuple, (index >= 0).sum(dim=-1).tolist()))
 
 

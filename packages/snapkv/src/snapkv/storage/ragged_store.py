@@ -1,4 +1,4 @@
-"""Stores of heads that keep different numbers of tokens of a prompt, as they are or in codes."""
+"""Stores of heads that keep different numbers of tokens of a prompt, exact or quantized."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from snapkv.storage.tail import Pair, Tail
 
 
 class RaggedStore(TokenStore):
-    """What the heads keep of a prompt, and apart from it the tokens after it, the tail.
+    """Holds what the heads keep of a prompt, and separately the tokens after it, the tail.
 
     `keys` and `values` are the tail, (B, H, N, D), as many tokens for every head. `was_dense` tells
     that a `DenseStore` became this store for as long as it has room.
@@ -36,11 +36,11 @@ class RaggedStore(TokenStore):
     def gather(
         cls, store: TokenStore, indices: Tensor, tokens: int, counts: Counts | None = None
     ) -> "RaggedStore":
-        """Keep some of the first tokens of a store; what comes after them is the tail.
+        """Build a store of some of the first tokens of a store, with the later ones as its tail.
 
         Args:
-            store: one whose heads hold as many tokens each.
-            indices: (B, H, K) int64, slots, ascending after a leading run of -1.
+            store: a store whose heads hold the same number of tokens.
+            indices: (B, H, K) int64, slots, ascending after leading entries of -1.
             tokens: how many slots `indices` points into.
             counts: as in `RaggedStates.gather`.
         """
@@ -55,7 +55,7 @@ class RaggedStore(TokenStore):
 
     @property
     def slots(self) -> int:
-        """Slots of the padded layout, and after them those of the tail."""
+        """Slots of the padded layout and of the tail after it."""
         return self.ragged.longest_tokens + self.tail.tokens
 
     @property
@@ -68,11 +68,11 @@ class RaggedStore(TokenStore):
         return sum(counts) / len(counts) + self.tail.tokens
 
     def heads(self) -> RaggedStates:
-        """What the heads hold, or what their codes stand for."""
+        """Return what the heads hold, decoded if it is quantized."""
         return self.ragged.decoded()
 
     def absorb_tail(self) -> None:
-        """Give every head its part of the tail, which is empty then."""
+        """Move every head's part of the tail to the head; the tail is empty then."""
         slots, heads = self.slots, self.heads()
         tail = RaggedStates.whole(*self.tail.written)
         self.ragged = replace(heads.joined(tail), least_slots=slots)
@@ -87,13 +87,15 @@ class RaggedStore(TokenStore):
     def select_flat(self, rows: Tensor, counts: Counts) -> None:
         """Keep (N,) rows of what heads hold, one head after the other, so many of each.
 
-        Of a prompt, which no token comes after. Where more heads are counted than are stored, rows
-        are those of as many copies of each.
+        Args:
+            rows: (N,) flat rows, one head after the other. If `counts` has more heads than are
+                stored, rows of as many copies of each head.
+            counts: how many rows each head keeps.
         """
         heads = self.ragged
-        assert isinstance(heads, RaggedStates)  # they are encoded at a prompt's end
+        assert isinstance(heads, RaggedStates)  # they are quantized later, at the prompt's end
         repeats = len(counts[0]) // len(heads.head_tokens[0])
-        if repeats > 1:  # all of which hold as many
+        if repeats > 1:  # all stored heads hold the same number of tokens then
             tokens = heads.longest_tokens
             rows = rows // (tokens * repeats) * tokens + rows % tokens
             self._hold(lambda states: states.repeat_interleave(repeats, dim=1))
@@ -122,7 +124,7 @@ class RaggedStore(TokenStore):
         return self
 
     def last(self, tokens: int) -> Pair:
-        """As of every store; what is with the heads by what that stands for."""
+        """Return keys and values of the last tokens; those of the heads are decoded."""
         if tokens <= self.tail.tokens:
             return super().last(tokens)
         return self._of_kv_heads(*self.padded(), tokens)
@@ -153,9 +155,9 @@ class RaggedStore(TokenStore):
 
 
 class CodedStore(RaggedStore):
-    """Heads in few bits; the tail, what came after the prompt, is encoded a block at a time.
+    """Holds quantized heads; the tail after the prompt is encoded a block at a time.
 
-    What changes the heads decodes them; the end of the next step encodes them again.
+    A change of the heads decodes them, and the end of the next step encodes them again.
     """
 
     kind = "coded"
@@ -163,7 +165,11 @@ class CodedStore(RaggedStore):
 
     @classmethod
     def of_each(cls, stores: Sequence[RaggedStore], how: KVCodes) -> "list[CodedStore]":
-        """Encode what heads keep; what comes after it may be drafts, and waits for a step."""
+        """Quantize what the heads of several stores keep; their tails stay exact until a step ends.
+
+        Raises:
+            InvalidArgumentError: a number is not finite, or beyond half of float32's range.
+        """
         exact = [store.ragged.decoded() for store in stores]
         return [
             cls(
@@ -181,7 +187,11 @@ class CodedStore(RaggedStore):
         self.how = how
 
     def finalize_step(self, drafts: int = 0) -> None:
-        """Encode whole blocks of the tail but for drafts."""
+        """Encode heads that were decoded, and whole blocks of the tail except for drafts.
+
+        Raises:
+            InvalidArgumentError: a number is not finite, or beyond half of float32's range.
+        """
         if isinstance(self.ragged, RaggedStates):
             self.ragged = CodedStates.of(self.ragged, self.how)
         G = self.how.group_size
@@ -194,9 +204,9 @@ class CodedStore(RaggedStore):
 
     @property
     def bits(self) -> str:
-        """Those of the codes."""
+        """Bits of the codes, such as "4" or "8/4"."""
         return self.how.label
 
     def state(self) -> dict[str, Any]:
-        """The heads' codes and the tail."""
+        """Return the heads' codes and the tail."""
         return {"how": self.how, **super().state()}

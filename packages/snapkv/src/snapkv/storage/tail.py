@@ -1,4 +1,4 @@
-"""The append buffer: tokens go after stored ones without copying those for every token."""
+"""The append buffer, which takes new tokens without copying the stored ones for every token."""
 
 from typing import Any
 
@@ -6,32 +6,32 @@ import torch
 from torch import Tensor
 
 ROOM_TOKENS = 64
-"""Tokens that there is room for after those that had to be copied."""
+"""How many tokens have room after those that had to be copied."""
 
 Pair = tuple[Tensor, Tensor]
 """Keys (B, H, S, D) and values (B, H, S, Dv)."""
 
 
 def slots_behind(stored_tokens: int, new_tokens: int) -> int:
-    """Slots of a buffer when that many tokens have come one by one after those that are stored."""
+    """Return the slots of a buffer after `new_tokens` tokens have been appended one by one."""
     rounds = -(-new_tokens // (ROOM_TOKENS + 1))
     return stored_tokens + rounds * (ROOM_TOKENS + 1)
 
 
 class Tail:
-    """Keys and values of tokens that more are appended to, in place as long as there is room.
+    """The keys and values of tokens, to which more are appended in place while there is room.
 
-    What it hands out are views of the first slots of buffers. It writes after the last of them
-    only: what was handed out before stays as it is, and what it is given to hold is copied to where
-    there is room.
+    The tensors it returns are views of the first slots of buffers. It only writes after the last of
+    these slots, so tensors that it returned before do not change. Tensors that it is given to hold
+    are copied to a buffer with room at the next append.
 
     Args:
         keys: (B, H, S, D), None while empty.
         values: (B, H, S, Dv).
 
     Attributes:
-        keys: what attention is handed, likewise `values`.
-        count: () int64, how many of the S are written, where only the device is to know; None where
+        keys: the keys that attention gets, likewise `values`.
+        count: () int64, how many of the S slots are written, if only the device knows it; None if
             all are.
     """
 
@@ -44,20 +44,20 @@ class Tail:
 
     @property
     def tokens(self) -> int:
-        """How many it holds."""
+        """How many tokens it holds."""
         return 0 if self.keys is None else int(self.keys.shape[2])
 
     @property
     def written(self) -> Pair:
-        """Keys and values of those."""
+        """Keys and values of the tokens that are written."""
         return self.keys, self.values
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Hold these from now on, in the place of the others."""
+        """Replace all tokens by these."""
         self.keys, self.values, self._room = keys, values, 0
 
     def begin(self, keys: Tensor, values: Tensor, coming: int) -> Pair:
-        """Hold a copy of the first tokens, with room for those that are known to come."""
+        """Copy the first tokens into a buffer with room for `coming` more."""
         self._room = 0 if torch.is_grad_enabled() else coming
         if self._room:
             self.keys, self.values = self._with_room(keys), self._with_room(values)
@@ -67,7 +67,13 @@ class Tail:
         return self.keys, self.values
 
     def append(self, keys: Tensor, values: Tensor, *, in_place: bool = True) -> Pair:
-        """Store (B, H, N, D) new tokens; returns what attention is handed, they are last."""
+        """Store new tokens, and return the tensors for attention, in which they are last.
+
+        Args:
+            keys: (B, H, N, D).
+            values: (B, H, N, Dv).
+            in_place: whether to write into the buffer if it has room.
+        """
         tokens = keys.shape[2]
         if not in_place or not self._takes_in_place(keys, values):
             whole = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
@@ -91,13 +97,14 @@ class Tail:
         self.hold(self.keys[:, :, :left], self.values[:, :, :left])
 
     def columns(self, new_tokens: int) -> int:
-        """Tokens that attention is handed when so many more have been appended."""
+        """Return how many slots attention gets after `new_tokens` more tokens."""
         return self.tokens + new_tokens
 
     def _takes_in_place(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether they differ in tokens alone, and nothing would miss that a tensor changes.
+        """Return whether the new tokens can be written into the buffer.
 
-        A query may need what it saw.
+        They must have the buffer's shape, dtype and device, and no gradient may need the old
+        content.
         """
         if torch.is_grad_enabled() or keys.shape[2] > max(ROOM_TOKENS, self._room):
             return False
@@ -112,10 +119,10 @@ class Tail:
         return True
 
     def _with_room(self, stored: Tensor) -> Tensor:
-        """The first slots of a new buffer, filled with what is stored."""
+        """Copy what is stored into the first slots of a new buffer."""
         B, H, S, D = stored.shape
         return stored.new_empty(B, H, S + self._room, D)[:, :, :S].copy_(stored)
 
     def __copy__(self) -> "Tail":
-        """One that goes on by itself: only one may write after what both hold."""
+        """Return a copy that changes independently; only the original may write into the buffer."""
         return Tail(self.keys, self.values)

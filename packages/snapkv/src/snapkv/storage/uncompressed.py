@@ -9,14 +9,14 @@ from snapkv.errors import UnsupportedModelError, wrong
 
 
 class CrossAttentionLayer(DynamicLayer):
-    """Holds an image's keys and values, to which no text adds and from which none is taken back."""
+    """Holds an image's keys and values, which text neither extends nor crops."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing: the text's last tokens are not here."""
+        """Do nothing: the text's last tokens are not here."""
 
 
 class AbsentLayer(DynamicLayer):
-    """Stands for a layer that was taken out of the model, so that the others keep their indices."""
+    """A placeholder for a layer that is not in the model, so that others keep their indices."""
 
     is_compileable = True  # the layers that are there decide
 
@@ -25,22 +25,24 @@ class AbsentLayer(DynamicLayer):
         self.layer_idx = layer_idx
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refuse keys and values of a layer that no module of the model was found for."""
-        raise UnsupportedModelError(
-            f"model: expected no keys and values of layer {self.layer_idx}, since no module of the "
-            "decoder has it as its `layer_idx`, got some; set `layer_idx` on the attention modules "
-            "before making the cache"
-        )
+        """Raise, because no module of the model was found for this layer.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        problem = f"layer {self.layer_idx} got keys, but no attention module has its `layer_idx`"
+        remedy = "Set `layer_idx` on the attention modules before making the cache"
+        raise wrong("model", problem, remedy, UnsupportedModelError)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Do nothing: there are no tokens here."""
 
 
 def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:
-    """Have a layer hold its window alone when many tokens have come in one pass.
+    """Copy the window of a sliding-window layer after many tokens were read in one pass.
 
-    transformers keeps the last tokens as a view of all that were there, which stay in memory until
-    the next pass: after a long prompt, the whole prompt in every such layer.
+    transformers keeps the last tokens as a view of all tokens, which stay in memory until the next
+    pass: after a long prompt, the whole prompt in every such layer.
     """
     if not isinstance(layer, DynamicSlidingWindowLayer):
         return
@@ -55,9 +57,9 @@ def require_croppable(layer: Any, count: int, layer_idx: int) -> None:
         InvalidArgumentError: the layer no longer holds what stood before these tokens.
     """
     if hasattr(layer, "conv_states"):
-        most, why = _recorded(layer), "has a state, which does not go back"
+        most, why = _recorded(layer), "has a recurrent state"
     elif isinstance(layer, DynamicSlidingWindowLayer):
-        most, why = _before_window(layer), "slides over a window, and has dropped what was before"
+        most, why = _before_window(layer), "slides over a window and has dropped older tokens"
     else:
         return
     if count > most:
@@ -78,17 +80,20 @@ def crop(layer: Any, count: int) -> None:
 
 
 def reset(layer: Any) -> None:
-    """Empty a layer for any number of rows; transformers fills states with zeros, for as many."""
+    """Empty a layer for any number of rows.
+
+    transformers would fill states with zeros for the same number of rows.
+    """
     layer.reset()
     if isinstance(layer, DynamicSlidingWindowLayer | CrossAttentionLayer):
-        # Older releases hold on to zeros.
+        # Older releases of transformers keep zeros.
         layer.keys = layer.values = None
         layer.is_initialized = False
     forget_states(layer)
 
 
 def forget_states(layer: Any) -> None:
-    """Have no states, of no batch size."""
+    """Remove the states of a recurrent layer, so that it fits any batch size."""
     for name in ("conv_states", "recurrent_states"):
         if hasattr(layer, name):
             setattr(layer, name, dict.fromkeys(getattr(layer, name)))
@@ -98,7 +103,7 @@ def forget_states(layer: Any) -> None:
 
 
 def _recorded(layer: Any) -> int:
-    """Tokens by which the states of convolutions can go back; recurrent ones cannot at all."""
+    """Return how many tokens the states of convolutions can go back; 0 for recurrent states."""
     if not (getattr(layer, "record_past", False) and getattr(layer, "is_croppable", False)):
         return 0
     sizes = layer.conv_kernel_size
@@ -107,7 +112,7 @@ def _recorded(layer: Any) -> int:
 
 
 def _before_window(layer: DynamicSlidingWindowLayer) -> int:
-    """Tokens that a layer can take back and still hold its window."""
+    """Return how many tokens a layer can take back and still hold its window."""
     seen = int(layer.cumulative_length)
     held = 0 if layer.keys is None else int(layer.keys.shape[-2])
     return seen if held == seen else max(0, held - int(layer.sliding_window) + 1)

@@ -1,1 +1,1 @@
-"""Keys and values in few bits: what the codes are, and attention that reads them."""
+"""Attention to heads whose keys and values are quantized."""

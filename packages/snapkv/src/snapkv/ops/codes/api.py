@@ -1,4 +1,4 @@
-"""Attention to heads in few bits: what runs where."""
+"""Attention to quantized heads, and which implementation runs."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -6,11 +6,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from snapkv.ops.choice import implementation, triton_obstacle
+from snapkv.ops.choice import implementation
 from snapkv.ops.codes import blocked, reference
 from snapkv.ops.codes.coding import Codes
 from snapkv.ops.codes.layout import BlockLayout
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.ragged.api import kernel_obstacle
+from snapkv.ops.ragged.inputs import TailInputs
 
 CodedImplementation = Literal["auto", "reference", "blocked", "triton"]
 
@@ -21,57 +22,44 @@ _IN_TORCH: dict[str, Callable[..., Tensor]] = {
 
 
 def coded_attention(
-    queries: Tensor,
+    inputs: TailInputs,
     keys: Codes,
     values: Codes,
     layout: BlockLayout,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    score_options: ScoreOptions,
     *,
-    own_visible: Tensor | None = None,
-    tail_tokens: Tensor | None = None,
     impl: CodedImplementation = "auto",
 ) -> Tensor:
-    """As `snapkv.ops.ragged_attention`, where what the heads keep is held in few bits.
+    """Let the last Q tokens attend to quantized heads and to the tail that all heads share.
 
     Args:
-        queries: (B, Hq, Q, D).
+        inputs: the queries, the tail in the model's dtype, and how scores are computed.
         keys: M blocks of codes, in groups along tokens.
-        values: M blocks of codes, in groups along channels; their bits may be others.
-        layout: which head each block belongs to; all of it lies in the past.
-        tail_keys: (B, H, S, D), in the model's dtype; the last Q are the queries' own.
-        tail_values: (B, H, S, Dv).
-        score_options: what the model's attention does to its scores.
-        own_visible: see `snapkv.ops.ragged_attention`.
-        tail_tokens: likewise.
-        impl: "reference", by way of what the codes stand for; "blocked", a few products that take
-            the integers as they are; "triton", a kernel for CUDA. "auto" takes the kernel where it
-            can run, else "blocked".
+        values: M blocks of codes, in groups along channels; they may have other bits.
+        layout: which head each block belongs to.
+        impl: "reference", which decodes everything; "blocked", a few products with the integers as
+            they are; "triton", a kernel for CUDA. "auto" takes the kernel if it can run, else
+            "blocked".
 
     Returns:
         (B, Hq, Q, Dv), in the dtype of the tail's values.
 
     Raises:
-        InvalidArgumentError: an unknown implementation, or one that cannot run here.
+        InvalidArgumentError: `impl` is unknown or cannot run here.
     """
     attend = implementation(
         "coded_attention",
         impl,
-        queries,
+        inputs.queries,
         _IN_TORCH,
         fitting="blocked",
         kernels="snapkv.ops.codes.triton",
-        obstacle=lambda: _obstacle(queries, values, own_visible),
+        obstacle=lambda: _obstacle(inputs, values),
     )
-    states = queries, keys, values, layout, tail_keys, tail_values
-    return attend(*states, score_options, own_visible=own_visible, tail_tokens=tail_tokens)
+    return attend(inputs, keys, values, layout)
 
 
-def _obstacle(queries: Tensor, values: Codes, own_visible: Tensor | None) -> str | None:
-    """Why the kernel cannot run, or None."""
-    if own_visible is not None:
-        return "for a tree of candidates, whose branches it cannot hide from each other"
+def _obstacle(inputs: TailInputs, values: Codes) -> str | None:
+    queries = inputs.queries
     if queries.dtype == torch.float32 and max(queries.shape[-1], values.channels) > 64:
         return "with float32 heads of more than 64 channels, which fill its registers"
-    return triton_obstacle(queries)
+    return kernel_obstacle(inputs)

@@ -1,9 +1,9 @@
-"""Attention to heads in few bits that multiplies with the integers and never decodes a layer.
+"""Attention to quantized heads that multiplies with the integers and never decodes a layer.
 
 Within a block a key is ``scale * integer + least`` by channel, so a query is multiplied by the
 scales instead of the keys, and by the least numbers once per block. A value is the same by group of
-channels, so the weights are multiplied by its scales. Many queries would make that more work than
-decoding a block: then it is decoded. Either way a few blocks at a time are spread out.
+channels, so the weights are multiplied by its scales. For many queries that would be more work than
+decoding a block, so the block is decoded. In both cases a few blocks at a time are unpacked.
 """
 
 from collections.abc import Callable
@@ -14,35 +14,22 @@ from torch.nn.functional import pad
 
 from snapkv.ops.codes.coding import Codes
 from snapkv.ops.codes.layout import BlockLayout
-from snapkv.ops.ragged.blocked import TailStates, attend_pieces
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.ragged.blocked import attend_pieces
+from snapkv.ops.ragged.inputs import TailInputs
 
 SPREAD_ELEMENTS = 2**19
-"""Of keys or values that are spread out at a time."""
+"""How many elements of keys or values are unpacked at a time."""
 
 
-def coded_attention(
-    queries: Tensor,
-    keys: Codes,
-    values: Codes,
-    layout: BlockLayout,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    score_options: ScoreOptions,
-    *,
-    own_visible: Tensor | None,
-    tail_tokens: Tensor | None,
-) -> Tensor:
-    """As `snapkv.ops.coded_attention`; products and softmax in float32."""
-    pieces = _CodedPieces(keys, values, layout)
-    tail = TailStates(tail_keys, tail_values, tail_tokens)
-    return attend_pieces(queries, pieces, tail, score_options, own_visible)
+def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: BlockLayout) -> Tensor:
+    """Compute `snapkv.ops.coded_attention` with products and softmax in float32."""
+    return attend_pieces(inputs, _CodedPieces(keys, values, layout))
 
 
 class _CodedPieces:
-    """Codes as attention goes over them: P pieces of n blocks each; R rows of queries per head.
+    """Codes as P pieces of n blocks each; R rows of queries per head.
 
-    Where all heads have as many blocks, each is one piece.
+    If all heads have the same number of blocks, each head is one piece.
     """
 
     def __init__(self, keys: Codes, values: Codes, layout: BlockLayout) -> None:
@@ -51,7 +38,11 @@ class _CodedPieces:
         self.heads, self._layout = layout.piece_heads, layout
 
     def products(self, asked: Tensor) -> Tensor:
-        """(P, R, n * G) float32 products of every piece's queries, (P, R, D), and its keys."""
+        """Multiply every piece's queries, (P, R, D), with its keys.
+
+        Returns:
+            (P, R, n * G) float32.
+        """
         rows, asked = asked.shape[1], _in_fours(asked.float())
         few = rows < self._G and self._keys.along == "tokens"
         multiply = _products_with_integers if few else _products_with_states
@@ -64,19 +55,27 @@ class _CodedPieces:
         return scores
 
     def mixed(self, weights: Tensor) -> Tensor:
-        """(P, R, Dv) float32: every piece's values by weights, (P, R, n * G)."""
+        """Weight every piece's values by weights, (P, R, n * G).
+
+        Returns:
+            (P, R, Dv) float32.
+        """
         rows, weights = weights.shape[1], _in_fours(weights)
         mix = _mixed_integers if rows < self._G else _mixed_states
         return mix(torch.unflatten(weights, 2, (self._n, self._G)), self._values)[:, :rows]
 
 
 def _in_fours(rows: Tensor) -> Tensor:
-    """Three rows of a product and one of zeros, as four take less time; all others as they are."""
+    """Append a row of zeros to three rows of a product, because four rows take less time."""
     return pad(rows, (0, 0, 0, 1)) if rows.shape[1] % 4 == 3 else rows
 
 
 def _products_with_integers(asked: Tensor, keys: Codes, n: int) -> Tensor:
-    """(P, R, n, G) of (P, R, D) queries, of the n blocks of every piece."""
+    """Multiply (P, R, D) queries with the n blocks of every piece.
+
+    Returns:
+        (P, R, n, G).
+    """
     P, R, D = asked.shape
     scaled = (asked[:, None] * keys.scale.view(P, n, 1, D)).view(P * n, R, D)
     products = _in_parts(scaled, keys, lambda part: part.integers()[:, :D])
@@ -91,7 +90,11 @@ def _products_with_states(asked: Tensor, keys: Codes, n: int) -> Tensor:
 
 
 def _mixed_integers(weights: Tensor, values: Codes) -> Tensor:
-    """(P, R, Dv) of (P, R, n, G) weights: the sum of the n blocks of every piece."""
+    """Sum the n blocks of every piece by (P, R, n, G) weights.
+
+    Returns:
+        (P, R, Dv).
+    """
     P, _, n, G = weights.shape
     groups = values.packed.shape[1]
     scale, least = values.scale.view(P, n, groups, 1, G), values.least.view(P, n, groups, G)
@@ -110,9 +113,9 @@ def _mixed_states(weights: Tensor, values: Codes) -> Tensor:
 
 
 def _in_parts(rows: Tensor, codes: Codes, spread: Callable[[Codes], Tensor]) -> Tensor:
-    """The products of rows and what codes are spread out to, so many blocks at a time as may be.
+    """Multiply rows with unpacked codes, as many blocks at a time as `SPREAD_ELEMENTS` allows.
 
-    Every block has as many matrices of rows as it is spread out to.
+    Every block must have as many matrices of rows as `spread` makes of it.
     """
     blocks = len(codes.packed)
     step = max(1, SPREAD_ELEMENTS * codes.bits // (8 * max(1, codes.packed[:1].numel())))

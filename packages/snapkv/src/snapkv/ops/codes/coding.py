@@ -1,12 +1,12 @@
-"""Few bits for flat keys and values: blocks of tokens of one head each, and what they stand for.
+"""Quantized keys and values: blocks of tokens of one head each, and their decoding.
 
 Integers are asymmetric, with a scale and a least number for every group, as in KIVI (Liu et al.,
-ICML 2024): keys in groups along the tokens, where a channel's numbers are alike, values in groups
+ICML 2024): keys in groups along the tokens, where a channel's numbers are similar, values in groups
 along the channels. A block has as many tokens as a group, so every group lies in one block and a
 head grows by whole blocks.
 
-A number comes back within half a step of its group, plus what float32 and the dtype of the states
-round; within a whole step where the nearest one is beyond that dtype. A step is the group's range,
+A decoded number is within half a step of its group, plus what float32 and the dtype of the states
+round; within a whole step if the nearest one is beyond that dtype. A step is the group's range,
 widened by at most the spacing of float16 at its least number, over the number of levels, and a
 1000th of that or 2**-24 more.
 """
@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.ops.choice import implementation, triton_obstacle
 
 Along = Literal["tokens", "channels"]
 
 _SMALLEST_STEP = 2.0**-24
-"""Of float16."""
+"""The smallest positive float16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codes:
-    """What stands for (M, G, D) states: M blocks of G tokens.
+    """The quantized form of (M, G, D) states: M blocks of G tokens.
 
-    Keys, whose groups lie along the tokens, are held channel by channel; values, with groups of
+    Keys, whose groups lie along the tokens, are stored channel by channel; values, with groups of
     channels, group by group. So products find all numbers that share a scale side by side.
 
     Attributes:
@@ -41,13 +41,13 @@ class Codes:
             along channels, a row for every token. With two codes a byte there are half as many
             rows: row j of n holds those of j and j + n, the first in the lower bits. Channels are
             padded to whole bytes along tokens, to whole groups along channels.
-        scale: what a step is worth, (M, D) along tokens, (M, groups, G) along channels; float16,
-            or float32 where the states leave its range.
-        least: what zero stands for, as `scale`.
+        scale: the size of a step, (M, D) along tokens, (M, groups, G) along channels; float16, or
+            float32 if the states leave its range.
+        least: the number that zero stands for, in the shape of `scale`.
         bits: 4 or 8.
         along: the axis of the groups.
         channels: D.
-        dtype: of the states, by name.
+        dtype: the name of the states' dtype.
     """
 
     packed: Tensor
@@ -59,27 +59,27 @@ class Codes:
     dtype: str
 
     def __len__(self) -> int:
-        """M."""
+        """Return M."""
         return len(self.packed)
 
     @property
     def nbytes(self) -> int:
-        """Of codes, scales and least numbers."""
+        """Bytes of codes, scales and least numbers."""
         return int(self.packed.nbytes + self.scale.nbytes + self.least.nbytes)
 
     def blocks(self, chosen: Tensor | slice) -> "Codes":
-        """Some of the blocks."""
+        """Return the chosen blocks."""
         parts = self.packed[chosen], self.scale[chosen], self.least[chosen]
         return replace(self, packed=parts[0], scale=parts[1], least=parts[2])
 
     def split(self, sizes: list[int]) -> "list[Codes]":
-        """Parts of so many blocks each, which share their memory."""
+        """Split into parts of `sizes` blocks, which share their memory."""
         tensors = (torch.split(part, sizes) for part in (self.packed, self.scale, self.least))
         parts = zip(*tensors, strict=True)
         return [replace(self, packed=one, scale=two, least=three) for one, two, three in parts]
 
     def joined(self, other: "Codes") -> "Codes":
-        """These blocks and those of another, which is alike in all else."""
+        """Append the blocks of `other`, which must have the same bits, groups and channels."""
         wide = torch.promote_types(self.scale.dtype, other.scale.dtype)
         return replace(
             self,
@@ -89,7 +89,7 @@ class Codes:
         )
 
     def integers(self) -> Tensor:
-        """The integers alone, in float32: as `packed`, with all rows."""
+        """Return the integers as float32, in the layout of `packed` with all rows."""
         packed = self.packed
         if self.bits == 8:
             return packed.float()
@@ -101,7 +101,11 @@ class Codes:
         return numbers.flatten(-3, -2).float()
 
     def decoded(self) -> Tensor:
-        """(M, G, D) what the codes stand for, in the dtype of the states."""
+        """Return the decoded states.
+
+        Returns:
+            (M, G, D) in the dtype of the states.
+        """
         numbers, dtype = self.integers(), getattr(torch, self.dtype)
         if self.along == "tokens":
             numbers = numbers[:, : self.channels].mul_(self.scale[..., None])
@@ -111,12 +115,13 @@ class Codes:
 
 
 def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
-    """(M, G, D) blocks of several states in few bits, in groups of G tokens, or of G channels.
+    """Quantize several states together; this waits for a GPU once.
 
-    Their steps are computed together; a GPU is waited for once.
+    Args:
+        parts: (M, G, D) blocks, bits, and whether groups of G lie along tokens or channels.
 
     Raises:
-        InvalidArgumentError: a number that is not finite, or beyond half of float32's range.
+        InvalidArgumentError: a number is not finite, or beyond half of float32's range.
     """
     encode_them = implementation(
         "encode_all",
@@ -131,7 +136,11 @@ def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
 
 
 def encode_in_torch(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
-    """`encode_all` by operations of torch."""
+    """Compute `encode_all` with operations of torch.
+
+    Raises:
+        InvalidArgumentError: a number is not finite, or beyond half of float32's range.
+    """
     grouped = [_grouped(*part) for part in parts]
     lows, highs = zip(*[torch.aminmax(groups, dim=-1) for groups in grouped], strict=True)
     ends = torch.cat([each.flatten() for each in (*lows, *highs)])
@@ -150,7 +159,7 @@ def encode_in_torch(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
     for (states, bits, along), groups, low, *own in zip(parts, grouped, lows, *shared, strict=True):
         D, (least, scale, shift, step) = states.shape[2], [each.view_as(low) for each in own]
         steps = groups.sub(shift[..., None]).div_(step[..., None]).round_()
-        if largest > torch.finfo(states.dtype).max / 2:  # or all of them are in its range
+        if largest > torch.finfo(states.dtype).max / 2:  # decoded numbers may leave the dtype
             room = (torch.finfo(states.dtype).max - shift) / step
             steps = steps.minimum(room.floor().clamp(max=2**bits - 1)[..., None])
         channels = slice(D) if along == "tokens" else slice(None)
@@ -169,7 +178,7 @@ def encode_in_torch(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
 
 
 def _steps(lows: Sequence[Tensor], parts: Sequence[tuple[Tensor, int, Along]]) -> Any:
-    """How many steps a group has: a number, or one for each where parts differ in bits."""
+    """Return how many steps a group has: a number, or one per group if the parts differ in bits."""
     steps = [2**bits - 1 for _, bits, _ in parts]
     if len(set(steps)) == 1:
         return steps[0]
@@ -177,7 +186,7 @@ def _steps(lows: Sequence[Tensor], parts: Sequence[tuple[Tensor, int, Along]]) -
 
 
 def _grouped(states: Tensor, bits: int, along: Along) -> Tensor:
-    """The states in float32; a group is a row."""
+    """Return the states in float32 with one group per row."""
     M, G, D = states.shape
     if along == "tokens":
         return _padded(states.float(), -D % (8 // bits)).mT
@@ -198,7 +207,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _obstacle(states: Tensor, bits: int, along: Along) -> str | None:
-    """Why no kernel encodes these states, or None."""
+    """Return why no kernel can encode these states, or None."""
     _, G, D = states.shape
     whole = D % (8 // bits) == 0 if along == "tokens" else D % min(G, D) == G % (8 // bits) == 0
     if not whole or G & (G - 1):
@@ -207,26 +216,29 @@ def _obstacle(states: Tensor, bits: int, along: Along) -> str | None:
 
 
 def largest_of(numbers: Tensor) -> float:
-    """The largest absolute number, NaN if one is; a GPU is waited for."""
+    """Return the largest absolute number, NaN if one is; this waits for a GPU."""
     return float(torch.linalg.vector_norm(numbers, math.inf)) if len(numbers) else 0.0
 
 
 def _require_range(largest: float, bits: int) -> None:
+    """Raise unless the largest absolute number can be quantized.
+
+    Raises:
+        InvalidArgumentError: it is not finite, or beyond half of float32's range.
+    """
     most = torch.finfo(torch.float32).max / 2
-    if not largest <= most:  # nor is nan
-        raise InvalidArgumentError(
-            f"quantize: expected keys and values of at most {most:.1e} to hold in {bits} bits, got "
-            f"{largest}; hold them in the model's own dtype"
-        )
+    if not largest <= most:  # also true for NaN
+        problem = f"expected keys and values of at most {most:.1e} for {bits} bits, got {largest}"
+        raise wrong("quantize", problem, "Leave quantize out")
 
 
 def _padded(states: Tensor, missing: int) -> Tensor:
-    """The last channel again and again."""
+    """Append copies of the last channel."""
     return F.pad(states, (0, missing), mode="replicate") if missing else states
 
 
 def _rounded(numbers: Tensor, dtype: torch.dtype, way: int) -> Tensor:
-    """The nearest numbers of a dtype no lower than these float32 ones, or no higher for -1."""
+    """Round to the nearest numbers of `dtype` that are not below, or not above if `way` is -1."""
     nearest, ends = numbers.to(dtype), torch.finfo(dtype)
     fits = nearest >= numbers if way > 0 else nearest <= numbers
     spacing = numbers.abs() + ends.smallest_normal

@@ -19,13 +19,13 @@ HeadTokens = tuple[tuple[int, ...], ...]
 class BlockLayout:
     """Heads in whole blocks, one head after the other, rows first.
 
-    A head grows by sections, the tokens that were encoded together; the last block of each section
+    A head grows by sections, the tokens that were encoded together. The last block of each section
     may hold fewer tokens than the others.
 
     Attributes:
         sections: tokens of each head in every section, the earlier tokens first.
         block_tokens: G, tokens of a whole block.
-        device: where its tensors are made, when they are first asked for.
+        device: where tensors are made when they are first needed.
     """
 
     sections: tuple[HeadTokens, ...]
@@ -49,28 +49,34 @@ class BlockLayout:
 
     @functools.cached_property
     def piece_blocks(self) -> int:
-        """How many blocks every head's blocks can be cut into pieces of: all where they are alike.
+        """How many blocks a piece has: the most that divides the blocks of every head.
 
-        Attention takes a piece as a whole, so that few are long and none holds two heads.
+        Attention takes a piece as a whole, so there are few long pieces and none holds two heads.
         """
         return max(1, math.gcd(*self.head_blocks))
 
     @functools.cached_property
     def piece_heads(self) -> Tensor | None:
-        """(P,) int64: the head of every piece, counted over all rows; None for one a head."""
+        """The head of every piece, counted over all rows.
+
+        Shape: (P,) int64; None if each head is one.
+        """
         n = self.piece_blocks
         return None if set(self.head_blocks) == {n} else self.heads[::n]
 
     @functools.cached_property
     def heads(self) -> Tensor:
-        """(M,) int64: the head of every block, counted over all rows."""
-        with torch.inference_mode(False):  # for callers that want gradients, too
+        """The head of every block, counted over all rows.
+
+        Shape: (M,) int64.
+        """
+        with torch.inference_mode(False):  # a later caller may need gradients
             heads = [head for head, *_ in self._blocks]
             return on_device(heads, self.device)
 
     @functools.cached_property
     def hidden(self) -> tuple[Tensor, Tensor]:
-        """(K,) int64 each: in which pieces there are slots of no token, and where in them."""
+        """The slots without a token: their pieces and their places in them, (K,) int64 each."""
         with torch.inference_mode(False):
             G, tokens = self.block_tokens, self.piece_blocks * self.block_tokens
             blocks = ((block, count) for block, (*_, count) in enumerate(self._blocks))
@@ -80,7 +86,7 @@ class BlockLayout:
 
     @functools.cached_property
     def table(self) -> tuple[Tensor, Tensor]:
-        """(B * H + 1,) at which block heads begin, and (M,) tokens of each block."""
+        """Where each head's blocks begin, (B * H + 1,), and the tokens of each block, (M,)."""
         with torch.inference_mode(False):
             begins = [0, *itertools.accumulate(self.head_blocks)]
             tokens = [count for *_, count in self._blocks]
@@ -97,9 +103,15 @@ class BlockLayout:
         return (slots < tokens.view(-1, 1)).flatten().nonzero()[:, 0].to(self.device)
 
     def rows(self, begins: Sequence[int]) -> Tensor:
-        """(M, G) int64: the flat row of each slot of the section, whose heads begin there.
+        """Return the flat row of each slot of the only section.
 
-        A slot of no token has the row of the last one before it.
+        A slot without a token gets the row of the last token before it.
+
+        Args:
+            begins: where each head begins in flat states.
+
+        Returns:
+            (M, G) int64.
         """
         bounds = [[begins[head] + start, count - 1] for head, start, count in self._blocks]
         last = on_device(bounds, self.device).view(-1, 2, 1)
@@ -107,15 +119,15 @@ class BlockLayout:
         return last[:, 0] + within.minimum(last[:, 1])
 
     def blocks_of_rows(self, rows: list[int]) -> Tensor:
-        """The blocks of these rows, each as often as it is named."""
+        """Return the blocks of these rows, in the order of `rows`, repeated if a row is."""
         H, begins = len(self.sections[0][0]), [0, *itertools.accumulate(self.head_blocks)]
         chosen = [block for row in rows for block in range(begins[row * H], begins[(row + 1) * H])]
         return on_device(chosen, self.device)
 
     def joined(self, section: HeadTokens) -> tuple["BlockLayout", Tensor]:
-        """The same and a section after it, and the order of all blocks in which that is so.
+        """Return the layout with a section appended, and the order of all blocks in it.
 
-        The order is of blocks of this layout and, after them, those of the section alone.
+        The order counts the blocks of this layout first, then those of the section alone.
         """
         more = BlockLayout((section,), self.block_tokens, self.device)
         order = torch.cat([self.heads, more.heads]).argsort(stable=True)
@@ -134,6 +146,6 @@ class BlockLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of what attention needs, and of the table where a kernel has asked for it."""
+        """Bytes of the tensors for attention, and of the table if a kernel has used it."""
         tensors = [self.heads, *self.hidden, *(self.table if "table" in vars(self) else ())]
         return sum(tensor.nbytes for tensor in tensors)

@@ -1,41 +1,25 @@
-"""Attention to heads in few bits, by way of what the codes stand for: the specification."""
+"""Attention to quantized heads that decodes everything first: the specification."""
 
 from torch import Tensor
 
 from snapkv.ops.codes.coding import Codes
 from snapkv.ops.codes.layout import BlockLayout
 from snapkv.ops.ragged import reference
+from snapkv.ops.ragged.inputs import TailInputs
 from snapkv.ops.ragged.layout import RaggedLayout
-from snapkv.ops.scores import ScoreOptions
 
 
 def flat_states(codes: Codes, layout: BlockLayout) -> Tensor:
-    """(N, D) what the codes of all heads stand for, one head after the other."""
+    """Decode the codes of all heads, one head after the other.
+
+    Returns:
+        (N, D).
+    """
     return codes.decoded().flatten(0, 1).index_select(0, layout.flat)
 
 
-def coded_attention(
-    queries: Tensor,
-    keys: Codes,
-    values: Codes,
-    layout: BlockLayout,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    score_options: ScoreOptions,
-    *,
-    own_visible: Tensor | None,
-    tail_tokens: Tensor | None,
-) -> Tensor:
-    """As `snapkv.ops.coded_attention`, in float32 or wider."""
+def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: BlockLayout) -> Tensor:
+    """Compute `snapkv.ops.coded_attention` in float32 or wider."""
     ragged = RaggedLayout(layout.head_tokens, layout.device)
     states = flat_states(keys, layout), flat_states(values, layout)
-    return reference.ragged_attention(
-        queries,
-        *states,
-        ragged,
-        tail_keys,
-        tail_values,
-        score_options,
-        own_visible=own_visible,
-        tail_tokens=tail_tokens,
-    )
+    return reference.ragged_attention(inputs, *states, ragged)

@@ -1,10 +1,10 @@
-"""Attention to heads in few bits as a Triton kernel, for CUDA: codes are decoded in registers.
+"""Attention to quantized heads as a Triton kernel, for CUDA: codes are decoded in registers.
 
-As `snapkv.ops.ragged.triton`, whose second kernel puts the splits together: a program takes one
-head, a tile of its rows of queries and one split of what the head sees. A step of keys never leaves
-a block, so one scale for every channel does for its keys.
+It works like `snapkv.ops.ragged.triton`, whose second kernel combines the splits: a program takes
+one head, a tile of its rows of queries and one split of what the head sees. A step of keys never
+leaves a block, so its keys need only one scale for every channel.
 
-Importing this module imports triton; `snapkv.ops` does so only where the kernel is to run.
+Importing this module imports triton; `snapkv.ops` does so only if the kernel is to run.
 """
 
 from typing import Any
@@ -15,29 +15,18 @@ from torch import Tensor
 
 from snapkv.ops.codes.coding import Codes
 from snapkv.ops.codes.layout import BlockLayout
+from snapkv.ops.ragged.inputs import TailInputs
 from snapkv.ops.ragged.triton import _step, _weigh, in_splits, tiles
-from snapkv.ops.scores import ScoreOptions
 
 
-def coded_attention(
-    queries: Tensor,
-    keys: Codes,
-    values: Codes,
-    layout: BlockLayout,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    score_options: ScoreOptions,
-    *,
-    own_visible: None = None,
-    tail_tokens: Tensor | None = None,
-) -> Tensor:
-    """As `snapkv.ops.coded_attention`; no gradients."""
+def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: BlockLayout) -> Tensor:
+    """Compute `snapkv.ops.coded_attention` without gradients."""
     G, (begins, tokens) = layout.block_tokens, layout.table
-    blocks = tiles(queries, tail_keys, tail_values, most=32)  # registers also hold codes and scales
+    blocks = tiles(inputs, most=32)  # registers also hold codes and scales
 
     def attend(grid: tuple[int, int], *given: Any, **compiled: Any) -> None:
         _attend_codes[grid](
-            queries.contiguous(),
+            inputs.queries.contiguous(),
             *(keys.packed, keys.scale, keys.least),
             *(values.packed, values.scale, values.least),
             begins,
@@ -55,14 +44,13 @@ def coded_attention(
         )
 
     sizes = begins * G, len(keys) * G, max(layout.head_blocks) * G
-    tail = tail_keys, tail_values, tail_tokens
-    return in_splits(attend, queries, sizes, tail, score_options, blocks)
+    return in_splits(attend, inputs, sizes, blocks)
 
 
 @triton.jit
 def _integers(packed_at, row, column, there, BITS: tl.constexpr, ROWS: tl.constexpr,
               WIDTH: tl.constexpr):  # fmt: skip
-    """What stands in such rows of what (ROWS, WIDTH) bytes hold, in float32."""
+    """Unpack the integers at the given rows and columns of (ROWS, WIDTH) bytes, as float32."""
     bytes_ = tl.load(packed_at + row % ROWS * WIDTH + column, mask=there, other=0)
     return ((bytes_ >> (row // ROWS * BITS).to(tl.uint8)) & (2**BITS - 1)).to(tl.float32)
 
@@ -78,7 +66,7 @@ def _attend_codes(
     KEY_BITS: tl.constexpr, KEY_ROWS: tl.constexpr,
     VALUE_BITS: tl.constexpr, VALUE_ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one head's rows over one split: unnormalised sums, highest score, their total."""
+    """Attend with a tile of one head's rows to one split, and store sums, maximum and total."""
     if COUNTED:
         S = tl.load(count_at).to(tl.int32)
     per_head = tl.cdiv(rows, TILE)
@@ -89,7 +77,7 @@ def _attend_codes(
     begin = part * split
     end = tl.minimum(begin + split, kept + S)
     if begin >= end:
-        return  # a shorter head than the longest; nobody reads what this split would hold
+        return  # this head is shorter than the longest, and nothing reads this split of it
     row = tl.program_id(0) % per_head * TILE + tl.arange(0, TILE)
     own = S - Q + row % Q  # where in the tail a row's own token is
     across, across_v = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)

@@ -1,7 +1,7 @@
-"""Keys and values in few bits by one Triton kernel each, for CUDA; as `snapkv.ops.codes.coding`.
+"""Quantize keys and values by one Triton kernel each, for CUDA; see `snapkv.ops.codes.coding`.
 
 A program encodes one section of a block: all its channels for keys, one group of channels for
-values. Numbers half way between two steps go up, where torch goes to the even one.
+values. Numbers half way between two steps are rounded up, where torch rounds to even.
 """
 
 import math
@@ -21,7 +21,11 @@ _SMALLEST_STEP = tl.constexpr(2.0**-24)
 
 
 def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
-    """As `snapkv.ops.encode_all`; torch encodes what float16 does not hold, or refuses it."""
+    """Compute `snapkv.ops.encode_all`; numbers beyond float16 are left to torch.
+
+    Raises:
+        InvalidArgumentError: a number is not finite, or beyond half of float32's range.
+    """
     whole = [states for states, *_ in parts if len(states)]
     each = [torch.linalg.vector_norm(states, math.inf) for states in whole]
     if not largest_of(torch.stack(each) if each else torch.empty(0)) <= _MOST:
@@ -30,7 +34,7 @@ def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
 
 
 def encode(states: Tensor, bits: int, along: Along) -> Codes:
-    """(M, G, D) states, all of which float16 can hold."""
+    """Quantize (M, G, D) states, whose numbers must all be in the range of float16."""
     states, (M, G, D) = states.contiguous(), states.shape
     width = G if along == "tokens" else min(G, D)
     sections, rows = (1, D) if along == "tokens" else (D // width, G)
@@ -59,7 +63,7 @@ def encode(states: Tensor, bits: int, along: Along) -> Codes:
 
 @triton.jit
 def _rounded(numbers, way: tl.constexpr):
-    """The nearest float16 numbers no lower than these, or no higher for a `way` of -1."""
+    """Round to the nearest float16 numbers that are not below, or for a `way` of -1 not above."""
     nearest = numbers.to(tl.float16)
     spacing = (tl.abs(numbers) + _LEAST_NORMAL) * _EPSILON
     beyond = (numbers + way * spacing).to(tl.float16)
@@ -72,7 +76,10 @@ def _encode(
     rows, most,
     LEVELS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The groups of one section, a group a row; of two rows that share bytes the first is lower."""
+    """Encode one section, a group per row.
+
+    Of two rows that share bytes the first is in the lower bits.
+    """
     section = tl.program_id(0).to(tl.int64)
     start = states_at + section // sections * per_block + section % sections * per_section
     row, across = tl.arange(0, ROWS), tl.arange(0, WIDTH)

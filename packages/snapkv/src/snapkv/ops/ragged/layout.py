@@ -9,19 +9,19 @@ from torch import Tensor
 from snapkv.ops.numbers import on_device
 
 BLOCK_TOKENS = 64
-"""Tokens of a piece: few, so that little is copied for heads that begin in the middle of one."""
+"""Tokens of a piece; few, so that little is copied for heads that begin inside one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
     """Flat states in pieces of equal size: first all whole blocks, then the edges.
 
-    A block belongs to the head of its first token. What it holds of the heads after is hidden
-    there and comes once more in edges, at most one per head.
+    A block belongs to the head of its first token. Tokens of later heads in it are hidden and are
+    copied once more into edges, at most one edge per head.
 
     Attributes:
         heads: (P,) int64, the head that each piece belongs to, counted over all rows.
-        hidden: (P, 1, BLOCK_TOKENS) bool, the tokens of a piece that do not count as its head's.
+        hidden: (P, 1, BLOCK_TOKENS) bool, the tokens of a piece that are not its head's.
         edge_rows: (E, BLOCK_TOKENS) int64, the flat rows that each edge copies.
     """
 
@@ -30,7 +30,7 @@ class Pieces:
     edge_rows: Tensor
 
     def cut(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The blocks of (N, D) states, a view, and their edges, a copy: (., BLOCK_TOKENS, D)."""
+        """Cut (N, D) states into blocks, a view, and edges, a copy: both (., BLOCK_TOKENS, D)."""
         whole = len(self.heads) - len(self.edge_rows)
         blocks = states[: whole * BLOCK_TOKENS].view(whole, BLOCK_TOKENS, states.shape[1])
         edges = states.index_select(0, self.edge_rows.flatten())
@@ -39,11 +39,11 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False)
 class RaggedLayout:
-    """How many tokens each head keeps; made once, asked for every generated token.
+    """How many tokens each head keeps, and the tensors that attention computes from that once.
 
     Attributes:
         head_tokens: tokens of each head, row by row: B lists of H numbers.
-        device: where its tensors are made, when they are first asked for.
+        device: where tensors are made when they are first needed.
     """
 
     head_tokens: tuple[tuple[int, ...], ...]
@@ -51,13 +51,16 @@ class RaggedLayout:
 
     @functools.cached_property
     def longest_tokens(self) -> int:
-        """Tokens that no head has more of."""
+        """Tokens of the longest head."""
         return max(max(row) for row in self.head_tokens)
 
     @functools.cached_property
     def starts(self) -> Tensor:
-        """(B * H + 1,) int64: where each head begins, and where the last one ends."""
-        with torch.inference_mode(False):  # for callers that want gradients, too
+        """Where each head begins, and where the last one ends.
+
+        Shape: (B * H + 1,) int64.
+        """
+        with torch.inference_mode(False):  # a later caller may need gradients
             counts = on_device(self.head_tokens, self.device).flatten()
             return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
@@ -84,7 +87,7 @@ class RaggedLayout:
         return sum(tensor.nbytes for tensor in made)
 
     def _cut(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """(start, stop, head) of every block and of every edge."""
+        """Return (start, stop, head) of every block and of every edge."""
         counts = self.counts
         whole = sum(counts) // BLOCK_TOKENS
         blocks: list[tuple[int, int, int]] = []
@@ -106,5 +109,5 @@ class RaggedLayout:
 
     @functools.cached_property
     def fewest_tokens(self) -> int:
-        """Tokens that every head has."""
+        """Tokens of the shortest head."""
         return min(self.counts)

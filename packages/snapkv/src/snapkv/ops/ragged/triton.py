@@ -1,11 +1,11 @@
-"""Attention to heads of different length as two Triton kernels, for CUDA.
+"""Attention to heads of different lengths as two Triton kernels, for CUDA.
 
 Split-k over flat states: a program takes one head, a tile of its rows of queries (the group's query
-heads together) and one split of what the head sees, that is what it keeps and then its tail. Splits
-are of equal size, so a long head has more of them and no program works longer than the others. A
-second kernel puts a head's splits together. All sums are float32.
+heads together) and one split of what the head sees, which is what it keeps and then its tail.
+Splits are of equal size, so a long head has more of them and no program works longer than the
+others. A second kernel combines a head's splits. All sums are float32.
 
-Importing this module imports triton; `snapkv.ops` does so only where the kernel is to run.
+Importing this module imports triton; `snapkv.ops` does so only if the kernel is to run.
 """
 
 from collections.abc import Callable
@@ -16,60 +16,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from snapkv.ops.ragged.inputs import TailInputs
 from snapkv.ops.ragged.layout import RaggedLayout
-from snapkv.ops.scores import ScoreOptions
 
 _SPLIT_TOKENS = 64, 1024  # the smallest and the largest split
 _PROGRAMS = 1024  # splits to aim at: a few for each multiprocessor of a large device
 
 
 def ragged_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layout: RaggedLayout,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    score_options: ScoreOptions,
-    *,
-    own_visible: None = None,
-    tail_tokens: Tensor | None = None,
+    inputs: TailInputs, keys: Tensor, values: Tensor, layout: RaggedLayout
 ) -> Tensor:
-    """As `snapkv.ops.ragged_attention`; no gradients."""
+    """Compute `snapkv.ops.ragged_attention` without gradients."""
     keys, values, starts = keys.contiguous(), values.contiguous(), layout.starts
 
     def attend(grid: tuple[int, int], *given: Any, **compiled: Any) -> None:
-        _attend_split[grid](queries.contiguous(), keys, values, starts, *given, **compiled)
+        _attend_split[grid](inputs.queries.contiguous(), keys, values, starts, *given, **compiled)
 
     sizes = starts, len(keys), layout.longest_tokens
-    blocks = tiles(queries, tail_keys, tail_values) | {"num_stages": 2}
-    tail = tail_keys, tail_values, tail_tokens
-    return in_splits(attend, queries, sizes, tail, score_options, blocks)
+    return in_splits(attend, inputs, sizes, tiles(inputs) | {"num_stages": 2})
 
 
 def in_splits(
     attend: Callable[..., None],
-    queries: Tensor,
+    inputs: TailInputs,
     kept: tuple[Tensor, int, int],
-    tail: tuple[Tensor, Tensor, Tensor | None],
-    score_options: ScoreOptions,
     blocks: dict[str, Any],
 ) -> Tensor:
-    """(B, Hq, Q, Dv): attention by a kernel that is given splits, which are then put together.
+    """Run a kernel that attends in splits, and combine the splits.
 
     Args:
-        attend: launches it on a grid, with what all of these kernels are given from the tail on.
-        queries: (B, Hq, Q, D).
-        kept: where what each head keeps begins, (B * H + 1,), how much all of them keep, and the
-            longest.
-        tail: keys, values and how many are written, as in `ragged_attention`.
-        score_options: as there.
-        blocks: what the kernel is compiled for, see `tiles`.
+        attend: launches the kernel on a grid, with the arguments that all of these kernels share,
+            from the tail on.
+        inputs: as in `ragged_attention`.
+        kept: where each head begins, (B * H + 1,), how many tokens all heads keep, and the longest
+            head.
+        blocks: the tile sizes that the kernel is compiled for, see `tiles`.
+
+    Returns:
+        (B, Hq, Q, Dv).
     """
-    softcap, sinks = score_options.softcap, score_options.sink_logits
-    (B, Hq, Q, D), (_, H, S, Dv) = queries.shape, tail[1].shape
-    (starts, kept_tokens, longest), rows, tail_tokens = kept, Hq // H * Q, tail[2]
-    tail_keys, tail_values, apart = in_rows(*tail[:2])
+    queries, tail_tokens, options = inputs.queries, inputs.tail_tokens, inputs.score_options
+    softcap, sinks = options.softcap, options.sink_logits
+    (B, Hq, Q, D), (_, H, S, Dv) = queries.shape, inputs.tail_values.shape
+    (starts, kept_tokens, longest), rows = kept, Hq // H * Q
+    tail_keys, tail_values, apart = in_rows(inputs.tail_keys, inputs.tail_values)
     split = split_tokens(kept_tokens + B * H * S)
     splits = triton.cdiv(longest + S, split)
     sums = queries.new_empty(B * H, splits, rows, Dv, dtype=torch.float32)
@@ -84,7 +74,7 @@ def in_splits(
         attend(
             (B * H * triton.cdiv(rows, blocks["TILE"]), splits),
             tail_keys, tail_values, sums, marks, *sizes, apart,
-            score_options.scaling, softcap or 0.0, CAPPED=softcap is not None,
+            options.scaling, softcap or 0.0, CAPPED=softcap is not None,
             D=D, D_BLOCK=max(16, triton.next_power_of_2(D)), **blocks, **common,
         )  # fmt: skip
         merge = _put_together[(B * H, rows)]
@@ -93,7 +83,10 @@ def in_splits(
 
 
 def in_rows(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The tail, and by how many tokens its heads begin apart: a buffer has room after each."""
+    """Return the tail, and how many tokens lie between the begins of its heads; copies if needed.
+
+    An append buffer has room after each head.
+    """
     apart = keys.stride(1) // keys.shape[3]
     if all(_lies_apart(states, apart) for states in (keys, values)):
         return keys, values, apart
@@ -105,28 +98,28 @@ def _lies_apart(states: Tensor, tokens: int) -> bool:
     return states.stride() == (H * tokens * D, tokens * D, D, 1)
 
 
-def tiles(queries: Tensor, keys: Tensor, values: Tensor, most: int = 64) -> dict[str, int]:
-    """Rows of queries of a program, and keys of one of its steps: what registers hold.
+def tiles(inputs: TailInputs, most: int = 64) -> dict[str, int]:
+    """Return how many rows of queries a program takes and how many keys a step, for the registers.
 
-    At most so many of heads of 128 channels; half as many of wider ones.
+    At most `most` for heads of up to 128 channels; half of it for wider ones.
     """
-    (_, Hq, Q, D), H = queries.shape, keys.shape[1]
-    if max(D, values.shape[3]) > 128:
+    (_, Hq, Q, D), H = inputs.queries.shape, inputs.tail_keys.shape[1]
+    if max(D, inputs.tail_values.shape[3]) > 128:
         most //= 2
-    if queries.dtype == torch.float32:  # multiplied without tensor cores
+    if inputs.queries.dtype == torch.float32:  # multiplied without tensor cores
         most = 16
     return {"TILE": min(most, max(16, triton.next_power_of_2(Hq // H * Q))), "KEYS": most}
 
 
 def split_tokens(tokens: int) -> int:
-    """Tokens of one split, a power of two, so that there are about `_PROGRAMS` splits."""
+    """Return the tokens of one split, a power of two, for about `_PROGRAMS` splits."""
     least, most = _SPLIT_TOKENS
     return min(most, max(least, int(triton.next_power_of_2(triton.cdiv(tokens, _PROGRAMS)))))
 
 
 @triton.jit
 def _weigh(scores, seen, most, softcap, CAPPED: tl.constexpr):
-    """Unnormalised weights of some scores, the factor of earlier sums, and the new maximum."""
+    """Return unnormalised weights of scores, the factor of earlier sums, and the maximum."""
     if CAPPED:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
     scores = tl.where(seen, scores, float("-inf"))
@@ -143,7 +136,10 @@ def _step(
     CAPPED: tl.constexpr,
     D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Let a tile of queries see some keys; `seen` is (TILE, KEYS), rows are pointers (KEYS,)."""
+    """Let a tile of queries attend to some keys.
+
+    `seen` is (TILE, KEYS); `key_rows` and `value_rows` are pointers, (KEYS,).
+    """
     across, across_v = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
     there = tl.max(seen.to(tl.int32), axis=0) > 0
     inside = there[:, None] & (across[None, :] < D)
@@ -165,7 +161,7 @@ def _attend_split(
     D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one head's rows over one split: unnormalised sums, highest score, their total."""
+    """Attend with a tile of one head's rows to one split, and store sums, maximum and total."""
     if COUNTED:
         S = tl.load(count_at).to(tl.int32)
     per_head = tl.cdiv(rows, TILE)
@@ -176,7 +172,7 @@ def _attend_split(
     begin = part * split
     end = tl.minimum(begin + split, kept + S)
     if begin >= end:
-        return  # a shorter head than the longest; nobody reads what this split would hold
+        return  # this head is shorter than the longest, and nothing reads this split of it
     row = tl.program_id(0) % per_head * TILE + tl.arange(0, TILE)
     own = S - Q + row % Q  # where in the tail a row's own token is
     across, across_v = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
@@ -216,7 +212,7 @@ def _put_together(
     count_at, rows, Q, S, split, splits, H,
     HAS_SINKS: tl.constexpr, COUNTED: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up the splits of one row of queries, and its sink."""
+    """Combine the splits of one row of queries, and its sink."""
     if COUNTED:
         S = tl.load(count_at).to(tl.int32)
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)

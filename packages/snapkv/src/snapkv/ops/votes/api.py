@@ -1,4 +1,4 @@
-"""The votes and their fading, each by the implementation that is asked for or fits."""
+"""The votes and their fading, each by the named or the fitting implementation."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 
 from snapkv.ops.choice import implementation, triton_obstacle
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates
 from snapkv.ops.votes import blocked, by_head, largest, reference
 from snapkv.ops.votes.reference import Lift
 
 Implementation = Literal["auto", "reference", "blocked", "by_head", "scan", "triton"]
 
 MOST_HEAD_DIM = 256
-"""Wider rows of keys do not fit with the queries into the memory of a multiprocessor."""
+"""The widest keys that the kernels take; wider rows do not fit into shared memory beside the
+queries."""
 
 MOST_FLOAT32_DIM = 128
-"""The same of float32 and of the largest votes."""
+"""The widest float32 keys that the kernel of the largest votes takes."""
 
 _IN_TORCH: dict[str, dict[str, Callable[..., Any]]] = {
     "window_votes": {
@@ -41,94 +42,84 @@ _KERNELS = {
 
 
 def window_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-    group_reduce: str = "none",
-    impl: Implementation = "auto",
+    states: AttentionStates, *, group_reduce: str = "none", impl: Implementation = "auto"
 ) -> Tensor:
-    """How much attention each prefix position receives from the observation window (Eq. 2).
+    """Sum the attention that each prefix position receives from the observation window (Eq. 2).
 
     Args:
-        queries: (B, Hq, W, D), the last W queries of the prompt, after rotary embedding.
-        keys: (B, Hkv, T, D), all keys of the prompt, after rotary embedding.
-        score_options: what the model's attention does to its scores.
-        pad_tokens: (B,), leading pads of each row; pads neither vote nor receive votes.
+        states: the last W queries of the prompt and all T keys of it.
         group_reduce: how the query heads of a KV head are combined, as in `reduce_group`.
-        impl: "reference"; "blocked", which holds no more than a block of scores; "by_head", the
-            quicker for half precision; "triton", kernels for CUDA that hold no scores. "auto" takes
-            the kernels where they can run, else "blocked".
+        impl: "reference"; "blocked", which holds one block of scores at a time; "by_head", the
+            faster one for half precision; "triton", kernels for CUDA that hold no scores. "auto"
+            takes the kernels if they can run, else "blocked".
 
     Returns:
         (B, Hkv, P) float32; (B, Hq, P) for "none".
 
     Raises:
-        InvalidArgumentError: an unknown implementation, or one that cannot run here.
+        InvalidArgumentError: `impl` is unknown or cannot run here.
     """
-    vote = _implementation("window_votes", impl, keys, "blocked")
-    votes: Tensor = vote(
-        queries, keys, score_options, pad_tokens=pad_tokens, group_reduce=group_reduce
-    )
+    vote = _implementation("window_votes", impl, states.keys, "blocked")
+    votes: Tensor = vote(states, group_reduce=group_reduce)
     return votes
 
 
 def largest_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
+    states: AttentionStates,
     lift: Lift,
     *,
     prefix_tokens: int,
     sink_tokens: int = 0,
-    pad_tokens: Tensor | None = None,
     group_reduce: str = "none",
     impl: Implementation = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The largest attention weight that a position receives from a query of the window, lifted.
+    """Compute the largest pooled attention weight that each position receives from any voter.
 
-    The weights of every query are lifted by themselves and scaled back to their own sum, so that
-    no query has more to give for being lifted.
+    The weights of every query are pooled by themselves and scaled back to their own sum, so that
+    pooling gives no query more weight in total.
 
     Args:
-        queries: as in `window_votes`.
-        keys: as there.
-        score_options: as there.
-        lift: what becomes of a query's weights along the prefix.
-        prefix_tokens: the first positions, which are voted on.
-        sink_tokens: first tokens of each row whose weights stay as they are, and lift none.
-        pad_tokens: as in `window_votes`.
-        group_reduce: as there.
+        states: as in `window_votes`.
+        lift: how a query's weights are pooled along the prefix.
+        prefix_tokens: how many of the first positions are voted on.
+        sink_tokens: first tokens of each row whose weights are not pooled and raise no others.
+        group_reduce: as in `window_votes`.
         impl: "reference"; "blocked", which holds the weights of a few heads or queries; "triton",
-            kernels for CUDA that hold none, of a `Fading` lift.
+            kernels for CUDA that hold no weights, for a `Fading` lift. "auto" as in `window_votes`.
 
     Returns:
-        The largest, in [0, 1], but for the "sum" of a group; and their sum before they are lifted,
-        as `window_votes` gives it. Both (B, Hkv, prefix_tokens) float32; (B, Hq, prefix_tokens) for
-        "none". Without gradients.
+        The largest weights, in [0, 1] except for "sum"; and the sums of the weights before pooling,
+        as `window_votes` returns them. Both (B, Hkv, prefix_tokens) float32; (B, Hq, prefix_tokens)
+        for "none". Without gradients.
 
     Raises:
-        InvalidArgumentError: an unknown implementation, or one that cannot run here.
+        InvalidArgumentError: `impl` is unknown or cannot run here.
     """
-    votes: tuple[Tensor, Tensor] = _implementation("largest_votes", impl, keys, "blocked", lift)(
-        queries,
-        keys,
-        score_options,
+    vote = _implementation("largest_votes", impl, states.keys, "blocked", lift)
+    votes: tuple[Tensor, Tensor] = vote(
+        states,
         lift,
         prefix_tokens=prefix_tokens,
         sink_tokens=sink_tokens,
-        pad_tokens=pad_tokens,
         group_reduce=group_reduce,
     )
     return votes
 
 
 def fade_votes(votes: Tensor, decay: float, *, impl: Implementation = "auto") -> Tensor:
-    """Let votes lift what follows them, as `snapkv.ops.votes.reference.fade_votes` says.
+    """Let every vote raise the positions after it, see `snapkv.ops.votes.reference.fade_votes`.
 
-    `impl` is "reference", a loop; "scan", doubling steps; "triton", one pass. "auto" takes the
-    kernel where it can run, else "scan".
+    Args:
+        votes: (B, H, P) float32.
+        decay: the factor per position, in (0, 1).
+        impl: "reference", a loop; "scan", doubling steps; "triton", one pass. "auto" takes the
+            kernel if it can run, else "scan".
+
+    Returns:
+        A new tensor in the shape of `votes`.
+
+    Raises:
+        InvalidArgumentError: `impl` is unknown or cannot run here.
     """
     faded: Tensor = _implementation("fade_votes", impl, votes, "scan")(votes, decay)
     return faded

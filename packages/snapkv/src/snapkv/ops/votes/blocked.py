@@ -1,37 +1,31 @@
-"""The operations in torch as they run on a CPU: in bounded memory, in few passes.
+"""The operations in torch for a CPU: in bounded memory and in few passes.
 
-The reference holds the scores of every query head, window query and prompt position at once, its
-their softmax, and a float32 copy of all keys. Here there is only a block of each, which is
+The reference holds the scores of every query head, window query and prompt position at once, their
+softmax, and a float32 copy of all keys. This module holds one block of each at a time, which is
 changed in place: the first pass finds the highest score of every row and the sum of exponentials,
-the second adds up the weights. Axes as in `snapkv.ops.votes.reference`.
+the second adds up the weights. The axes are those of `snapkv.ops.votes.reference`.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates
 from snapkv.ops.votes import reference
 from snapkv.ops.votes.reference import reduce_group
 
 BLOCK_TOKENS = 8192
-"""Keys at a time."""
+"""How many keys are scored at a time."""
 
 
 def window_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-    group_reduce: str = "none",
-    block_tokens: int = BLOCK_TOKENS,
+    states: AttentionStates, *, group_reduce: str = "none", block_tokens: int = BLOCK_TOKENS
 ) -> Tensor:
-    """As `snapkv.ops.votes.reference.window_votes`, up to rounding."""
-    softcap, sinks = score_options.softcap, score_options.sink_logits
-    B, Hq, W, D = queries.shape
-    Hkv, T = keys.shape[1], keys.shape[2]
-    grouped = queries.float().mul(score_options.scaling).reshape(B, Hkv, (Hq // Hkv) * W, D)
+    """Compute `snapkv.ops.votes.reference.window_votes` up to rounding, in blocks of keys."""
+    keys, pad_tokens, options = states.keys, states.pad_tokens, states.score_options
+    softcap, sinks = options.softcap, options.sink_logits
+    (B, Hq, W, D), (Hkv, T) = states.queries.shape, keys.shape[1:3]
+    grouped = states.queries.float().mul(options.scaling).reshape(B, Hkv, (Hq // Hkv) * W, D)
 
     def scores_of(start: int, stop: int) -> Tensor:
         scores = (grouped @ keys[:, :, start:stop].float().transpose(-1, -2)).view(B, Hq, W, -1)
@@ -39,7 +33,7 @@ def window_votes(
             scores.div_(softcap).tanh_().mul_(softcap)
         return hide_unseen(scores, start, T, pad_tokens)
 
-    # The highest score so far, and the sum of exponentials; at first those of a sink.
+    # The highest score so far, and the sum of exponentials; they start with a sink's.
     before = None if sinks is None else sinks.float().view(1, Hq, 1, 1)
     carried: Tensor | float = 1.0
     for start in range(0, T, block_tokens):
@@ -53,11 +47,11 @@ def window_votes(
             total += carried * (before - shift).exp_()
         before, carried = highest, total
         if block_tokens < T:
-            del scores  # or there would be two blocks at a time
+            del scores  # so that only one block is held at a time
     if pad_tokens is not None:
         total = total.masked_fill(total == 0, 1.0)
     shares = total.reciprocal_().transpose(-1, -2)
-    if block_tokens >= T:  # the scores are all exponentials by now
+    if block_tokens >= T:  # the single block already holds exponentials
         return reduce_group((shares @ scores[..., : T - W]).squeeze(-2), Hkv, group_reduce)
     votes = []
     for start in range(0, max(1, T - W), block_tokens):
@@ -67,14 +61,24 @@ def window_votes(
 
 
 def finite(highest: Tensor, pad_tokens: Tensor | None) -> Tensor:
-    """The highest scores; zero in rows that have seen nothing, as only those of pads do."""
+    """Return the highest scores, with zero in rows that see nothing, which only padding has."""
     if pad_tokens is None:
         return highest
     return highest.masked_fill(highest.isneginf(), 0.0)
 
 
 def hide_unseen(scores: Tensor, start: int, tokens: int, pad_tokens: Tensor | None) -> Tensor:
-    """Put minus infinity where a query of the window comes before a key, and at pads."""
+    """Set scores to minus infinity for keys after their query, and for padding, in place.
+
+    Args:
+        scores: (B, Hq, W, n) of keys `start` to `start` + n.
+        start: index of the first key.
+        tokens: T, tokens of the prompt.
+        pad_tokens: (B,) leading padding, or None.
+
+    Returns:
+        `scores`.
+    """
     W, stop = scores.shape[2], start + scores.shape[3]
     first = max(start, tokens - W)  # before it, the whole window sees every token
     if first < stop:
@@ -89,31 +93,31 @@ def hide_unseen(scores: Tensor, start: int, tokens: int, pad_tokens: Tensor | No
 
 
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
-    """As `snapkv.ops.votes.reference.fade_votes`, up to rounding, in steps that double.
+    """Compute `snapkv.ops.votes.reference.fade_votes` up to rounding, in steps that double.
 
-    After a step of width n, every position has what the n before it carry on to it. Where the
-    factor has left float32, no vote reaches further.
+    After a step of width n, every position has what the n positions before it carry on to it. If
+    the factor is too small for float32, no vote reaches further.
     """
     least = torch.finfo(torch.float32).tiny
     factors, width = [1.0], 1
     while width < votes.shape[-1] and factors[-1] > least:
         factors.append(max(decay**width, least))
         width *= 2
-    faded = F.pad(votes, (width - 1, 0), value=float("-inf"))  # which lifts nothing
+    faded = F.pad(votes, (width - 1, 0), value=float("-inf"))  # raises nothing
     for step, factor in enumerate(factors[1:]):
         faded = torch.maximum(faded[..., 2**step :], faded[..., : -(2**step)] * factor)
     return faded
 
 
 def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
-    """As `snapkv.ops.votes.reference.gather_tokens`, one index and one copy for every token."""
-    if not states.is_contiguous():  # to make them so would copy what is dropped, too
+    """Compute `snapkv.ops.votes.reference.gather_tokens` with one index and one copy per token."""
+    if not states.is_contiguous():  # making them contiguous would copy dropped tokens, too
         return reference.gather_tokens(states, keep_indices)
     return _copied(states, flat_rows(states, keep_indices.clamp(min=0)))
 
 
 def gather_pair(keys: Tensor, values: Tensor, keep_indices: Tensor) -> tuple[Tensor, Tensor]:
-    """`gather_tokens` of both, the indices of whose rows are the same."""
+    """Gather the same slots of keys and of values, as `gather_tokens` does."""
     if not (keys.is_contiguous() and values.is_contiguous()):
         return gather_tokens(keys, keep_indices), gather_tokens(values, keep_indices)
     rows = flat_rows(keys, keep_indices.clamp(min=0))
@@ -126,7 +130,11 @@ def _copied(states: Tensor, rows: Tensor) -> Tensor:
 
 
 def flat_rows(states: Tensor, keep_indices: Tensor) -> Tensor:
-    """(B, max(H, Hs), K): where in (B, Hs, T, D) states, one head after the other, slots are."""
+    """Return flat indices of slots in (B, Hs, T, D) states.
+
+    Returns:
+        (B, max(H, Hs), K) int64.
+    """
     B, Hs, T, _ = states.shape
     heads, step = max(keep_indices.shape[1], Hs), max(1, T)
     begins = torch.arange(0, B * Hs * step, step, device=states.device).view(B, Hs, 1, 1)

@@ -1,10 +1,10 @@
-"""Votes of states in half precision, a few KV heads at a time, in as few passes as can be.
+"""Votes of states in half precision, a few KV heads at a time, in as few passes as possible.
 
-Products of numbers in half precision are exact in float32, and in float32 they are summed; scores
-are scaled when the highest has been taken off them. Exponentials are in base two, and one product
-does for the shares of the softmax, the sum over the window and that over a group. So votes are
-those of `snapkv.ops.votes.blocked` but for the rounding of exponentials. Axes as in
-`snapkv.ops.votes.reference`.
+Products of numbers in half precision are exact in float32, and they are summed in float32; scores
+are scaled after the highest has been subtracted. Exponentials are in base two, and one matrix
+product computes the shares of the softmax, the sum over the window and that over a group. So the
+votes are those of `snapkv.ops.votes.blocked` except for the rounding of exponentials. The axes are
+those of `snapkv.ops.votes.reference`.
 """
 
 import math
@@ -12,53 +12,45 @@ import math
 import torch
 from torch import Tensor
 
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates
 from snapkv.ops.votes import blocked
 from snapkv.ops.votes.reference import reduce_group
 
 MOST_BYTES = 8 << 20
-"""Of scores at a time; more would leave the processor's caches between two passes."""
+"""The most bytes of scores at a time; more would leave the processor's caches between two
+passes."""
 
 MOST_BYTES_OF_A_HEAD = 64 << 20
-"""KV heads whose scores take more are voted on in blocks of keys."""
+"""The most bytes of scores of one KV head; longer ones are computed in blocks of keys."""
 
 _LOG2_E = math.log2(math.e)
 
 
-def window_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-    group_reduce: str = "none",
-) -> Tensor:
-    """As `snapkv.ops.votes.reference.window_votes`, up to rounding."""
-    B, Hq, W, D = queries.shape
-    Hkv, T = keys.shape[1:3]
+def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tensor:
+    """Compute `snapkv.ops.votes.reference.window_votes` up to rounding."""
+    (B, Hq, W, D), (Hkv, T) = states.queries.shape, states.keys.shape[1:3]
     N, G = B * Hkv, Hq // Hkv
     of_a_head = 4 * G * W * T
     if not 0 < of_a_head <= MOST_BYTES_OF_A_HEAD:
-        return blocked.window_votes(
-            queries, keys, score_options, pad_tokens=pad_tokens, group_reduce=group_reduce
-        )
-    softcap, slope = score_options.softcap, score_options.scaling * _LOG2_E
+        return blocked.window_votes(states, group_reduce=group_reduce)
+    options, pad_tokens = states.score_options, states.pad_tokens
+    softcap, slope = options.softcap, options.scaling * _LOG2_E
     if softcap is not None:
         slope = softcap * _LOG2_E
-    sinks = score_options.sink_logits
+    sinks = options.sink_logits
     if sinks is not None:
         sinks = sinks.float().mul(_LOG2_E / slope).view(1, Hq, 1).expand(B, Hq, W)
         sinks = sinks.reshape(N, G * W, 1)
     pads = None if pad_tokens is None else pad_tokens.repeat_interleave(Hkv)
-    rows, stored = queries.float().reshape(N, G * W, D), keys.flatten(0, 1)
+    rows, stored = states.queries.float().reshape(N, G * W, D), states.keys.flatten(0, 1)
     apart = G if group_reduce in ("none", "max") else 1
-    votes = queries.new_empty((N, apart, T - W), dtype=torch.float32)
+    votes = rows.new_empty((N, apart, T - W), dtype=torch.float32)
     at_once = max(1, MOST_BYTES // of_a_head)
     for start in range(0, N, at_once):
         some = slice(start, start + at_once)
         scores = rows[some] @ stored[some].float().mT
         if softcap is not None:
-            scores.mul_(score_options.scaling / softcap).tanh_()
+            scores.mul_(options.scaling / softcap).tanh_()
         own = None if pads is None else pads[some]
         blocked.hide_unseen(scores.view(len(scores), -1, W, T), 0, T, own)
         shares = _shares(scores, slope, own, None if sinks is None else sinks[some])
@@ -72,7 +64,17 @@ def window_votes(
 
 
 def _shares(scores: Tensor, slope: float, pads: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """What each exponential of a row is worth, (N, G * W, 1); turns the scores into them."""
+    """Turn scores into exponentials in place, and return the weight of each row's exponentials.
+
+    Args:
+        scores: (N, G * W, T), changed in place.
+        slope: factor on the scores before they are exponents of two.
+        pads: (N,) leading padding, or None.
+        sinks: (N, G * W, 1) sink logits, or None.
+
+    Returns:
+        (N, G * W, 1), one over the sum of each row's exponentials.
+    """
     highest = scores.amax(dim=-1, keepdim=True)
     if sinks is not None:
         highest = highest.maximum(sinks)

@@ -1,9 +1,10 @@
-"""The largest vote of a window's queries, of a few KV heads at a time.
+"""The largest vote of a window's queries, computed for a few KV heads at a time.
 
-The weights of every query are lifted by themselves, so those of a few heads or queries are there
-at once, changed in place. Positions go down, queries across: a lift then takes one position of all
-queries, which stand side by side, at a step. Axes as in `snapkv.ops.votes.reference`; N heads and Q
-queries of each of their query heads are a block, R = G * Q.
+The weights of every query are pooled by themselves, so those of a few heads or queries are held at
+once and changed in place. Positions are rows and queries are columns: pooling then takes one
+position of all queries, which are neighbours in memory, at a step. The axes are those of
+`snapkv.ops.votes.reference`; N heads and Q queries of each of their query heads are a block, R = G
+* Q.
 """
 
 import itertools
@@ -13,32 +14,30 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates, ScoreOptions
 from snapkv.ops.votes.reference import CHUNK, LEAST_SUM, Lift, reduce_group
 
 MOST_BYTES = 8 << 20
-"""Of weights at a time, unless one query of a KV head has more."""
+"""The most bytes of weights at a time, unless one query of a KV head has more."""
 
 _LOG2_E = math.log2(math.e)
 
 
 @torch.no_grad()
 def largest_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
+    states: AttentionStates,
     lift: Lift,
     *,
     prefix_tokens: int,
     sink_tokens: int = 0,
-    pad_tokens: Tensor | None = None,
     group_reduce: str = "none",
 ) -> tuple[Tensor, Tensor]:
-    """As `snapkv.ops.votes.reference.largest_votes`, up to rounding."""
+    """Compute `snapkv.ops.votes.reference.largest_votes` up to rounding."""
+    queries, keys, pad_tokens = states.queries, states.keys, states.pad_tokens
     (B, Hq, W, _), (Hkv, T) = queries.shape, keys.shape[1:3]
-    G, sinks = Hq // Hkv, score_options.sink_logits
+    G, sinks = Hq // Hkv, states.score_options.sink_logits
     grouped = queries.view(B, Hkv, G, W, -1)
-    apart = 1 if group_reduce == "max" else G  # the largest of all, without one of each head
+    apart = 1 if group_reduce == "max" else G  # "max" needs no largest vote of each query head
     largest = queries.new_zeros((B, Hkv, apart, prefix_tokens), dtype=torch.float32)
     summed = queries.new_zeros((B, Hkv, G, prefix_tokens), dtype=torch.float32)
     for row, pads in enumerate([0] * B if pad_tokens is None else pad_tokens.tolist()):
@@ -50,7 +49,7 @@ def largest_votes(
             weights, shares = _exponentials(
                 grouped[row, heads, :, some],
                 keys[row, heads, pads:],
-                score_options,
+                states.score_options,
                 None if sinks is None else sinks.view(Hkv, G)[heads],
                 fill,
                 some.start + own - W,
@@ -61,7 +60,7 @@ def largest_votes(
             found = lifted.reshape(*lifted.shape[:2], apart, -1).amax(dim=-1).mT
             into = largest[row, heads, :, pads:]
             torch.maximum(into, found, out=into)
-    reduced = "none" if group_reduce == "max" else group_reduce  # which it is of a group by now
+    reduced = "none" if group_reduce == "max" else group_reduce  # "max" is already reduced
     return (
         reduce_group(largest.flatten(1, 2), Hkv, reduced),
         reduce_group(summed.flatten(1, 2), Hkv, group_reduce),
@@ -69,7 +68,7 @@ def largest_votes(
 
 
 def _blocks(heads: int, queries: range, bytes_of_a_query: int) -> Iterator[tuple[slice, slice]]:
-    """Heads and queries whose weights are there at once."""
+    """Yield slices of heads and of queries whose weights fit into `MOST_BYTES`."""
     most = max(1, MOST_BYTES // bytes_of_a_query)
     for first in range(0, heads, step := max(1, most // len(queries))):
         for start in queries[::most]:
@@ -84,10 +83,19 @@ def _exponentials(
     fill: int,
     first_voter: int,
 ) -> tuple[Tensor, Tensor]:
-    """What each query, (N, G, Q, D), looks at, of T keys, (N, T, D), behind `fill` zeros.
+    """Compute the unnormalised attention weights of some queries.
 
-    Weights before they are divided by their sum, (N, fill + T, R), and what one of them is worth,
-    (N, G, Q). `first_voter` is the position of the first query.
+    Args:
+        queries: (N, G, Q, D).
+        keys: (N, T, D).
+        score_options: how scores are computed.
+        sinks: (N, G) sink logits, or None.
+        fill: how many zeros to put before the weights.
+        first_voter: the position of the first query.
+
+    Returns:
+        Weights before they are divided by their sum, (N, fill + T, R); and one over that sum, (N,
+        G, Q).
     """
     (N, G, Q, _), T = queries.shape, keys.shape[1]
     softcap, slope = score_options.softcap, score_options.scaling
@@ -111,7 +119,13 @@ def _exponentials(
 
 
 def _add_votes(votes: Tensor, weights: Tensor, shares: Tensor) -> None:
-    """Add up what each query head's queries give: onto (N, G, P) votes, of (N, P, R) weights."""
+    """Add the weights of each query head's queries to its votes, in place.
+
+    Args:
+        votes: (N, G, P), changed in place.
+        weights: (N, P, R) unnormalised.
+        shares: (N, G, Q), the factor of each query.
+    """
     queries = shares.shape[2]
     for head, member in itertools.product(range(shares.shape[0]), range(shares.shape[1])):
         own = weights[head, :, member * queries : (member + 1) * queries]
@@ -119,15 +133,25 @@ def _add_votes(votes: Tensor, weights: Tensor, shares: Tensor) -> None:
 
 
 def _lifted(weights: Tensor, shares: Tensor, lift: Lift, fill: int, sink_tokens: int) -> Tensor:
-    """Every query's weights, lifted and scaled back to their own sum, (N, positions, R).
+    """Pool every query's weights and scale them back to their own sum; changes `weights`.
 
-    Those of the sinks stay as they are. Changes what is given.
+    The weights of sinks are not pooled.
+
+    Args:
+        weights: (N, fill + P, R) unnormalised, changed in place.
+        shares: (N, R), the factor of each query.
+        lift: how to pool.
+        fill: how many zeros are before the weights.
+        sink_tokens: how many first positions are sinks.
+
+    Returns:
+        (N, P, R) float32.
     """
     first = fill + sink_tokens
     of_sinks = weights[:, fill:first] * shares[:, None]
     weights[:, fill:first] = 0.0
     own = weights.sum(dim=1, keepdim=True)
-    lifted = lift.of_rows(weights)
+    lifted = lift.pool_rows(weights)
     lifted[:, :first] = 0.0
     lifted *= own * shares[:, None] / lifted.sum(dim=1, keepdim=True).clamp_(min=LEAST_SUM)
     lifted[:, fill:first] = of_sinks

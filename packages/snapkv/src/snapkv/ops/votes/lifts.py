@@ -1,4 +1,4 @@
-"""How a vote lifts what stands near it: pooling over neighbours, or fading."""
+"""The two ways to pool votes along the prefix: over neighbours, or by fading."""
 
 from dataclasses import dataclass
 
@@ -11,29 +11,41 @@ from snapkv.ops.votes.reference import CHUNK, LEAST_SUM, Lift, pool_votes
 
 @dataclass(frozen=True)
 class Pooling(Lift):
-    """Over the neighbours, as `snapkv.ops.pool_votes`."""
+    """Pools votes over their neighbours, as `snapkv.ops.pool_votes` does.
+
+    Attributes:
+        kernel_size: width, or how far a vote reaches to either side.
+        how: "max" or "avg".
+    """
 
     kernel_size: int | tuple[int, int]
     how: str
 
-    def of(self, votes: Tensor) -> Tensor:
+    def pool(self, votes: Tensor) -> Tensor:
         return pool_votes(votes, self.kernel_size, self.how)
 
-    def of_rows(self, weights: Tensor) -> Tensor:
+    def pool_rows(self, weights: Tensor) -> Tensor:
         return pool_votes(weights.mT, self.kernel_size, self.how).mT
 
 
 @dataclass(frozen=True)
 class Fading(Lift):
-    """Onto what stands behind, as `snapkv.ops.fade_votes`."""
+    """Lets votes raise the positions after them, as `snapkv.ops.fade_votes` does.
+
+    Attributes:
+        decay: the factor per position, in (0, 1).
+    """
 
     decay: float
 
-    def of(self, votes: Tensor) -> Tensor:
+    def pool(self, votes: Tensor) -> Tensor:
         return fade_votes(votes, self.decay)
 
-    def of_rows(self, weights: Tensor) -> Tensor:
-        """Twice through every chunk: for what it carries on, then with what came in."""
+    def pool_rows(self, weights: Tensor) -> Tensor:
+        """Fade in two passes over every chunk; changes `weights` in place.
+
+        The first pass finds what each chunk carries on to the next, the second adds what came in.
+        """
         N, P, R = weights.shape
         first, *others = weights.view(N, P // CHUNK, CHUNK, R).unbind(2)
         carried = first.clone()
@@ -49,7 +61,7 @@ class Fading(Lift):
         return weights
 
     def _carry_on(self, carried: Tensor, factor: float) -> None:
-        """Fade (N, chunks, R) along the chunks, in steps that double, while there is a factor."""
+        """Fade (N, chunks, R) along the chunks in doubling steps; changes `carried` in place."""
         width = 1
         while width < carried.shape[1] and factor > LEAST_SUM:
             behind = carried[:, width:]

@@ -1,7 +1,7 @@
 """The operations of SnapKV in plain torch: slow, short and the specification of every faster one.
 
-Axes: B batch, Hq query heads, Hkv KV heads, G group (Hq / Hkv), T prompt, W window, P prefix
-(T - W), K kept, D head_dim. Scores and votes are float32 whatever the dtype of the model.
+Axes: B batch rows, Hq query heads, Hkv KV heads, G group (Hq / Hkv), T prompt tokens, W window, P
+prefix (T - W), K kept, D head_dim. Scores and votes are float32 whatever the dtype of the model.
 """
 
 from abc import ABC, abstractmethod
@@ -12,69 +12,71 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates
 
 LEAST_SUM = torch.finfo(torch.float32).tiny
-"""What a row of weights is divided by that adds up to less, so that nothing becomes NaN."""
+"""The smallest sum that weights are divided by, so that nothing becomes NaN."""
 
 CHUNK = 8
-"""Rows of weights come in a multiple of so many positions, to `Lift.of_rows`."""
+"""`Lift.pool_rows` gets a multiple of this number of positions."""
 
 
 class Lift(ABC):
-    """How votes lift what stands near them along the prefix; see `snapkv.ops.votes.lifts`."""
+    """How votes are pooled along the prefix; see `snapkv.ops.votes.lifts`."""
 
     @abstractmethod
-    def of(self, votes: Tensor) -> Tensor:
-        """Of (B, H, P) float32 votes, the same shape."""
+    def pool(self, votes: Tensor) -> Tensor:
+        """Pool (B, H, P) float32 votes; returns the same shape."""
 
     @abstractmethod
-    def of_rows(self, weights: Tensor) -> Tensor:
-        """Of the weights of R queries, (N, P, R) float32, none negative, P a multiple of `CHUNK`.
+    def pool_rows(self, weights: Tensor) -> Tensor:
+        """Pool the weights of R queries; may change `weights` in place.
 
-        The same shape; may change what is given.
+        Args:
+            weights: (N, P, R) float32, none negative, P a multiple of `CHUNK`.
+
+        Returns:
+            The same shape.
         """
 
 
-def window_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-    group_reduce: str = "none",
-) -> Tensor:
-    """How much attention each prefix position receives from the observation window (Eq. 2).
+def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tensor:
+    """Sum the attention that each prefix position receives from the observation window (Eq. 2).
 
-    The softmax runs over the whole prompt, causal inside the window, exactly as the model's own
-    attention does; the rows of the window are then summed: (B, Hkv, P), (B, Hq, P) for "none".
+    The softmax runs over the whole prompt, causal inside the window, exactly as in the model's own
+    attention; then the rows of the window are summed.
+
+    Returns:
+        (B, Hkv, P) float32; (B, Hq, P) for "none".
     """
-    weights = attention_weights(queries, keys, score_options, pad_tokens=pad_tokens)
-    votes = weights[..., : keys.shape[2] - queries.shape[2]].sum(dim=-2)
-    return reduce_group(votes, keys.shape[1], group_reduce)
+    (Hkv, T), W = states.keys.shape[1:3], states.queries.shape[2]
+    votes = attention_weights(states)[..., : T - W].sum(dim=-2)
+    return reduce_group(votes, Hkv, group_reduce)
 
 
 def largest_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
+    states: AttentionStates,
     lift: Lift,
     *,
     prefix_tokens: int,
     sink_tokens: int = 0,
-    pad_tokens: Tensor | None = None,
     group_reduce: str = "none",
 ) -> tuple[Tensor, Tensor]:
-    """The largest vote of any query of the window on each position, and the sum of all.
+    """Compute the largest vote of any query of the window on each position, and the sum of all.
 
-    Before it is compared, every query's row of weights is lifted and scaled back to its own sum.
+    Before the queries are compared, each query's weights are pooled and scaled back to their own
+    sum.
+
+    Returns:
+        The largest votes and the sums of unpooled weights, both (B, Hkv, P) float32; (B, Hq, P) for
+        "none".
     """
-    Hkv, P = keys.shape[1], prefix_tokens
-    weights = attention_weights(queries, keys, score_options, pad_tokens=pad_tokens)[..., :P]
-    pads = 0 if pad_tokens is None else pad_tokens[:, None, None, None]
-    stays = torch.arange(P, device=keys.device) < pads + sink_tokens
+    Hkv, P, pads = states.keys.shape[1], prefix_tokens, states.pad_tokens
+    weights = attention_weights(states)[..., :P]
+    first = sink_tokens if pads is None else pads[:, None, None, None] + sink_tokens
+    stays = torch.arange(P, device=weights.device) < first
     others = weights.masked_fill(stays, 0.0)
-    lifted = lift.of(others.flatten(1, 2)).view_as(weights).masked_fill(stays, 0.0)
+    lifted = lift.pool(others.flatten(1, 2)).view_as(weights).masked_fill(stays, 0.0)
     own_sum, sum_now = others.sum(dim=-1, keepdim=True), lifted.sum(dim=-1, keepdim=True)
     scaled = lifted * (own_sum / sum_now.clamp(min=LEAST_SUM))
     largest = torch.where(stays, weights, scaled).amax(dim=2)
@@ -82,112 +84,104 @@ def largest_votes(
     return reduce_group(largest, Hkv, group_reduce), reduce_group(summed, Hkv, group_reduce)
 
 
-def attention_weights(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-) -> Tensor:
-    """Attention of the last queries onto all keys, causal, as the model's own attention pays it.
+def attention_weights(states: AttentionStates) -> Tensor:
+    """Compute the causal attention weights of the last queries to all keys, as the model does.
 
     Args:
-        queries: (B, Hq, W, D), the last W queries of the prompt, after rotary embedding.
-        keys: (B, Hkv, T, D), all keys of the prompt, after rotary embedding.
-        score_options: what the model's attention does to its scores.
-        pad_tokens: (B,), leading pads of each row; pads neither vote nor receive votes.
+        states: the last W queries of the prompt and all T keys of it.
 
     Returns:
-        (B, Hq, W, T) float32; the row of a pad is zero.
+        (B, Hq, W, T) float32; the row of a padding query is zero.
     """
-    W, T = queries.shape[2], keys.shape[2]
+    W, T, pad_tokens = states.queries.shape[2], states.keys.shape[2], states.pad_tokens
     visible = None  # the last query sees everything
     if W > 1 or pad_tokens is not None:
-        visible = window_visibility(W, T, pad_tokens, device=keys.device)
-    weights = _weights(queries, keys, visible, score_options)
-    return weights if pad_tokens is None else weights.nan_to_num(0.0)  # a pad sees nothing at all
+        visible = window_visibility(W, T, pad_tokens, device=states.keys.device)
+    weights = _weights(states, visible)
+    return weights if pad_tokens is None else weights.nan_to_num(0.0)  # padding sees nothing
 
 
-def _weights(
-    queries: Tensor, keys: Tensor, visible: Tensor | None, score_options: ScoreOptions
-) -> Tensor:
-    """(B, Hq, W, T) float32; NaN in the rows of queries that see nothing, unless there are sinks.
+def _weights(states: AttentionStates, visible: Tensor | None) -> Tensor:
+    """Compute attention weights.
 
-    `visible` is (B or 1, heads, W, T) bool, the heads 1 or a divisor of Hq; None for all.
+    A query that sees nothing gets NaN, unless there are sinks.
+
+    Args:
+        states: W queries and T keys; `pad_tokens` is not used.
+        visible: (B or 1, heads, W, T) bool, the heads 1 or a divisor of Hq; None if all is visible.
+
+    Returns:
+        (B, Hq, W, T) float32.
     """
-    B, Hq, W, D = queries.shape
-    Hkv, T = keys.shape[1], keys.shape[2]
-    grouped = queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
-    products = (grouped @ keys.float().transpose(-1, -2)).view(B, Hq, W, T)
-    scores = score_options.scores(products)
+    (B, Hq, W, D), (Hkv, T) = states.queries.shape, states.keys.shape[1:3]
+    grouped = states.queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
+    products = (grouped @ states.keys.float().transpose(-1, -2)).view(B, Hq, W, T)
+    scores, sinks = states.score_options.scores(products), states.score_options.sink_logits
     if visible is not None:
         of_heads = scores.view(B, visible.shape[1], -1, W, T)
         of_heads.masked_fill_(~visible.unsqueeze(2), float("-inf"))
-    if score_options.sink_logits is not None:
-        column = score_options.sink_logits.float().view(1, Hq, 1, 1).expand(B, Hq, W, 1)
+    if sinks is not None:
+        column = sinks.float().view(1, Hq, 1, 1).expand(B, Hq, W, 1)
         scores = torch.cat([scores, column], dim=-1)
     return torch.softmax(scores, dim=-1)[..., :T]
 
 
-def attention_of_groups(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    num_kv_heads: int,
-    pad_tokens: Tensor | None = None,
-) -> Tensor:
-    """Attention of groups of query heads to keys that all queries see, averaged over the queries.
+def attention_of_groups(states: AttentionStates, num_kv_heads: int) -> Tensor:
+    """Compute the attention of groups of query heads to keys that all queries see (R-KV).
 
-    A group's score of a key is the highest of its heads' scores, before the softmax (R-KV), and its
-    sink the highest of theirs: (B, num_kv_heads, P) float32; NaN where all keys of a row are pads.
+    A group's score of a key is the highest of its heads' scores before the softmax, and its sink is
+    the highest of their sinks.
+
+    Args:
+        states: W queries and P keys.
+        num_kv_heads: how many groups.
+
+    Returns:
+        (B, num_kv_heads, P) float32, averaged over the queries; NaN if all keys of a row are
+        padding.
     """
-    B, Hq, W, D = queries.shape
-    Hkv, P = keys.shape[1], keys.shape[2]
-    grouped = queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
-    products = grouped @ keys.float().transpose(-1, -2)
-    scores = score_options.scores(products).view(B, num_kv_heads, Hq // num_kv_heads, W, P)
+    (B, Hq, W, D), (Hkv, P) = states.queries.shape, states.keys.shape[1:3]
+    options, sinks = states.score_options, states.score_options.sink_logits
+    grouped = states.queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
+    products = grouped @ states.keys.float().transpose(-1, -2)
+    scores = options.scores(products).view(B, num_kv_heads, Hq // num_kv_heads, W, P)
     highest = scores.amax(dim=2)
-    if pad_tokens is not None:
-        pads = torch.arange(P, device=keys.device) < pad_tokens[:, None, None, None]
+    if states.pad_tokens is not None:
+        pads = torch.arange(P, device=highest.device) < states.pad_tokens[:, None, None, None]
         highest = highest.masked_fill_(pads, float("-inf"))
-    if score_options.sink_logits is not None:
-        sinks = score_options.sink_logits.float().view(1, num_kv_heads, -1, 1).amax(dim=2)
-        highest = torch.cat([highest, sinks[..., None].expand(B, -1, W, 1)], dim=-1)
+    if sinks is not None:
+        of_groups = sinks.float().view(1, num_kv_heads, -1, 1).amax(dim=2)
+        highest = torch.cat([highest, of_groups[..., None].expand(B, -1, W, 1)], dim=-1)
     return highest.softmax(dim=-1)[..., :P].mean(dim=2)
 
 
-def attention_received(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-    block_tokens: int = 256,
-) -> Tensor:
-    """Attention every position receives from the last queries, in sum: (B, Hq, T) float32."""
-    received = queries.new_zeros(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
-    for weights in attention_weight_blocks(queries, keys, score_options, pad_tokens, block_tokens):
+def attention_received(states: AttentionStates, *, block_tokens: int = 256) -> Tensor:
+    """Sum the attention that every position receives from the queries.
+
+    Returns:
+        (B, Hq, T) float32.
+    """
+    received = _no_attention(states)
+    for weights in attention_weight_blocks(states, block_tokens):
         received[..., : weights.shape[-1]] += weights.sum(dim=-2)
     return received
 
 
 def attention_received_by_distance(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    near_tokens: Tensor,
-    pad_tokens: Tensor | None = None,
+    states: AttentionStates, near_tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`attention_received`, and the part of it that comes from queries further away.
+    """Sum the attention that every position receives, from all and from distant queries.
 
-    Those are, of a position, the queries that follow by `near_tokens`, (B,) int64, or by more.
+    Args:
+        states: N queries and T keys.
+        near_tokens: (B,) int64; a query is distant if it follows the position by this or more.
+
+    Returns:
+        The sums over all queries and over the distant ones, both (B, Hq, T) float32.
     """
-    received = queries.new_zeros(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
-    from_afar = torch.zeros_like(received)
-    positions = torch.arange(keys.shape[2], device=keys.device)
-    for weights in attention_weight_blocks(queries, keys, score_options, pad_tokens, 256):
+    received, from_afar = _no_attention(states), _no_attention(states)
+    positions = torch.arange(states.keys.shape[2], device=received.device)
+    for weights in attention_weight_blocks(states, 256):
         rows, seen = weights.shape[-2:]
         distance = positions[seen - rows : seen, None] - positions[:seen]
         received[..., :seen] += weights.sum(dim=-2)
@@ -196,109 +190,98 @@ def attention_received_by_distance(
     return received, from_afar
 
 
-def attention_weight_blocks(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    pad_tokens: Tensor | None,
-    block_tokens: int,
-) -> Iterator[Tensor]:
-    """`attention_weights` of one block of queries after the other, onto all they may see."""
-    N, T = queries.shape[2], keys.shape[2]
+def _no_attention(states: AttentionStates) -> Tensor:
+    """Return zeros, one for every query head and key.
+
+    Returns:
+        (B, Hq, T) float32.
+    """
+    shape = *states.queries.shape[:2], states.keys.shape[2]
+    return states.queries.new_zeros(shape, dtype=torch.float32)
+
+
+def attention_weight_blocks(states: AttentionStates, block_tokens: int) -> Iterator[Tensor]:
+    """Yield `attention_weights` of one block of queries after the other.
+
+    Each block holds weights to the keys up to its last query only.
+    """
+    N, T = states.queries.shape[2], states.keys.shape[2]
     for start in range(0, N, block_tokens):
         stop = min(start + block_tokens, N)
-        seen = T - N + stop
-        block = queries[:, :, start:stop], keys[:, :, :seen]
-        yield attention_weights(*block, score_options, pad_tokens=pad_tokens)
+        block = states.queries[:, :, start:stop], states.keys[:, :, : T - N + stop]
+        yield attention_weights(AttentionStates(*block, states.score_options, states.pad_tokens))
 
 
-def attention_to_stored(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    columns: Tensor,
-    seen_tokens: int,
-    pad_tokens: Tensor | None = None,
-) -> Tensor:
-    """As `attention_received` where tokens have been dropped; arguments as in `times_above`.
+def attention_to_stored(states: AttentionStates, columns: Tensor, seen_tokens: int) -> Tensor:
+    """Sum the attention that stored tokens receive, if others have been dropped.
 
-    (B, Hq, S) float32; zero where a slot holds no token.
+    The arguments are those of `count_above`.
+
+    Returns:
+        (B, Hq, S) float32; zero if a slot holds no token.
     """
-    received = queries.new_zeros(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
-    blocks = _stored_weight_blocks(
-        queries, keys, score_options, columns, seen_tokens, pad_tokens, 64
-    )
-    for weights in blocks:
-        received += weights.nan_to_num(0.0).sum(dim=-2)  # a pad sees nothing at all
+    received = _no_attention(states)
+    for weights in _stored_weight_blocks(states, columns, seen_tokens, 64):
+        received += weights.nan_to_num(0.0).sum(dim=-2)  # padding sees nothing
     return received
 
 
-def times_above(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
+def count_above(
+    states: AttentionStates,
     threshold: Tensor,
     columns: Tensor,
     seen_tokens: int,
-    pad_tokens: Tensor | None = None,
+    *,
     block_tokens: int = 32,
 ) -> Tensor:
-    """How many of the last queries pay a stored token more attention than a threshold.
+    """Count how many of the last queries pay a stored token more attention than a threshold.
 
-    Queries attend to the tokens that are stored now and were there when they came.
+    Queries attend to the tokens that are stored now and came before them.
 
     Args:
-        queries: (B, Hq, N, D), of the last N tokens seen, whether or not those are stored.
-        keys: (B, Hkv, S, D), of the stored tokens.
-        score_options: as in `attention_weights`.
+        states: the queries of the last N tokens seen, whether or not those are stored, and the keys
+            of the S stored tokens.
         threshold: (B,) float32.
-        columns: (B, H, S) int64, column of every stored token in the whole sequence, pads counted;
-            -1 for a slot that holds none. H is 1 or a divisor of Hq.
-        seen_tokens: columns seen so far; the last query stands in the last of them.
-        pad_tokens: (B,), leading pads of each row; pads neither pay attention nor receive any.
+        columns: (B, H, S) int64, column of every stored token in the whole sequence, padding
+            counted; -1 for a slot that holds none. H is 1 or a divisor of Hq.
+        seen_tokens: columns seen so far; the last query is in the last of them.
         block_tokens: queries at a time.
 
     Returns:
         (B, Hq, S) float32, whole numbers.
     """
-    counts = queries.new_zeros(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
-    blocks = _stored_weight_blocks(
-        queries, keys, score_options, columns, seen_tokens, pad_tokens, block_tokens
-    )
-    for weights in blocks:
-        # In place, as numbers: NaN, a pad's, is not above.
+    counts = _no_attention(states)
+    for weights in _stored_weight_blocks(states, columns, seen_tokens, block_tokens):
+        # In place, as 0 and 1. The NaN of a padding query is not above the threshold.
         counts += weights.gt_(threshold.view(-1, 1, 1, 1)).sum(dim=-2)
     return counts
 
 
 def _stored_weight_blocks(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    columns: Tensor,
-    seen_tokens: int,
-    pad_tokens: Tensor | None,
-    block_tokens: int,
+    states: AttentionStates, columns: Tensor, seen_tokens: int, block_tokens: int
 ) -> Iterator[Tensor]:
-    """Weights of one block of queries after the other onto the stored tokens of their past.
+    """Yield weights to the stored tokens, one block of queries after the other.
 
-    NaN in the rows of queries that see nothing.
+    A query that sees nothing gets NaN.
     """
-    N = queries.shape[2]
-    first = 0 if pad_tokens is None else pad_tokens[:, None, None]
-    columns = columns.masked_fill(columns < first, seen_tokens)  # in nobody's past
+    N, pads, options = states.queries.shape[2], states.pad_tokens, states.score_options
+    first = 0 if pads is None else pads[:, None, None]
+    columns = columns.masked_fill(columns < first, seen_tokens)  # after every query: never seen
     for start in range(0, N, block_tokens):
-        block = queries[:, :, start : start + block_tokens]
-        own = torch.arange(block.shape[2], device=keys.device) + (seen_tokens - N + start)
-        yield _weights(block, keys, columns[:, :, None] <= own[:, None], score_options)
+        block = states.queries[:, :, start : start + block_tokens]
+        own = torch.arange(block.shape[2], device=columns.device) + (seen_tokens - N + start)
+        visible = columns[:, :, None] <= own[:, None]
+        yield _weights(AttentionStates(block, states.keys, options), visible)
 
 
 def window_visibility(
     window_tokens: int, prompt_tokens: int, pad_tokens: Tensor | None, *, device: torch.device
 ) -> Tensor:
-    """What the last queries of a prompt see, causal, no pads: (B or 1, 1, W, T) bool."""
+    """Return what the last queries of a prompt see, causally.
+
+    Returns:
+        (B or 1, 1, W, T) bool.
+    """
     positions = torch.arange(prompt_tokens, device=device)
     visible = positions <= positions[prompt_tokens - window_tokens :, None]
     if pad_tokens is None:
@@ -307,9 +290,15 @@ def window_visibility(
 
 
 def reduce_group(votes: Tensor, num_kv_heads: int, how: str) -> Tensor:
-    """Combine votes, (B, Hq, P), of the query heads that share a KV head: (B, Hkv, P).
+    """Combine votes of the query heads that share a KV head.
 
-    `how` is "mean", "max" or "sum"; "none" leaves every query head its own votes.
+    Args:
+        votes: (B, Hq, P).
+        num_kv_heads: Hkv.
+        how: "mean", "max" or "sum"; "none" returns `votes`.
+
+    Returns:
+        (B, Hkv, P), or `votes` for "none".
     """
     if how == "none":
         return votes
@@ -321,7 +310,7 @@ def reduce_group(votes: Tensor, num_kv_heads: int, how: str) -> Tensor:
 
 
 def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) -> Tensor:
-    """Smooth votes along the prefix so that neighbours of a strong position survive with it.
+    """Pool votes along the prefix so that neighbours of a strong position are kept with it.
 
     Stride 1, ``kernel_size // 2`` of padding on each side (Listing 1, line 13). Average pooling
     divides by the width at the edges too, as ``avg_pool1d`` does by default.
@@ -329,7 +318,7 @@ def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) 
     Args:
         votes: (B, H, P) float32.
         kernel_size: width of the kernel, odd and centred; 1 leaves the votes unchanged. Or a pair
-            ``(before, after)``: a vote reaches so many positions before its own and after it.
+            ``(before, after)``: how many positions a vote reaches before and after its own.
         pooling: "max" or "avg".
 
     Returns:
@@ -350,20 +339,24 @@ def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) 
 
 
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
-    """Let every vote lift what comes after it, by a factor in (0, 1) less for each position.
+    """Let every vote raise the positions after it, by a factor of `decay` less per position.
 
-    The stronger the vote, the longer the run that it carries:
-    ``s[j] = max(v[j], decay * s[j - 1])``.
+    The stronger the vote, the more positions it raises: ``s[j] = max(v[j], decay * s[j - 1])``.
     """
     faded = accumulate(votes.unbind(-1), lambda last, vote: torch.maximum(vote, decay * last))
     return torch.stack(list(faded), dim=-1) if votes.shape[-1] else votes
 
 
 def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
-    """Copy the kept rows of keys or values, (B, Hs, T, D), bit for bit: (B, max(H, Hs), K, D).
+    """Copy the kept tokens of keys or values bit for bit.
 
-    `keep_indices` are (B, H, K). H = Hs usually; H = Hq to store one copy per query head; H = 1
-    where all heads share one set. Entries of -1 stand for any row.
+    Args:
+        states: (B, Hs, T, D).
+        keep_indices: (B, H, K) int64. H is Hs usually; Hq to store one copy per query head; 1 if
+            all heads keep the same tokens. An entry of -1 copies an arbitrary token.
+
+    Returns:
+        (B, max(H, Hs), K, D).
     """
     B, Hs, _, D = states.shape
     heads, K = max(keep_indices.shape[1], Hs), keep_indices.shape[2]

@@ -1,4 +1,7 @@
-"""The best of every head, ties and pads decided. Axes as in `snapkv.ops.votes.reference`."""
+"""Select the highest scores of every head, with fixed rules for ties and padding.
+
+The axes are those of `snapkv.ops.votes.reference`.
+"""
 
 from collections.abc import Sequence
 
@@ -17,24 +20,26 @@ def keep_best(
     first_tokens: int = 0,
     protected: Tensor | None = None,
 ) -> Tensor:
-    """Top-k of every head, ascending: a pad never wins, of equal scores the lower position does.
+    """Select the highest scores of every head, as ascending positions.
 
-    Every head returns as many entries as the one that keeps most. A head that keeps fewer begins
-    with -1, so that what must be hidden later is always a leading run.
+    Of equal scores the lower position wins, and padding never beats a token. All heads return as
+    many entries as the head that keeps most; a head that keeps fewer begins with -1, so that the
+    entries to be hidden later are always the first ones.
 
     Args:
         scores: (B, H, P) float32.
-        keep_tokens: B numbers, how many real positions each row keeps, 0 to P; or B lists of
-            H numbers, of each head.
-        pad_tokens: (B,), leading pads of each row; a pad never beats a token.
-        first_tokens: how many of a row's first real positions come before all others, whatever
-            their scores; they count among `keep_tokens`.
-        protected: (B, Hp, P) bool, positions that come before all others in the same way, no pads
-            among them, with the first tokens no more than are kept. Hp is 1, H or a divisor of it;
-            where `scores` has one head, each of Hp chooses for itself.
+        keep_tokens: B numbers, how many real positions each row keeps, 0 to P; or B lists of H
+            numbers, one for each head.
+        pad_tokens: (B,), leading padding of each row, or None.
+        first_tokens: how many of a row's first real positions are selected before all others,
+            whatever their scores; they count among `keep_tokens`.
+        protected: (B, Hp, P) bool, positions that are selected before all others in the same way.
+            The caller must not include padding, nor, together with the first tokens, more than are
+            kept. Hp is 1, H or a divisor of H; if `scores` has one head, each of Hp selects for
+            itself.
 
     Returns:
-        (B, H, max(keep_tokens)) int64, ascending and but for -1 unique along the last axis.
+        (B, H, max(keep_tokens)) int64, ascending and, except for -1, unique along the last axis.
     """
     if protected is not None:
         heads = max(scores.shape[1], protected.shape[1])
@@ -57,7 +62,14 @@ def keep_best(
 def fill_first(
     scores: Tensor, first_tokens: int, value: float, pad_tokens: Tensor | None = None
 ) -> Tensor:
-    """(B, H, P) scores that are `value` at so many first tokens of each row, and at its pads."""
+    """Return `scores` with `value` at each row's first `first_tokens` tokens and at its padding.
+
+    Args:
+        scores: (B, H, P), which stays unchanged.
+        first_tokens: how many tokens after the padding to replace.
+        value: the replacement.
+        pad_tokens: (B,), leading padding of each row, or None.
+    """
     slots = scores.shape[-1]
     if pad_tokens is None:
         first = min(first_tokens, slots)
@@ -66,10 +78,18 @@ def fill_first(
     return scores.masked_fill(order < pad_tokens[:, None, None] + first_tokens, value)
 
 
-def best_of(scores: Tensor, counts: Sequence[int]) -> Tensor:
-    """(B, H, S) bool: the highest scores of each head, of equal ones the first.
+def mask_best(scores: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return which scores are among the highest of their head.
 
-    B counts say how many of a row's heads, at least one; where one has fewer slots, all.
+    Of equal scores the first wins.
+
+    Args:
+        scores: (B, H, S).
+        counts: B numbers, how many each of a row's heads selects, at least 1; all slots if it has
+            fewer.
+
+    Returns:
+        (B, H, S) bool.
     """
     slots = scores.shape[-1]
     least = torch.stack(
@@ -80,23 +100,41 @@ def best_of(scores: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _least_of_best(scores: Tensor, count: int) -> Tensor:
-    """(H, 1): the lowest of so many of each head's highest scores."""
-    if scores.is_cuda:  # where the k-th of a long row is found by one block of threads
+    """Return the lowest of each head's `count` highest scores.
+
+    Returns:
+        (H, 1).
+    """
+    if scores.is_cuda:  # `kthvalue` uses a single block of threads for a long row
         return scores.topk(count, sorted=False).values.amin(dim=-1, keepdim=True)
     return scores.kthvalue(scores.shape[-1] - count + 1, keepdim=True).values
 
 
 def _first_of_equals(scores: Tensor, least: Tensor, counts: Tensor | int) -> Tensor:
-    """(B, H, S) bool: so many of each head, of those that tie with the least of them the first."""
+    """Return which scores are above `least`, and the first of those that tie with it.
+
+    Args:
+        scores: (B, H, S).
+        least: (B, H, 1), the lowest score that is selected.
+        counts: how many to select of each head.
+
+    Returns:
+        (B, H, S) bool.
+    """
     above, tied = scores > least, scores == least
     room = counts - above.sum(dim=-1, keepdim=True)
     return above | (tied & (tied.cumsum(dim=-1) <= room))
 
 
 def kept_indices(kept: Tensor, most: int | None = None) -> Tensor:
-    """Which slots a mask keeps, (B, H, S): ascending indices, (B, H, K), after a run of -1.
+    """Return the slots that a mask keeps.
 
-    K is the most that any head keeps; a GPU is waited for where that is not given.
+    Args:
+        kept: (B, H, S) bool.
+        most: K, the most slots that any head keeps; None to count them, which waits for a GPU.
+
+    Returns:
+        (B, H, K) ascending indices after a run of -1.
     """
     if most is None:
         most = int(kept.sum(dim=-1).max()) if kept.numel() else 0

@@ -1,12 +1,12 @@
-"""The vote and its fading as Triton kernels, for CUDA; torch pools and gathers as fast.
+"""The votes and their fading as Triton kernels, for CUDA; torch pools and gathers as fast.
 
-The vote reads the keys twice. First every split of the keys tells each row of queries its highest
-score and the sum of its exponentials; the splits are put together in torch, two numbers per row.
+The vote reads the keys twice. First every split of the keys computes for each row of queries its
+highest score and the sum of its exponentials; the splits are then combined, two numbers per row.
 Then every block of keys adds up what it receives from the rows, and from the query heads of its
-group where they are reduced. No score leaves a multiprocessor. All sums are float32; scores are
-multiplied by log2(e), since a multiprocessor knows powers of two only.
+group if they are reduced. No score leaves a multiprocessor. All sums are float32; scores are
+multiplied by log2(e), because a multiprocessor computes powers of two only.
 
-Importing this module imports triton; `snapkv.ops` does so only where the kernels are to run.
+Importing this module imports triton; `snapkv.ops` does so only if the kernels are to run.
 """
 
 import math
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates
 
 _SPLIT_TOKENS = 256, 4096  # the smallest and the largest split of the first pass
 _PROGRAMS = 512  # programs to aim at: a few for each multiprocessor of a large device
@@ -26,34 +26,26 @@ _BLOCK_BYTES = 65536  # keys that a program of the second pass holds
 FLOAT32_TILES = 16, 16  # multiplied without tensor cores, out of registers
 _FADED = 1024  # votes of one step of a program
 _TOTALS = 32  # rows of queries whose splits a program puts together
-_LEAST_FACTOR = tl.constexpr(
-    1e-37
-)  # factors do not become zero, which times minus infinity is no number
+# Factors must not become zero, because zero times minus infinity is NaN.
+_LEAST_FACTOR = tl.constexpr(1e-37)
 _LOG2_E = math.log2(math.e)
 
 
-def window_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
-    *,
-    pad_tokens: Tensor | None = None,
-    group_reduce: str = "none",
-) -> Tensor:
-    """As `snapkv.ops.window_votes`; no gradients."""
-    given = KernelInputs.of(queries, keys, score_options, pad_tokens)
-    with torch.cuda.device_of(keys):
-        return _votes(given, given.totals(score_options.sink_logits), group_reduce)
+def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tensor:
+    """Compute `snapkv.ops.window_votes` without gradients."""
+    given = KernelInputs.of(states)
+    with torch.cuda.device_of(states.keys):
+        return _votes(given, given.totals(states.score_options.sink_logits), group_reduce)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelInputs:
-    """What kernels of votes are given: states whose rows lie together, and what scores them.
+    """What all kernels of votes need: contiguous states, and how they are scored.
 
     Attributes:
-        pads: (B,) int64; any tensor where there are none.
-        numbers: Hkv, T, W, the strides of the keys, and what `in_base_two` multiplies by.
-        common: what kernels are compiled for.
+        pads: (B,) int64; an arbitrary tensor if there is no padding.
+        numbers: Hkv, T, W, the strides of the keys, and the factors of `in_base_two`.
+        common: the constants that kernels are compiled for.
     """
 
     queries: Tensor
@@ -63,11 +55,10 @@ class KernelInputs:
     common: dict[str, Any]
 
     @classmethod
-    def of(
-        cls, queries: Tensor, keys: Tensor, options: ScoreOptions, pad_tokens: Tensor | None
-    ) -> "KernelInputs":
+    def of(cls, states: AttentionStates) -> "KernelInputs":
+        keys, options, pad_tokens = states.keys, states.score_options, states.pad_tokens
         keys = keys if keys.stride(-1) == 1 else keys.contiguous()
-        queries, D = queries.contiguous(), queries.shape[3]
+        queries, D = states.queries.contiguous(), states.queries.shape[3]
         slope, ceiling = options.scaling * _LOG2_E, 0.0
         if options.softcap is not None:  # c tanh(x / c) is c (2 sigmoid(2 x / c) - 1)
             slope, ceiling = 2 * options.scaling / options.softcap, options.softcap * _LOG2_E
@@ -86,11 +77,15 @@ class KernelInputs:
 
     @property
     def states(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a kernel begins with."""
+        """The first arguments of every kernel."""
         return self.queries, self.keys, self.pads
 
     def totals(self, sinks: Tensor | None) -> Tensor:
-        """Base-two logarithm of the sum of exponentials of every row: (B * Hkv, G * W)."""
+        """Compute the base-two logarithm of each row's sum of exponentials.
+
+        Returns:
+            (B * Hkv, G * W).
+        """
         marks = _split_marks(self)
         if sinks is not None:  # one more split, of one exponential
             (B, Hq, W, _), heads = self.queries.shape, len(marks)
@@ -102,7 +97,11 @@ class KernelInputs:
 
 
 def _split_marks(given: KernelInputs) -> Tensor:
-    """Highest score and sum of exponentials per split and row: (B * Hkv, splits, G * W, 2)."""
+    """Compute highest score and sum of exponentials by split.
+
+    Returns:
+        (B * Hkv, splits, G * W, 2).
+    """
     (B, Hkv, T, _), (_, Hq, W, _) = given.keys.shape, given.queries.shape
     rows = Hq // Hkv * W
     tile, block = _first_tiles(given.keys, given.common["D_BLOCK"], rows)
@@ -116,16 +115,19 @@ def _split_marks(given: KernelInputs) -> Tensor:
 
 
 def split_tokens(tokens: int, tiles: int) -> int:
-    """Tokens of one split, so that there are enough programs where each split has `tiles`."""
+    """Return the tokens of one split, so that splits of `tiles` programs each fill the device."""
     least, most = _SPLIT_TOKENS
     split: int = triton.next_power_of_2(triton.cdiv(tokens * tiles, _PROGRAMS))
     return min(most, max(least, split))
 
 
 def _put_together(marks: Tensor) -> Tensor:
-    """Base-two logarithm of the sum of exponentials of every row: (B * Hkv, G * W).
+    """Combine splits into base-two logarithms of sums of exponentials.
 
-    Infinite for the row of a pad, which sees nothing and so gives nothing.
+    Infinity for the row of a padding query, which sees nothing and so adds nothing.
+
+    Returns:
+        (B * Hkv, G * W).
     """
     heads, splits, rows, _ = marks.shape
     totals = marks.new_empty(heads, rows)
@@ -134,11 +136,15 @@ def _put_together(marks: Tensor) -> Tensor:
 
 
 def _votes(given: KernelInputs, totals: Tensor, group_reduce: str) -> Tensor:
-    """The weights of every key, added up: (B, Hkv, P), or (B, Hq, P) for "none", float32."""
+    """Add up the weights of every key.
+
+    Returns:
+        (B, Hkv, P), or (B, Hq, P) for "none", float32.
+    """
     (B, Hq, W, _), (Hkv, T) = given.queries.shape, given.keys.shape[1:3]
     G, heads = Hq // Hkv, Hq if group_reduce == "none" else Hkv
     votes = given.queries.new_empty(B, heads, T - W, dtype=torch.float32)
-    # What is added up needs no border between the query heads of a group.
+    # For "mean" and "sum" the query heads of a group are one run of rows.
     heads, rows = (G, W) if group_reduce in ("none", "max") else (1, G * W)
     tile, block = _second_tiles(given.keys, given.common["D_BLOCK"], rows)
     share, each = 1 / G if group_reduce == "mean" else 1.0, group_reduce == "none"
@@ -153,7 +159,7 @@ def _votes(given: KernelInputs, totals: Tensor, group_reduce: str) -> Tensor:
 
 
 def _first_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
-    """Rows of queries of a program of the first pass, and keys of one of its steps."""
+    """Return rows of queries of a program of the first pass, and keys of one of its steps."""
     if keys.dtype == torch.float32:
         return FLOAT32_TILES
     most_rows = 128 if width <= 128 else 64
@@ -161,7 +167,7 @@ def _first_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
 
 
 def _second_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
-    """Rows of queries of one step of a program of the second pass, and the keys it holds."""
+    """Return rows of queries of a step of the second pass, and the keys that a program holds."""
     if keys.dtype == torch.float32:
         return FLOAT32_TILES
     most_rows = 64 if width <= 128 else 32
@@ -170,7 +176,7 @@ def _second_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
 
 
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
-    """As `snapkv.ops.fade_votes`; no gradients."""
+    """Compute `snapkv.ops.fade_votes` without gradients."""
     votes = votes.contiguous()
     faded = torch.empty_like(votes)
     B, H, P = votes.shape
@@ -182,7 +188,7 @@ def fade_votes(votes: Tensor, decay: float) -> Tensor:
 
 @triton.jit
 def in_base_two(products, slope, ceiling, CAPPED: tl.constexpr):
-    """Scores times log2(e), from products of queries and keys."""
+    """Return scores times log2(e), from products of queries and keys."""
     if CAPPED:
         return ceiling * (2 * tl.sigmoid(slope * products) - 1)
     return slope * products
@@ -190,7 +196,7 @@ def in_base_two(products, slope, ceiling, CAPPED: tl.constexpr):
 
 @triton.jit
 def rows_at(at, begin, there, D: tl.constexpr, D_BLOCK: tl.constexpr):
-    """Rows of D numbers that begin at these pointers; zeros outside."""
+    """Load rows of D numbers that begin at these pointers; zeros outside."""
     across = tl.arange(0, D_BLOCK)
     inside = there[:, None] & (across < D)[None, :]
     return tl.load(at + begin[:, None] + across[None, :], mask=inside, other=0.0)
@@ -200,7 +206,7 @@ def rows_at(at, begin, there, D: tl.constexpr, D_BLOCK: tl.constexpr):
 def rows_of_program(
     queries_at, T, W, rows, TILE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr
 ):
-    """The KV head of a program, its rows of queries, their own places, and the queries."""
+    """Return the KV head of a program, its rows of queries, their positions, and the queries."""
     tiles = tl.cdiv(rows, TILE)
     head = (tl.program_id(0) // tiles).to(tl.int64)
     row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
@@ -210,7 +216,7 @@ def rows_of_program(
 
 @triton.jit
 def first_token(pads_at, head, Hkv, PADDED: tl.constexpr):
-    """The first place of a KV head's row of the batch that is no pad."""
+    """Return the first position of a KV head's batch row that is no padding."""
     first = 0
     if PADDED:
         first = tl.load(pads_at + head // Hkv).to(tl.int32)
@@ -223,7 +229,7 @@ def _step(
     MASKED: tl.constexpr, CAPPED: tl.constexpr, PADDED: tl.constexpr,
     D: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Highest score and sum of exponentials of a tile of rows, some keys later."""
+    """Update highest score and sum of exponentials of a tile of rows by some keys."""
     keys = rows_at(keys_at, place.to(tl.int64) * per_token, place < T, D, D_BLOCK)
     products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     scores = in_base_two(products, slope, ceiling, CAPPED)
@@ -245,14 +251,14 @@ def _sum_exponentials(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one KV head's rows over one split of its keys."""
+    """Sum the exponentials of a tile of one KV head's rows over one split of its keys."""
     head, row, own, queries = rows_of_program(queries_at, T, W, rows, TILE, D, D_BLOCK)
     part, first = tl.program_id(1), first_token(pads_at, head, Hkv, PADDED)
     start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
     most = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     begin, end = part * split, tl.minimum((part + 1) * split, T)
-    # Every row sees all keys before the window, but for pads.
+    # Every row sees all keys before the window except padding.
     within = tl.maximum(begin, tl.minimum(end, T - W) // KEYS * KEYS)
     for at in range(begin, within, KEYS):
         most, total = _step(
@@ -271,7 +277,7 @@ def _sum_exponentials(
 
 @triton.jit(do_not_specialize=["splits", "rows"])
 def _total(marks_at, totals_at, splits, rows, ROWS: tl.constexpr):
-    """The splits of some rows of one KV head, put together."""
+    """Combine the splits of some rows of one KV head."""
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -295,10 +301,10 @@ def _add_up(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What one block of the prefix receives from the windows of one KV head's query heads.
+    """Add up what one block of the prefix receives from the windows of one KV head's query heads.
 
-    The largest of `heads` sums over `rows`, or each of them. The whole window sees the prefix, so
-    nothing is hidden but pads.
+    Stores the largest of `heads` sums over `rows`, or each of them. The whole window sees the
+    prefix, so only padding is hidden.
     """
     head, prefix = tl.program_id(1).to(tl.int64), T - W
     place = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
@@ -330,21 +336,21 @@ def _add_up(
 
 @triton.jit
 def _behind(factor, faded, next_factor, next_faded):
-    """Two runs of votes as one: by how much it fades what comes in, and what goes out of it."""
+    """Combine two neighbouring runs of votes: their common factor, and what leaves the second."""
     both = tl.maximum(factor * next_factor, _LEAST_FACTOR)
     return both, tl.maximum(next_faded, next_factor * faded)
 
 
 @triton.jit(do_not_specialize=["P"])
 def _fade(votes_at, faded_at, P, decay, BLOCK: tl.constexpr):
-    """All votes of one head, a block after the other."""
+    """Fade all votes of one head, a block after the other."""
     start = tl.program_id(0).to(tl.int64) * P
     across = tl.arange(0, BLOCK)
     carried = float("-inf")
     for begin in range(0, P, BLOCK):
         place = begin + across
         votes = tl.load(votes_at + start + place, mask=place < P, other=float("-inf"))
-        # What the blocks before carry on to this one comes in at its first place.
+        # What earlier blocks carry on to this one enters at its first position.
         votes = tl.where(across == 0, tl.maximum(votes, decay * carried), votes)
         factor = tl.zeros((BLOCK,), tl.float32) + decay
         _, faded = tl.associative_scan((factor, votes), 0, _behind)

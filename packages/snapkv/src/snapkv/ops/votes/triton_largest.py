@@ -1,11 +1,11 @@
 """The largest votes, faded query by query, as Triton kernels for CUDA.
 
-The weights of a query fade along the prefix, by a factor for each position; a factor is a slope of
-their logarithms, and what is carried on to a position the highest point of all those lines. The
-keys are read four times: for the sum of each row's exponentials; for what every split carries on by
-itself; for the sum of the weights and of the faded weights, with what the splits before carry on;
-and for the largest of a block's, scaled. No weight leaves a multiprocessor. Logarithms are to the
-base of two, sums float32.
+The weights of a query fade along the prefix, by a factor for each position. In logarithms a factor
+is a slope, and what is carried on to a position is the highest point of all those lines. The keys
+are read four times: for the sum of each row's exponentials; for what every split carries on by
+itself; for the sum of the weights and of the faded weights, with what earlier splits carry on; and
+for the largest of a block's scaled weights. No weight leaves a multiprocessor. Logarithms are to
+the base of two, sums float32.
 """
 
 import math
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.scores import AttentionStates
 from snapkv.ops.votes.lifts import Fading
 from snapkv.ops.votes.reference import LEAST_SUM, reduce_group
 from snapkv.ops.votes.triton import (
@@ -30,29 +30,26 @@ from snapkv.ops.votes.triton import (
 )
 
 _NOTHING = 150.0
-"""So many powers of two below one there is no float32."""
+"""How many powers of two below one there is no float32 any more."""
 
 
 def largest_votes(
-    queries: Tensor,
-    keys: Tensor,
-    score_options: ScoreOptions,
+    states: AttentionStates,
     lift: Fading,
     *,
     prefix_tokens: int,
     sink_tokens: int = 0,
-    pad_tokens: Tensor | None = None,
     group_reduce: str = "none",
 ) -> tuple[Tensor, Tensor]:
-    """As `snapkv.ops.largest_votes`; no gradients."""
-    given = KernelInputs.of(queries, keys, score_options, pad_tokens)
-    (B, Hq, W, _), Hkv = queries.shape, keys.shape[1]
+    """Compute `snapkv.ops.largest_votes` without gradients."""
+    given, queries = KernelInputs.of(states), states.queries
+    (B, Hq, W, _), Hkv = queries.shape, states.keys.shape[1]
     each = group_reduce != "max"
     shape = B, Hq if each else Hkv, prefix_tokens
     largest, summed = queries.new_empty(2, *shape, dtype=torch.float32)
     if largest.numel():
-        with torch.cuda.device_of(keys):
-            totals = given.totals(score_options.sink_logits)
+        with torch.cuda.device_of(queries):
+            totals = given.totals(states.score_options.sink_logits)
             fades = _Fades(given, totals, lift.decay, prefix_tokens, sink_tokens)
             starts, scales = fades.starts_and_scales()
             _largest[(starts.shape[1], B * Hkv)](
@@ -64,7 +61,7 @@ def largest_votes(
 
 
 class _Fades:
-    """How the weights of every row fade along the prefix."""
+    """Computes how the weights of every row fade along the prefix."""
 
     def __init__(
         self,
@@ -87,13 +84,14 @@ class _Fades:
         self._given, self._totals, self._prefix = given, totals, prefix_tokens
 
     def tile(self, rows: int) -> int:
-        """Rows at a time, where that many lie together."""
+        """Return the rows of a tile if `rows` rows lie together."""
         return min(self._most_rows, max(16, int(triton.next_power_of_2(rows))))
 
     def starts_and_scales(self) -> tuple[Tensor, Tensor]:
-        """What each block of keys is begun with, and what each row is multiplied by.
+        """Compute what each block of keys starts with, and the factor of each row.
 
-        (B * Hkv, blocks, G * W), logarithms, and (B * Hkv, G * W), float32.
+        Returns:
+            (B * Hkv, blocks, G * W) float32 logarithms, and (B * Hkv, G * W) float32.
         """
         heads, rows = self._totals.shape
         options: dict[str, Any] = {"TILE": self.tile(rows), **self.common}
@@ -116,7 +114,7 @@ class _Fades:
 def _logarithms(
     queries, keys, totals, place, own, first, prefix, slope, ceiling, CAPPED: tl.constexpr
 ):
-    """Of the weights of a tile of rows; minus infinity where a row does not see a place."""
+    """Return logarithms of the weights of a tile of rows; minus infinity for unseen keys."""
     products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     scores = in_base_two(products, slope, ceiling, CAPPED)
     seen = (place[None, :] <= own[:, None]) & (place >= first)[None, :] & (place < prefix)[None, :]
@@ -130,7 +128,7 @@ def _higher(one, other):
 
 @triton.jit
 def _faded(logarithms, carried, fading, KEYS: tl.constexpr):
-    """A block of logarithms faded along its keys, behind what is carried on to it."""
+    """Fade a block of logarithms along its keys, after what is carried on to it."""
     down = fading * tl.arange(0, KEYS)
     within = tl.associative_scan(logarithms - down[None, :], 1, _higher) + down[None, :]
     behind = carried[:, None] + (down + fading)[None, :]
@@ -144,7 +142,7 @@ def _carry(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What one split carries on from one tile of one KV head's rows, to its last place."""
+    """Compute what one split carries on from a tile of one KV head's rows to its last position."""
     head, row, own, queries = rows_of_program(queries_at, T, W, rows, TILE, D, D_BLOCK)
     part, first = tl.program_id(1), first_token(pads_at, head, Hkv, PADDED) + sinks
     totals = tl.load(totals_at + head * rows + row, mask=row < rows, other=float("inf"))
@@ -170,7 +168,7 @@ def _sum_faded(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One split's sums of weights and of faded weights, and what each of its blocks begins with."""
+    """Sum a split's weights and faded weights, and store what each of its blocks starts with."""
     head, row, own, queries = rows_of_program(queries_at, T, W, rows, TILE, D, D_BLOCK)
     part, parts, there = tl.program_id(1), tl.num_programs(1), row < rows
     first = first_token(pads_at, head, Hkv, PADDED) + sinks
@@ -211,9 +209,10 @@ def _largest(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What one block of the prefix receives from the voters of one KV head's query heads.
+    """Compute what one block of the prefix receives from the voters of one KV head's query heads.
 
-    The largest faded weight and the sum of all weights, of each query head or the largest of these.
+    Stores the largest faded weight and the sum of all weights, of each query head or the largest of
+    these.
     """
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place = block * KEYS + tl.arange(0, KEYS)
