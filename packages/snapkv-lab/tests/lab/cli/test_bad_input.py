@@ -61,7 +61,7 @@ def test_address_without_a_cluster_is_refused(snapkv, here, monkeypatch, address
     ("package", "option"),
     [("matplotlib", "--plot n.png"), ("jinja2", "--report r"), ("ray", "--ray local")],
 )
-def test_a_missing_package_is_named_before_a_model_is_loaded(
+def test_missing_package_is_named_before_loading(
     snapkv, tiny_only, here, monkeypatch, package, option
 ):
     monkeypatch.setitem(sys.modules, package, None)

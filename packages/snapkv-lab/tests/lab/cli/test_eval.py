@@ -12,9 +12,7 @@ from snapkv_lab.evaluate.tasks import TASKS
 NEEDLE = ("eval", "needle", "--lengths", "300,360", "--depths", 2, "--digits", 1, "--cloze")
 
 
-def test_eval_prints_a_table_and_stores_answers_in_the_named_folder(
-    snapkv, tiny_only, here, monkeypatch
-):
+def test_eval_prints_a_table_and_names_its_folder(snapkv, tiny_only, here, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     done = snapkv(*NEEDLE, "--budget", "64,40")
     assert done.status == 0
@@ -94,9 +92,7 @@ def test_reference_loss_is_in_every_output(snapkv, tiny_only, here, monkeypatch)
     assert "default@1024: nothing was dropped of 4 of 4 prompts" in " ".join(done.out.split())
 
 
-def test_each_way_of_later_questions_is_a_method_but_the_full_cache_appears_once(
-    snapkv, tiny_only, here
-):
+def test_each_way_of_later_questions_is_a_method(snapkv, tiny_only, here):
     turns = ("eval", "turns", "--lengths", 200, "--questions", 2, "--samples-each", 1, "--cloze")
     ways = ("--turns", "append,compress", "--turns", "recall")
     done = snapkv(*turns, *ways, "--budget", 64, "--json")

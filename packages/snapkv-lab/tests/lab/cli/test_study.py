@@ -3,9 +3,7 @@
 import json
 
 
-def test_study_command_reads_the_users_documents_and_questions(
-    snapkv, tiny_only, document, tmp_path
-):
+def test_study_reads_the_users_documents_and_questions(snapkv, tiny_only, document, tmp_path):
     out, figure = tmp_path / "rows", tmp_path / "figure.svg"
     small = ("--document-tokens", "130", "--answer-length", "2")
     study = ("study", "instructions", "--document", document, *small, "--results", out)

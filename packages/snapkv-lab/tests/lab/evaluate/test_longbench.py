@@ -133,9 +133,7 @@ def test_a_dialogue_is_summarised_on_one_line_that_is_not_empty(demo, data):
         ("lcc", "under the blue stone\n}", 1.0),
     ],
 )
-def test_each_set_uses_its_published_metric_and_first_line_rule(
-    demo, data, name, prediction, score
-):
+def test_each_set_uses_its_published_metric(demo, data, name, prediction, score):
     """The F1 of qasper: the answer has 5 words, and all 3 right words are among them."""
     task = LongBench(data=str(data), datasets=(name,))
     sample = next(iter(task.samples(demo.tokenizer)))
@@ -277,9 +275,7 @@ def test_prompts_are_wrapped_as_in_the_paper_s_run(demo, data, model, before, be
     assert text == bare.context + bare.question
 
 
-def test_the_table_of_a_run_shows_what_the_paper_measured_with_the_model(
-    demo, data, tmp_path, monkeypatch, capsys
-):
+def test_table_shows_the_papers_scores_of_the_model(demo, data, tmp_path, monkeypatch, capsys):
     loaded = replace(tiny_loaded(demo.tokenizer, positions=8192), name=MISTRAL)
     monkeypatch.setattr("snapkv_app.cli.loading.load", lambda **_: loaded)
     monkeypatch.setenv("COLUMNS", "120")

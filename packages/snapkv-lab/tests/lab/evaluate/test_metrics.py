@@ -47,9 +47,7 @@ def test_classification_skips_the_class_after_a_removed_one_as_published():
     score.
     """
     classes = ("Number", "Number of", "Number of something")
-    assert (
-        metrics.classification_score("Number of something", "Number of something", classes) == 0.5
-    )
+    assert metrics.classification_score(classes[-1], classes[-1], classes) == 0.5
     parted = ("Number", "Date", "Number of", "Number of something")
     assert metrics.classification_score("Number of something", "Number of something", parted) == 0.5
 

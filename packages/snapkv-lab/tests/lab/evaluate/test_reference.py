@@ -120,9 +120,7 @@ CASES = [
     [case for case in CASES if not (case[0].needs_reconstruction_pass and case[2] == "visible")],
     ids=lambda each: each if isinstance(each, str) else getattr(each, "name", "pages"),
 )
-def test_reference_loss_equals_that_of_generation_and_leaves_the_answer_unchanged(
-    tiny, tmp_path, policy, way, question
-):
+def test_reference_loss_equals_that_of_generation(tiny, tmp_path, policy, way, question):
     """The reference with the lower loss counts. If nothing is evicted, it equals that of
     one pass.
     """

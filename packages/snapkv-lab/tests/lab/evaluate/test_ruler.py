@@ -74,9 +74,7 @@ def test_ruler_uses_the_official_wording_and_answer_lengths(official, task):
         ("niah_multiquery", 4, 4),
     ],
 )
-def test_niah_hides_and_asks_for_the_documented_numbers_of_keys_and_values(
-    task, needles, references
-):
+def test_niah_hides_the_documented_numbers_of_keys_and_values(task, needles, references):
     made = puzzle(task, 12 if task in ("niah_multikey_2", "niah_multikey_3") else 300)
     found = re.findall(r"One of the special magic (\w+) for (\S.*?) is: ([\w-]+)\.", made.context)
     assert len(found) == needles

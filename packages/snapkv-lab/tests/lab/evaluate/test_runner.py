@@ -96,10 +96,7 @@ def test_second_run_only_answers_missing_questions(tiny, tmp_path, monkeypatch):
         ),
         ({"template": "none"}, 'another template: "tokenizer" there, "none" here'),
         ({"limit": 1}, "another limit: null there, 1 here, another samples: 4 there, 2 here"),
-        (
-            {"methods": (Method(label="full", policy=SnapKV(64)),)},
-            "were made by full as",
-        ),
+        ({"methods": (Method(label="full", policy=SnapKV(64)),)}, "were made by full as"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

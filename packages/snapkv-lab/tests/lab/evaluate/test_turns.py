@@ -92,9 +92,7 @@ def test_full_cache_answers_each_turn_as_if_the_conversation_were_read_again(tin
             assert said[turn.name] == text.partition("\n")[0]
 
 
-def test_append_compress_and_recall_keep_the_documented_tokens_and_are_recorded(
-    tiny, tmp_path, monkeypatch
-):
+def test_append_compress_and_recall_keep_the_documented_tokens(tiny, tmp_path, monkeypatch):
     real, places = asking.answer_ids, []
 
     def answer_ids(loaded, ids, cache, *args, **options):
@@ -128,9 +126,7 @@ def test_append_compress_and_recall_keep_the_documented_tokens_and_are_recorded(
     assert said["recall"] != said["full"]
 
 
-def test_text_with_second_reading_is_read_twice_only_once_and_questions_are_appended(
-    tiny, tmp_path
-):
+def test_second_reading_of_a_text_is_made_once_before_all_questions(tiny, tmp_path):
     policy = KVzip(48)
     methods = [Method(label="kvzip", policy=policy)]
     results = run_of(tiny, methods, questions=("hidden",)).evaluate(tmp_path / "out")
@@ -153,9 +149,7 @@ def test_run_stopped_between_turns_continues_with_the_same_answers(tiny, tmp_pat
     assert len(written) == 6
 
 
-def test_remaining_questions_of_an_interrupted_conversation_record_the_reason(
-    tiny, tmp_path, monkeypatch
-):
+def test_questions_after_an_interruption_record_its_reason(tiny, tmp_path, monkeypatch):
     real, calls = asking.answer_ids, []
 
     def answer_ids(*args, **options):

@@ -11,9 +11,7 @@ from snapkv_lab.experiments.records import RESULTS
 from snapkv_lab.rows import read_rows
 
 EXPERIMENTS = {  # but for those that were never run
-    name: each
-    for name, each in load_experiments().items()
-    if each.tables is not None and each.results()
+    name: own for name, own in load_experiments().items() if own.tables and own.results()
 }
 TABLES = RESULTS / "tables"
 TEXTS = [page.read_text("utf-8") for page in PAGES if page.parent.name == "docs"]

@@ -80,9 +80,7 @@ def test_hit_rate_has_a_row_for_every_selection_window_and_layer(findings):
     assert reading["prompt_tokens"] > 200
 
 
-def test_stopped_study_continues_and_refuses_the_folder_of_another_study(
-    findings, tiny, monkeypatch
-):
+def test_stopped_study_continues_and_another_is_refused(findings, tiny, monkeypatch):
     monkeypatch.setattr("snapkv_lab.study.attention.read_sample", None)  # nothing is read again
     found, study = findings["hit-rate"], READING["hit-rate"]
     assert study.measure(tiny, found.folder).rows == found.rows
