@@ -215,7 +215,7 @@ def test_half_of_a_surrogate_pair_is_refused(client, text):
     answer = client.post("/raw", content=text)
     assert (answer.status_code, answer.json()["detail"][:28]) == (
         400,
-        "body: a text has half of a surr",
+        "body: a text has half of a s",
     )
     assert client.post("/raw", content=b'{"a": "\\ud83d\\ude42"}').status_code == 200
 
