@@ -44,8 +44,10 @@ def select_across(policy: Policy, layers: Iterable[PromptLayer], kept_tokens: in
 
 
 def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
-    """Return the (layers, H, T) float32 scores of a run of layers; protected tokens have an
-    infinite score.
+    """Return the scores of the tokens in a run of layers.
+
+    Returns:
+        (layers, H, T) float32; protected tokens have an infinite score.
     """
     shared = find_across_layers(policy)
     assert shared is not None
@@ -54,7 +56,7 @@ def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
 
 
 def mask_best(scores_of_runs: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """Return masks of the best scores of all runs together: on average `tokens` per head.
+    """Return masks of the tokens with the best scores of all layers.
 
     Args:
         scores_of_runs: the (layers, H, T) scores of each run.

@@ -38,7 +38,10 @@ class QueryRecorder:
         layer.add_query_listener(record)
 
     def take_queries(self, request_id: str, name: str, window: int) -> Tensor:
-        """Return the recorded queries of a request in one layer as (1, Hq, W, D).
+        """Return the recorded queries of a request in one layer.
+
+        Returns:
+            A tensor of shape (1, Hq, W, D).
 
         Raises:
             RuntimeError: another number of queries than `window` was recorded.
@@ -184,8 +187,13 @@ class Compressor:
         return masks
 
     def _record_counts(self, run: LayerRun, request: str, order: Order, kept: Tensor) -> Tensor:
-        """Tell `HeadsAttention` how many tokens each head keeps, (layers, H), and return these
-        counts.
+        """Record how many tokens each head keeps, and return these numbers.
+
+        Args:
+            run: the layers.
+            request: the id of the request.
+            order: the order of the scheduler.
+            kept: (layers, H) int64, the number of tokens of each head.
         """
         assert self._heads is not None  # set wherever heads keep different numbers
         for name, of_layer in zip(run.layers, kept, strict=True):
@@ -213,9 +221,7 @@ class Compressor:
         return keep
 
     def _prompt_layer(self, run: LayerRun, request: str, tokens: int, keys: Tensor) -> PromptLayer:
-        """Build the input of a policy from the recorded queries and the (layers, H, held tokens, D)
-        keys of a run.
-        """
+        """Build the input of a policy from the stored keys and the recorded queries."""
         queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
         if tokens:
             queries_of_layers = [
@@ -236,7 +242,7 @@ class Compressor:
 
 
 def _matches_order(keep: Tensor, order: Order) -> bool:
-    """Whether (layers, H, K) slots are as many as the scheduler has counted."""
+    """Whether as many tokens are kept as the scheduler has counted."""
     if not order.per_head_budget:
         return keep.shape[-1] == order.kept_tokens
     return bool(((keep >= 0).sum(dim=(1, 2)) == order.kept_tokens * keep.shape[1]).all())
@@ -271,8 +277,10 @@ class HeldPositions:
         return keep
 
     def _stored_positions(self, run: LayerRun, order: Order, device: torch.device) -> Tensor | None:
-        """Return (layers, H, held) int64 positions, or None if nothing was dropped and slots are
-        positions.
+        """Return the position of each stored token.
+
+        Returns:
+            (layers, H, held) int64; None if nothing was dropped, because slots are then positions.
         """
         if order.seen_tokens == order.held_tokens:
             return None

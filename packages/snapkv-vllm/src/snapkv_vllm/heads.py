@@ -45,9 +45,10 @@ class HeadPlaces:
         return torch.where(pages < first, before + pages, grown)
 
     def make_output(self, states: Tensor, slots: int) -> Tensor:
-        """Return the (..., H * slots + 1, D) zeros that `scatter` fills.
+        """Create the tensor of zeros that `scatter` fills.
 
-        The last row takes padding.
+        Returns:
+            A tensor of shape (..., H * slots + 1, D), whose last row takes padding.
         """
         *others, heads = self.kept.shape
         return states.new_zeros(*others, heads * slots + 1, states.shape[-1])
@@ -69,10 +70,11 @@ class HeadPlaces:
         found.scatter_(-2, index, states.flatten(-3, -2))
 
     def _targets(self, longest: int, slots: int, some: slice) -> Tensor:
-        """Return the output row of every token of some heads: int64 (..., h, K).
+        """Return the row of the output into which each token of some heads is written.
 
-        Tokens are right-aligned, K is `longest`, and padding gets row H * slots, which is thrown
-        away.
+        Returns:
+            int64 (..., h, K), where K is `longest` and tokens are right-aligned. Padding gets row H
+            * slots, which is thrown away.
         """
         heads, device = self.kept.shape[-1], self.kept.device
         position = torch.arange(longest, device=device)
@@ -85,11 +87,12 @@ class HeadPlaces:
 
     @functools.cached_property
     def _prompt_pages(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The (..., H) pages of each head at the end of the prompt, those of the heads before it,
-        and its turn.
+        """The number of pages of each head at the end of the prompt, and where they begin.
 
-        The turn is the order in which heads get new pages; the head with the fewest free slots is
-        first.
+        Returns:
+            Three (..., H) tensors: the pages of each head, the pages of all heads before it, and
+            its turn. The turn is the order in which heads get new pages; the head with the fewest
+            free slots is first.
         """
         pages = -(-self.kept // self.page_tokens)
         turn = (pages * self.page_tokens - self.kept).argsort(dim=-1, stable=True).argsort(dim=-1)
@@ -219,10 +222,16 @@ def make_sequences(
 
 
 def _split_layers(of_heads: Tensor, heads: int) -> Tensor:
-    """Split heads that share pages into layers: (N, requests, H, ...) to (layers, requests, Hkv,
-    ...).
+    """Split the heads that share pages into the layers to which they belong.
 
     `_join_layers` is the inverse.
+
+    Args:
+        of_heads: (N, requests, H, ...), where H are the heads that share pages.
+        heads: the number of KV heads of a layer.
+
+    Returns:
+        A tensor of shape (layers, requests, Hkv, ...).
     """
     layers, rows, _, *more = of_heads.shape
     by_layer = of_heads.reshape(layers, rows, -1, heads, *more)
@@ -230,7 +239,15 @@ def _split_layers(of_heads: Tensor, heads: int) -> Tensor:
 
 
 def _join_layers(of_layers: Tensor, layers: int) -> Tensor:
-    """Join the heads of `layers` layers at a time: (layers, requests, Hkv) to (N, requests, H)."""
+    """Join the heads of the layers that share pages.
+
+    Args:
+        of_layers: (layers, requests, Hkv).
+        layers: how many layers share pages.
+
+    Returns:
+        A tensor of shape (N, requests, H).
+    """
     by_pool = of_layers.reshape(-1, layers, *of_layers.shape[1:])
     return by_pool.transpose(1, 2).flatten(2)
 
@@ -315,8 +332,13 @@ class _LayerStep:
     covers_batch: bool
 
     def select_states(self, states: Tensor) -> Tensor:
-        """Return the states of the sequences, (N, G, D), from those of a batch, (tokens, Hkv * G,
-        D).
+        """Select the states of the sequences from those of the whole batch.
+
+        Args:
+            states: (tokens, Hkv * G, D) states of the batch.
+
+        Returns:
+            A tensor of shape (N, G, D).
         """
         by_head = states.reshape(len(states) * self.pages.heads, -1, states.shape[-1])
         if self.found.in_order:
@@ -515,7 +537,10 @@ def _single_head_impl(impl: Any) -> Any:
 
 
 def _attend(single: Any, step: _LayerStep, layer: Any, query: Tensor, output: Tensor) -> None:
-    """Write the attention output of the sequences into a batch's (tokens, Hq, D) `output`."""
+    """Compute the attention of the sequences, and write it into the output of the batch.
+
+    Changes `output`, (tokens, Hq, D), in place.
+    """
     queries = step.select_states(query)
     answers = output.view(-1, *queries.shape[1:])
     found, cache = step.found, step.pages.cache

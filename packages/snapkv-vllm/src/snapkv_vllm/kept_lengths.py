@@ -40,12 +40,14 @@ class KeptLengths:
             self._has_dropped = False
 
     def stored_positions(self, positions: Tensor, query_start_loc: Tensor) -> Tensor | None:
-        """Return where the new tokens lie among the stored ones: (tokens,); None if that is their
-        position.
+        """Return where the new tokens of a batch lie among the stored tokens.
 
         Args:
             positions: (tokens,) int64, the true positions of the tokens of the batch.
             query_start_loc: (requests + 1,) int32, where the tokens of each request begin.
+
+        Returns:
+            A tensor of shape (tokens,), or None if no request of the batch has dropped tokens.
         """
         if not self._has_dropped:
             return None

@@ -35,7 +35,10 @@ class VotingLayer:
 
     @property
     def cache(self) -> Tensor:
-        """The keys and values of the layer: (blocks, Hkv, block_tokens, numbers of a token)."""
+        """The tensor in which the keys and values of the layer are stored.
+
+        Its shape is (blocks, Hkv, block_tokens, numbers of a token).
+        """
         cache: Tensor = self.wrapped.kv_cache
         return cache
 
@@ -50,7 +53,11 @@ class VotingLayer:
         )
 
     def add_query_listener(self, listener: Callable[[Tensor], None]) -> None:
-        """Patch the layer so that `listener` gets the (tokens, Hq, D) queries of every batch."""
+        """Call a function with the queries of every batch before the layer attends.
+
+        Args:
+            listener: gets (tokens, Hq, D) queries.
+        """
         impl = self.wrapped.impl
         forward = impl.forward
 
@@ -61,8 +68,10 @@ class VotingLayer:
         impl.forward = forward_and_tell
 
     def prepare_queries(self, queries: Tensor) -> Tensor:
-        """Convert recorded queries of (1, Hq, W, D) to the form in which they meet the
-        stored keys.
+        """Convert recorded queries to the form in which they meet the stored keys.
+
+        Args:
+            queries: (1, Hq, W, D) queries as `add_query_listener` has passed them.
         """
         if queries.dtype.itemsize > 1:
             return queries
@@ -98,7 +107,11 @@ class LatentLayer(VotingLayer):
         self.wrapped.forward_impl = forward_and_tell
 
     def prepare_queries(self, queries: Tensor) -> Tensor:
-        """Convert recorded queries to (1, Hq, W, size of the latent and the rotated part)."""
+        """Convert recorded queries to the form in which they meet the stored latents.
+
+        Returns:
+            A tensor of shape (1, Hq, W, size of the latent and the rotated part).
+        """
         plain = self.wrapped.qk_nope_head_dim
         turned = queries[..., :plain] @ self.wrapped.W_UK_T  # (Hq, plain, latent)
         return torch.cat([turned, queries[..., plain:]], dim=-1)
@@ -140,7 +153,11 @@ class LayerRun:
         return "by_head" if self._is_half_on_cpu else "auto"
 
     def decode_keys(self, stored: Tensor) -> Tensor:
-        """Convert stored keys of (layers, Hkv, T, D) to the numbers that attention sees."""
+        """Convert stored keys to the numbers that attention sees.
+
+        Args:
+            stored: (layers, Hkv, T, D) keys as they are stored.
+        """
         form = self.layout.form
         if form.byte_dtype is None:
             return stored

@@ -59,17 +59,21 @@ def make_layout(layers: Sequence[Any]) -> "Layout":
 
 
 def slot_numbers(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
-    """Return the KV cache slots of the first `tokens` tokens that lie in `blocks`."""
+    """Return the numbers of the slots in which the first tokens of a request are stored."""
     within = torch.arange(block_tokens, device=blocks.device)
     return (blocks[:, None] * block_tokens + within).flatten()[:tokens]
 
 
 def pad_tokens(states: Tensor, tokens: int) -> Tensor:
-    """Append zeros to (..., K, D) states, up to `tokens` tokens.
+    """Append zeros to the states of the kept tokens, so that they fill their blocks.
 
     The last block may have belonged to a recurrent state, whose bytes may be NaN as keys and
     values. Attention masks the slots after a request's tokens by products with zero, which would
     stay NaN.
+
+    Args:
+        states: (..., K, D) keys or values.
+        tokens: the number of tokens in the result.
     """
     missing = tokens - states.shape[-2]
     return functional.pad(states, (0, 0, 0, missing)) if missing else states
@@ -95,18 +99,37 @@ class PlainLayout:
         return type(self)(self._caches[layers], self._head_size, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        """Copy the keys of the first `tokens` tokens in `blocks`: (layers, Hkv, T, D)."""
+        """Copy the keys of the first tokens of a request.
+
+        Args:
+            blocks: the blocks of the request.
+            tokens: how many tokens are read.
+
+        Returns:
+            A tensor of shape (layers, Hkv, T, D).
+        """
         every = torch.arange(tokens, device=blocks.device).expand(len(self._caches), 1, tokens)
         return self._read(slice(None, self._head_size), blocks, every)
 
     def select_keys(self, keys: Tensor, keep: Tensor) -> Tensor:
-        """Return the keys of the tokens in `keep` from the output of `read_keys`: (layers, Hkv, K,
-        D).
+        """Select the keys that are kept from those that were read.
+
+        Args:
+            keys: the output of `read_keys`.
+            keep: (layers, Hkv or 1, K), which tokens are kept.
+
+        Returns:
+            A tensor of shape (layers, Hkv, K, D).
         """
         return gather_tokens(keys, keep)
 
     def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        """Copy the values of the tokens in `keep`, (layers, Hkv or 1, K), that lie in `blocks`."""
+        """Copy the values of the tokens that are kept.
+
+        Args:
+            blocks: the blocks of the request.
+            keep: (layers, Hkv or 1, K), which of their tokens are kept.
+        """
         return self._read(slice(self._head_size, None), blocks, keep)
 
     def _read(self, half: slice, blocks: Tensor, tokens: Tensor) -> Tensor:
@@ -117,8 +140,12 @@ class PlainLayout:
         return torch.stack([cache[..., half][block, head, at] for cache, (block, at) in of_layers])
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write (layers, Hkv, K, D) keys and values into KV cache slots, which are the same for all
-        heads.
+        """Write keys and values into the slots of the cache.
+
+        Args:
+            slots: the slots, which are the same for all heads.
+            keys: (layers, Hkv, K, D) keys.
+            values: (layers, Hkv, K, D) values.
         """
         block_tokens = self._caches[0].shape[2]
         block, token = slots // block_tokens, slots % block_tokens
@@ -193,14 +220,24 @@ class CpuLayout:
         return _measure_packings(self._isa, self._block_tokens, self._head_size, self.form)
 
     def _halves(self, cache: Tensor) -> Sequence[Tensor]:
-        """Return views of the keys and of the values of a layer, each (blocks, Hkv, block_tokens,
-        D).
+        """Return a view of the keys and a view of the values of a layer.
+
+        Returns:
+            Two tensors of shape (blocks, Hkv, block_tokens, D).
         """
         by_half = cache.view(*cache.shape[:2], 2 * self._block_tokens, self._head_size)
         return by_half.chunk(2, dim=2)
 
     def _read(self, half: int, blocks: Tensor) -> Tensor:
-        """Read all keys (`half` 0) or values (1) of some blocks: (layers, Hkv, T, D)."""
+        """Read all keys or all values of some blocks.
+
+        Args:
+            half: 0 for the keys, 1 for the values.
+            blocks: the numbers of the blocks.
+
+        Returns:
+            A tensor of shape (layers, Hkv, T, D).
+        """
         packing = self._measure_packings()[half]
         return packing.read([self._halves(cache)[half] for cache in self._caches], blocks)
 
@@ -218,7 +255,16 @@ def _write_by_kernel(
     isa: str,
     form: NumberFormat,
 ) -> None:
-    """Write unscaled (K, Hkv, D) keys and values into slots of a cache with vLLM's kernel."""
+    """Write keys and values into slots of a cache with vLLM's own kernel.
+
+    Args:
+        keys: (K, Hkv, D) keys, not scaled.
+        values: (K, Hkv, D) values, not scaled.
+        halves: the views of the keys and of the values of the cache, which are changed in place.
+        slots: the slot of each token.
+        isa: the instruction set for which the kernel packs.
+        form: the format of the cache.
+    """
     from vllm import _custom_ops as ops
 
     ops.cpu_attn_reshape_and_cache(
@@ -246,7 +292,14 @@ LAYOUTS: dict[str, Callable[[Sequence[Any]], Layout]] = {
 
 
 def _by_token(states: Tensor) -> Tensor:
-    """Return (Hkv, K, D) states as a contiguous (K, Hkv, D) tensor."""
+    """Change the order of the axes so that tokens come before heads.
+
+    Args:
+        states: (Hkv, K, D) keys or values.
+
+    Returns:
+        A contiguous tensor of shape (K, Hkv, D).
+    """
     heads, kept, head_size = states.shape
     if states.mT.is_contiguous():  # one matrix, which is transposed faster than several
         return states.mT.reshape(-1, kept).t().contiguous().view(kept, heads, head_size)
@@ -285,7 +338,11 @@ class _Packing:
         return cls(indices, axes[: len(of_tokens)], axes[len(of_tokens) :])
 
     def read(self, caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
-        """Read some blocks of each cache of (blocks, Hkv, block_tokens, D), token by token.
+        """Read the tokens of some blocks from the cache of each layer.
+
+        Args:
+            caches: a (blocks, Hkv, block_tokens, D) cache for each layer.
+            blocks: the numbers of the blocks.
 
         Returns:
             (layers, Hkv, T, D). If neighbouring tokens of a block are neighbours in memory, they
@@ -349,8 +406,12 @@ def _measure_packings(
 
 
 def _pack(states: Tensor, isa: str, form: NumberFormat) -> tuple[Tensor, Tensor]:
-    """Write (block_tokens, 1, D) states with vLLM's kernel, and return the block of keys and that
-    of values as they lie in memory.
+    """Write a block with vLLM's kernel, and return the keys and the values as they lie in memory.
+
+    Args:
+        states: (block_tokens, 1, D), written both as keys and as values.
+        isa: the instruction set for which the kernel packs.
+        form: the format of the cache.
     """
     block_tokens, _, head_size = states.shape
     stored = torch.uint8 if form.byte_dtype else form.dtype

@@ -256,7 +256,10 @@ class CompressingFirstRunner(CompressingRunner):
             generators.update(reading)
 
     def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
-        """Return vLLM's answer, but False if the step needs more than a CUDA graph has captured."""
+        """Whether a CUDA graph for decode steps may be replayed.
+
+        No graph is replayed if the step needs more than a graph has captured.
+        """
         uniform = super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
         return bool(uniform) and not self._needs_eager_step
 
@@ -277,8 +280,10 @@ class CompressingSecondRunner(CompressingRunner):
             self.block_tables.num_blocks.np[move.group, row] = len(move.targets)
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-        """Return vLLM's answer, but without a uniform length if the step needs more than a CUDA
-        graph has captured.
+        """Return the state of the batch, and the number of tokens per request if it is uniform.
+
+        The number is None if the step needs more than a CUDA graph has captured, so that none is
+        replayed.
         """
         state, uniform = super().gather_batch_req_state(  # type: ignore[misc]
             scheduler_output, dummy_run

@@ -22,7 +22,7 @@ class CompressingWorker(PlatformWorker):
     """A worker whose runner carries out the orders of the compressing scheduler."""
 
     def init_device(self) -> None:
-        """Build vLLM's own runner, and extend it.
+        """Initialize the device as vLLM does, and then extend the runner of the worker.
 
         Raises:
             UnsupportedModelError: the engine cannot serve with the settings of the server.

@@ -155,13 +155,21 @@ class WithSpans(Policy):
 
 
 def _slot_positions(layer: PromptLayer) -> Tensor:
-    """Return the slot numbers of a layer as (rows, 1, S) int64."""
+    """Return the position of each slot in a layer from which no tokens were dropped.
+
+    Returns:
+        An int64 tensor of shape (rows, 1, S).
+    """
     slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
     return slots.expand(layer.keys.shape[0], 1, -1)
 
 
 def _kept_mask(policy: Policy, layer: PromptLayer) -> Tensor:
-    """Return (rows, H or 1, S) bool, True for each token that the method keeps."""
+    """Return a mask of the tokens that the method keeps.
+
+    Returns:
+        A Boolean tensor of shape (rows, H or 1, S).
+    """
     selection, slots = policy.select(layer), layer.keys.shape[2]
     if selection is None:
         shape = layer.keys.shape[0], 1, slots
@@ -198,9 +206,11 @@ def count_kept_tokens(policy: Policy, prompt_tokens: int) -> int:
 
 
 def require_spans_fit(policy: Policy | None, prompt_tokens: int) -> None:
-    """Raise unless the spans of a request lie in its prompt.
+    """Check that the spans of a request lie inside its prompt.
 
-    A method without spans is always accepted.
+    Args:
+        policy: the method of the request; one without spans is always accepted.
+        prompt_tokens: the length of the prompt.
 
     Raises:
         RefusedError: a span ends after the prompt, or contains tokens that cannot be dropped.

@@ -54,8 +54,10 @@ class Selector:
         return None if selection is None else selection.keep_indices
 
     def protected_mask(self, layer: LayerStates) -> Tensor | None:
-        """Return (layers, 1, S) bool, True for the first `protect_first` slots, or None if
-        it is 0.
+        """Return a mask of the tokens that are always kept.
+
+        Returns:
+            (layers, 1, S) bool, True for the first `protect_first` slots; None if that number is 0.
         """
         if not self.protect_first:
             return None

@@ -137,7 +137,7 @@ class RequestSpans:
         return found
 
     def _require_disjoint(self) -> None:
-        """Raise unless spans with different edits are disjoint.
+        """Check that no two spans with different edits overlap.
 
         Raises:
             RefusedError: two spans overlap.
@@ -181,7 +181,7 @@ class RequestSpans:
         return found
 
     def require_fit(self, prompt_tokens: int, window_tokens: int) -> None:
-        """Raise unless the spans lie in the prompt.
+        """Check that all spans of the request lie inside the prompt.
 
         Args:
             prompt_tokens: the length of the prompt, whose last token cannot be dropped.

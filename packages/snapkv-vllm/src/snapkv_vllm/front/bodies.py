@@ -117,7 +117,7 @@ def _is_deeper(body: Any, most: int) -> bool:
 def _move_into_xargs(
     body: object, path: str, *, has_sessions: bool
 ) -> tuple[object, Mapping[str, str]]:
-    """Move the spans and the session of a body into `vllm_xargs`.
+    """Move the spans and the session of a request to the place where vLLM passes them on.
 
     Returns:
         A new body, or `body` itself if it has neither; and the names under which the client sent

@@ -385,7 +385,7 @@ def test_requests_without_spans_or_session_are_unchanged(client, site):
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 9, "do": "drop"}]}, "an end of at most 3"),
         (CHAT, {"snapkv_spans": [{"start": 0, "end": 999, "do": "drop"}]}, "an end of at most"),
         (CHAT, {"snapkv_spans": [{"role": "tool", "do": "drop"}]}, "the fields start, end, do"),
-        (TEXT, {"snapkv_spans": "["}, "is not JSON"),
+        (TEXT, {"snapkv_spans": "["}, "expected a list"),
         (TEXT, {"snapkv_spans": [{"start": 3, "end": 3, "do": "drop"}]}, "a start below the end"),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "erase"}]}, "drop, protect or"),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 2**70, "do": "drop"}]}, "end"),

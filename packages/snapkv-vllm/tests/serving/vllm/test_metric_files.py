@@ -141,14 +141,14 @@ STARTING = """
     else:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
     from snapkv.errors import InvalidArgumentError
-    from snapkv_vllm.plugin import METRICS, metrics_folder, users_folder
+    from snapkv_vllm.plugin import METRICS_VARIABLE, lock_users_folder, make_metrics_folder
 
     try:
-        with metrics_folder() if kind == "own" else users_folder():
+        with make_metrics_folder() if kind == "own" else lock_users_folder():
             print("started")
     except InvalidArgumentError as error:
         print(error)
-    print(os.listdir(folder), METRICS in os.environ)
+    print(os.listdir(folder), METRICS_VARIABLE in os.environ)
 """
 
 

@@ -213,10 +213,8 @@ def test_brackets_in_a_text_do_not_count_as_depth(client):
 def test_half_of_a_surrogate_pair_is_refused(client, text):
     """The engine's client cannot send it: vLLM would answer 500."""
     answer = client.post("/raw", content=text)
-    assert (answer.status_code, answer.json()["detail"][:28]) == (
-        400,
-        "body: a text has half of a surr",
-    )
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith("body: a text has half of a surrogate pair")
     assert client.post("/raw", content=b'{"a": "\\ud83d\\ude42"}').status_code == 200
 
 
