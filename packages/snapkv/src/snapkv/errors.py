@@ -97,7 +97,8 @@ def wrong(
     Returns:
         The error, for the caller to raise. Its message is "argument: problem. Remedy."
     """
-    return error_type(f"{argument}: {problem}. {remedy}.")
+    end = "" if remedy.endswith("?") else "."
+    return error_type(f"{argument}: {problem}. {remedy}{end}")
 
 
 def missing_package(purpose: str, *packages: str) -> MissingDependencyError:
