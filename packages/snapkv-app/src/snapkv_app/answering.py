@@ -228,7 +228,7 @@ def continue_ids(
     """
     model = loaded.model
     if context_tokens is None and not cache.get_seq_length():
-        require_one_reading(cache.policy, "hide the question from it (snapkv ask does)")
+        require_one_reading(cache.policy, "Hide the question from it (snapkv ask does)")
     reading = (prefill or Exact()).installed(model)
     telling = telling_of_prompt_end(model, cache, ids.shape[1], on_prompt_end)
     explained = prompt_memory_explained(model, ids.shape[1])
@@ -394,7 +394,7 @@ def answers_together(
             f"temperature: expected 0 for answers in a batch, got "
             f"{settings.temperature}; ask the prompts one by one"
         )
-    require_one_reading(policy, "ask the prompts one by one, with the question hidden from it")
+    require_one_reading(policy, "Ask the prompts one by one, with the question hidden from it")
     model, tokenizer = loaded.model, loaded.tokenizer
     rows = [prompt_ids(loaded, prompt, settings)[0] for prompt in prompts]
     options, ends = generate_options(model, settings), end_token_ids(model, settings)

@@ -130,7 +130,7 @@ def test_what_cannot_be_asked_is_refused_and_changes_nothing(tiny):
     assert conversation.tokens == 0
     with pytest.raises(InvalidArgumentError, match="policy: expected one that only compresses"):
         Conversation(tiny, H2O(64), SHORT, recall="host")
-    with pytest.raises(InvalidArgumentError, match=r"one that chooses when .* kvzip"):
+    with pytest.raises(InvalidArgumentError, match=r"read only once, .* kvzip"):
         Conversation(tiny, KVzip(64), SHORT)
 
 

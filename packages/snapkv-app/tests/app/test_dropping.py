@@ -50,7 +50,7 @@ def test_the_document_thinking_and_turns_are_dropped_and_stay_so_in_a_file(think
 
 def test_without_recall_what_cannot_be_dropped_is_refused_and_the_conversation_goes_on(tiny):
     conversation = said(tiny, POLICY, recall="none")[0]
-    with pytest.raises(InvalidArgumentError, match="turns: expected spans of which every head"):
+    with pytest.raises(InvalidArgumentError, match=r"turns: .* would then store different"):
         conversation.drop("document")
     conversation.ask("Who?")
     whole = said(tiny, SnapKV(400, window_size=16), recall="none")[0]

@@ -134,7 +134,7 @@ def test_where_errors_do_not_fit_either_the_status_says_it():
 
 def require_one_line(done, name):
     assert done.status == 1
-    assert f"snapkv: error: output: expected to write '{name}', got: No space left" in done.err
+    assert f"snapkv: error: output: cannot write '{name}': No space left" in done.err
     assert "Traceback" not in done.err
     assert done.err.count("snapkv: error:") == 1
 

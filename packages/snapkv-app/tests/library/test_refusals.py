@@ -76,7 +76,7 @@ BLENDS = [
     (PromptTooLongError, "at most 512 tokens together.*got 513", of("whole", 300, 213), {}),
     (UnsupportedModelError, "full attention in", of("whole", 5, 6, model=HYBRID), {}),
     (ARGUMENT, "policy: expected one whose last queries vote", of("whole"), {"policy": H2O(16)}),
-    (ARGUMENT, "policy: expected one that chooses when a layer", of("whole"),
+    (ARGUMENT, "policy: .* prompt that is read only once", of("whole"),
      {"policy": KVzip(16, window_size=4)}),
     (ARGUMENT, "policy: expected a method with a budget", of("even"),
      {"policy": SnapKV(keep_ratio=0.5)}),

@@ -150,7 +150,10 @@ REFUSED = [
     ),
     # Runs.
     (run(Keys(), *METHODS[:1] * 2), "policy: expected at least one .*once, got full, full"),
-    (run(Keys(), Method(label="k", policy=KVzip(48))), "have read a text, .* --setting hidden"),
+    (
+        run(Keys(), Method(label="k", policy=KVzip(48))),
+        "second reading of the text. .* --setting hidden",
+    ),
     (run(Keys(sentences=()), SNAPKV), "samples: these settings give no sample"),
     (run(Keys(sentences=(8, 8)), SNAPKV), "samples: expected every sample once, got 8/0 2 times"),
     (run(SMALL, Method(label="h", policy=H2O(48), later="compress")), "evicts after every token"),

@@ -144,7 +144,7 @@ def test_other_files_and_no_files_are_refused(tmp_path):
     save_file({"weights": torch.ones(3)}, tmp_path / "weights")
     with pytest.raises(CacheFileError, match="its header is not one of a saved cache"):
         CompressedCache.load(tmp_path / "weights", model)
-    with pytest.raises(CacheFileError, match="path: expected to write a cache"):
+    with pytest.raises(CacheFileError, match="path: cannot write a cache"):
         filled(model, 60).save(tmp_path / "no" / "folder")
 
 
@@ -170,7 +170,7 @@ def test_a_file_of_another_version_is_refused_by_its_format(tmp_path, monkeypatc
     monkeypatch.setattr("snapkv.cache.saving.files._VERSION", 2)
     filled(tiny_model("llama"), 60).save(tmp_path / "old")
     monkeypatch.undo()
-    with pytest.raises(CacheFileError, match="got 'snapkv cache 2' of another version") as raised:
+    with pytest.raises(CacheFileError, match="got 'snapkv cache 2', which is another") as raised:
         CompressedCache.load(tmp_path / "old", tiny_model("llama"))
     assert "\n" not in str(raised.value)
 
@@ -324,7 +324,7 @@ def test_a_file_that_is_no_saved_cache_is_never_replaced(tmp_path):
     notes.write_text('about "format":"snapkv cache 1"')
     for path in (other, short, notes, tmp_path, Path("/dev/null")):
         before = path.read_bytes() if path.is_file() else None
-        with pytest.raises(CacheFileError, match="which is neither and stays as it is"):
+        with pytest.raises(CacheFileError, match="which is neither and was not changed"):
             cache.save(path)
         assert before is None or path.read_bytes() == before
     assert Path("/dev/null").is_char_device()

@@ -89,7 +89,7 @@ def test_crop_reaches_into_the_window_but_not_beyond_what_is_whole(model, filled
     filled.crop(-6 - WINDOW)
     assert filled.get_seq_length() == PROMPT - WINDOW
     assert filled.kept_positions(0).shape[-1] == BUDGET - WINDOW
-    with pytest.raises(InvalidArgumentError, match=r"tokens_to_remove.*still whole.*got 30"):
+    with pytest.raises(InvalidArgumentError, match=r"tokens_to_remove.*still stored.*got 30"):
         filled.crop(-30)
     filled.crop(0)
     assert filled.get_seq_length() == PROMPT - WINDOW
@@ -108,7 +108,9 @@ def test_a_crop_that_one_layer_refuses_changes_none(model):
     ids, cache = random_ids(1, PROMPT), CompressedCache(model, OnlyTheThirdLayer(BUDGET))
     call(model, cache, ids)
     before = kept_of(cache)
-    with pytest.raises(InvalidArgumentError, match="end of layer 2 that are still whole, got 40"):
+    with pytest.raises(
+        InvalidArgumentError, match="end of layer 2 are still stored by every head, got 40"
+    ):
         cache.crop(-40)
     assert kept_of(cache) == before
     call(model, cache, ids[:, :1])

@@ -134,7 +134,7 @@ def test_crops_of_what_was_evicted_are_refused():
     model = tiny_model("llama")
     cache = CompressedCache(model, METHODS["tova"])
     call(model, cache, random_ids(1, PROMPT))
-    with pytest.raises(InvalidArgumentError, match="still whole"):
+    with pytest.raises(InvalidArgumentError, match="has already evicted other tokens"):
         cache.crop(-BUDGET)
 
 

@@ -337,7 +337,7 @@ def open_library(
     is_compressed = library.required().policy["name"] != FullCache.name
     is_partial = is_compressed and options.recompute != 1
     policy = build_policy(options, alone=is_partial)
-    require_one_reading(policy, "compress the documents by it when they are added")
+    require_one_reading(policy, "Compress the documents by it when they are added")
     if is_compressed and options.policy == DEFAULT and not options.has_parameters:
         options, policy = replace(options, policy=FullCache.name), FullCache()  # not changed
     options = like(library, options)

@@ -165,7 +165,7 @@ def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
 
 
 def _require_choice_behind(policy: Policy) -> None:
-    require_one_reading(policy, "compress the documents by it, and pass SnapKV for the question")
+    require_one_reading(policy, "Compress the documents by it, and pass SnapKV for the question")
 
 
 def _refuse_options(cache: CompressedCache, *names: str) -> None:

@@ -60,7 +60,7 @@ class Run:
         object.__setattr__(self, "methods", prepare_methods(self.loaded, self.methods))
         for method in self.methods:
             if "visible" in self.questions:
-                require_one_reading(method.policy, "pass --setting hidden")
+                require_one_reading(method.policy, "Pass --setting hidden")
             self._require_turns(method)
         if self.limit is not None:
             require_at_least("limit", self.limit, 1)

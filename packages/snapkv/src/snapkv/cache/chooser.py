@@ -1,4 +1,4 @@
-"""When the layers of a model choose what they keep of a prompt."""
+"""Deciding when the layers of a model choose what they keep of a prompt."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class Chooser:
     Attributes:
         unread_layers: indices of the layers, in order, that have yet to read the end of the prompt
             or turn in this forward pass. When the pass is over, these layers have missed it.
-        group: the layers that wait.
+        group: the layers that wait for each other.
     """
 
     unread_layers: tuple[int, ...] = ()

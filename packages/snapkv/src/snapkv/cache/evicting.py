@@ -1,4 +1,4 @@
-"""Evicting while tokens are generated: what a step drops, and what its policy notes of the rest."""
+"""Evicting tokens from a layer while tokens are generated."""
 
 from dataclasses import replace
 
@@ -10,7 +10,10 @@ from snapkv.storage.ragged_store import RaggedStore
 
 
 def absorb_tail(layer: CompressedLayer) -> None:
-    """Give every head its part of the tokens behind the prompt, if heads differ in length."""
+    """Append the tokens after the prompt to each head of a ragged layer, so heads can evict them.
+
+    A layer that is not ragged stays as it is.
+    """
     store, tail = layer.store, layer.store.tail.tokens
     if not isinstance(store, RaggedStore) or not tail:
         return
@@ -21,7 +24,12 @@ def absorb_tail(layer: CompressedLayer) -> None:
 
 
 def apply_eviction(layer: CompressedLayer, eviction: Eviction) -> None:
-    """Drop what a decode step evicts, and hold the scores that the policy gives to the rest."""
+    """Evict tokens after a decode step, and store the policy's scores of the remaining ones.
+
+    Args:
+        layer: the layer, which changes in place.
+        eviction: what the policy has decided.
+    """
     scores, heads, kept = eviction.scores, layer.keys.shape[1], eviction.keep_indices
     if kept is not None:
         kept = kept.expand(-1, heads, -1)

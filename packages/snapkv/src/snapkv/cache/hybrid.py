@@ -1,4 +1,4 @@
-"""A compressed layer that has a state besides its keys and values."""
+"""Compressed layers that have a recurrent state besides their keys and values."""
 
 import copy
 from typing import Any, Self
@@ -13,26 +13,33 @@ from snapkv.storage.bits import KVCodes
 
 
 class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
-    """Attention and linear attention in one layer, such as Falcon H1's: only the tokens shrink.
+    """The cache of a layer with both attention and linear attention, such as a layer of Falcon H1.
 
-    The state is transformers', taken over from the layer that it has made.
+    Only the keys and values are compressed. The state of linear attention stays as transformers
+    keeps it.
+
+    Args:
+        policy: selects what is kept.
+        identity: which layer of the model it is.
+        codes: the quantized form of what is kept of a prompt; None to store it unchanged.
+        made: the cache layer that transformers has made for this layer. Its state is taken over.
     """
 
     def __init__(
         self, policy: Policy, identity: LayerIdentity, codes: KVCodes | None, made: Any
     ) -> None:
         super().__init__(policy, identity, codes)
-        own = {name: value for name, value in vars(made).items() if name not in _OF_TOKENS}
-        self.__dict__.update(own)
-        self._names = tuple(own)
+        states = {name: value for name, value in vars(made).items() if name not in _TOKEN_FIELDS}
+        self.__dict__.update(states)
+        self._state_names = tuple(states)
 
     @property
     def other_states(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._names}
+        return {name: getattr(self, name) for name in self._state_names}
 
     def take_other_states(self, other: "HybridLayer") -> None:
-        """Go on from the states of another layer, which keeps them."""
-        self.__dict__.update(copy.deepcopy(other.other_states))  # they are written over in place
+        """Copy the recurrent states of another layer into this one."""
+        self.__dict__.update(copy.deepcopy(other.other_states))  # both layers change them in place
 
     @property
     def is_croppable(self) -> bool:
@@ -60,5 +67,5 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
         return copied
 
 
-_OF_TOKENS = ("keys", "values", "is_initialized")
+_TOKEN_FIELDS = ("keys", "values", "is_initialized")
 """What a layer of transformers has that a compressed one holds in its own way."""

@@ -23,20 +23,25 @@ from snapkv.storage.ragged import Counts
 from snapkv.storage.ragged_store import CodedStore, RaggedStore
 
 Turns = Literal["append", "compress", "recall"]
-"""What becomes of a later prompt: stored whole after what was kept; its end votes on what was
-kept; or it votes on all that was seen."""
+"""How a later prompt is handled. "append": store all of it. "compress": let its last queries vote
+on the stored tokens, and compress them again. "recall": restore every evicted token first, and
+compress everything again."""
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
-"""Turns (B, H, N, D) states on by (B, N) positions, float32."""
+"""A function that rotates (B, H, N, D) states by (B, N) positions; it computes in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerIdentity:
-    """Which layer of the model it is, its place among the compressed ones, and its parts.
+    """Which layer of the model a compressed layer belongs to, and what its policy needs from it.
 
-    `rotation`, which turns keys on, and `output_projection`, the module behind attention, are None
-    where the policy does not need them. So many later layers, its `readers`, store nothing and
-    attend to what it stores.
+    Attributes:
+        layer_idx: index of the layer in the model.
+        depth: index of the layer among the compressed layers.
+        num_layers: how many layers of the model are compressed.
+        rotation: applies the model's rotary embedding to keys; None if the policy does not need it.
+        output_projection: the module after attention; None if the policy does not need it.
+        readers: how many later layers store nothing and attend to the keys and values of this one.
     """
 
     layer_idx: int
@@ -48,27 +53,28 @@ class LayerIdentity:
 
 
 class CompressedLayer(DynamicLayer):
-    """Keys and values of the tokens that were kept, in ascending order of position.
+    """A cache layer that stores the keys and values of the kept tokens, in ascending positions.
 
-    The layer reports every token it has seen and stores only some, the contract of transformers'
-    own sliding layers, so positions and masks stay true. Which tokens to keep is the policy's
-    business, when to ask it is `snapkv.hf.attention`'s.
+    The layer reports the length of everything it has seen, although it stores only a part of it.
+    The sliding-window layers of transformers do the same, so positions and masks are right. The
+    policy decides which tokens to keep, and `snapkv.hf.attention` decides when to ask the policy.
 
     Attributes:
-        codes: what is kept of a prompt is held in these; None for as it came.
-        store: keys and values of the stored tokens.
-        slots: which token stands in which slot of the store.
-        state: what else is known of the tokens.
+        codes: the quantized form of what is kept of a prompt; None to store it unchanged.
+        store: the keys and values of the stored tokens.
+        slots: which token is in which slot of the store.
+        state: other tensors about the tokens, such as their scores.
         queries: the last queries, which may vote again.
         offloaded: all tokens of the turns so far, off the device, if the layer has recall.
-        turns: what becomes of a later prompt.
-        protect: positions of the whole conversation that must stay; None for none.
+        turns: how a later prompt is handled.
+        protect: positions of the whole conversation that must not be evicted; None for none.
     """
 
     supports_early_init = False
 
     def __init__(self, policy: Policy, identity: LayerIdentity, codes: KVCodes | None) -> None:
-        # Not transformers' own, which would assign keys and values.
+        # The constructor of `DynamicLayer` is not called, because it assigns `keys` and `values`,
+        # which are properties here.
         self.policy, self.identity, self.codes = policy, identity, codes
         self.queries = QueryMemory(policy)
         self.store: TokenStore = DenseStore()
@@ -77,7 +83,7 @@ class CompressedLayer(DynamicLayer):
         self.turns: Turns = "append"
         self.protect: Spans | None = None
 
-    # What transformers asks of a layer.
+    # The interface of a transformers cache layer.
 
     @property
     def keys(self) -> Any:
@@ -100,7 +106,7 @@ class CompressedLayer(DynamicLayer):
         return not isinstance(self.policy, EvictingPolicy)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The store is made with the first tokens."""
+        """Do nothing: the store is filled by the first tokens."""
 
     def update(
         self,
@@ -110,11 +116,22 @@ class CompressedLayer(DynamicLayer):
         coming: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Append new tokens; returns all stored keys and values, new ones last.
+        """Append new tokens and return all stored keys and values, with the new ones at the end.
 
-        They are of a prompt at whose end the policy may choose, of which so many more are `coming`;
-        None where they are not. Where that chooses from all, what codes stand for is held again.
+        Offloaded tokens are restored first if they are due.
+
+        Args:
+            key_states: (B, H, N, D).
+            value_states: (B, H, N, Dv).
+            *args: ignored.
+            coming: how many tokens of the same prompt follow these ones, if the policy may choose
+                at its end; None for tokens of no such prompt.
+            **kwargs: ignored.
+
+        Returns:
+            The keys and the values to attend to.
         """
+        # The policy chooses from exact keys and values, so quantized ones become dense again.
         store, chooses = self.store, self.slots.kept is None or self.turns != "append"
         if self.offloaded.is_due:
             self.recall()
@@ -126,11 +143,14 @@ class CompressedLayer(DynamicLayer):
         return self.store.append(key_states, value_states, coming or 0, in_place=not evicts)
 
     def get_seq_length(self) -> int:
-        """Tokens seen, not slots stored: positions are counted from it."""
+        """Return the number of tokens seen, evicted ones included: positions continue from it."""
         return self.seen_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (columns, offset): stored slots stand for the last columns of the full mask."""
+        """Return how many columns the attention mask has and at which column it starts.
+
+        The stored slots stand for the last columns of the full mask.
+        """
         if self.recall_due or (self.slots.kept is None and not self.store.has_room):
             return self.columns + query_length, self.slots.removed_tokens
         store = self.store
@@ -142,7 +162,11 @@ class CompressedLayer(DynamicLayer):
         self.offloaded.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Hold the rows in that order; some may go, some come twice."""
+        """Select batch rows in a new order; a row may be left out or repeated.
+
+        Args:
+            beam_idx: (new B,) integers, the old row for every new one.
+        """
         if not self.store.is_filled:
             return
         before = self.store.slots
@@ -150,18 +174,18 @@ class CompressedLayer(DynamicLayer):
         self.slots, self.state = self.slots.select_rows(beam_idx), self.state.select_rows(beam_idx)
         self.queries.select_rows(beam_idx)
         self.offloaded.select_rows(beam_idx)
-        unused = before - self.store.slots  # where the row of the longest head is gone
+        unused = before - self.store.slots  # positive if the row with the longest head was left out
         if unused:
             self.slots = self.slots.without_first(unused)
             self.state = self.state.without_first(unused)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, such as rejected drafts or those of a refused pass.
+        """Remove the last tokens, such as rejected drafts or the tokens of a refused forward pass.
 
-        The caller must have asked `snapkv.cache.taking_back` whether the layer can.
+        The caller must have checked with `snapkv.cache.taking_back` that the layer can do it.
 
         Args:
-            tokens_to_remove: zero or a negative number, as in transformers.
+            tokens_to_remove: zero, or minus the number of tokens to remove, as in transformers.
         """
         tokens = -tokens_to_remove
         if not tokens:
@@ -175,7 +199,10 @@ class CompressedLayer(DynamicLayer):
         self.offloaded.truncate(self.columns)
 
     def __copy__(self) -> Self:
-        """A layer that goes on by itself; no tensor is copied but those that are written over."""
+        """Return a layer that can read other tokens from now on.
+
+        Both layers share all tensors except those that are changed in place.
+        """
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.offloaded, copied.store = copy.copy(self.offloaded), copy.copy(self.store)
@@ -185,14 +212,17 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def chooses_again(self) -> bool:
-        """Whether every later prompt brings it back to its budget."""
+        """Whether the layer compresses again at the end of every later prompt."""
         return self.turns != "append"
 
-    # What it holds.
+    # What the layer holds.
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens seen, whatever became of them: a number, but where a step counts on the device."""
+        """Number of tokens seen, evicted and dropped ones included.
+
+        It is an int, or a tensor while the device counts the tokens of recorded steps.
+        """
         return self._counted_tokens if self.store.has_room else self._seen_tokens
 
     @property
@@ -201,7 +231,7 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def columns(self) -> int:
-        """Tokens seen but those that every row was told to drop, pads counted."""
+        """Number of columns: the tokens seen, with padding and without what every row dropped."""
         return self.slots.columns_by(self.store.slots)
 
     @property
@@ -211,13 +241,13 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of what is held beside the keys and values, measured on the tensors."""
-        noted = self.slots.nbytes + self.state.nbytes - self._sink_bytes
-        return noted + self.queries.nbytes + self.store.index_bytes
+        """Bytes of everything else than the keys and values, measured on the tensors."""
+        own_bytes = self.slots.nbytes + self.state.nbytes - self._sink_bytes
+        return own_bytes + self.queries.nbytes + self.store.index_bytes
 
     @property
     def other_states(self) -> dict[str, Any]:
-        """What the layer carries besides tokens, by the names of transformers' attributes."""
+        """The layer's recurrent states, by the names of the attributes in transformers."""
         return {}
 
     @property
@@ -225,43 +255,51 @@ class CompressedLayer(DynamicLayer):
         return 0 if self.state.sink_keys is None else self.state.sink_keys.nbytes
 
     def stored_columns(self) -> Tensor:
-        """Return (B, H, S) int64: the column of every slot; negative where it holds no token."""
+        """Return the column of the token in every slot: (B, H, S) int64, negative for no token."""
         columns = self.slots.columns(self.store.slots, self.keys.device)
         return columns.expand(*self.keys.shape[:2], -1)
 
     def stored_positions(self) -> Tensor:
-        """Return (B, H, S) int64: the true position of every stored token, ascending; -1 for a pad.
+        """Return the position of every stored token in the text of its row.
 
-        An empty layer has B = H = S = 0.
+        Returns:
+            (B, H, S) int64, ascending, -1 for padding. An empty layer has B = H = S = 0.
         """
         if not self.store.is_filled:
             return torch.empty(0, 0, 0, dtype=torch.int64)
         return self.slots.positions_of(self.stored_columns())
 
-    def _note(self, **known: Any) -> None:
-        self.state = replace(self.state, **known)
+    def _update_state(self, **fields: Any) -> None:
+        self.state = replace(self.state, **fields)
 
-    # What else the wrapped attention asks of a layer.
+    # What else the wrapped attention needs from a layer.
 
     def remember_ids(self, token_ids: Tensor) -> None:
-        """Take the new tokens' ids, behind those of its turn, or instead of the last step's."""
+        """Remember the ids of the new tokens, for policies that look at tokens.
+
+        They are added to the earlier ids of the same turn, but replace the ids of the last decode
+        step.
+
+        Args:
+            token_ids: (B, N) integers.
+        """
         known = self.state.token_ids
         if self.queries.held is not None and known is not None:
             token_ids = torch.cat([known, token_ids], dim=1)
-        self._note(token_ids=token_ids)
+        self._update_state(token_ids=token_ids)
 
-    # What becomes of its tokens.
+    # Evicting and quantizing.
 
     def select(
         self, kept: Tensor, tokens: int, counts: Counts | None = None, **changes: Any
     ) -> None:
-        """Keep some of the first `tokens` slots, and all slots that come after them.
+        """Keep some of the first `tokens` slots, and all slots after them.
 
         Args:
             kept: (B, H', K) int64, slots as in `TokenStore.select`.
             tokens: how many slots were chosen from.
             counts: how many of them each head keeps, if heads differ.
-            **changes: other fields of the `SlotMap` that change with it.
+            **changes: new values for other fields of `slots`.
         """
         every_head = kept.expand(-1, max(kept.shape[1], self.store.keys.shape[1]), -1)
         columns = self.slots.columns_of(every_head, tokens)
@@ -269,35 +307,48 @@ class CompressedLayer(DynamicLayer):
         self.slots = self.slots.chosen(columns, self.slots.columns_by(tokens), **changes)
 
     def token_cost(self, query_heads: int) -> ops.TokenCost:
-        """What tokens cost that the heads keep, or so many query heads with sets of their own."""
+        """Return how many bytes the kept tokens of this layer take.
+
+        Args:
+            query_heads: how many query heads the layer has. They count if each of them keeps tokens
+                of its own; otherwise the KV heads do.
+        """
         heads = query_heads if self.policy.per_query_head else self.keys.shape[1]
         return self.store.token_cost(heads, self.codes)
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer, **lost: Tensor) -> None:
-        """Note that the prompt has been read, and keep of it what was chosen.
+        """Record that the prompt has been read, and evict what was not selected.
 
-        Where turns follow, the prompt is all that was seen so far or, without recall, all that is
-        stored. What of the votes is `lost` is noted, see `LayerState`.
+        Args:
+            selection: what to keep; None to keep everything and leave the choice to a later turn.
+            prompt: the prompt's states in this layer. In a later turn, these are all tokens seen so
+                far or, without recall, all stored tokens.
+            **lost: the lost votes, as fields of `LayerState`.
         """
         self.note_end(prompt, **lost)
         if selection is not None:
             self.keep(selection)
 
     def note_end(self, prompt: PromptLayer, **lost: Tensor) -> None:
-        """Note that the prompt has been read; `lost` as in `end_prompt`."""
+        """Record that the prompt has been read, without evicting anything.
+
+        Args:
+            prompt: the prompt's states in this layer.
+            **lost: the lost votes, as fields of `LayerState`.
+        """
         slots = self.slots
         self.queries.end_prompt(prompt.queries)
-        self._note(**{"lost_mass": None, "lost_peak": None, **lost})
+        self._update_state(**{"lost_mass": None, "lost_peak": None, **lost})
         pads = prompt.pad_tokens if slots.is_whole else slots.pads
         chosen_at = slots.seen(prompt.keys.shape[2])
         self.slots = replace(slots, pads=pads, chosen_at=chosen_at)
 
     def kept_slots(self, prompt_tokens: int) -> int:
-        """Behind a prompt of so many tokens: the slots of what was kept of it."""
+        """Return how many slots a prompt of `prompt_tokens` tokens occupies after compression."""
         return prompt_tokens if self.slots.kept is None else self.slots.chosen_slots
 
     def in_heads(self, tokens: int) -> RaggedStore:
-        """Its store, of which so many first slots are what heads keep."""
+        """Return the store as a ragged one, whose first `tokens` slots may differ between heads."""
         store = self.store
         if isinstance(store, DenseStore):
             store = store.ragged_from(self.slots.leading_padding, tokens)
@@ -305,15 +356,19 @@ class CompressedLayer(DynamicLayer):
         return store
 
     def hold_codes(self, store: CodedStore, tokens: int) -> None:
-        """Replace the first `tokens` slots by their codes, which are in `store`.
+        """Replace the first `tokens` slots by their quantized form.
 
-        With recall, the exact keys and values are offloaded first, unless some token was evicted:
-        then all of them have been.
+        With recall, the exact keys and values are offloaded first. If a token was evicted before,
+        all of them have been offloaded already.
+
+        Args:
+            store: the store with the quantized slots, which replaces the present one.
+            tokens: how many slots are quantized.
         """
-        whole, self.store = self.store, store
+        exact, self.store = self.store, store
         self.slots = self.slots.without_padding()
         if self.slots.kept is None:
-            self.offloaded.append_up_to(tokens, whole)
+            self.offloaded.append_up_to(tokens, exact)
 
     def keep(self, selection: Selection) -> None:
         """Keep the selected slots of a prompt; with recall, offload all tokens first."""
@@ -326,15 +381,15 @@ class CompressedLayer(DynamicLayer):
         if selection.scores is not None:
             scores = scores_of_slots(selection.scores, kept, self.keys.shape[1])
         ids = None if ids is None else ids[:, tokens:]
-        self._note(head_notes=selection.head_notes, slot_scores=scores, token_ids=ids)
+        self._update_state(head_notes=selection.head_notes, slot_scores=scores, token_ids=ids)
         if selection.sink_tokens:
             self.move_sinks(selection.sink_tokens)
 
     def keep_rows(self, rows: Tensor, counts: Counts, columns: Tensor) -> None:
-        """Keep some tokens of every head of a prompt; with recall, offload all tokens first.
+        """Keep different tokens in every head of a prompt; with recall, offload all tokens first.
 
         Args:
-            rows: (N,) int64, which tokens: places in the list of all tokens, head by head.
+            rows: (N,) int64, the kept tokens, as indices into the list of all tokens, head by head.
             counts: how many of them each head keeps.
             columns: (B, H, K) int32, the columns of these tokens; -1 in front if a head keeps
                 fewer than K.
@@ -348,44 +403,47 @@ class CompressedLayer(DynamicLayer):
         self.store.select_flat(rows.to(device), counts)
         self.slots = self.slots.chosen(columns.to(device), at, padding_slots=None)
         ids = self.state.token_ids
-        self._note(head_notes=None, token_ids=None if ids is None else ids[:, tokens:])
+        self._update_state(head_notes=None, token_ids=None if ids is None else ids[:, tokens:])
 
     def move_sinks(self, sink_tokens: int) -> None:
-        """Rotate the first keys as if their tokens stood right before the other stored tokens.
+        """Rotate the keys of the attention sinks to the positions right before the other tokens.
+
+        Args:
+            sink_tokens: how many of the first stored tokens are sinks.
 
         Raises:
-            InvalidArgumentError: heads hold different numbers of tokens.
+            InvalidArgumentError: the heads hold different numbers of tokens.
         """
         if not self.slots.evicted_tokens:
             return
         if self.store.ragged is not None:
             raise wrong(
                 "sink_tokens",
-                f"expected 0 where heads keep different numbers of tokens, got {sink_tokens} of "
-                f"{self.policy.name}",
+                f"{self.policy.name} cannot move {sink_tokens} attention sinks, because the heads "
+                "keep different numbers of tokens",
                 "Leave the sinks at their own positions",
             )
         assert self.identity.rotation is not None
         gap, state = self.slots.evicted_by_row(), self.state
         before = (state.sink_keys, state.sinks_moved)
         keys, moved = self.store.move_sinks(sink_tokens, gap, self.identity.rotation, before)
-        self._note(sink_keys=keys, sinks_moved=moved)
+        self._update_state(sink_keys=keys, sinks_moved=moved)
 
     def _hold_dense(self, store: RaggedStore) -> None:
         self.store, padding = DenseStore.of(store)
         if self.slots.kept is not None and bool(padding.any()):
             self.slots = replace(self.slots, padding_slots=padding)
 
-    # Room for the steps of one `generate`, which may be replayed without Python.
+    # Memory for the decode steps of one `generate`, which may be replayed without Python.
 
     def take_room(self, tokens: int) -> None:
-        """Have room for `tokens` more tokens, at addresses that stay until `leave_room`."""
+        """Allocate memory for `tokens` more tokens, whose address is fixed until `leave_room`."""
         self.store = self.store.with_room(tokens, self.slots.leading_padding)
         self.slots = self.slots.without_padding()
         self.queries.own()
 
     def leave_room(self) -> None:
-        """Grow again as before; without effect if no room was taken."""
+        """Give up the fixed addresses; without effect if `take_room` was not called before."""
         if not self.store.has_room:
             return
         self.store.leave_room()
@@ -395,12 +453,13 @@ class CompressedLayer(DynamicLayer):
         self.queries.own()
         self.store.finalize_step()
 
-    # What was dropped and comes back.
+    # Recall.
 
     @property
     def recall_due(self) -> bool:
-        """Whether the next tokens must find the offloaded ones restored, because they are of a
-        prompt whose end votes on all of them.
+        """Whether the next forward pass must first restore the offloaded tokens.
+
+        This is so if the pass reads a new turn, whose end chooses from all of them again.
         """
         return self.offloaded.is_due
 
@@ -410,7 +469,7 @@ class CompressedLayer(DynamicLayer):
         return self.slots.kept is None and not self.store.has_room and self.store.is_exact
 
     def recall(self) -> None:
-        """Restore the offloaded tokens in front of the newer ones, as if nothing was evicted."""
+        """Put the offloaded tokens back in front of the newer ones, as if none had been evicted."""
         self.offloaded.is_due = False
         if self.holds_all:
             return
@@ -420,12 +479,26 @@ class CompressedLayer(DynamicLayer):
         self.replace_tokens(store, self.slots.whole())
 
     def replace_tokens(self, store: TokenStore, slots: SlotMap) -> None:
-        """Hold the tokens of another store from now on; `slots` says which they are."""
+        """Replace the stored tokens.
+
+        Args:
+            store: the new keys and values.
+            slots: which token is in which slot of `store`.
+        """
         self.store, self.slots = store, slots
         self._seen_tokens = self._counted_tokens
 
 
 def scores_of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
-    """(B, heads, K): the (B, heads or 1, S) scores of (B, heads or 1, K) slots; any for -1."""
+    """Return the scores of the kept slots of every head.
+
+    Args:
+        scores: (B, `heads` or 1, S) float32, the score of every slot.
+        kept: (B, `heads` or 1, K) int64, slots; -1 for none.
+        heads: how many heads the result has.
+
+    Returns:
+        (B, heads, K) float32. The score of a slot -1 is arbitrary.
+    """
     kept = kept.expand(-1, heads, -1).clamp(min=0)
     return scores.expand(-1, heads, -1).gather(2, kept)

@@ -25,7 +25,7 @@ MOST_BYTES = {"cpu": 4 << 20}
 """How many bytes of keys and values may wait, by type of device. A single layer may hold more."""
 
 _MOST_BYTES = 128 << 20
-"""The same for any other device. Stacking the layers takes as much memory again."""
+"""How many bytes may wait on any other device. Stacking the layers takes as much memory again."""
 
 
 class LayerGroup:
@@ -44,7 +44,7 @@ class LayerGroup:
         self.prompts: list[PromptLayer] = []
         self.check_votes: Callable[[LayerGroup], None] | None = None
         self._outputs: list[Tensor] = []
-        self._next: Any = None  # depth and kind of a prompt that may join
+        self._next: Any = None  # the depth and `stack_key` of a prompt that may join
         self._bytes_left = 0
         self.is_full = self.reaches_last = False
 
@@ -78,7 +78,7 @@ class LayerGroup:
         self.reaches_last = prompt.depth == prompt.num_layers - 1
         stays_alone = prompt.stack_key is None or not layer.policy.can_select_stacked
         self.is_full = self._bytes_left <= 0 or stays_alone or self.reaches_last
-        if not self.is_full:  # as views, these would keep the states of all tokens in memory
+        if not self.is_full:  # copied, since views would keep the states of all tokens in memory
             prompt = replace(prompt, queries=prompt.queries.clone())
             output = None if output is None else output.clone()
         self.layers.append(layer)
@@ -90,7 +90,7 @@ class LayerGroup:
     @functools.cached_property
     @torch.no_grad()
     def stack(self) -> PromptLayer:
-        """What the layers have read, as rows of one layer."""
+        """The prompts of all layers of the group, stacked as batch rows of one layer."""
         return PromptLayer.stack(self.prompts)
 
     @property
@@ -137,35 +137,35 @@ class LayerGroup:
 
 
 def most_bytes(device: torch.device) -> int:
-    """Return how many bytes layers may hold that are worked on together."""
+    """Return how many bytes a group of layers may hold on `device`."""
     return MOST_BYTES.get(device.type, _MOST_BYTES)
 
 
 def encode(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes | None) -> None:
-    """Quantize what layers keep of a prompt; without effect if `codes` is None.
+    """Quantize the slots that layers keep of a prompt, in place.
 
-    Consecutive layers of the same kind are quantized together, up to `most_bytes`: a GPU is waited
-    for once for all of them.
+    Consecutive layers of the same kind are quantized together, up to `most_bytes`, because each
+    call has to wait for the GPU once.
 
     Args:
         kept: each layer with the number of its first slots that are quantized.
-        codes: the number of bits.
+        codes: the quantized form; None to quantize nothing.
     """
     if codes is None:
         return
     filled = [(layer, tokens) for layer, tokens in kept if tokens]
-    for _, alike in itertools.groupby(filled, lambda each: _kind_of_states(each[0])):
+    for _, alike in itertools.groupby(filled, lambda each: _stack_key(each[0])):
         layers = list(alike)
         largest = max(layer.held_bytes for layer, _ in layers)
         count = max(1, most_bytes(layers[0][0].keys.device) // largest)
         for start in range(0, len(layers), count):
-            some = layers[start : start + count]
-            stores = [layer.in_heads(tokens) for layer, tokens in some]
+            part = layers[start : start + count]
+            stores = [layer.in_heads(tokens) for layer, tokens in part]
             coded = CodedStore.of_each(stores, codes)
-            for (layer, tokens), store in zip(some, coded, strict=True):
+            for (layer, tokens), store in zip(part, coded, strict=True):
                 layer.hold_codes(store, tokens)
 
 
-def _kind_of_states(layer: CompressedLayer) -> tuple[Any, ...]:
+def _stack_key(layer: CompressedLayer) -> tuple[Any, ...]:
     keys, values = layer.keys, layer.values
     return keys.device, keys.dtype, keys.shape[-1], values.shape[-1]

@@ -1,4 +1,4 @@
-"""What a cache is told of what it reads: where a prompt ends, how it comes, what its masks hide."""
+"""What a cache knows about the text that it reads: where the prompt ends, its ids, its padding."""
 
 import contextlib
 import threading
@@ -15,30 +15,42 @@ from snapkv.cache.read_ids import ReadIds
 from snapkv.cache.recall import schedule_recall, set_aside
 from snapkv.errors import (
     CacheMismatchError,
-    InvalidArgumentError,
     InvalidTypeError,
+    SnapKVError,
     UnsupportedModelError,
+    wrong,
 )
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.validation import require_int
 
 
-def one_reading_refusal(policy: Policy, remedy: str) -> InvalidArgumentError:
-    """Of a method that chooses in all layers at once, where each is to choose by itself."""
-    return InvalidArgumentError(
-        f"policy: expected one that chooses when a layer has read a prompt, got {policy.name}, "
-        "which chooses when all of them have read a text, before any question is known; "
-        f"{remedy}"
+def one_reading_refusal(policy: Policy, remedy: str) -> SnapKVError:
+    """Build the error for a policy that must read a text twice, where it is read only once.
+
+    Args:
+        policy: the policy.
+        remedy: what to do instead, as for `snapkv.errors.wrong`.
+    """
+    return wrong(
+        "policy",
+        f"{policy.name} cannot be used for a prompt that is read only once, because it selects "
+        "tokens after a second reading of the text",
+        remedy,
     )
 
 
 @dataclass(eq=False)
 class PaddingTracker:
-    """Looks at the masks of a cache's forward passes as they are made.
+    """Checks the padding in the attention masks of a cache's forward passes.
 
-    Pads stand in front of a row, and nowhere else. Those in front of a prompt are read where it
-    ends. A batch whose turns or answers differ in length is refused before anything is read.
-    The last mask was made for a pass by whose end `masked_to` tokens have been seen.
+    Padding is only allowed in front of a row. So a batch whose later turns or answers have
+    different lengths is refused before anything is read.
+
+    Attributes:
+        layers: the compressed layers.
+        masked_to: how many tokens will have been seen after the forward pass for which the last
+            mask was made; None before the first one.
+        has_states: whether the model has layers with a recurrent state.
     """
 
     layers: Sequence[CompressedLayer]
@@ -46,9 +58,20 @@ class PaddingTracker:
     has_states: bool = False
 
     def expect(self, visible: Tensor | None, new_tokens: int) -> Tensor | None:
-        """(B, tokens seen + new) bool, which are no pads, to make masks of; None for all.
+        """Check the padding mask of a forward pass, and return the mask to use.
 
-        Of the same as the model was given it; pads behind a row's first token are refused.
+        Args:
+            visible: (B, seen + new) bool, False for padding, as the model received it; None if
+                there is no padding.
+            new_tokens: how many tokens the forward pass reads.
+
+        Returns:
+            (B, seen + new) bool in which the padding of earlier tokens is filled in, or None if
+            nothing is hidden.
+
+        Raises:
+            UnsupportedModelError: a row has padding after its first token, the mask does not
+                cover all tokens, or a single padding token would be read into a recurrent state.
         """
         layer = self.layers[0]
         if not layer.store.has_room:
@@ -64,52 +87,68 @@ class PaddingTracker:
             return known
         if len(visible) != len(known):
             return visible
-        visible = _whole(visible, total)[:, :total]
+        visible = _full_mask(visible, total)[:, :total]
         _, offset = layer.get_mask_sizes(new_tokens)
         rows = (known & ~visible).any(dim=-1).sum()
         hidden_rows, hides_nothing = torch.stack([rows, known[:, offset:].all()]).tolist()
         if hidden_rows:
-            raise UnsupportedModelError(
-                f"attention_mask: expected no padding after a row's first token, since a row is "
-                f"one conversation, got {hidden_rows} of {len(visible)} rows with some (a turn or "
-                "an answer shorter than others of the batch); give each conversation a cache of "
-                "its own, or pass attention_mask where the text itself has the pad token"
+            raise wrong(
+                "attention_mask",
+                f"{hidden_rows} of {len(visible)} rows have padding after their first token, "
+                "because a turn or an answer is shorter than others of the batch",
+                "Give each conversation a cache of its own, or pass attention_mask if the text "
+                "itself contains the pad token",
+                UnsupportedModelError,
             )
-        return None if hides_nothing else known  # a pad stays one
+        return None if hides_nothing else known  # what was padding before stays hidden
 
     def require_token(self, visible: Tensor | None) -> None:
-        """Refuse a pad that is read alone into a state, which transformers does not hide there."""
+        """Raise if a single padding token would be read into a recurrent state.
+
+        transformers hides padding from a recurrent state only if several tokens are read at once.
+
+        Args:
+            visible: (B,) bool, False for padding; None for no padding.
+
+        Raises:
+            UnsupportedModelError: a row reads padding.
+        """
         in_first = self.has_states and not self.layers[0].slots.chosen_at
         if in_first and visible is not None and not bool(visible.all()):
-            raise UnsupportedModelError(
-                "attention_mask: expected several tokens at once where a row has padding and "
-                "layers carry a state, which hides none of a single one, got one; read the "
-                "prompt in larger pieces"
+            raise wrong(
+                "attention_mask",
+                "a single padding token would be read into the recurrent state of a layer, which "
+                "can only ignore padding if several tokens are read at once",
+                "Read the prompt in larger pieces",
+                UnsupportedModelError,
             )
 
 
-def _whole(visible: Tensor, total: int) -> Tensor:
-    """A mask for all tokens; one that is too short must hide nothing.
+def _full_mask(visible: Tensor, total: int) -> Tensor:
+    """Extend a mask that hides nothing to `total` columns; a mask that is long enough stays.
 
-    transformers 5.17 makes such masks where a later prompt is read in pieces.
+    Raises:
+        UnsupportedModelError: the mask is too short, and it hides something.
     """
+    # transformers 5.17 makes masks that are too short when it reads a later prompt in pieces.
     if visible.shape[1] >= total:
         return visible
     if not bool(visible.all()):
-        raise UnsupportedModelError(
-            f"attention_mask: expected a column for each of {total:,} tokens, those seen before "
-            f"included, got {visible.shape[1]:,}; pass the whole mask"
+        raise wrong(
+            "attention_mask",
+            f"expected a column for each of {total:,} tokens, including those seen before, got "
+            f"{visible.shape[1]:,} columns",
+            "Pass the mask of the whole conversation",
+            UnsupportedModelError,
         )
     return visible.new_ones(len(visible), total)
 
 
-def _whole_rows(layer: CompressedLayer) -> Tensor:
-    """Return (B,) bool on the CPU: which rows of a compressed layer hold all their tokens.
-
-    It is False for all rows if they all hold the same number of tokens, for which no device is
-    asked.
-    """
+def _rows_without_eviction(layer: CompressedLayer) -> Tensor:
+    """Return which rows of a compressed layer still hold all their tokens: (B,) bool on the CPU."""
     slots = layer.slots
+    # If all rows hold the same number of tokens, every row has evicted some. This needs no number
+    # from the device.
     if slots.pads is None and slots.padding_slots is None and layer.store.ragged is None:
         return torch.zeros(len(layer.keys), dtype=torch.bool)
     return slots.whole_rows().cpu()
@@ -117,27 +156,30 @@ def _whole_rows(layer: CompressedLayer) -> Tensor:
 
 @dataclass(kw_only=True)
 class PromptState:
-    """What a cache has been told of the prompt or turn that it reads.
+    """What a cache knows about the prompt or turn that it is reading.
 
-    The wrapped attention depends on this, not on the cache.
+    The wrapped attention depends on this class and not on the cache.
 
     Attributes:
-        layers: the compressed ones.
-        prompt_end: tokens up to the end of the prompt or of the turn; None until it is known.
-        turn_start: tokens before it.
-        question_tokens: the length of the question that comes next, as `expect_question` has it;
-            None where nobody has said.
-        is_piecewise: whether one layer after the other is reading.
-        verifies_drafts: whether a forward pass may hold drafts.
-        coming_ids: after how many tokens the tokens of which ids come; None while not announced.
-        read_ids: what is known of the tokens that were read, by `generate` alone.
-        ids_start: columns before the ids that `generate` goes on with; None while it reads a
-            prompt, whose ids may come in pieces.
-        is_broken: whether a layer's attention has begun and not come to its end.
-        thread: identifier of the thread whose forward pass began last; None before the first.
+        layers: the compressed layers.
+        prompt_end: how many tokens there are up to the end of the prompt or turn; None until it is
+            known.
+        turn_start: how many tokens there are before the prompt or turn.
+        question_tokens: the length of the next question, as set by `expect_question`; None if it
+            is not known.
+        is_piecewise: whether the layers read the prompt one after the other, each in pieces.
+        verifies_drafts: whether a forward pass may contain draft tokens.
+        coming_ids: the announced ids of the next tokens, after the number of tokens that come
+            before them; None if no ids were announced.
+        read_ids: the ids of the tokens that `generate` has read.
+        ids_start: how many columns there are before the ids that `generate` continues; None while
+            it reads a prompt, whose ids may come in pieces.
+        is_broken: whether the attention of a layer was interrupted, so that the layers may have
+            seen different numbers of tokens.
+        thread: identifier of the thread that began the last forward pass; None before the first.
         chooser: decides when the layers choose what they keep of the prompt.
-        looks_at_tokens: whether the policy is told the ids of all tokens.
-        forward_pass: the `snapkv.hf.forward_context.Pass` that its first layer has begun; None
+        looks_at_tokens: whether the policy needs the ids of all tokens.
+        forward_pass: the `snapkv.hf.forward_context.Pass` that the first layer has begun; None
             before the first one, and after tokens were taken back.
     """
 
@@ -160,7 +202,7 @@ class PromptState:
 
     @property
     def policy(self) -> Policy:
-        """That of all layers."""
+        """The policy, which all layers share."""
         return self.layers[0].policy
 
     @property
@@ -169,31 +211,31 @@ class PromptState:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch; 0 while empty."""
+        """Number of batch rows; 0 while the cache is empty."""
         keys = self.layers[0].store.keys
         return 0 if keys is None else len(keys)
 
     @property
     def is_announced(self) -> bool:
-        """Whether it is known where the prompt or turn that comes next ends."""
+        """Whether a prompt or turn was announced and has not been read to its end."""
         return self.prompt_end is not None and self.seen_tokens < self.prompt_end
 
     @property
     def is_coming(self) -> bool:
-        """Whether what is read next may be a prompt: its end has yet to be read."""
+        """Whether the next tokens may belong to a prompt, because its end was not read so far."""
         return self.prompt_end is None or self.is_announced
 
     def forget(self) -> None:
-        """Begin anew: nothing has been read, nothing is announced."""
+        """Reset everything to the state of an empty cache."""
         vars(self).update(vars(PromptState(layers=self.layers)))
 
     def forget_taken_back(self, seen_before: int, *, chooses_again: bool = False) -> None:
-        """Forget what was known of tokens that the layers have taken back.
+        """Forget what was known about tokens that the layers have just removed.
 
         Args:
             seen_before: how many tokens the layers had seen before.
-            chooses_again: whether the next tokens end a prompt that is chosen from as a whole, even
-                if the end of the last one was not taken back.
+            chooses_again: whether the next tokens end a prompt whose tokens are all selected from,
+                even if the end of the last prompt was not removed.
         """
         self.read_ids = self.read_ids.up_to(self.seen_tokens)
         end = self.prompt_end
@@ -205,19 +247,27 @@ class PromptState:
     # Where the prompt ends.
 
     def end_by(self, seen_tokens: int) -> int:
-        """Where the prompt ends; without an announcement, with the pass that has seen so many."""
+        """Return where the prompt ends. If it was not announced, set its end to `seen_tokens`.
+
+        Args:
+            seen_tokens: how many tokens will have been seen after the present forward pass.
+
+        Raises:
+            CacheMismatchError: the end was not announced, and the pass may contain draft tokens.
+        """
         if self.prompt_end is None:
             self.require_end()
             self.turn_start, self.prompt_end = self.seen_tokens, seen_tokens
         return self.prompt_end
 
     def require_prompt(self, new_tokens: int) -> None:
-        """Refuse a pass that would read a prompt wrongly, before any layer has changed.
+        """Raise if a forward pass would read a prompt wrongly. No layer has changed yet.
 
         Raises:
-            CacheMismatchError: it may hold drafts, or reads tokens after the end that it reaches.
-            InvalidArgumentError: the policy cannot choose at the end that it reaches, or would ask
-                for queries that are not held.
+            CacheMismatchError: the pass may contain draft tokens while the prompt's end is not
+                known, or it contains tokens after the end.
+            InvalidArgumentError: the policy cannot select at the prompt's end, or needs queries
+                that are not held.
         """
         if self.prompt_end is not None and self.prompt_end <= self.layers[0].seen_tokens:
             return
@@ -227,27 +277,43 @@ class PromptState:
             self.require_queries(self.seen_tokens + new_tokens)
 
     def require_end(self, new_tokens: int = 0) -> None:
-        """Refuse a pass that may hold drafts, or more tokens than the prompt that it ends."""
+        """Raise unless the next forward pass can end the prompt.
+
+        Raises:
+            CacheMismatchError: the pass may contain draft tokens while the prompt's end is not
+                known, or it contains tokens after the end.
+        """
         if self.prompt_end is None and self.verifies_drafts:
-            raise CacheMismatchError(
-                "cache: expected to know where the prompt ends before drafts are "
-                "verified, got a first forward pass that may hold drafts; call "
-                "cache.expect_prompt(prompt_tokens)"
+            raise wrong(
+                "cache",
+                "it does not know where the prompt ends, and its first forward pass may contain "
+                "draft tokens",
+                "Call cache.expect_prompt(prompt_tokens) before drafts are verified",
+                CacheMismatchError,
             )
         if tokens := self.tokens_behind(new_tokens):
-            raise CacheMismatchError(
-                "cache: expected a forward pass to end where the prompt does, got one "
-                f"with {tokens:,} tokens after it; read them in a pass of their own"
+            raise wrong(
+                "cache",
+                f"the forward pass that ends the prompt contains {tokens:,} tokens after it",
+                "Read these tokens in a forward pass of their own",
+                CacheMismatchError,
             )
 
     def tokens_behind(self, new_tokens: int) -> int:
-        """How many of a pass that ends the prompt stand behind it; 0 of any other pass."""
+        """Return how many tokens of the forward pass come after the end of the prompt.
+
+        The result is 0 for a pass that does not end an announced prompt.
+        """
         if self.prompt_end is None or new_tokens <= 1 or not self.is_announced:
             return 0
         return max(0, self.seen_tokens + new_tokens - self.prompt_end)
 
     def require_choice(self, new_tokens: int) -> None:
-        """Refuse a prompt's end at which the method cannot choose, before a layer has changed."""
+        """Raise if the forward pass ends a prompt at which the policy cannot select.
+
+        Raises:
+            InvalidArgumentError: the policy needs a second reading of the text.
+        """
         first, end = self.layers[0], self.prompt_end
         policy = first.policy
         needs_all = "all_layers" in policy.needs and policy.needs_reconstruction_pass
@@ -255,28 +321,44 @@ class PromptState:
             return
         seen = self.seen_tokens
         if end is None or seen < end <= seen + new_tokens:
-            remedy = "fill the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
+            remedy = "Fill the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
             raise one_reading_refusal(policy, remedy)
 
     def expect_prompt(self, prompt_tokens: int) -> None:
-        """Announce that the prompt ends after that many tokens; see `CompressedCache`."""
+        """Announce that the prompt ends after `prompt_tokens` tokens; see `CompressedCache`.
+
+        Raises:
+            InvalidArgumentError: `prompt_tokens` is less than 1, or the policy needs queries that
+                are not held.
+            InvalidTypeError: `prompt_tokens` is not an integer.
+            CacheMismatchError: the cache has already seen that many tokens, or only some rows were
+                compressed.
+        """
         prompt_tokens = require_int("prompt_tokens", prompt_tokens, minimum=1)
         seen = self.seen_tokens
         if prompt_tokens <= seen:
-            raise CacheMismatchError(
-                f"cache: expected a prompt longer than the {seen} tokens the cache has "
-                f"already seen, got {prompt_tokens} tokens; pass the whole conversation, or call "
-                "cache.reset() before another one"
+            raise wrong(
+                "cache",
+                f"expected a prompt longer than the {seen} tokens that the cache has already "
+                f"seen, got {prompt_tokens} tokens",
+                "Pass the whole conversation, or call cache.reset() before another one",
+                CacheMismatchError,
             )
         self.require_one_choice()
         self.require_queries(prompt_tokens)
-        if not self.is_announced:  # or the turn has begun, and only its end is another
+        if not self.is_announced:  # otherwise the turn has begun, and only its end changes
             self.turn_start = seen
         self.prompt_end = prompt_tokens
         schedule_recall(self.layers, is_prompt_next=self.is_coming)
 
     def require_one_choice(self) -> None:
-        """Refuse a turn behind what was kept, at whose end some rows alone would choose first."""
+        """Raise if a stored turn would follow a prompt that only some rows have compressed.
+
+        The other rows would then select at the end of the turn.
+
+        Raises:
+            CacheMismatchError: some rows still hold all their tokens, while others do not.
+        """
         first = self.layers[0]
         policy = first.policy
         if (
@@ -288,18 +370,28 @@ class PromptState:
         compressed = [layer for layer in self.layers if layer.slots.is_compressed]
         if not compressed:
             return
-        of_layers = torch.stack([_whole_rows(layer) for layer in compressed])
-        together = "all_layers" in policy.needs  # where one may hold all and others do not
-        whole = int((of_layers.all(dim=0) if together else of_layers.any(dim=0)).sum())
-        if whole:
-            raise CacheMismatchError(
-                f"cache: expected rows that were all compressed where a turn is stored "
-                f"after them, got {whole} of {self.rows} rows that have kept everything; give "
-                "each conversation a cache of its own, or pass recall='host'"
+        by_layer = torch.stack([_rows_without_eviction(layer) for layer in compressed])
+        # A budget for all layers may leave everything in one layer and evict in others.
+        is_shared = "all_layers" in policy.needs
+        rows = int((by_layer.all(dim=0) if is_shared else by_layer.any(dim=0)).sum())
+        if rows:
+            raise wrong(
+                "cache",
+                f"a turn cannot be stored after the prompt, because {rows} of {self.rows} rows "
+                "have kept all of it and the others were compressed",
+                "Give each conversation a cache of its own, or pass recall='host'",
+                CacheMismatchError,
             )
 
     def require_queries(self, prompt_tokens: int) -> None:
-        """Refuse a prompt up to there whose end asks for queries that are not held."""
+        """Raise if the policy needs queries of earlier turns, which are not held.
+
+        Args:
+            prompt_tokens: how many tokens there are up to the end of the prompt.
+
+        Raises:
+            InvalidArgumentError: the policy needs them.
+        """
         layer = self.layers[0]
         most = layer.policy.most_tokens
         if not self.seen_tokens or "queries" not in layer.policy.needs:
@@ -309,16 +401,21 @@ class PromptState:
             return
         choosing = prompt_tokens - layer.slots.removed_tokens
         if layer.slots.kept is None and (most is None or choosing > most):
-            raise InvalidArgumentError(
-                f"policy: expected one that does not ask for the queries of earlier turns where "
-                f"one of them fitted the budget, got {self.policy.name} and a turn up to "
-                f"{prompt_tokens:,} tokens; read the conversation into a new cache, or use LagKV "
-                "or KeyDiff"
+            raise wrong(
+                "policy",
+                f"{self.policy.name} needs the queries of earlier turns to compress the "
+                f"conversation at {prompt_tokens:,} tokens, but these were not kept, since the "
+                "earlier turns fitted the budget",
+                "Read the conversation into a new cache, or use LagKV or KeyDiff",
             )
 
     @contextlib.contextmanager
     def announced(self, prompt_tokens: int) -> Iterator[None]:
-        """Announce a prompt, and take the announcement back if nothing of it could be read."""
+        """Announce a prompt within this block, and withdraw it if none of it could be read.
+
+        Raises:
+            SnapKVError: as `expect_prompt` and `require_arrived` do.
+        """
         before, seen = self.prompt_end, self.seen_tokens
         self.expect_prompt(prompt_tokens)
         try:
@@ -333,12 +430,19 @@ class PromptState:
             raise
 
     def require_arrived(self) -> None:
-        """Refuse a model whose forward pass has not read the announced prompt into every layer."""
+        """Raise unless the announced prompt has been read into every layer.
+
+        Raises:
+            UnsupportedModelError: the model has not read the whole prompt into the cache.
+            CacheMismatchError: a layer did not read the prompt's end, or still waits to choose.
+        """
         if self.is_announced:
-            raise UnsupportedModelError(
-                f"model: expected one that reads a prompt into the cache it is given, got "
-                f"{self.seen_tokens:,} of {self.prompt_end:,} tokens in it; use transformers' own "
-                "cache for it"
+            raise wrong(
+                "model",
+                f"it has read {self.seen_tokens:,} of {self.prompt_end:,} tokens of the prompt "
+                "into the cache it is given",
+                "Use the cache of transformers for this model",
+                UnsupportedModelError,
             )
         self.require_chosen()
 
@@ -346,7 +450,7 @@ class PromptState:
         """Record that a layer reads the end of the prompt or turn.
 
         Raises:
-            CacheMismatchError: a layer before it has missed the end, or the layer comes twice.
+            CacheMismatchError: an earlier layer has not read it, or this layer reads it twice.
         """
         first, *later = self.chooser.unread_layers
         if first != layer_idx:
@@ -363,98 +467,131 @@ class PromptState:
         if self.chooser.unread_layers or self.chooser.group.layers:
             raise self.interrupted(self.chooser.unread_layers)
 
-    def interrupted(self, layers: Sequence[int] = ()) -> CacheMismatchError:
-        """Return the error of a forward pass that some layers have not read to its end.
+    def interrupted(self, layers: Sequence[int] = ()) -> SnapKVError:
+        """Return the `CacheMismatchError` for a forward pass that some layers have not finished.
 
         Args:
-            layers: indices of those that did not attend through snapkv, if they are known.
+            layers: indices of the layers that did not attend through snapkv, if they are known.
         """
         if self.thread not in (None, threading.get_ident()):
-            return CacheMismatchError(
-                "cache: another thread has begun a forward pass with this cache and not finished "
-                "it, so the tokens of both would be mixed. Give each thread a CompressedCache of "
-                "its own, and call cache.reset() before this one is used again"
+            return wrong(
+                "cache",
+                "another thread has begun a forward pass with this cache and not finished it, so "
+                "the tokens of both would be mixed",
+                "Give each thread a CompressedCache of its own, and call cache.reset() before this "
+                "one is used again",
+                CacheMismatchError,
             )
-        of = f", in which layer {', '.join(map(str, layers))} did not attend" if layers else ""
-        return CacheMismatchError(
-            "cache: expected every layer's attention to run through snapkv, got a forward pass "
-            "that was interrupted, of another model, or of another attention implementation"
-            f"{of}; call cache.reset(), and make a CompressedCache for each model as it is"
+        missing = f" in layer {', '.join(map(str, layers))}" if layers else ""
+        return wrong(
+            "cache",
+            f"the attention of the last forward pass did not run through snapkv{missing}, because "
+            "the pass was interrupted or used another model or another attention implementation",
+            "Call cache.reset(), and make a new CompressedCache for another or a changed model",
+            CacheMismatchError,
         )
 
-    # Which tokens come.
+    # Which tokens come next.
 
     def expect_tokens(self, token_ids: Tensor) -> None:
-        """Announce the ids of the tokens of the next forward pass; see `CompressedCache`."""
+        """Announce the token ids of the next forward pass; see `CompressedCache`.
+
+        Args:
+            token_ids: (B, N) integers.
+
+        Raises:
+            InvalidTypeError: `token_ids` is anything else.
+        """
         is_tensor = isinstance(token_ids, Tensor)
         if not is_tensor or token_ids.ndim != 2 or token_ids.is_floating_point():
             got = f"{token_ids!r} of type {type(token_ids).__name__}"
             if is_tensor:
                 got = f"a {token_ids.dtype} tensor of shape {tuple(token_ids.shape)}"
-            raise InvalidTypeError(
-                f"token_ids: expected a (batch, tokens) tensor of integers, got {got}; pass the "
-                "input_ids of the next forward pass"
+            raise wrong(
+                "token_ids",
+                f"expected a (batch, tokens) tensor of integers, got {got}",
+                "Pass the input_ids of the next forward pass",
+                InvalidTypeError,
             )
         if self.looks_at_tokens:
             self.coming_ids = (self.seen_tokens, token_ids)
 
     def expect_text(self, ids: Tensor, end: int, visible: Tensor | None) -> None:
-        """Go on with a text that ends there in (B, N) ids; refused where another one was read."""
+        """Check that a text continues the one that was read, and remember where its ids begin.
+
+        Args:
+            ids: (B, N) integers, the last ids of the text.
+            end: how many columns the text has.
+            visible: (B, end), the attention mask, or None.
+
+        Raises:
+            InvalidArgumentError: the mask has fewer columns than the text has tokens.
+            CacheMismatchError: the cache has read another text.
+        """
         self.ids_start, seen = end - ids.shape[1], self.seen_tokens
         if ids.shape[1] and self.ids_start > seen:
-            raise InvalidArgumentError(
-                f"attention_mask: expected a column for each of {seen + ids.shape[1]:,} tokens, "
-                f"got {end:,}; pass one that goes with the input_ids"
+            raise wrong(
+                "attention_mask",
+                f"expected a column for each of {seen + ids.shape[1]:,} tokens, got {end:,} "
+                "columns",
+                "Pass the mask that belongs to the input_ids",
             )
         if self.read_ids.parts:
             self.read_ids.require(self.ids_start, ids, seen, visible)
 
     def note_text(self, ids: Tensor) -> None:
-        """All (B, N) ids that `generate` goes on with, those of the next pass last."""
+        """Record the ids of the text that `generate` continues.
+
+        Args:
+            ids: (B, N) integers, which end with the tokens of the next forward pass.
+        """
         if self.ids_start is not None:
             self.read_ids = self.read_ids.followed_by(self.ids_start, ids)
 
     @contextlib.contextmanager
     def reading_text(self, ids: Tensor) -> Iterator[None]:
-        """Within this block the (B, N) ids are read, perhaps in pieces."""
-        with self._while(ids_start=None):
+        """Read (B, N) `ids` within this block, perhaps in pieces, and record them at its end."""
+        with self._temporarily(ids_start=None):
             yield
         self.note_text(ids)
 
     def require_ids(self, tokens: int, rows: int | None) -> None:
-        """Refuse tokens of a policy that looks at tokens if their ids were not announced.
+        """Raise unless the ids of the next tokens were announced.
 
         Args:
-            tokens: how many tokens come.
-            rows: rows of the batch; None if the number is not known yet.
+            tokens: how many tokens are read next.
+            rows: how many rows the batch has; None if it is not known yet.
 
         Raises:
-            CacheMismatchError: no ids were announced, or ids of other tokens.
+            CacheMismatchError: no ids were announced, or another number of them.
         """
         begin, ids = self.coming_ids or (None, None)
         if ids is None or begin != self.seen_tokens:
-            told = "none"
+            announced = "none"
         elif ids.shape != (len(ids) if rows is None else rows, tokens):
-            told = f"those of {tuple(ids.shape)}"
+            announced = f"a tensor of shape {tuple(ids.shape)}"
         else:
             return
-        raise CacheMismatchError(
-            f"token_ids: expected the ids of the next {tokens} tokens of every row, since "
-            f"{self.policy.name} looks at tokens, got {told}; call cache.expect_tokens(input_ids) "
-            "before model(input_ids, ...), or use model.generate"
+        raise wrong(
+            "token_ids",
+            f"{self.policy.name} needs the ids of the next {tokens} tokens of every row, got "
+            f"{announced}",
+            "Call cache.expect_tokens(input_ids) before model(input_ids, ...), or use "
+            "model.generate",
+            CacheMismatchError,
         )
 
-    # How it comes.
+    # How the text is read.
 
     @contextlib.contextmanager
     def attending(self) -> Iterator[None]:
-        """Around a layer's attention; behind an error in it the cache is to be reset."""
+        """Mark the cache as broken if the attention of a layer fails within this block."""
         self.is_broken = True
         yield
         self.is_broken = False
 
     @contextlib.contextmanager
-    def _while(self, **states: Any) -> Iterator[None]:
+    def _temporarily(self, **states: Any) -> Iterator[None]:
         before = {name: getattr(self, name) for name in states}
         vars(self).update(states)
         try:
@@ -463,18 +600,31 @@ class PromptState:
             vars(self).update(before)
 
     def require_pieces(self) -> None:
-        """Refuse to read one layer after the other, in pieces: ids are announced all at once."""
+        """Raise if the policy cannot be used when a prompt is read layer by layer.
+
+        Raises:
+            InvalidArgumentError: the policy needs token ids, which are announced for a whole
+                forward pass.
+        """
         if self.looks_at_tokens:
-            raise InvalidArgumentError(
-                f"policy: expected one that does not look at tokens where a prompt is read layer "
-                f"by layer, got {self.policy.name}; read it with prefill_chunk_size"
+            raise wrong(
+                "policy",
+                f"{self.policy.name} looks at token ids, so the prompt cannot be read layer by "
+                "layer",
+                "Read it with prefill_chunk_size",
             )
 
     @contextlib.contextmanager
     def in_pieces(self, layer: CompressedLayer, tokens: int) -> Iterator[None]:
-        """Within this block one layer reads that many tokens in pieces, and no other does."""
+        """Let one layer alone read its next `tokens` tokens, in pieces, within this block.
+
+        If this is not the end of the prompt, a layer with recall then offloads everything.
+
+        Raises:
+            CacheMismatchError: the prompt was not announced, and may contain draft tokens.
+        """
         end = self.end_by(layer.seen_tokens + tokens)
-        with self._while(is_piecewise=True):
+        with self._temporarily(is_piecewise=True):
             yield
         if layer.seen_tokens < end:
             set_aside(layer)

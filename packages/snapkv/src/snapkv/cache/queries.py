@@ -11,10 +11,10 @@ from snapkv.policies.base import ALL_QUERIES
 
 
 class QueryMemory:
-    """Holds the last queries of a layer while they may vote again.
+    """Holds the last queries of a layer as long as they may vote again.
 
-    They vote at the end of a prompt that comes in pieces, with the next turn, or when a policy
-    evicts while it generates.
+    They vote at the end of a prompt that is read in pieces, with the next turn, or when a policy
+    evicts tokens while the model generates.
 
     Attributes:
         window_tokens: how many queries vote at the end of a prompt.
@@ -29,7 +29,12 @@ class QueryMemory:
         self.fit(policy, chooses_again=False)
 
     def fit(self, policy: Policy, *, chooses_again: bool) -> None:
-        """Set how many queries to hold; `chooses_again`: whether later turns vote, too."""
+        """Set how many queries to hold.
+
+        Args:
+            policy: the policy that they vote for.
+            chooses_again: whether later turns vote, too.
+        """
         wanted = self.window_tokens = policy.query_tokens
         if isinstance(policy, EvictingPolicy):
             self.history_tokens = policy.history_tokens
@@ -38,7 +43,7 @@ class QueryMemory:
 
     @property
     def last(self) -> Tensor | None:
-        """(B, Hq, N, D): the queries that vote with the next turn; None if none are held."""
+        """The queries that vote with the next turn: (B, Hq, N, D), or None if none are held."""
         return None if self.held is None else last_tokens(self.held, self.history_tokens)
 
     @property
@@ -101,7 +106,7 @@ class QueryMemory:
     # When the cache changes.
 
     def change(self, make: Callable[[Tensor], Tensor]) -> None:
-        """Hold what `make` returns for the held queries, if there are any."""
+        """Replace the held queries, if there are any, by what `make` returns for them."""
         if self.held is not None:
             self.held = make(self.held)
 
@@ -114,9 +119,9 @@ class QueryMemory:
         self.change(lambda held: held[:, :, : max(0, held.shape[2] - tokens)])
 
     def drop(self, stays: Tensor, positions: Tensor) -> None:
-        """Forget the queries of dropped tokens, so that each row still holds as many.
+        """Forget the queries of dropped tokens, so that all rows still hold the same number.
 
-        A row without older tokens has pads in their place.
+        A row that has no older tokens holds padding instead.
 
         Args:
             stays: (B, columns) bool, which tokens stay.

@@ -1,4 +1,4 @@
-"""Which token ids a cache has read, so that it goes on with no other text."""
+"""The token ids that a cache has read, which show whether a later call continues the same text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,31 +7,34 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from snapkv.errors import CacheMismatchError
+from snapkv.errors import CacheMismatchError, wrong
 
 _NAME = "read_ids."
 
 
 @dataclass(frozen=True)
 class ReadIds:
-    """Parts of the text, in their order: the column of the first token, and (B, N) ids.
+    """The token ids of the text that a cache has read, as far as they are known.
 
-    What lies between was told by nobody: embeddings, and ids of plain ``model(...)`` calls.
+    Attributes:
+        parts: the known parts of the text in ascending order, each as the column of its first token
+            and (B, N) ids. The ids between the parts are not known: these tokens were read as
+            embeddings or by plain ``model(...)`` calls.
     """
 
     parts: tuple[tuple[int, Tensor], ...] = ()
 
     def up_to(self, columns: int) -> Self:
-        """Without what comes after so many columns."""
+        """Return the ids of the first `columns` columns."""
         cut = ((start, ids[:, : columns - start]) for start, ids in self.parts if start < columns)
         return type(self)(tuple(cut))
 
     def followed_by(self, start: int, ids: Tensor) -> Self:
-        """With ids from that column on, instead of what stood there."""
+        """Return the ids with everything from column `start` on replaced by (B, N) `ids`."""
         return type(self)((*self.up_to(start).parts, (start, ids)))
 
-    def from_the_first(self) -> Tensor:
-        """(B, N) ids of the first N columns, up to the first that nobody told."""
+    def known_from_start(self) -> Tensor:
+        """Return the ids of all columns before the first unknown one: (B, N), on the CPU."""
         known: list[Tensor] = []
         for start, ids in self.parts:
             if start != sum(part.shape[1] for part in known):
@@ -40,36 +43,56 @@ class ReadIds:
         return torch.cat(known, dim=1) if known else torch.empty(1, 0, dtype=torch.int64)
 
     def select_rows(self, rows: Tensor) -> Self:
-        """The rows in another order; some may go, some come twice."""
+        """Return the ids with the batch rows in a new order.
+
+        Args:
+            rows: (new B,) integers, the old row for every new one.
+        """
         return type(self)(tuple((start, ids[rows.to(ids.device)]) for start, ids in self.parts))
 
     def on_host(self) -> Self:
+        """Return the ids as int32 on the CPU."""
         return type(self)(tuple((start, ids.int().cpu()) for start, ids in self.parts))
 
     def state(self) -> dict[str, Tensor]:
-        """What a file holds of it."""
+        """Return the tensors to save in a file, by name."""
         return {f"{_NAME}{start}": ids.int() for start, ids in self.parts}
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor], rows: int) -> Self:
-        """Out of the tensors of a file, which may hold none."""
+        """Find the ids among the tensors of a file, which may have none.
+
+        Args:
+            tensors: all tensors of the file, by name.
+            rows: how many rows the batch has.
+
+        Raises:
+            ValueError: some ids have another type or another number of rows.
+        """
         found = {name: ids for name, ids in tensors.items() if name.startswith(_NAME)}
         if any(ids.dtype != torch.int32 or ids.shape[:-1] != (rows,) for ids in found.values()):
-            raise ValueError(f"ids of other than {rows} rows")
+            raise ValueError(f"the token ids do not have {rows} rows")
         parts = ((int(name.removeprefix(_NAME)), ids) for name, ids in found.items())
         return cls(tuple(sorted(parts, key=lambda part: part[0])))
 
     def require(self, start: int, ids: Tensor, seen: int, visible: Tensor | None) -> None:
-        """Refuse (B, N) ids from that column on that are not those of the first `seen` columns.
+        """Raise if a text differs from the one that was read, where both are known.
 
-        Of a batch that beams will multiply, each row is compared with all of its own. What a (B, T)
-        mask hides is compared with nothing.
+        Args:
+            start: the column of the first of the `ids`.
+            ids: (B, N) integers, the text to continue. If the cache has several rows for each of
+                them, as for beams, each row is compared with all of its own.
+            seen: how many columns were read; later ones are not compared.
+            visible: (B, start + N), the attention mask, or None. Hidden tokens are not compared.
+
+        Raises:
+            CacheMismatchError: a token differs.
         """
         for first, known in self.parts:
             begin = max(first, start)
             end = min(first + known.shape[1], start + ids.shape[1], seen)
             if begin >= end or len(known) % len(ids):
-                continue  # another number of rows is refused by itself
+                continue  # a wrong number of rows is refused elsewhere
             read = known[:, begin - first : end - first].to(ids.device)
             given = _as_rows(ids[:, begin - start : end - start], len(known))
             differs = read != given
@@ -78,14 +101,17 @@ class ReadIds:
             if bool(differs.any()):
                 place = int(differs.any(dim=0).nonzero()[0])
                 row = int(differs[:, place].nonzero()[0])
-                raise CacheMismatchError(
-                    f"input_ids: expected the {seen:,} tokens that the cache has read, and what is "
-                    f"new after them, got {int(given[row, place])} instead of "
-                    f"{int(read[row, place])} at token {begin + place:,} of row {row}; pass the "
-                    "whole conversation as it was read, or call cache.reset() before another one"
+                raise wrong(
+                    "input_ids",
+                    f"the text differs from the {seen:,} tokens that the cache has read, got "
+                    f"{int(given[row, place])} instead of {int(read[row, place])} at token "
+                    f"{begin + place:,} of row {row}",
+                    "Pass the whole conversation as it was read, or call cache.reset() before "
+                    "another one",
+                    CacheMismatchError,
                 )
 
 
 def _as_rows(states: Tensor, rows: int) -> Tensor:
-    """(rows, N): as many of each row, one after the other."""
+    """Repeat each row of `states`, the copies of a row next to each other: (rows, N)."""
     return states.repeat_interleave(rows // len(states), dim=0)

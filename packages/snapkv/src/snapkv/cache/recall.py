@@ -1,4 +1,4 @@
-"""Recall: evicted tokens wait off the device until a later prompt votes on all that was seen."""
+"""Recall: evicted tokens are offloaded and restored when a later prompt selects from all tokens."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,12 +10,14 @@ from snapkv.cache.layer import CompressedLayer
 
 
 def schedule_recall(layers: Iterable[CompressedLayer], *, is_prompt_next: bool) -> None:
-    """Let layers restore what they have offloaded before the next tokens, or let them not.
+    """Set whether each layer must restore its offloaded tokens before the next tokens are read.
+
+    This only sets `is_due`. The next update of a layer restores its tokens.
 
     Args:
-        layers: those of one cache. Layers without recall stay as they are.
-        is_prompt_next: whether the next tokens are of a prompt, whose end votes on everything. A
-            layer with nothing on the device restores its tokens in any case.
+        layers: the layers of one cache. Layers without recall stay as they are.
+        is_prompt_next: whether the next tokens belong to a prompt, at whose end the policy selects
+            from all tokens. A layer without tokens on the device restores them in any case.
     """
     for layer in layers:
         if layer.offloaded.is_enabled:
@@ -24,7 +26,7 @@ def schedule_recall(layers: Iterable[CompressedLayer], *, is_prompt_next: bool) 
 
 
 def set_aside(layer: CompressedLayer) -> None:
-    """Hold nothing on the device between two pieces of a prompt, if the layer has recall."""
+    """Offload all tokens of a layer between two pieces of a prompt, if the layer has recall."""
     offloaded, store, columns = layer.offloaded, layer.store, layer.columns
     if not offloaded.is_enabled:
         return
@@ -37,13 +39,13 @@ def set_aside(layer: CompressedLayer) -> None:
 def begin_behind(
     layer: CompressedLayer, columns: int, pads: Tensor, *, forget_queries: bool
 ) -> None:
-    """Move the offloaded tokens of each row behind pads of its own, with none on the device.
+    """Put padding in front of the offloaded tokens of each row, so that all rows end together.
 
     Args:
-        layer: a layer that has set all its tokens aside.
-        columns: how many columns it has seen from now on, the same number in every row.
-        pads: (B,) int64, how many of them are leading pads.
-        forget_queries: whether the last queries no longer vote.
+        layer: a layer after `set_aside`, which changes in place.
+        columns: how many columns each row has afterwards.
+        pads: (B,) int64, how many of these columns are leading padding.
+        forget_queries: whether to forget the queries that would vote with the next turn.
     """
     layer.offloaded.shift(pads, columns)
     layer.replace_tokens(layer.store, replace(layer.slots, start=columns))

@@ -1,4 +1,4 @@
-"""What a cache holds, in tokens and bytes, measured on its tensors."""
+"""The report of how many tokens and bytes a cache holds, measured on its tensors."""
 
 import html
 from collections import Counter
@@ -17,43 +17,54 @@ class CacheReport(dict[str, Any]):
     """A dictionary that prints as a table; ``json.dumps(report)`` works as it is.
 
     Keys:
-        seen_tokens: tokens per row the cache has seen.
-        dropped_tokens: tokens per row that `drop` has taken out of the compressed layers, the mean;
-            other layers keep what they have of them.
-        chosen_at: tokens per row seen when the layers last chose what to keep; 0 before a prompt
-            has ended.
-        kept_tokens: tokens per row, head and layer that the compressed layers store, the mean.
-        later_tokens: those of them that came after the last compression, such as the answer's.
-        held_bytes: bytes of the stored keys and values of all layers. Room for tokens to come does
-            not count: for 64 when it is made, at the first token after the prompt.
-        index_bytes: bytes of everything else: the kept positions, and what a method that
-            evicts while generating notes (H2O's sums, the queries Scissorhands looks back at).
-        host_bytes: bytes of the keys and values that `recall` has put off the device.
-        full_bytes: bytes transformers' own cache would hold after the same tokens.
-        growing_layers: how many layers grow with the context; these are compressed.
-        growing_share: what their keys and values are of `full_bytes`, from 0 to 1; the rest is
-            windows and states, which stay as they are. 1 while the cache is empty.
-        growing_held_share: how much of their bytes in the full cache they hold, which is what a
-            budget of "12%" is a share of. 1 while the cache is empty.
-        lost_votes: the part of the window's votes on the prefix that fell on what was dropped, mean
-            over rows, heads and layers; 0 where nothing was dropped, None where it is not known:
-            methods without votes, and what was dropped in more than one step.
-        lost_vote_peak: the highest vote that a dropped position had, or was lifted to by one before
-            it, as a share of the window's attention, mean over rows, heads and layers; 0 and None
-            as above.
-        bits: of a number that is kept of a prompt, such as "16", or "8/4" of keys and values, each
-            with how many layers it holds, most first; none before the first token.
-        steps: how `generate` decoded where it was to replay a recorded step: "one graph", or
-            "eager: " and what cannot be recorded; None elsewhere.
-        layers: one dictionary per layer that the model has, with `layer`, `kind`, `seen_tokens`,
-            `kept_tokens`, `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too.
-            `kind` is "compressed", or the name of transformers' own layer where the layer is not
-            full attention and stays as it is.
+        policy: the name of the method.
+        seen_tokens: how many tokens per row the cache has seen.
+        dropped_tokens: how many tokens per row `drop` has removed from the compressed layers, on
+            average. Other layers keep what they have of these tokens.
+        chosen_at: how many tokens per row had been seen when the layers last chose what to keep; 0
+            before the end of the first prompt.
+        kept_tokens: how many tokens the compressed layers store per row, head and layer, as a mean.
+        later_tokens: how many of the `kept_tokens` came after the last compression, such as those
+            of the answer.
+        held_bytes: bytes of the stored keys and values of all layers. Memory that is allocated for
+            later tokens does not count. At the first token after the prompt, it is allocated for 64
+            tokens.
+        index_bytes: bytes of everything else: the kept positions, and what a method that evicts
+            while generating remembers, such as the sums of H2O or the queries of Scissorhands.
+        host_bytes: bytes of the keys and values that `recall` has offloaded.
+        full_bytes: bytes that the cache of transformers would hold after the same tokens.
+        growing_layers: how many layers grow with the context. These layers are compressed.
+        growing_share: the share of `full_bytes` that belongs to the growing layers, from 0 to 1.
+            The rest belongs to sliding windows and recurrent states, which are not compressed. 1
+            while the cache is empty.
+        growing_held_share: the share of the growing layers' bytes in the full cache that is stored
+            now. A budget of "12%" is such a share. 1 while the cache is empty.
+        lost_votes: the share of the observation window's votes on the prefix that went to evicted
+            tokens, as a mean over rows, heads and layers. It is 0 if nothing was evicted, and None
+            if it is not known: for methods without votes, and after several evictions.
+        lost_vote_peak: the highest vote that an evicted position had, or was raised to by a
+            position before it, as a share of the window's attention and as a mean over rows, heads
+            and layers; 0 and None as for `lost_votes`.
+        bits: how many layers store their keys and values in each number of bits, the most frequent
+            number first. The bits are such as "16", or "8/4" for keys and values. It is empty
+            before the first token.
+        steps: how `generate` has decoded if it was to replay recorded steps: "one graph", or
+            "eager: " followed by what cannot be recorded; None otherwise.
+        layers: one dictionary for each layer of the model, with `layer`, `kind`, `seen_tokens`,
+            `kept_tokens`, `held_bytes` and `full_bytes`, and for compressed layers `lost_votes`.
+            `kind` is "compressed", or the class name of a transformers cache layer that is not
+            compressed, because it does not use full attention.
     """
 
     @classmethod
     def of(cls, policy: str, layers: Sequence[Any], steps: str | None = None) -> "CacheReport":
-        """Measure the layers of a cache whose method has that name."""
+        """Measure the layers of a cache.
+
+        Args:
+            policy: the name of the method.
+            layers: all layers of the cache.
+            steps: how `generate` has decoded, see the key `steps`.
+        """
         rows = [
             _layer_report(index, layer)
             for index, layer in enumerate(layers)
@@ -106,17 +117,17 @@ class CacheReport(dict[str, Any]):
 
     @property
     def chosen_tokens(self) -> float:
-        """What is kept of the tokens that were chosen from; the answer's do not count."""
+        """Number of tokens kept from the last prompt, without the tokens after it."""
         return self.kept_tokens - int(self["later_tokens"])
 
     @property
     def summary(self) -> str:
-        """Tokens seen and kept, and bytes, in words."""
+        """One line that says how many tokens were seen and kept, and how many bytes they take."""
         share = self.held_bytes / self.full_bytes if self.full_bytes else 1.0
         later = self["later_tokens"]
-        behind = f" of {self.seen_tokens - later:,} and {later:,} after" if later else ""
+        after = f" of {self.seen_tokens - later:,} and {later:,} after" if later else ""
         return (
-            f"{self.seen_tokens:,} tokens seen, {self.chosen_tokens:,.0f} kept{behind}: "
+            f"{self.seen_tokens:,} tokens seen, {self.chosen_tokens:,.0f} kept{after}: "
             f"{format_bytes(self.held_bytes)} of {format_bytes(self.full_bytes)} ({share:.1%})"
         )
 
@@ -152,17 +163,17 @@ class CacheReport(dict[str, Any]):
         if self["bits"]:
             title += f", {bits_text(self['bits'])}"
         if (grow := self["growing_share"]) < 1:
-            all_of_them = f"{self['growing_layers']} of {len(self['layers'])} layers"
+            growing = f"{self['growing_layers']} of {len(self['layers'])} layers"
             title += (
-                f"; {all_of_them} grow with the context and hold {self['growing_held_share']:.1%} "
-                f"of theirs, which is {grow:.1%} of the full cache"
+                f"; {growing} grow with the context and hold {self['growing_held_share']:.1%} of "
+                f"theirs, which is {grow:.1%} of the full cache"
             )
         steps = [f"decoding steps: {self['steps']}"] if self.get("steps") else []
         return "\n".join([title, *table, *steps])
 
 
 def _bar(part: float, whole: float) -> str:
-    """Draw which share of `whole` the `part` is, 100 pixels wide, as HTML."""
+    """Return the HTML of a bar that is filled by the share of `part` in `whole`."""
     percent = 100 * part / whole if whole else 0
     outer = "display:inline-block;width:100px;background:#ddd"
     inner = f"width:{percent:.0f}%;height:0.7em;background:#27c"
@@ -170,7 +181,11 @@ def _bar(part: float, whole: float) -> str:
 
 
 def bits_text(layers: Mapping[str, int]) -> str:
-    """What `CacheReport` says of bits, in words: in 4 bits (28 of 30 layers, else 8/4 or 8)."""
+    """Describe the bits of a `CacheReport`, such as "in 4 bits (28 of 30 layers, else 8/4 or 8)".
+
+    Args:
+        layers: how many layers use each number of bits, the most frequent number first.
+    """
     most, *others = layers
     if not others:
         return f"in {most} bits"
@@ -179,7 +194,7 @@ def bits_text(layers: Mapping[str, int]) -> str:
 
 
 def _later_tokens(layer: CompressedLayer) -> int:
-    """How many of its stored tokens came after the last compression."""
+    """Return how many stored tokens of a layer came after the last compression."""
     slots = layer.slots
     if not slots.chosen_at:
         return 0
@@ -189,7 +204,7 @@ def _later_tokens(layer: CompressedLayer) -> int:
 
 
 def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
-    """One row of `CacheReport.layers`."""
+    """Measure one layer for the key `layers` of a report."""
     if isinstance(layer, CompressedLayer):
         return {
             "layer": layer_idx,
@@ -217,22 +232,25 @@ def _bits(layers: Sequence[CompressedLayer]) -> dict[str, int]:
     return dict(held.most_common())
 
 
-def _lost(layer: CompressedLayer, note: str) -> float | None:
-    """The mean of one of its notes of lost votes; 0 where nothing was dropped."""
-    noted = getattr(layer.state, note)
-    if noted is None:
+def _lost(layer: CompressedLayer, field: str) -> float | None:
+    """Return the mean of the lost votes in a `field` of the layer's state.
+
+    It is 0 if nothing was evicted, and None if it is not known.
+    """
+    lost = getattr(layer.state, field)
+    if lost is None:
         return 0.0 if layer.slots.is_whole else None
-    return round(float(noted.mean()), 6)
+    return round(float(lost.mean()), 6)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where any of them is."""
+    """Return the mean of `values`, or None if there are none or one of them is None."""
     known = [value for value in values if value is not None]
     return fmean(known) if known and len(known) == len(values) else None
 
 
 def _full_bytes(layer: CompressedLayer) -> int:
-    """Bytes of every seen token's key and value, stored once per KV head."""
+    """Return the bytes that the layer would hold if it stored every token in every KV head."""
     keys, values = layer.keys, layer.values
     if keys is None:
         return 0
@@ -245,18 +263,18 @@ def _whole_number(tokens: float) -> float:
 
 
 def token_bytes(layer: Any) -> int:
-    """Bytes that one of transformers' own cache layers holds of its tokens."""
+    """Return the bytes of the keys and values in a cache layer of transformers."""
     return sum(_bytes(getattr(layer, name, None)) for name in ("keys", "values"))
 
 
 def tensor_bytes(layer: Any) -> int:
-    """Bytes of what one of transformers' own cache layers holds."""
+    """Return the bytes of the keys, values and states in a cache layer of transformers."""
     states = ("conv_states", "recurrent_states")
     return token_bytes(layer) + sum(_bytes(getattr(layer, name, None)) for name in states)
 
 
 def _bytes(held: Any) -> int:
-    """Bytes of a tensor, or of all tensors of a dictionary or list; of None, none."""
+    """Return the bytes of a tensor, or of all tensors in a dictionary, list or tuple."""
     if isinstance(held, Tensor):
         return held.nbytes
     if isinstance(held, dict):
@@ -265,11 +283,15 @@ def _bytes(held: Any) -> int:
 
 
 def _runs(layers: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:
-    """Neighbouring layers that hold the same, as (first, last, values of one)."""
+    """Group consecutive layers with equal values, so that each group is one row of the table.
+
+    Returns:
+        For each group the index of the first and of the last layer, and the values of one layer.
+    """
     runs: list[tuple[int, int, dict[str, Any]]] = []
     for row in layers:
-        own = {"layer": None, "lost_votes": None}  # which the table does not show
-        if runs and runs[-1][2] | own == row | own:
+        ignored = {"layer": None, "lost_votes": None}  # the table does not show them
+        if runs and runs[-1][2] | ignored == row | ignored:
             runs[-1] = (runs[-1][0], row["layer"], runs[-1][2])
         else:
             runs.append((row["layer"], row["layer"], row))

@@ -13,16 +13,16 @@ from snapkv.storage.ragged_store import RaggedStore
 
 
 def restore(layer: CompressedLayer, kind: str, stored: dict[str, Any], slots: SlotMap) -> None:
-    """Hold the tokens of a store that was saved.
+    """Fill a layer with the tokens of a store that was saved.
 
     Args:
         layer: an empty layer.
         kind: the `kind` of the store.
-        stored: what its `state()` returned.
-        slots: which tokens these are.
+        stored: what the `state()` of the store has returned.
+        slots: which token is in which slot of the store.
 
     Raises:
-        ValueError: no store is of that kind.
+        ValueError: there is no such kind of store.
     """
     store = restored(kind, stored)
     layer.replace_tokens(store, slots if store.ragged is None else slots.without_padding())
@@ -31,13 +31,14 @@ def restore(layer: CompressedLayer, kind: str, stored: dict[str, Any], slots: Sl
 def restore_chosen(
     layer: CompressedLayer, keys: Tensor, values: Tensor, places: Tensor, tokens: int
 ) -> None:
-    """Hold what was chosen of a prompt, as many tokens in each head as it has.
+    """Fill a layer with the tokens that were selected from a prompt, whose number differs by head.
 
     Args:
         layer: an empty layer.
         keys: (B, H, K, D).
         values: (B, H, K, Dv).
-        places: (B, H, K) int64, ascending; behind a leading run of -1 in heads that hold fewer.
+        places: (B, H, K) int64, the columns of the tokens in ascending order, after a leading run
+            of -1 in heads that hold fewer than K tokens.
         tokens: how many tokens the prompt had.
     """
     K = keys.shape[2]

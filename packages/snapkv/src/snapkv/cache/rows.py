@@ -1,7 +1,7 @@
-"""Records of tensors that have a row for every row of the batch, and declare their axes.
+"""Records whose tensors have one row for every row of the batch.
 
-What happens to rows, slots and tokens happens to every field, by its declaration: nobody keeps a
-list of names.
+Each field declares which of its axes has slots or tokens. So selecting rows, cropping and saving
+work for every field, and no list of field names has to be kept up to date.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,13 @@ def per_row(
     token_axis: int | None = None,
     measured: bool = False,
 ) -> Any:
-    """A field that is None, or a tensor whose first axis has the batch's rows.
+    """Declare a field that is None or a tensor whose first axis has the rows of the batch.
 
     Args:
-        slot_axis: axis with one place for every stored slot, or for the first of them.
-        token_axis: axis with one place for every one of the last tokens that were seen.
-        measured: whether it is only measured for a report, and no part of what is held.
+        slot_axis: the axis with one element for every stored slot, or for the first slots.
+        token_axis: the axis with one element for each of the last tokens seen.
+        measured: whether the field is only measured for a report and does not count as memory of
+            the cache.
     """
     axes = {"slot_axis": slot_axis, "token_axis": token_axis, "measured": measured}
     return field(default=None, metadata={"per_row": axes})
@@ -30,56 +31,66 @@ def per_row(
 
 @dataclass(frozen=True, kw_only=True)
 class RowRecord:
-    """An immutable record; fields made by `per_row` follow the rows, the others stay."""
+    """An immutable record of tensors, whose fields made by `per_row` follow the batch rows."""
 
     def select_rows(self, rows: Tensor) -> Self:
-        """The rows in another order."""
-        return self._each(lambda tensor, _: tensor.index_select(0, rows.to(tensor.device)))
+        """Return the record with the batch rows in a new order.
+
+        Args:
+            rows: (new B,) integers, the old row for every new one.
+        """
+        return self._map_tensors(lambda tensor, _: tensor.index_select(0, rows.to(tensor.device)))
 
     def without_first(self, slots: int) -> Self:
-        """Without the first slots, of which nobody has any."""
-        return self._each(lambda tensor, axes: _from(tensor, axes["slot_axis"], slots))
+        """Return the record without the first `slots` slots, which must be empty in every head."""
+        return self._map_tensors(lambda tensor, axes: _drop_first(tensor, axes["slot_axis"], slots))
 
     def cropped(self, tokens: int, slots: int) -> Self:
-        """Without the last tokens; so many slots are left."""
+        """Return the record without the last `tokens` tokens, which leaves `slots` slots."""
 
         def crop(tensor: Tensor, axes: dict[str, Any]) -> Tensor:
             if axes["slot_axis"] is not None:
-                tensor = _up_to(tensor, axes["slot_axis"], slots)
+                tensor = _keep_first(tensor, axes["slot_axis"], slots)
             if axes["token_axis"] is not None:
                 left = tensor.shape[axes["token_axis"]] - tokens
-                tensor = _up_to(tensor, axes["token_axis"], left)
+                tensor = _keep_first(tensor, axes["token_axis"], left)
             return tensor
 
-        return self._each(crop)
+        return self._map_tensors(crop)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all fields but those that are measured, counted on the tensors."""
-        return sum(value.nbytes for value, axes in self._found().values() if not axes["measured"])
+        """Bytes of the tensors, except those that were only measured for a report."""
+        return sum(
+            value.nbytes for value, axes in self._declared().values() if not axes["measured"]
+        )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by the names of their fields."""
-        return {name: value for name, (value, _) in self._found().items()}
+        """The tensors of the fields that are not None, by the names of the fields."""
+        return {name: value for name, (value, _) in self._declared().items()}
 
     def state(self) -> dict[str, Any]:
-        """What a file has to say to make it again, by the fields' names."""
+        """Return the value of every field by its name, from which `restored` makes the record."""
         return {part.name: getattr(self, part.name) for part in fields(self)}
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> Self:
-        """The record whose `state` that is."""
+        """Make a record from what `state` returned.
+
+        Raises:
+            ValueError: a field is missing.
+        """
         if missing := {part.name for part in fields(cls)} - state.keys():
-            raise ValueError(f"without {', '.join(sorted(missing))}")
+            raise ValueError(f"the fields {', '.join(sorted(missing))} are missing")
         return cls(**state)
 
-    def _each(self, change: Callable[[Tensor, dict[str, Any]], Tensor]) -> Self:
-        changed = {name: change(value, axes) for name, (value, axes) in self._found().items()}
+    def _map_tensors(self, change: Callable[[Tensor, dict[str, Any]], Tensor]) -> Self:
+        changed = {name: change(value, axes) for name, (value, axes) in self._declared().items()}
         return replace(self, **changed) if changed else self
 
-    def _found(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
-        """The fields that follow the rows and are not None, with what they declare."""
+    def _declared(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+        """Return every tensor and its declared axes, by the name of the field."""
         return {
             part.name: (value, part.metadata["per_row"])
             for part in fields(self)
@@ -87,10 +98,10 @@ class RowRecord:
         }
 
 
-def _from(tensor: Tensor, axis: int | None, start: int) -> Tensor:
-    return tensor if axis is None else tensor.narrow(axis, start, tensor.shape[axis] - start)
+def _drop_first(tensor: Tensor, axis: int | None, count: int) -> Tensor:
+    return tensor if axis is None else tensor.narrow(axis, count, tensor.shape[axis] - count)
 
 
-def _up_to(tensor: Tensor, axis: int, end: int) -> Tensor:
-    length = max(0, min(end, tensor.shape[axis]))
+def _keep_first(tensor: Tensor, axis: int, count: int) -> Tensor:
+    length = max(0, min(count, tensor.shape[axis]))
     return tensor.narrow(axis, 0, length)

@@ -1,4 +1,4 @@
-"""What a cache kept of the text that it has read, as a page."""
+"""The page that shows which tokens of a text a cache has kept."""
 
 import functools
 from collections.abc import Sequence
@@ -10,26 +10,43 @@ from torch import Tensor
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.prompt_state import PromptState
 from snapkv.cache.report import CacheReport
-from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
+from snapkv.errors import CacheMismatchError, InvalidTypeError, wrong
 from snapkv.page import Page, Shown, Stop
 from snapkv.page.words import kept_sentence
 
 _NOT_KNOWN = (
     "A cache knows neither who voted nor the full cache's answer; snapkv inspect shows both."
 )
-_HALF_A_CHARACTER = "\ufffd"
+_INCOMPLETE_CHARACTER = "\ufffd"
 
 
 def page_of(
     state: PromptState, report: CacheReport, tokenizer: Any, input_ids: Tensor | None
 ) -> Page:
-    """The page of `CompressedCache.show`."""
+    """Build the page of `CompressedCache.show`.
+
+    Args:
+        state: the state of the cache, which must have a single row.
+        report: the report of the cache.
+        tokenizer: the tokenizer of the model.
+        input_ids: (1, N) or (N,) integers, the ids that the cache has read; None if `generate` has
+            read all of them.
+
+    Raises:
+        InvalidTypeError: `tokenizer` is no tokenizer, or `input_ids` is not a tensor of integers.
+        InvalidArgumentError: the cache has several rows, or `input_ids` are missing, too few, or
+            have several rows.
+        CacheMismatchError: the prompt was not read to its end, spans of it were dropped, or the
+            cache has read other ids.
+    """
     if not hasattr(tokenizer, "decode"):
-        raise InvalidTypeError(
-            f"tokenizer: expected that of the model, got {tokenizer!r}; pass the tokenizer that "
-            "made the input_ids"
+        raise wrong(
+            "tokenizer",
+            f"expected the tokenizer of the model, got {tokenizer!r}",
+            "Pass the tokenizer that made the input_ids",
+            InvalidTypeError,
         )
-    _require_ended(state)
+    _require_showable(state)
     slots = state.layers[0].slots
     pads = 0 if slots.pads is None else int(slots.pads)
     ids = _ids_read(state, input_ids)[pads:].tolist()
@@ -53,17 +70,23 @@ def page_of(
 
 
 def kept_of(report: CacheReport, counts: Tensor, heads: int) -> str:
-    """How much a cache keeps of its prompt, in words; see `kept_counts`."""
+    """Return a sentence that says how much of its prompt a cache keeps.
+
+    Args:
+        report: the report of the cache.
+        counts: (tokens,) int64, how many heads keep each token of the prompt.
+        heads: how many heads all layers have together.
+    """
     kept = counts.sum().item() / heads
     sizes = report.held_bytes, report.full_bytes
     return kept_sentence(kept, len(counts), report["later_tokens"], *sizes)
 
 
 def kept_counts(layers: Sequence[CompressedLayer], tokens: int) -> tuple[Tensor, int]:
-    """How many heads of all layers keep each of the first tokens of a cache with one row.
+    """Count for each of the first tokens the heads that keep it, in a cache with one row.
 
     Returns:
-        (tokens,) int64 in main memory, and the number of heads.
+        (tokens,) int64 on the CPU, and how many heads all layers have together.
     """
     counts, heads = torch.zeros(tokens, dtype=torch.int64), 0
     for layer in layers:
@@ -76,62 +99,90 @@ def kept_counts(layers: Sequence[CompressedLayer], tokens: int) -> tuple[Tensor,
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """One text per token: what it adds to the one before it, as that may decide its space.
+    """Return the text that each token adds to the tokens before it.
 
-    If several tokens make one character, the last one has it and the others are empty.
+    A token is decoded together with the previous one, which may decide about the space between
+    them. If several tokens make up one character, it is the text of the last one, and the others
+    have an empty text.
     """
     decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     texts, begin, end = [], 0, 0
     for place in range(1, len(ids) + 1):
         before, whole = (decode(ids[begin:to]) for to in (end, place))
-        is_half = whole.endswith(_HALF_A_CHARACTER) and place < len(ids) and place - end < 4
+        is_half = whole.endswith(_INCOMPLETE_CHARACTER) and place < len(ids) and place - end < 4
         texts.append("" if is_half else whole[len(before) :])
         if not is_half:
             begin, end = end, place
     return texts
 
 
-def _require_ended(state: PromptState) -> None:
-    """Refuse a cache that has chosen nothing of a single text yet."""
+def _require_showable(state: PromptState) -> None:
+    """Raise unless the cache has one row, has read its prompt to the end, and dropped no spans.
+
+    Raises:
+        InvalidArgumentError: it has several rows.
+        CacheMismatchError: the prompt was not read to its end, or spans of it were dropped.
+    """
     slots, rows = state.layers[0].slots, state.rows
     if rows > 1:
-        raise InvalidArgumentError(
-            f"cache: expected one row to show, got {rows}; pick one from a copy: row = "
-            "copy.copy(cache); row.batch_select_indices(torch.tensor([0]))"
+        raise wrong(
+            "cache",
+            f"expected one row to show, got {rows}",
+            "Pick one from a copy: row = copy.copy(cache); "
+            "row.batch_select_indices(torch.tensor([0]))",
         )
     if not rows or not slots.chosen_at:
-        raise CacheMismatchError(
-            f"cache: expected one that has read a prompt to its end, got one that has seen "
-            f"{state.seen_tokens:,} tokens of it; pass it to model.generate first"
+        raise wrong(
+            "cache",
+            f"it has not read a prompt to its end, but only {state.seen_tokens:,} tokens of it",
+            "Pass it to model.generate first",
+            CacheMismatchError,
         )
     if slots.removed_spans is not None:
-        raise CacheMismatchError(
-            "cache: expected one that was told to drop nothing, whose text is whole, got one with "
-            "dropped spans; show it before drop"
+        raise wrong(
+            "cache",
+            "spans of its text were dropped, so the text cannot be shown",
+            "Call show before drop",
+            CacheMismatchError,
         )
 
 
 def _ids_read(state: PromptState, given: Tensor | None) -> Tensor:
-    """(seen,) ids of what a cache of one row has read: the given ones, or those it was told."""
+    """Return the ids of all tokens that a cache with one row has read: (seen,) integers.
+
+    Args:
+        state: the state of the cache.
+        given: (1, N) or (N,) integers, the ids as the caller gives them; None to use those that
+            the cache knows.
+
+    Raises:
+        InvalidTypeError: `given` is not a tensor of integers with one or two axes.
+        InvalidArgumentError: the cache does not know all ids, or `given` has too few tokens or
+            several rows.
+        CacheMismatchError: the cache has read other ids than `given`.
+    """
     read, seen = state.read_ids, state.seen_tokens
     if given is None:
-        told = read.from_the_first()
-        if told.shape[1] < seen:
-            raise InvalidArgumentError(
-                f"input_ids: expected the ids of all {seen:,} tokens, which only generate tells a "
-                f"cache, got those of the first {told.shape[1]:,}; pass input_ids"
+        known = read.known_from_start()
+        if known.shape[1] < seen:
+            raise wrong(
+                "input_ids",
+                f"the cache knows the ids of the first {known.shape[1]:,} of its {seen:,} tokens "
+                "only, because it learns ids from generate alone",
+                "Pass input_ids",
             )
-        return told[0, :seen]
+        return known[0, :seen]
+    remedy = "Pass the ids that the model has read, or those that generate returned"
     if not isinstance(given, Tensor) or given.is_floating_point() or given.ndim not in (1, 2):
-        raise InvalidTypeError(
-            f"input_ids: expected (1, tokens) integers, got {type(given).__name__}; pass what the "
-            "model has read, or what generate returned"
-        )
+        problem = f"expected a (1, tokens) tensor of integers, got {type(given).__name__}"
+        raise wrong("input_ids", problem, remedy, InvalidTypeError)
     ids = given.view(1, -1) if given.ndim == 1 else given
     if len(ids) != 1 or ids.shape[1] < seen:
-        raise InvalidArgumentError(
-            f"input_ids: expected one row of at least the {seen:,} tokens that the cache has seen, "
-            f"got {tuple(given.shape)}; pass what the model has read, or what generate returned"
+        raise wrong(
+            "input_ids",
+            f"expected one row of at least the {seen:,} tokens that the cache has seen, got a "
+            f"tensor of shape {tuple(given.shape)}",
+            remedy,
         )
     read.require(0, ids, seen, None)
     return ids[0, :seen]

@@ -1,8 +1,9 @@
-"""Which token stands in which KV cache slot, and what else is noted of a layer's tokens.
+"""Which token is in which KV cache slot, and what else a layer remembers about its tokens.
 
-A column is the place of a token in all that a layer has seen and was not told to drop, with pads;
-its position leaves the pads of its row out, and counts what was dropped. Positions are computed
-here, and nowhere else.
+A slot is an index into the stored keys and values. A column is an index into all tokens that the
+layer has seen, padding included, except those that the user dropped. A position is the index of a
+token in the text of its row: it does not count padding, and it does count dropped tokens. Positions
+are computed in this module only.
 """
 
 import functools
@@ -18,27 +19,30 @@ from snapkv.cache.rows import RowRecord, per_row
 from snapkv.policies.spans import Spans
 
 Count = TypeVar("Count", int, Tensor)
-"""A number of tokens or slots, which the device counts while steps are recorded."""
+"""A number of tokens or slots: an int, or a tensor while the device counts recorded steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotMap(RowRecord):
-    """The slots of a layer's store; immutable, and the same from one choice to the next.
+    """An immutable map from the slots of a layer's store to the tokens that they hold.
 
-    The first slots hold what was chosen, the others every token after it. While nothing was
-    dropped every slot is of the second kind.
+    The first slots hold the tokens that were selected from a prompt, and the other slots hold every
+    token after it. The map stays the same while tokens are appended. As long as nothing has been
+    evicted, slots and columns are the same.
 
     Attributes:
-        start: columns before the first token after the chosen ones.
-        kept: (B, H, K) int32, columns of the first K slots, -1 where they hold none; None while
-            nothing was dropped.
-        pads: (B,) int64, leading columns of each row that are no tokens, or None.
-        padding_slots: (B,) int64, leading slots that hold no token, or None.
-        chosen_at: tokens seen when the layer last chose; 0 before the first prompt has ended.
-        removed_spans: (B, N, 2) int64, half-open spans of positions that each row was told to drop,
-            which are no columns any more, ascending, empty ones first; None where there are none.
-        removed_tokens: tokens that were seen and are no columns: the fewest that a row is without.
-            A row that is without more has pads for them.
+        start: the column of the first token after those that were selected from.
+        kept: (B, H, K) int32, the columns of the tokens in the first K slots, -1 for an empty slot;
+            None if nothing has been evicted.
+        pads: (B,) int64, how many leading columns of each row are padding, or None for none.
+        padding_slots: (B,) int64, how many leading slots of each row are empty, or None for none.
+        chosen_at: how many tokens had been seen when the layer last selected what it keeps; 0
+            before the end of the first prompt.
+        removed_spans: (B, N, 2) int64, half-open spans of positions that the user dropped from each
+            row, in ascending order after empty spans; None if nothing was dropped. Dropped tokens
+            have no columns.
+        removed_tokens: how many tokens were seen but have no column, which is the smallest number
+            over the rows. A row that has dropped more has padding in their place.
     """
 
     start: int = 0
@@ -55,62 +59,67 @@ class SlotMap(RowRecord):
 
     @functools.cached_property
     def evicted_tokens(self) -> int:
-        """Columns that no slot holds, where all heads and rows hold as many."""
+        """Number of columns without a slot, if all heads and rows have the same number of slots."""
         return self.start - self.chosen_slots
 
     @functools.cached_property
     def is_compressed(self) -> bool:
-        """Whether a prompt has ended and some of it was dropped."""
+        """Whether a prompt was read to its end and some of its tokens were evicted."""
         return self.kept is not None and self.chosen_at > 0
 
     @functools.cached_property
     def is_whole(self) -> bool:
+        """Whether nothing has been evicted."""
         return self.kept is None
 
     def columns_by(self, slots: Count) -> Count:
-        """Columns that a store of so many slots stands for."""
+        """Return how many columns a layer with `slots` slots has seen."""
         return self.start + slots - self.chosen_slots
 
     def seen(self, slots: Count) -> Count:
-        """Return how many tokens a layer has seen that holds so many slots.
+        """Return how many tokens a layer with `slots` slots has seen.
 
         Args:
-            slots: an int, or a tensor where the device counts; the result is the same.
+            slots: an int, or a tensor if the device counts. The result has the same type.
         """
         return self.removed_tokens + self.columns_by(slots)
 
     @property
     def leading_padding(self) -> Tensor | None:
-        """(B,) int64: how many leading slots of each row hold no token, or None for none."""
+        """Number of leading slots of each row that hold no token: (B,) int64, or None for none."""
         return self.pads if self.kept is None else self.padding_slots
 
     @functools.cached_property
     def hidden_slots(self) -> Tensor | None:
-        """`leading_padding`, or None if it is zero in every row; the device is asked once."""
+        """The `leading_padding`, or None if it is zero in every row."""
+        # Reading the tensor waits for the device, so the result is cached.
         padding = self.leading_padding
         return padding if padding is not None and bool(padding.any()) else None
 
-    # Where the tokens of a store are.
+    # Which tokens are stored.
 
     def columns(self, slots: int, device: torch.device) -> Tensor:
-        """Return the column of every one of `slots` slots; negative where a slot holds no token.
+        """Return the column of the token in each of `slots` slots.
 
         Returns:
-            (B, H, S) int64 on `device`; (1, 1, S) while nothing was dropped, since the slots of all
-            rows and heads then stand for the same columns.
+            (B, H, S) int64 on `device`, negative for an empty slot. If nothing has been evicted,
+            (1, 1, S), because the columns are the same in all rows and heads.
         """
-        behind = torch.arange(self.start, self.columns_by(slots), device=device)
+        later = torch.arange(self.start, self.columns_by(slots), device=device)
         if self.kept is None:
-            return behind[None, None]
-        return torch.cat([self.kept.long(), behind.expand(*self.kept.shape[:2], -1)], dim=-1)
+            return later[None, None]
+        return torch.cat([self.kept.long(), later.expand(*self.kept.shape[:2], -1)], dim=-1)
 
     def columns_of(self, indices: Tensor, slots: int) -> Tensor:
-        """Return the columns of some of `slots` slots.
+        """Return the columns of the tokens in some slots.
 
         Args:
-            indices: (B, H', K) int64, slots; -1, which stays, for none. H' is H, or a multiple of
-                it where query heads keep sets of their own.
+            indices: (B, H', K) int64, the slots; -1 for none, which stays -1. H' is H, or a
+                multiple of it if each query head keeps tokens of its own.
             slots: how many slots the layer has.
+
+        Returns:
+            (B, H', K) integers.
         """
         if self.kept is None:
             return indices
@@ -121,7 +130,14 @@ class SlotMap(RowRecord):
         return columns.gather(2, indices.clamp(min=0)).masked_fill(indices < 0, -1)
 
     def positions_of(self, columns: Tensor) -> Tensor:
-        """The positions of (B, H, S) columns; -1 for a pad."""
+        """Return the positions of the tokens in some columns.
+
+        Args:
+            columns: (B, H, S) integers.
+
+        Returns:
+            (B, H, S) integers, -1 for padding.
+        """
         ranks = columns if self.pads is None else columns - self.pads[:, None, None]
         ranks = ranks.clamp(min=-1)
         if self.removed_spans is None:
@@ -132,11 +148,11 @@ class SlotMap(RowRecord):
         return ranks + _sum_up_to(ranks, after, sums)
 
     def visible_columns(self, columns: int, rows: int, device: torch.device) -> Tensor:
-        """Return which of the first columns, seen or to come, hold a token.
+        """Return which of the first `columns` columns are tokens and not padding.
 
         Returns:
-            (rows, columns) bool on `device`. Tokens that every row was told to drop count as pads
-            in front.
+            (rows, columns) bool on `device`. Tokens that are yet to be read count as tokens, and
+            tokens that every row has dropped count as padding in front.
         """
         first = torch.full((rows, 1), self.removed_tokens, device=device)
         if self.pads is not None:
@@ -144,9 +160,9 @@ class SlotMap(RowRecord):
         return torch.arange(columns, device=device) >= first
 
     def whole_rows(self) -> Tensor:
-        """Return (B,) bool: which rows of a layer that has dropped something hold all their tokens.
+        """Return which rows still hold all their tokens in every head: (B,) bool.
 
-        Every head of the row then holds all columns that are no pads.
+        The layer must have evicted tokens.
         """
         assert self.kept is not None
         columns = torch.arange(self.evicted_tokens, self.start, device=self.kept.device)
@@ -155,9 +171,13 @@ class SlotMap(RowRecord):
         return is_held.flatten(1).all(dim=1) & (pads >= self.evicted_tokens)
 
     def whole_tail(self, slots: int) -> int:
-        """Count the last tokens that every head and row still stores, with another before them.
+        """Count the tokens at the end that every head of every row still stores without a gap.
 
-        The layer has `slots` slots and has dropped something.
+        The layer must have evicted tokens. One stored token is not counted, since a crop must leave
+        a token before those that it removes.
+
+        Args:
+            slots: how many slots the layer has.
         """
         assert self.kept is not None
         columns, end = self.columns(slots, self.kept.device), self.columns_by(slots)
@@ -168,9 +188,10 @@ class SlotMap(RowRecord):
         return int(whole.minimum(held - 1).min())
 
     def evicted_by_row(self) -> Tensor:
-        """Return (B,) int64: how many tokens, pads left out, each row has seen and does not store.
+        """Return how many tokens each row has evicted, padding not counted: (B,) int64.
 
-        The layer has dropped something, and all heads of a row hold the same number of tokens.
+        The layer must have evicted tokens, and all heads of a row must hold the same number of
+        them.
         """
         assert self.kept is not None
         dropped = torch.full(self.kept.shape[:1], self.evicted_tokens, device=self.kept.device)
@@ -178,17 +199,24 @@ class SlotMap(RowRecord):
             dropped = dropped - self.pads
         return dropped if self.padding_slots is None else dropped + self.padding_slots
 
-    # What becomes of it.
+    # Changing the map.
 
     def chosen(self, kept: Tensor, columns: int, **changes: Any) -> Self:
-        """Of the first columns the slots hold what was kept, and all that come after them."""
+        """Return the map after tokens were selected from the first columns.
+
+        Args:
+            kept: (B, H, K) integers, the columns that are kept; -1 for an empty slot.
+            columns: how many columns they were selected from. All later ones are kept.
+            **changes: new values for other fields.
+        """
         return replace(self, kept=kept.to(torch.int32), start=columns, **changes)
 
     def whole(self) -> Self:
+        """Return the map of a layer that holds every column again."""
         return replace(self, kept=None, start=0, padding_slots=None)
 
     def without_padding(self) -> Self:
-        """For heads of different length, which hold none."""
+        """Return the map of a ragged store, whose heads hold no padding."""
         if self.padding_slots is None or self.kept is None:
             return self
         slots = torch.arange(self.chosen_slots, device=self.kept.device)
@@ -196,7 +224,7 @@ class SlotMap(RowRecord):
         return replace(self, kept=self.kept.masked_fill(is_padding, -1), padding_slots=None)
 
     def cropped(self, tokens: int, slots: int) -> Self:
-        """Without the last tokens; so many slots are left."""
+        """Return the map without the last `tokens` tokens, which leaves `slots` slots."""
         seen, columns = self.seen(slots), self.columns_by(slots)
         if columns and slots >= self.chosen_slots and self.chosen_at <= seen:
             return self
@@ -207,10 +235,10 @@ class SlotMap(RowRecord):
             chosen_at=min(self.chosen_at, seen),
         )
 
-    # What a user drops.
+    # Spans that the user drops.
 
     def row_tokens(self, rows: int, slots: int) -> list[int]:
-        """Count the tokens that each of `rows` rows has seen, dropped ones included and pads not.
+        """Count the tokens that each row has seen, with dropped tokens and without padding.
 
         Args:
             rows: how many rows the batch has.
@@ -223,7 +251,7 @@ class SlotMap(RowRecord):
 
     @property
     def mean_removed(self) -> float:
-        """Tokens that a row was told to drop, on average."""
+        """Mean number of tokens that the user has dropped from a row."""
         if self.removed_spans is None:
             return 0
         return float(
@@ -231,7 +259,7 @@ class SlotMap(RowRecord):
         )
 
     def removed_spans_of(self, rows: int) -> list[Spans]:
-        """What each of the rows was told to drop."""
+        """Return the spans that the user has dropped from each of `rows` rows."""
         if self.removed_spans is None:
             return [Spans(())] * rows
         return [
@@ -240,13 +268,13 @@ class SlotMap(RowRecord):
         ]
 
     def without(self, spans: Sequence[Spans], stays: Tensor) -> Self:
-        """Return the map of the slots that are left when each row drops its spans.
+        """Return the map of the remaining slots after each row has dropped its spans.
 
-        The tokens of these spans are no columns any more.
+        The dropped tokens have no columns in it.
 
         Args:
-            spans: what each row drops, in positions.
-            stays: (B, H, S) bool, which slots hold a token that is left.
+            spans: the positions that each row drops.
+            stays: (B, H, S) bool, which slots hold a token that remains.
         """
         rows, slots, device = len(spans), stays.shape[-1], stays.device
         removed_spans = [
@@ -275,14 +303,14 @@ class SlotMap(RowRecord):
         return moved.chosen(places.masked_fill(left_slots < 0, -1), columns)
 
     def removed_among_last(self, tokens: int, slots: int) -> list[int]:
-        """Count for each row how many of its last tokens it was told to drop.
+        """Count for each row how many of its last tokens the user has dropped.
 
         Args:
             tokens: how many of the last tokens to look at.
             slots: how many slots the layer has.
 
         Returns:
-            One number per row, or a single 0 if no row was told to drop anything.
+            One number per row, or a single 0 if no row has dropped anything.
         """
         if self.removed_spans is None:
             return [0]
@@ -294,14 +322,16 @@ class SlotMap(RowRecord):
         ]
 
     def without_last(self, tokens: int, slots: int) -> tuple[Self, int]:
-        """Forget what the rows were told to drop of the last tokens, the same number in every row.
+        """Forget the dropped spans among the last tokens, which are about to be removed.
+
+        The caller must have checked that every row has dropped the same number of these tokens.
 
         Args:
-            tokens: how many of the last tokens to look at.
+            tokens: how many of the last tokens will be removed.
             slots: how many slots the layer has.
 
         Returns:
-            The map without it, and how many of these tokens are columns.
+            The map without these spans, and how many of the last tokens still have a column.
         """
         if self.removed_spans is None:
             return self, tokens
@@ -319,16 +349,20 @@ class SlotMap(RowRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerState(RowRecord):
-    """What else is known of a layer's tokens; a field added here follows rows, crops and files.
+    """Other tensors that a layer remembers about its tokens.
+
+    A field that is added here is also reordered, cropped and saved with the cache.
 
     Attributes:
-        slot_scores: (B, H, S) float32, what an evicting policy has noted of every slot.
-        head_notes: (B, H, N) int64, what an evicting policy has noted of every head.
-        token_ids: (B, N) int64, of the prompt as far as it has been read, then of the last step.
-        sink_keys: (B, H, start, D), keys of attention sinks before they were moved on; the store
-            holds them as they are now.
-        sinks_moved: (B, 1, 1, 1) bool, whether a row's sinks have been moved.
-        lost_mass, lost_peak: (B, H) float32, see `LostVotes`; None where nobody knows.
+        slot_scores: (B, H, S) float32, the score that an evicting policy has given to every slot.
+        head_notes: (B, H, N) int64, what an evicting policy has stored about every head.
+        token_ids: (B, N) int64, the ids of the prompt's tokens read so far; after the prompt, those
+            of the last decode step.
+        sink_keys: (B, H, sinks, D), the keys of the attention sinks before they were rotated to
+            other positions. The store holds the rotated keys.
+        sinks_moved: (B, 1, 1, 1) bool, whether the sinks of a row have been moved.
+        lost_mass: (B, H) float32, see `LostVotes`; None if it is not known.
+        lost_peak: (B, H) float32, see `LostVotes`; None if it is not known.
     """
 
     slot_scores: Tensor | None = per_row(slot_axis=2)
@@ -340,20 +374,33 @@ class LayerState(RowRecord):
     lost_peak: Tensor | None = per_row(measured=True)
 
     def scores_with(self, new_tokens: int) -> Tensor | None:
-        """(B, H, S) float32: `slot_scores`, zero for the new tokens after them."""
+        """Return `slot_scores`, followed by a score of zero for each new token.
+
+        Returns:
+            (B, H, S + new_tokens) float32, or None if there are no scores.
+        """
         if self.slot_scores is None:
             return None
         return torch.nn.functional.pad(self.slot_scores, (0, new_tokens))
 
 
 def _sum_up_to(places: Tensor, begins: Tensor, sums: Tensor) -> Tensor:
-    """Of each (B, H, S) place the last of (B, N) sums whose ascending begin it reaches, or 0."""
+    """Return for each place the sum at the last of the `begins` that are not after it.
+
+    Args:
+        places: (B, H, S) integers.
+        begins: (B, N) integers, ascending.
+        sums: (B, N) integers, one for each of the `begins`.
+
+    Returns:
+        (B, H, S), 0 for a place before the first of the `begins`.
+    """
     reached = torch.searchsorted(begins.contiguous(), places.flatten(1).contiguous(), right=True)
     return torch.nn.functional.pad(sums, (1, 0)).gather(1, reached).view_as(places)
 
 
 def _padded(spans: Sequence[Spans]) -> Tensor:
-    """(B, N, 2) int64: the spans of every row, empty ones in front of them."""
+    """Return the spans of all rows as a (B, N, 2) int64 tensor, with empty spans in front."""
     most = max(len(each.parts) for each in spans)
     rows = [((0, 0),) * (most - len(each.parts)) + each.parts for each in spans]
     return torch.tensor(rows, dtype=torch.int64).view(len(spans), most, 2)

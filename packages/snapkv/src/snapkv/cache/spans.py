@@ -1,4 +1,4 @@
-"""Spans of the text: checked, dropped from a cache, and protected."""
+"""Spans of the text that the user drops from a cache or protects from eviction."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.prompt_state import PromptState
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv.policies.spans import Span, Spans
@@ -25,19 +25,24 @@ def row_tokens(layer: CompressedLayer) -> list[int]:
 
 
 def spans_of_rows(given: Any, tokens: Sequence[int]) -> list[Spans]:
-    """The spans of each row, which has seen so many tokens.
+    """Convert spans as the user gives them to the spans of each row.
+
+    Args:
+        given: one list of spans for all rows, or one list for each row.
+        tokens: how many tokens each row has seen.
 
     Raises:
-        InvalidArgumentError: a span that is reversed or reaches beyond them, another number of
-            lists than of rows.
-        InvalidTypeError: something else than spans.
+        InvalidArgumentError: a span is reversed or reaches beyond the tokens of its row, or the
+            number of lists is not the number of rows.
+        InvalidTypeError: `given` is anything else.
     """
     lists = list(given) if isinstance(given, list | tuple) else given
     by_row = isinstance(lists, list) and any(_is_list_of_spans(each) for each in lists)
     if by_row and len(lists) != len(tokens):
-        raise InvalidArgumentError(
-            f"spans: expected one list, or one for each of {len(tokens)} rows, got {len(lists)} "
-            "lists; pass for instance [[(0, 20)], []] for two rows"
+        raise wrong(
+            "spans",
+            f"expected one list, or one for each of {len(tokens)} rows, got {len(lists)} lists",
+            "Pass for instance [[(0, 20)], []] for two rows",
         )
     if by_row:
         rows = [Spans.of("spans", own) for own in lists]
@@ -45,64 +50,83 @@ def spans_of_rows(given: Any, tokens: Sequence[int]) -> list[Spans]:
         rows = [Spans.of("spans", lists)] * len(tokens)
     for row, (own, seen) in enumerate(zip(rows, tokens, strict=True)):
         if own.parts and own.parts[-1][1] > seen:
-            raise InvalidArgumentError(
-                f"spans: expected spans of the {seen:,} tokens that row {row} has seen, got "
-                f"{own.parts[-1]}; count from its first token, pads left out"
+            raise wrong(
+                "spans",
+                f"expected spans within the {seen:,} tokens that row {row} has seen, got "
+                f"{own.parts[-1]}",
+                "Count from the first token of the row, without padding",
             )
     return rows
 
 
 def _is_list_of_spans(each: Any) -> bool:
-    """Whether it is the spans of a row, and no span itself."""
+    """Return whether `each` is a list of spans and not a span."""
     return isinstance(each, list | tuple) and (not each or isinstance(each[0], list | tuple))
 
 
 def require_between_turns(prompt_state: PromptState) -> None:
-    """Refuse spans of a text that is still coming in."""
+    """Raise if the cache is in the middle of a prompt or turn.
+
+    Raises:
+        InvalidArgumentError: the prompt or turn was not read to its end.
+    """
     slots = prompt_state.layers[0].slots
     begun = prompt_state.is_announced and prompt_state.seen_tokens != prompt_state.turn_start
     if begun or prompt_state.prompt_end is None or not slots.chosen_at:
-        raise InvalidArgumentError(
-            f"spans: expected a prompt that was read to its end for drop, got "
-            f"{prompt_state.seen_tokens:,} tokens of one; drop after it, or leave the span out of "
-            "the prompt"
+        raise wrong(
+            "spans",
+            "spans cannot be dropped before the prompt was read to its end, got "
+            f"{prompt_state.seen_tokens:,} tokens of it",
+            "Drop the spans after the prompt, or leave them out of the prompt",
         )
 
 
 def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) -> None:
-    """Refuse what would change more than that each row's spans are gone."""
+    """Raise if dropping the spans of each row would have other effects.
+
+    Raises:
+        InvalidArgumentError: a span is protected, a row would have no tokens left, or the rows
+            would lose different numbers of the queries that vote with the next turn.
+    """
     first = layers[0]
     _require_unprotected(first.protect, rows)
     for row, (own, seen) in enumerate(zip(rows, row_tokens(first), strict=True)):
         gone = own.union(first.slots.removed_spans_of(len(rows))[row])
         if gone.tokens >= seen:
-            raise InvalidArgumentError(
-                f"spans: expected to leave a token of row {row}, got all its {seen:,}; call "
-                "cache.reset() instead"
+            raise wrong(
+                "spans",
+                f"expected at least one token of row {row} to remain, got spans that drop all "
+                f"{seen:,} tokens",
+                "Call cache.reset() instead",
             )
     _require_alike_in_window(first, rows)
 
 
 def require_turns_can_follow(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) -> None:
-    """Refuse to leave heads of different length where a turn chooses out of what is stored."""
+    """Raise if the heads of a layer would differ in length while later turns select from them.
+
+    Raises:
+        InvalidArgumentError: they would.
+    """
     if not layers[0].chooses_again or layers[0].offloaded.is_enabled:
         return
     for layer in layers:
         counts = _slots_without(layer, rows).sum(dim=-1)
         if bool((counts != counts[:, :1]).any()):
-            raise InvalidArgumentError(
-                f"turns: expected spans of which every head holds as many where later turns choose "
-                f"of what is stored, got turns='compress' and heads of layer "
-                f"{layer.identity.layer_idx} that would differ; pass recall='host'"
+            raise wrong(
+                "turns",
+                f"with turns='compress', the spans cannot be dropped, because the heads of layer "
+                f"{layer.identity.layer_idx} would then store different numbers of tokens",
+                "Pass recall='host'",
             )
 
 
 def drop_spans(layers: Sequence[CompressedLayer], spans: Sequence[Spans]) -> None:
-    """Drop the spans of each row from all layers and from what these have offloaded.
+    """Drop the spans of each row from all layers and from the tokens that these have offloaded.
 
-    The caller must have checked the spans. A layer that had evicted nothing but what is dropped
-    now holds all columns: it is whole again, as if its text had never had the spans. If the policy
-    chooses for all layers at once, they are whole together or not at all.
+    The caller must have checked the spans. If a layer had evicted only tokens that are dropped now,
+    it becomes a layer that has evicted nothing. If the policy selects for all layers at once, this
+    happens to all layers or to none.
     """
     for layer in layers:
         _drop(layer, spans)
@@ -119,7 +143,7 @@ def _drop(layer: CompressedLayer, spans: Sequence[Spans]) -> None:
     left = ~_cover(spans, positions)[:, 0]
     if offloaded.tokens:
         if tokens := layer.columns - offloaded.tokens:
-            # What is left takes less room than before, so that the limit does not matter.
+            # What remains takes less memory than before, so the limit need not be checked.
             offloaded.append(*layer.store.last(tokens), is_limited=False)
         offloaded.select_where(left & (positions[:, 0] >= 0))
     layer.queries.drop(left, positions[:, 0])
@@ -132,7 +156,7 @@ def _drop(layer: CompressedLayer, spans: Sequence[Spans]) -> None:
 
 
 def _is_whole_again(layer: CompressedLayer) -> bool:
-    """Whether every head holds all columns, in a form that a layer has which dropped nothing."""
+    """Return whether a layer could store its tokens as if nothing had been evicted."""
     slots, store = layer.slots, layer.store
     if not store.is_exact and store.keys.shape[1] != store.num_kv_heads:
         return False
@@ -140,11 +164,11 @@ def _is_whole_again(layer: CompressedLayer) -> bool:
 
 
 def _make_whole(layer: CompressedLayer) -> None:
-    """Hold all columns in the way of a layer that has dropped nothing."""
+    """Store the tokens of a layer that holds all columns as if nothing had been evicted."""
     store = layer.store
     if layer.slots.kept is None:
         return
-    if store.is_exact:  # codes stay until a prompt follows
+    if store.is_exact:  # quantized tokens stay as they are until the next prompt
         store = DenseStore().fill(*store.last(store.slots), store.num_kv_heads)
     layer.replace_tokens(store, layer.slots.whole())
 
@@ -152,13 +176,14 @@ def _make_whole(layer: CompressedLayer) -> None:
 def protected_slots(
     layer: CompressedLayer, spans: Spans, slots: int, pads: Tensor | None
 ) -> Tensor:
-    """Return which of the first slots stand for positions in the protected spans.
+    """Return which of the first `slots` slots hold tokens in protected spans.
 
     Args:
-        layer: the layer that is about to choose.
-        spans: what is protected.
-        slots: how many of its slots to look at.
-        pads: (B,) leading pads of a first prompt, or None; the layer knows those of later ones.
+        layer: the layer that is about to select.
+        spans: the protected spans.
+        slots: how many slots to look at.
+        pads: (B,) integers, the leading padding of a first prompt, or None. For later prompts the
+            layer knows it.
 
     Returns:
         (B, 1 or H, slots) bool.
@@ -170,7 +195,14 @@ def protected_slots(
 
 
 def layer_of_sizes(positions: Tensor, spans: Spans, num_layers: int, **options: Any) -> PromptLayer:
-    """The first of some layers at the end of a prompt of such positions, with nothing in it."""
+    """Build a `PromptLayer` without data, from which a policy can tell how much it would keep.
+
+    Args:
+        positions: (T,) integers, the positions of the prompt's tokens.
+        spans: the protected spans.
+        num_layers: how many layers the model has.
+        **options: other fields of the `PromptLayer`.
+    """
     nothing = torch.empty(1, 1, len(positions), 0, dtype=torch.float32)
     return PromptLayer(
         queries=nothing,
@@ -185,16 +217,26 @@ def layer_of_sizes(positions: Tensor, spans: Spans, num_layers: int, **options: 
 
 
 def _require_unprotected(protect: Spans | None, rows: Sequence[Spans]) -> None:
+    """Raise if a row would drop protected tokens.
+
+    Raises:
+        InvalidArgumentError: it would.
+    """
     for own in rows:
         if both := own.overlap(protect or Spans(())).parts:
-            raise InvalidArgumentError(
-                f"spans: expected none that is protected, got {both[0]}; drop what is outside, "
-                "or make the cache without protecting it"
+            raise wrong(
+                "spans",
+                f"the tokens of {both[0]} are protected and cannot be dropped",
+                "Drop other tokens, or make the cache without protecting these",
             )
 
 
 def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> None:
-    """Refuse rows that lose different numbers of the queries that vote with the next turn."""
+    """Raise if the rows would lose different numbers of the queries that vote with the next turn.
+
+    Raises:
+        InvalidArgumentError: they would.
+    """
     held = layer.queries.last
     if held is None or len(rows) == 1:
         return
@@ -204,19 +246,20 @@ def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> N
         for own, seen in zip(rows, tokens, strict=True)
     }
     if len(lost) > 1:
-        raise InvalidArgumentError(
-            f"spans: expected as many of the last {count} tokens of every row, which vote with "
-            f"the next turn, got {', '.join(map(str, sorted(lost)))}; give each conversation a "
-            "cache of its own"
+        raise wrong(
+            "spans",
+            f"the rows would drop different numbers of their last {count} tokens, which vote with "
+            f"the next turn ({', '.join(map(str, sorted(lost)))})",
+            "Give each conversation a cache of its own",
         )
 
 
 def _slots_without(layer: CompressedLayer, spans: Sequence[Spans]) -> Tensor:
-    """Return (B, H, S) bool: which slots hold a token that is in none of its row's spans."""
+    """Return which slots hold a token outside the spans of its row: (B, H, S) bool."""
     positions = layer.stored_positions()
     return (positions >= 0) & ~_cover(spans, positions)
 
 
 def _cover(spans: Sequence[Spans], positions: Tensor) -> Tensor:
-    """Return (B, H, S) bool: which positions lie in a span of their row."""
+    """Return which (B, H, S) positions are in a span of their row: (B, H, S) bool."""
     return torch.stack([own.cover(row) for own, row in zip(spans, positions, strict=True)])

@@ -1,4 +1,4 @@
-"""Taking the last tokens back: all layers are asked before any of them changes."""
+"""Removing the last tokens from all layers of a cache, or from none."""
 
 import operator
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from snapkv.storage import uncompressed
 
 
 def count_to_remove(tokens_to_remove: SupportsIndex) -> int:
-    """Return how many of the last tokens a crop takes back.
+    """Return how many of the last tokens a crop removes.
 
     Args:
-        tokens_to_remove: zero or a negative number, as in transformers. Its releases pass an int or
-            a tensor that holds one.
+        tokens_to_remove: zero, or minus the number of tokens. Depending on its release,
+            transformers passes an int or a tensor that holds one.
 
     Raises:
         InvalidArgumentError: the number is positive.
@@ -39,13 +39,17 @@ def count_to_remove(tokens_to_remove: SupportsIndex) -> int:
 
 
 def take_back(layers: Sequence[Any], tokens: int) -> bool:
-    """Forget the last tokens in all layers of a cache, whatever their kind.
+    """Remove the last tokens from all layers of a cache.
+
+    Args:
+        layers: all layers of the cache, compressed or not.
+        tokens: how many tokens to remove.
 
     Returns:
-        Whether the offloaded tokens of every compressed layer were restored for it.
+        Whether the compressed layers had to restore their offloaded tokens first.
 
     Raises:
-        InvalidArgumentError: some layer cannot forget that many tokens. No layer has changed then.
+        InvalidArgumentError: a layer cannot remove that many tokens. No layer has changed then.
     """
     must_restore = [
         must_restore_before(layer, tokens, layer_idx) for layer_idx, layer in enumerate(layers)
@@ -58,15 +62,21 @@ def take_back(layers: Sequence[Any], tokens: int) -> bool:
 
 
 def must_restore_before(layer: Any, tokens: int, layer_idx: int) -> bool:
-    """Return whether a layer must restore its offloaded tokens to forget the last `tokens`.
+    """Return whether a layer must restore its offloaded tokens before it removes the last ones.
 
-    Nothing changes. A compressed layer can forget the tokens at its end that every head still
-    stores. If it offloads evicted tokens, it can also restore them all first.
+    This function changes nothing. A compressed layer can remove the tokens at its end that every
+    head still stores. If it offloads evicted tokens, it can also restore all of them first.
+
+    Args:
+        layer: the layer, compressed or not.
+        tokens: how many tokens are to be removed.
+        layer_idx: the index of the layer, for the error.
 
     Raises:
-        InvalidArgumentError: the layer cannot forget that many tokens. Its state or its sliding
-            window does not go back so far; or the rows of the batch have dropped different numbers
-            of these tokens; or some head has evicted one that it would need.
+        InvalidArgumentError: the layer cannot remove that many tokens, because its recurrent state
+            or its sliding window does not go back so far, because the batch rows have dropped
+            different numbers of these tokens, or because a head has evicted a token that it would
+            need.
     """
     uncompressed.require_croppable(layer, tokens, layer_idx)
     if not isinstance(layer, CompressedLayer):
@@ -86,23 +96,23 @@ def must_restore_before(layer: Any, tokens: int, layer_idx: int) -> bool:
     is_compressed = slots.kept is not None
     whole = slots.whole_tail(store.slots) if is_compressed else store.slots
     if offloaded.is_enabled and tokens <= layer.seen_tokens:
-        # What is left of a text in codes must be the exact keys and values again, since a later
-        # prompt chooses from them.
+        # A later prompt selects from exact keys and values, so quantized tokens that remain from
+        # a prompt must be restored.
         left_in_codes = layer.columns - columns < offloaded.tokens and not store.is_exact
         return columns > whole if is_compressed else left_in_codes
     if is_compressed and not layer.is_croppable:
         raise wrong(
             "tokens_to_remove",
-            f"expected at most 0, got {columns}, because none of the tokens that "
-            f"{layer.policy.name} has counted and evicted by is still whole",
+            f"{layer.policy.name} cannot remove {columns} tokens, because it has already evicted "
+            "other tokens by their attention",
             "Reset the cache and read the shorter text again, or use a policy that only compresses "
             "prompts",
         )
     if columns > whole:
         raise wrong(
             "tokens_to_remove",
-            f"expected at most {whole}, the tokens at the end of layer {layer_idx} that are still "
-            f"whole, got {columns}",
+            f"expected at most {whole}, because only these tokens at the end of layer {layer_idx} "
+            f"are still stored by every head, got {columns}",
             "Reset the cache and read the shorter prompt again",
         )
     return False

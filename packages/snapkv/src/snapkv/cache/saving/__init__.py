@@ -1,4 +1,5 @@
-"""A cache is written to disk: sealed files, and how parts of a cache become tensors and JSON.
+"""Saving a cache to disk: sealed files, and the parts of a cache as tensors and JSON.
 
-Importable without torch, for `snapkv.cache.saving.writing` writes every file of the package.
+The package can be imported without torch, because `snapkv.cache.saving.writing` is used to write
+every file of the product.
 """

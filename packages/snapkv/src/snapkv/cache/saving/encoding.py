@@ -1,7 +1,8 @@
-"""The layers of a cache as tensors and JSON, and back; keys and values in few bits where asked.
+"""Converting the layers of a cache to tensors and JSON, and back.
 
-A compressed layer is saved as its parts, each by the names of its fields, which are public.
-Nothing in a file is run: it names kinds of stores and a few kinds of records.
+A compressed layer is saved part by part, each under the names of its fields, so these names belong
+to the file format. Loading a file runs no code from it: the file can only name kinds of stores and
+a few kinds of records.
 """
 
 from collections.abc import Callable
@@ -15,15 +16,15 @@ from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.restoring import restore
 from snapkv.cache.slots import SlotMap
-from snapkv.errors import CacheFileError, CacheMismatchError
+from snapkv.errors import CacheFileError, CacheMismatchError, wrong
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.coded import CodedStates, state_in_codes, state_spread
 from snapkv.storage.ragged import RaggedStates
 
 COMPRESSED = "compressed"
-"""Kind of a compressed layer; other layers have the name of transformers' class."""
+"""The kind of a compressed layer; the kind of another layer is its class in transformers."""
 
-_BOTH = ("keys", "values")
+_KEYS_AND_VALUES = ("keys", "values")
 
 _RECORDS: dict[str, Any] = {
     kind.__name__: kind for kind in (RaggedStates, CodedStates, ops.Codes, KVCodes)
@@ -33,7 +34,17 @@ _RECORDS: dict[str, Any] = {
 def encode_layer(
     layer: Any, name: str, tensors: dict[str, Tensor], codes: KVCodes | None = None
 ) -> dict[str, Any]:
-    """A layer's kind and parts as JSON; its tensors are added to `tensors`, in codes if asked."""
+    """Convert a layer to JSON and tensors.
+
+    Args:
+        layer: the layer of the cache.
+        name: the beginning of the names of its tensors.
+        tensors: the tensors of the file by name, to which those of the layer are added.
+        codes: the quantized form in which keys and values are saved; None to save them as they are.
+
+    Returns:
+        The kind and the parts of the layer, for `decode_layer`.
+    """
     if not isinstance(layer, CompressedLayer):
         state = _saveable(vars(layer))
         return {"kind": type(layer).__name__, **_encode({"state": state}, name, tensors)}
@@ -47,7 +58,7 @@ def encode_layer(
     if codes is not None:
         parts["store"] = state_in_codes(parts["store"], codes)
         if "offloaded" in parts:
-            both = dict(zip(_BOTH, parts["offloaded"], strict=True))
+            both = dict(zip(_KEYS_AND_VALUES, parts["offloaded"], strict=True))
             parts["offloaded"] = state_in_codes(both, codes)
     others = layer.other_states
     return {
@@ -62,17 +73,26 @@ def encode_layer(
 def decode_layer(
     layer: Any, saved: dict[str, Any], tensors: dict[str, Tensor], device: torch.device
 ) -> None:
-    """Fill a layer that has just been made.
+    """Fill an empty layer with what `encode_layer` has returned.
+
+    Args:
+        layer: the layer, which changes in place.
+        saved: what `encode_layer` returned.
+        tensors: the tensors of the file by name.
+        device: where the layer's tensors are put. Offloaded tokens stay on the CPU.
 
     Raises:
-        CacheMismatchError: the file has a layer of another kind in its place.
-        CacheFileError: parts that this layer does not have.
+        CacheMismatchError: the file has a layer of another kind in this place.
+        CacheFileError: the file has attributes that this layer does not have.
+        ValueError: the parts of the layer do not fit together.
     """
     own = COMPRESSED if isinstance(layer, CompressedLayer) else type(layer).__name__
     if saved["kind"] != own:
-        raise CacheMismatchError(
-            f"model: expected a layer of the kind {saved['kind']}, as the cache has, got {own}; "
-            "load it with the release of transformers that saved it"
+        raise wrong(
+            "model",
+            f"expected a layer of the kind {saved['kind']}, as in the saved cache, got {own}",
+            "Load the cache with the release of transformers that saved it",
+            CacheMismatchError,
         )
 
     def on_device(part: Any) -> Any:
@@ -84,7 +104,7 @@ def decode_layer(
     _fill_other(layer, on_device(saved.get("beside", {})), device)
     offloaded = decode(saved.get("offloaded"), tensors.__getitem__)
     if isinstance(offloaded, dict):
-        offloaded = tuple(state_spread(offloaded)[name] for name in _BOTH)
+        offloaded = tuple(state_spread(offloaded)[name] for name in _KEYS_AND_VALUES)
     if offloaded is not None:
         layer.offloaded.append(*offloaded, on=device)
     layer.offloaded.is_due = saved["recall_due"]
@@ -99,7 +119,11 @@ def decode_layer(
 
 
 def _require_fitting(layer: CompressedLayer) -> None:
-    """Refuse parts that are no tensors of one batch, or do not say what is in the slots."""
+    """Raise unless the parts of a layer have sizes that fit together.
+
+    Raises:
+        ValueError: they do not.
+    """
     store, slots = layer.store, layer.slots
     keys, values, kept = store.keys, store.values, slots.kept
     numbers = (slots.start, slots.chosen_at, slots.removed_tokens, store.num_kv_heads)
@@ -123,16 +147,29 @@ def _require_fitting(layer: CompressedLayer) -> None:
             fits = fits and kept.shape[:2] == keys.shape[:2] and kept.shape[2] <= store.slots
     if not fits:
         raise ValueError(
-            f"layer {layer.identity.layer_idx}: keys, values and slots of different sizes"
+            f"the sizes of keys, values and slots of layer {layer.identity.layer_idx} do not fit "
+            "together"
         )
 
 
 def _fill_other(layer: Any, state: dict[str, Any], device: torch.device) -> None:
-    """Fill a layer of transformers' own."""
+    """Set the attributes of a cache layer that is a class of transformers.
+
+    Args:
+        layer: the layer, which changes in place.
+        state: its attributes by name.
+        device: where the tensors are.
+
+    Raises:
+        CacheFileError: the layer does not have such an attribute.
+    """
     if unknown := state.keys() - vars(layer).keys():
-        raise CacheFileError(
-            f"path: expected what a {type(layer).__name__} of this transformers has, got "
-            f"{', '.join(sorted(unknown))}; load it with the release of transformers that saved it"
+        raise wrong(
+            "path",
+            f"the file has values for {', '.join(sorted(unknown))}, which a "
+            f"{type(layer).__name__} of the installed transformers does not have",
+            "Load the cache with the release of transformers that saved it",
+            CacheFileError,
         )
     vars(layer).update(state)
     for held in state.values():
@@ -146,14 +183,23 @@ def _saveable(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_saveable(value: Any) -> bool:
-    """Whether an attribute of transformers' own layers says what they hold, or only where."""
+    """Return whether the value of an attribute can be written to a file.
+
+    Devices and dtypes, for instance, cannot. They follow from the tensors.
+    """
     if isinstance(value, dict):
         return all(_is_saveable(part) for part in value.values())
     return value is None or isinstance(value, Tensor | bool | int | float | str)
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON; where a tensor is, its name."""
+    """Convert a value to JSON, with the name of a tensor in the place of each tensor.
+
+    Args:
+        value: tensors, records, dictionaries, lists, tuples and what JSON has.
+        name: the name of the value, which begins the names of its tensors.
+        tensors: tensors by name, to which those in the value are added.
+    """
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"tensor": name}
@@ -171,7 +217,12 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """What was encoded; sequences come back as tuples."""
+    """Convert JSON back to the value that was encoded, with tuples for lists and tuples.
+
+    Args:
+        value: the JSON.
+        tensor: returns the tensor with a given name.
+    """
     if isinstance(value, list):
         return tuple(decode(part, tensor) for part in value)
     if not isinstance(value, dict):

@@ -1,4 +1,7 @@
-"""Sealed safetensors files: whole or not there, and refused if a single byte has changed."""
+"""Sealed safetensors files, which are written completely or not at all.
+
+Reading a file raises an error if a single byte of it has changed.
+"""
 
 import hashlib
 import json
@@ -11,14 +14,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from snapkv.cache.saving.writing import is_stream, replacing
-from snapkv.errors import CacheFileError, OutputError
+from snapkv.errors import CacheFileError, OutputError, SnapKVError, wrong
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _FORMAT = "snapkv cache "
 _VERSION = 3
-_OWN = re.compile(rb'"format":"snapkv cache ')
+_OWN_FORMAT = re.compile(rb'"format":"snapkv cache ')
 _UNSEALED = "0" * 64
 _SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 _MOST_HEADER_BYTES = 100_000_000  # what safetensors itself allows
@@ -26,9 +29,14 @@ _BLOCK_BYTES = 1 << 22
 
 
 class SealedFile(NamedTuple):
-    """What a sealed file holds, on the host.
+    """The content of a sealed file, with its tensors on the CPU.
 
-    The seal in its header is the SHA-256 of all its bytes, with zeros in the digest's own place.
+    The seal in the header of the file is the SHA-256 digest of all its bytes. To compute it, the
+    bytes of the digest itself are set to zeros.
+
+    Attributes:
+        tensors: the tensors by name.
+        notes: everything else, as JSON.
     """
 
     tensors: "dict[str, Tensor]"
@@ -38,47 +46,60 @@ class SealedFile(NamedTuple):
 def write_sealed(
     path: Path, tensors: "Mapping[str, Tensor]", notes: dict[str, Any], *, sweep: bool = True
 ) -> None:
-    """Write tensors and JSON to a file, which appears under its name when it is complete.
+    """Write tensors and JSON to a sealed file, which appears under its name once it is complete.
 
-    A saved cache that is there is replaced at the end, any other file is not. What earlier saves of
-    this file have left because they were killed is removed, unless `sweep` is off.
+    An existing file is replaced only if it is a saved cache or empty.
+
+    Args:
+        path: the name of the file.
+        tensors: the tensors by name.
+        notes: the JSON.
+        sweep: whether to remove temporary files of this name that killed processes have left.
 
     Raises:
-        CacheFileError: the file cannot be written, or is there and no saved cache; what stood under
-            its name still does.
+        CacheFileError: the file cannot be written, or another file has this name. An existing file
+            is unchanged then.
     """
     if path.is_dir() or is_stream(path) or not _is_free_or_saved(path):
-        raise CacheFileError(
-            f"path: expected a new file or a cache that was saved before, got {str(path)!r}, which "
-            "is neither and stays as it is; choose another name"
+        raise wrong(
+            "path",
+            f"expected a new file or a saved cache to replace, got {str(path)!r}, which is neither "
+            "and was not changed",
+            "Choose another name",
+            CacheFileError,
         )
-    from safetensors.torch import save_file  # imports torch, which whoever lists files does without
+    from safetensors.torch import save_file  # imports torch, which listing files does not need
 
     metadata = {"format": f"{_FORMAT}{_VERSION}", "notes": json.dumps(notes), "sha256": _UNSEALED}
-    whole = {name: _alone(tensor) for name, tensor in tensors.items()}
+    copies = {name: _without_views(tensor) for name, tensor in tensors.items()}
     try:
         with replacing(path, sweep=sweep) as partial:
-            save_file(whole, partial, metadata)
+            save_file(copies, partial, metadata)
             _seal(partial)
     except (OutputError, SafetensorError) as error:
         reason = getattr(error.__cause__, "strerror", None) or error
-        raise CacheFileError(
-            f"path: expected to write a cache to {str(path)!r}, got: {reason}; choose another place"
+        raise wrong(
+            "path",
+            f"cannot write a cache to {str(path)!r}: {reason}",
+            "Choose another place",
+            CacheFileError,
         ) from error
 
 
 def _is_free_or_saved(path: Path) -> bool:
-    """Whether no bytes stand there, or those of a saved cache, by its header."""
+    """Return whether `path` is free, an empty file, or a saved cache, as its header tells."""
     try:
         with path.open("rb") as file:
             header = _header(file)
-            return not os.fstat(file.fileno()).st_size or bool(header and _OWN.search(header))
+            return not os.fstat(file.fileno()).st_size or bool(
+                header and _OWN_FORMAT.search(header)
+            )
     except OSError:
         return not os.path.lexists(path)
 
 
 def _header(file: BinaryIO) -> bytes | None:
-    """The JSON in front of a safetensors file; None where its length is none."""
+    """Return the JSON at the beginning of a safetensors file, or None if it cannot be one."""
     file.seek(0)
     size = int.from_bytes(file.read(8), "little")
     fits = size <= min(_MOST_HEADER_BYTES, os.fstat(file.fileno()).st_size)
@@ -86,11 +107,11 @@ def _header(file: BinaryIO) -> bytes | None:
 
 
 def read_sealed(path: Path) -> SealedFile:
-    """What `write_sealed` has written.
+    """Read a file that `write_sealed` has written.
 
     Raises:
-        CacheFileError: no such file, not such a file, one of another version, or one that has
-            changed since.
+        CacheFileError: there is no such file, it is not a saved cache, it has another version, or
+            it has changed since it was written.
     """
     if is_stream(path):  # opening a pipe would wait for its other end
         raise _damaged(path, "it is no regular file")
@@ -111,19 +132,26 @@ def read_sealed(path: Path) -> SealedFile:
             raise
         raise _damaged(path, str(error)) from error
     if metadata.get("format") != f"{_FORMAT}{_VERSION}":
-        raise CacheFileError(
-            f"path: expected a file of the format {f'{_FORMAT}{_VERSION}'!r}, got "
-            f"{metadata.get('format')!r} of another version at {str(path)!r}; read its text again"
+        raise wrong(
+            "path",
+            f"expected a file of the format {f'{_FORMAT}{_VERSION}'!r}, got "
+            f"{metadata.get('format')!r}, which is another version, at {str(path)!r}",
+            "Read the text of the cache again",
+            CacheFileError,
         )
     return SealedFile(tensors, notes)
 
 
 def seal_of(path: Path, *, checked: bool = True) -> str:
-    """The digest in the header of a file that `write_sealed` has written.
+    """Return the digest in the header of a file that `write_sealed` has written.
+
+    Args:
+        path: the file.
+        checked: whether to read the whole file and compare its bytes with the digest.
 
     Raises:
-        CacheFileError: no such file, not such a file or, where all of it is to be `checked`, one of
-            which a byte has changed since.
+        CacheFileError: there is no such file, it is not a saved cache, or it has changed since it
+            was written. The last is only noticed if `checked` is true.
     """
     try:
         with path.open("rb") as file:
@@ -134,15 +162,13 @@ def seal_of(path: Path, *, checked: bool = True) -> str:
         raise _damaged(path, str(error)) from error
 
 
-def _missing(path: Path) -> CacheFileError:
-    return CacheFileError(
-        f"path: expected a cache that was saved before, got no file at {str(path)!r}; save one "
-        "with cache.save(path)"
-    )
+def _missing(path: Path) -> SnapKVError:
+    problem = f"expected a saved cache, but there is no file at {str(path)!r}"
+    return wrong("path", problem, "Save one with cache.save(path)", CacheFileError)
 
 
-def _alone(tensor: "Tensor") -> "Tensor":
-    """On the host, in memory of its own: safetensors writes no views."""
+def _without_views(tensor: "Tensor") -> "Tensor":
+    """Return the tensor on the CPU, in memory of its own, since safetensors writes no views."""
     here = tensor.detach().cpu().contiguous()
     shared = here.data_ptr() == tensor.data_ptr() or here.untyped_storage().nbytes() != here.nbytes
     return here.clone() if shared else here
@@ -153,7 +179,7 @@ def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def _seal(path: Path) -> None:
-    """Put the digest of the file into its place, and the file onto the disk."""
+    """Write the digest of a file into its header, and flush the file to the disk."""
     with path.open("r+b") as file:
         _, start = _find_seal(file, path)
         digest = _digest(file, start)
@@ -164,7 +190,11 @@ def _seal(path: Path) -> None:
 
 
 def _require_seal(file: BinaryIO, path: Path) -> str:
-    """The seal of a file; one whose bytes are not those that were sealed is refused."""
+    """Return the seal of a file after checking it against the bytes of the file.
+
+    Raises:
+        CacheFileError: the file has no seal, or its bytes have changed.
+    """
     sealed, start = _find_seal(file, path)
     if _digest(file, start) != sealed:
         raise _damaged(path, "its bytes are not those that were saved")
@@ -172,7 +202,11 @@ def _require_seal(file: BinaryIO, path: Path) -> str:
 
 
 def _find_seal(file: BinaryIO, path: Path) -> tuple[str, int]:
-    """The digest in the file's header, and where it begins."""
+    """Return the digest in the header of a file, and the offset at which it begins.
+
+    Raises:
+        CacheFileError: the header has no digest.
+    """
     found = list(_SEAL.finditer(_header(file) or b""))
     if len(found) != 1:
         raise _damaged(path, "its header is not one of a saved cache")
@@ -180,7 +214,7 @@ def _find_seal(file: BinaryIO, path: Path) -> tuple[str, int]:
 
 
 def _digest(file: BinaryIO, start: int) -> str:
-    """SHA-256 of the file, read with zeros from `start` in the place of the digest."""
+    """Compute the SHA-256 of a file, with zeros in place of the digest that begins at `start`."""
     digest = hashlib.sha256()
     file.seek(0)
     digest.update(file.read(start))
@@ -191,8 +225,11 @@ def _digest(file: BinaryIO, start: int) -> str:
     return digest.hexdigest()
 
 
-def _damaged(path: Path, why: str) -> CacheFileError:
-    return CacheFileError(
-        f"path: expected a cache that cache.save has written, whole and unchanged, got "
-        f"{str(path)!r}: {why}; save it again"
+def _damaged(path: Path, reason: str) -> SnapKVError:
+    return wrong(
+        "path",
+        "expected a cache that cache.save has written, without any change since, got "
+        f"{str(path)!r}: {reason}",
+        "Save the cache again",
+        CacheFileError,
     )

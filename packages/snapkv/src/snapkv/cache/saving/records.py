@@ -1,4 +1,4 @@
-"""The record of a document: JSON with a digest of itself, next to the file of its cache."""
+"""The record of a document: a JSON file, protected by a digest, next to the file of its cache."""
 
 import hashlib
 import json
@@ -11,23 +11,30 @@ from snapkv.errors import CacheFileError, LibraryError
 
 _FORMAT = "snapkv document 1"
 BEGINNING = f'{{"format": "{_FORMAT.rstrip("1")}'
-"""With which every record begins, of this format or a later one."""
+"""The text with which every record begins, in this format or a later one."""
 
 
 def digest_of(text: str) -> str:
+    """Return the SHA-256 digest of a text as 64 hexadecimal digits."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def record_of(document: Mapping[str, Any]) -> str:
-    """The content of a document's record, with a digest of itself."""
+    """Return the content of the file that records a document, which `from_record` reads."""
     return json.dumps({"format": _FORMAT, "sha256": _digest_of(document), "document": document})
 
 
 def from_record(content: str) -> dict[str, Any]:
-    """The document that `record_of` was given."""
+    """Read a document from a record that `record_of` has made.
+
+    The messages of its errors are reasons, which the caller completes with the name of the file.
+
+    Raises:
+        LibraryError: the content is no record, has another format, or has changed.
+    """
     try:
-        whole = json.loads(content)
-        document, found, sealed = whole["document"], whole["format"], whole["sha256"]
+        record = json.loads(content)
+        document, found, sealed = record["document"], record["format"], record["sha256"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise LibraryError(f"it is no record of a document ({error!r})") from error
     if found != _FORMAT:
@@ -42,7 +49,16 @@ def _digest_of(document: Any) -> str:
 
 
 def seal_fault(path: Path, seal: str, *, checked: bool) -> str | None:
-    """What is wrong with the cache's file that a record names; None where nothing is."""
+    """Check that the cache of a record is the file that was written with it.
+
+    Args:
+        path: the file of the cache.
+        seal: the seal that the record names.
+        checked: whether to read the whole file and compare its bytes with its seal.
+
+    Returns:
+        What is wrong with the file, or None if it is right.
+    """
     try:
         if seal_of(path, checked=checked) == seal:
             return None

@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all, with one line that names the file where that fails."""
+"""Writing files completely or not at all, with errors that name the file."""
 
 import contextlib
 import os
@@ -10,16 +10,25 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
-from snapkv.errors import OutputError
+from snapkv.errors import OutputError, wrong
 
-_ABANDONED_SECONDS = 3600  # nothing is written for so long without a pause
-_MOST_NAME_BYTES = 200  # of the 255 that file systems take
+_ABANDONED_SECONDS = 3600  # no writer pauses for that long
+_MOST_NAME_BYTES = 200  # file systems allow 255, and the temporary name is longer
 
 
 def replace_file(path: Path, content: str | bytes, *, sweep: bool = True) -> None:
-    """Write a file atomically: after an error the old file or none is there, and no temporary one.
+    """Write a file atomically: after an error, the old file is unchanged and no other file is left.
 
-    A link stays one, and what it leads to is replaced. A device or a pipe is written into.
+    If `path` is a link, the file that it points to is replaced. If it is a device or a pipe, the
+    content is written into it.
+
+    Args:
+        path: the name of the file.
+        content: text, which is written in UTF-8, or bytes.
+        sweep: whether to remove temporary files of this name that killed processes have left.
+
+    Raises:
+        OutputError: the file cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
     if is_stream(path):
@@ -32,11 +41,15 @@ def replace_file(path: Path, content: str | bytes, *, sweep: bool = True) -> Non
 
 @contextlib.contextmanager
 def replacing(path: Path, *, sweep: bool = True) -> Iterator[Path]:
-    """The name of a temporary file that replaces `path` when the block ends without error.
+    """Yield the name of a temporary file, which replaces `path` if the block ends without an error.
 
-    What earlier writers of this file have left because they were killed is removed, which looks at
-    the whole folder; `sweep=False` leaves that to its owner. Any OSError within the block is an
-    OutputError.
+    Args:
+        path: the file to replace.
+        sweep: whether to remove temporary files of this name that killed processes have left, for
+            which the whole folder is listed.
+
+    Raises:
+        OutputError: `path` is not a regular file, or an OSError was raised within the block.
     """
     target = Path(os.path.realpath(path))
     name = target.name if len(os.fsencode(target.name)) <= _MOST_NAME_BYTES else ""
@@ -50,7 +63,7 @@ def replacing(path: Path, *, sweep: bool = True) -> Iterator[Path]:
             partial.touch()
             mode = stat.S_IMODE(partial.stat().st_mode)
             yield partial
-            partial.chmod(mode)  # safetensors writes for its owner alone
+            partial.chmod(mode)  # safetensors makes files that only their owner can read
             _flush(partial, os.O_RDWR)
             os.replace(partial, target)
         finally:
@@ -61,7 +74,10 @@ def replacing(path: Path, *, sweep: bool = True) -> Iterator[Path]:
 
 
 def foreign_files(folder: Path, names: Collection[str]) -> list[str]:
-    """The files of a folder that are not of these names, nor what a killed writer of one left."""
+    """Return the names of the files in a folder that were not written under one of `names`.
+
+    A temporary file that a killed process has left counts as written under its name.
+    """
     own = "|".join(map(re.escape, names))
     ours = re.compile(rf"{own}|\.({own})\.[0-9a-f]{{32}}\.partial")
     files = (each.name for each in folder.iterdir() if each.is_file())
@@ -69,16 +85,28 @@ def foreign_files(folder: Path, names: Collection[str]) -> list[str]:
 
 
 def open_for_lines(path: Path) -> IO[bytes]:
-    """A file to give `append_line`; it and its folders are made where they are not there."""
+    """Open a file for `append_line`, and make it and its folders if they do not exist.
+
+    Raises:
+        OutputError: the file cannot be opened.
+    """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab", buffering=0)
 
 
 def append_line(file: IO[bytes], line: str, path: Path) -> None:
-    """Add a line to a file opened for appending without a buffer; it is on the disk after this.
+    """Append a line to a file and flush it to the disk.
 
-    Where that fails or is interrupted, nothing of the line stays in the file.
+    If this fails or is interrupted, no part of the line stays in the file.
+
+    Args:
+        file: what `open_for_lines` has returned.
+        line: the line, without its end.
+        path: the name of the file, for the error.
+
+    Raises:
+        OutputError: the line cannot be written.
     """
     descriptor = file.fileno()
     status = os.fstat(descriptor)
@@ -95,7 +123,7 @@ def append_line(file: IO[bytes], line: str, path: Path) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether there is a device, a pipe or a socket, which holds nothing that could be lost."""
+    """Return whether `path` is a device, a pipe or a socket, which has no content to protect."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -105,20 +133,27 @@ def is_stream(path: Path) -> bool:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn what the system says within this block into one line about this file."""
+    """Turn an OSError within this block into an error that names the file.
+
+    Raises:
+        OutputError: an OSError was raised within the block.
+    """
     try:
         yield
     except OutputError:
         raise
     except OSError as error:
-        raise OutputError(
-            f"output: expected to write {str(path)!r}, got: {error.strerror or error}; make room, "
-            "or choose another place"
+        raise wrong(
+            "output",
+            f"cannot write {str(path)!r}: {error.strerror or error}",
+            "Free some space, or choose another place",
+            OutputError,
         ) from error
 
 
 def _write_all(file: IO[bytes], data: bytes) -> None:
-    """Write without a buffer, which would be tried again when the file is closed."""
+    """Write all bytes to an unbuffered file."""
+    # A buffer that could not be written would be written again when the file is closed.
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
@@ -133,10 +168,10 @@ def _flush(path: Path, flags: int) -> None:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove partial files under this name that nobody has written to for long, where it may."""
+    """Remove temporary files for `path` that nothing was written to for an hour, if possible."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.partial")
     oldest = time.time() - _ABANDONED_SECONDS
-    with contextlib.suppress(OSError):  # another's file, or another writer was faster
+    with contextlib.suppress(OSError):  # the file belongs to somebody else, or is already gone
         for found in path.parent.iterdir():
             if name.fullmatch(found.name) and found.stat().st_mtime < oldest:
                 found.unlink()
