@@ -90,7 +90,7 @@ RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}
 
 
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
-    """A mode that detects operations which read a number, or a shape that depends on one, in Python.
+    """A mode that detects operations which bring a number, or a shape made from one, to Python.
 
     Such an operation makes a GPU wait, and its result would be frozen in a captured step.
     """
