@@ -140,7 +140,7 @@ class CompressedCache(Cache):
             recall_bytes=plain_number(recall_bytes),
             protect=spans if spans and spans.parts else None,
         )
-        setup.require_words()
+        setup.require_known_options()
         setup.require("made")
         if setup.protect is not None:
             policy.require_protection(setup.protect)
@@ -148,7 +148,7 @@ class CompressedCache(Cache):
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         pool = setup.pool
         for layer in compressed:
-            layer.turns, layer.protect = setup.going_on, setup.protect
+            layer.turns, layer.protect = setup.turn_mode, setup.protect
             layer.queries.fit(policy, chooses_again=layer.chooses_again)
             layer.offloaded = OffloadedTokens(pool)
         self._use = use(model)

@@ -74,6 +74,7 @@ class Installation:
 
     @property
     def is_used(self) -> bool:
+        """Whether a cache or an `install` still needs the wrappers."""
         return bool(self.caches or self.installs)
 
     def put_on(self, model: PreTrainedModel) -> None:

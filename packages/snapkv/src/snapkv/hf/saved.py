@@ -69,7 +69,7 @@ def write(
         codes: the quantized form in which to store keys and values that are not quantized yet;
             None to store them as they are.
         identity: the identity of the model, if it is known already.
-        sweep: whether to delete unfinished files that a crash has left in the folder.
+        sweep: whether to delete unfinished files that killed processes have left for `path`.
 
     Raises:
         CacheFileError: the file cannot be written, or another kind of file has that name.
