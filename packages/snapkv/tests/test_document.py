@@ -76,7 +76,7 @@ def test_other_methods_choose_for_each_question_too(policy):
     model, questions = tiny_model("llama"), asked(20, 11)
     inputs = Document(model, text(), policy).inputs(questions)
     assert_as_if_read_together(model, inputs, read_together(model, questions, policy))
-    with pytest.raises(InvalidArgumentError, match="earlier turns' queries are not held"):
+    with pytest.raises(InvalidArgumentError, match="queries of earlier turns are not held"):
         Document(model, text(), ExpectedAttention(BUDGET, window_size=WINDOW))
 
 

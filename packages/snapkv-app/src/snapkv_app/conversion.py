@@ -98,7 +98,7 @@ def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
                 path.parent,
                 gguf_file=path.name,
                 told_by="header",
-                remedy="fetch the file again, or use the original model instead",
+                remedy="Fetch the file again, or use the original model instead",
                 dtype=dtype,
             )
     except SnapKVError:

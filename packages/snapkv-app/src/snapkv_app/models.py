@@ -123,7 +123,7 @@ def load(
                 name,
                 source.place,
                 told_by="config.json",
-                remedy="download the model again, or correct its config.json",
+                remedy="Download the model again, or correct its config.json",
                 **hub,
                 **options,
             ).to(torch_device)

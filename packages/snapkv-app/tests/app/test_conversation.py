@@ -96,7 +96,7 @@ def test_a_conversation_that_forgot_is_loaded_without_recall(tiny, tmp_path):
     for recall in (None, "none"):
         loaded = Conversation.load(tmp_path / "talk", tiny, SHORT, POLICY, recall=recall)
         assert loaded.cache.options["recall"] is None
-    with pytest.raises(CacheMismatchError, match="recall: expected none for a cache that was"):
+    with pytest.raises(CacheMismatchError, match="recall: the cache was saved without recall"):
         Conversation.load(tmp_path / "talk", tiny, SHORT, POLICY, recall="host")
 
 
@@ -128,7 +128,9 @@ def test_what_cannot_be_asked_is_refused_and_changes_nothing(tiny):
     with pytest.raises(PromptTooLongError, match="512 positions"):
         conversation.ask("word " * 600)
     assert conversation.tokens == 0
-    with pytest.raises(InvalidArgumentError, match="policy: expected one that only compresses"):
+    with pytest.raises(
+        InvalidArgumentError, match="policy: expected a policy that only compresses prompts"
+    ):
         Conversation(tiny, H2O(64), SHORT, recall="host")
     with pytest.raises(InvalidArgumentError, match=r"read only once, .* kvzip"):
         Conversation(tiny, KVzip(64), SHORT)

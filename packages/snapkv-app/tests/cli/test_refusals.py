@@ -76,7 +76,7 @@ REFUSED = {
         ("--answer-start x", "answer_start: expected it with ask"),
         ("--assistant demo", "assistant: expected it with ask"),
         ("--prompt-lookup 3", "prompt_lookup: expected it with ask"),
-        ("--policy h2o --recall host", "policy: expected one that only compresses"),
+        ("--policy h2o --recall host", "policy: expected a policy that only compresses prompts"),
         ("--recall ''", "recall: expected host, a folder or none, got an empty text; leave it"),
         ("--recall no/such/folder", "got 'no/such/folder'; make 'no/such' first"),
         ("--recall none --budget auto", "with --recall none, got auto; pass --budget"),

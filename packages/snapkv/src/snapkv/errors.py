@@ -95,10 +95,11 @@ def wrong(
         error_type: the class of the error.
 
     Returns:
-        The error, for the caller to raise. Its message is "argument: problem. Remedy."
+        The error, for the caller to raise. Its message is "argument: problem. Remedy." A question
+        mark at the end of either text stays.
     """
-    end = "" if remedy.endswith("?") else "."
-    return error_type(f"{argument}: {problem}. {remedy}{end}")
+    sentences = (text if text.endswith("?") else f"{text}." for text in (problem, remedy))
+    return error_type(f"{argument}: {' '.join(sentences)}")
 
 
 def missing_package(purpose: str, *packages: str) -> MissingDependencyError:

@@ -79,5 +79,5 @@ def test_drafts_say_what_plain_decoding_says_and_need_an_empty_cache():
     plain = CompressedCache(model, POLICY)
     assert torch.equal(generated(model, plain, document()), said[0])
     for used in (cache, plain):
-        with pytest.raises(InvalidArgumentError, match="cache: expected an empty cache"):
+        with pytest.raises(InvalidArgumentError, match="transformers needs an empty cache"):
             generated(model, used, torch.cat([said[0], question()], 1), **lookup)

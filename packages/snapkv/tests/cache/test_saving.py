@@ -248,7 +248,7 @@ def test_another_model_or_dtype_is_refused(tmp_path):
 def test_recall_cannot_be_asked_of_a_cache_that_has_forgotten(tmp_path):
     model = tiny_model("llama")
     halfway(model, "snapkv")[0].save(tmp_path / "one")
-    with pytest.raises(CacheMismatchError, match="recall: expected none"):
+    with pytest.raises(CacheMismatchError, match="recall: the cache was saved without recall"):
         CompressedCache.load(tmp_path / "one", model, recall="host")
     halfway(model, "recall")[0].save(tmp_path / "two")
     loaded = CompressedCache.load(tmp_path / "two", model, recall=tmp_path / "parked")

@@ -89,7 +89,7 @@ def test_tokens_that_were_read_for_good_are_refused():
     cache = CompressedCache(model, POLICY)
     call(model, cache, random_ids(1, PROMPT))
     call(model, cache, random_ids(1, 5, seed=3))
-    with pytest.raises(InvalidArgumentError, match=r"call it before the pass"):
+    with pytest.raises(InvalidArgumentError, match=r"Call activate_past_recording\(\) before"):
         cache.keep_among_last(5, torch.tensor([0, 2]))
 
 

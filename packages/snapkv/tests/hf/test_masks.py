@@ -84,14 +84,16 @@ def test_padding_that_is_not_on_the_left_is_refused(form, row):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_of_padding_alone_is_refused(form):
-    with pytest.raises(InvalidArgumentError, match="got rows of padding alone; leave them out"):
+    with pytest.raises(
+        InvalidArgumentError, match="got rows of padding alone. Leave these rows out"
+    ):
         read(in_form(form, columns_visible([0, T])))
 
 
 @pytest.mark.parametrize("form", FORMS[:2])
 def test_a_mask_of_fewer_columns_than_tokens_is_refused(form):
     mask = in_form(form, columns_visible())
-    with pytest.raises(UnsupportedModelError, match=f"for each of {T + 1} tokens, got {T}; pass"):
+    with pytest.raises(UnsupportedModelError, match=f"for each of {T + 1} tokens, got {T}. Pass"):
         leading_pads(mask, T - 1, T + 1, WINDOW)
 
 

@@ -33,7 +33,9 @@ def test_eager_gives_the_weights_of_what_is_stored_or_refuses(stored, by):
             assert last.shape == (1, 8, 1, 37)
             torch.testing.assert_close(last.sum(dim=-1), torch.ones(1, 8, 1))
             return
-        with pytest.raises(UnsupportedModelError, match="output_attentions: expected False"):
+        with pytest.raises(
+            UnsupportedModelError, match="output_attentions: there are no attention weights"
+        ):
             model(random_ids(1, 1), past_key_values=cache, **asked)
         model.config.output_attentions = False
         assert cache.get_seq_length() == PROMPT

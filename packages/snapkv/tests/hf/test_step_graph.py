@@ -268,7 +268,7 @@ def test_a_turn_that_is_announced_in_the_midst_is_read_as_one():
         answers.append(generated(model, cache, ids, streamer=act, **options))
     assert torch.equal(*answers)
     assert torch.equal(*(cache.kept_positions(1) for cache in caches))
-    assert caches[0].report()["steps"] == "eager: no room was taken for the step"
+    assert caches[0].report()["steps"] == "eager: the cache has no append buffers for the step"
 
 
 def test_a_cache_that_is_changed_with_every_token_is_not_recorded_for_each():
@@ -318,7 +318,7 @@ NO_ROOM = {
     "tova evicts": ("llama", TOVA(40), {}),
     "layers of another kind": ("gemma3_text", POLICY, {}),
     "fewer than 8 tokens": ("llama", POLICY, {"max_new_tokens": 7}),
-    "weights are asked": ("llama", POLICY, {"output_attentions": True}),
+    "attention weights are returned": ("llama", POLICY, {"output_attentions": True}),
 }
 
 
@@ -338,7 +338,7 @@ def test_a_wish_to_compile_is_recorded_and_it_is_said(caplog):
     got = generated(model, cache, ids, compile_config=config)
     assert torch.equal(got, generated(model, eager, ids, disable_compile=True))
     assert cache.report()["steps"] == "one graph"
-    assert "compile_config: decoding steps are recorded, not compiled" in caplog.text
+    assert "compile_config: decode steps are captured, not compiled" in caplog.text
 
 
 def test_every_call_records_for_its_own_batch_and_cache():
@@ -416,7 +416,7 @@ def test_a_step_is_recorded_while_a_bar_follows_the_reading():
     ("made", "said"),
     [
         (with_a_hook, "eager: model.layers.1 has hooks, or a forward of its own"),
-        (with_frequencies_by_length, "eager: a step of LlamaForCausalLM asks the device for a"),
+        (with_frequencies_by_length, "eager: a step of LlamaForCausalLM reads a number from"),
         (lambda: copy.deepcopy(tiny_model("llama")).train(), "eager: the model is in training"),
     ],
 )

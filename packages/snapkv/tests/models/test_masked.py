@@ -152,7 +152,7 @@ def test_a_4d_mask_of_ones_own_is_refused_behind_a_compressed_prompt(options):
     model(ids, past_key_values=cache, attention_mask=pads)
     own = torch.ones(2, 1, 1, PROMPT + 1, dtype=torch.bool)
     given = {"attention_mask": own, "position_ids": places, "past_key_values": cache}
-    with pytest.raises(UnsupportedModelError, match="attention_mask: expected a 2-D"):
+    with pytest.raises(UnsupportedModelError, match="attention_mask: expected a 2-D mask"):
         model(random_ids(2, 1), **given)
     given["attention_mask"] = torch.cat([pads, pads.new_ones(2, 1)], dim=1)
     assert model(random_ids(2, 1), **given).logits.isfinite().all()

@@ -115,7 +115,7 @@ def test_a_gate_of_other_sizes_or_none_is_refused_where_it_is_asked():
 
 def test_a_model_goes_by_its_own_gate_and_by_no_others(gates, tmp_path):
     model, other = tiny_model("llama"), tiny_model("qwen2")
-    with pytest.raises(UnsupportedModelError, match="run snapkv study fit-gate"):
+    with pytest.raises(UnsupportedModelError, match="Run snapkv study fit-gate"):
         CompressedCache(model, AdaKV(KVzap(24, window_size=4)))
     gate = drawn_gate(model=digest_of(model))
     assert remember_gate(gate).parent == gates

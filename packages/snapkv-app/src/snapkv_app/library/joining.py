@@ -232,7 +232,7 @@ class JoinedLayer:
 def join(model: PreTrainedModel, parts: Sequence[Part]) -> list[JoinedLayer]:
     """What every layer holds of the parts, the prefix once; refused where keys cannot be turned."""
     layers = range(len(parts[0].cache.layers))
-    rotations = rotations_of(model, layers, "read the documents in full with recompute=1")
+    rotations = rotations_of(model, layers, "Read the documents in full with recompute=1")
     steps, end = [], parts[0].prefix_tokens
     for part in parts:
         steps.append(end - part.prefix_tokens)

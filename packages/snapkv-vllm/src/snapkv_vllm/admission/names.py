@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Any
 
+from snapkv import errors
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError, SnapKVError
 
 PREFIX = "snapkv_"
@@ -94,8 +95,7 @@ def wrong(argument: str, problem: str, remedy: str, status: int = 400) -> Refuse
     Returns:
         The error, for the caller to raise. Its message is "argument: problem. Remedy."
     """
-    end = "" if remedy.endswith("?") else "."
-    return RefusedError(f"{argument}: {problem}. {remedy}{end}", status)
+    return RefusedError(str(errors.wrong(argument, problem, remedy)), status)
 
 
 def status_of(error: SnapKVError) -> int:

@@ -110,7 +110,7 @@ class ServingSettings:
         if not isinstance(policy, str) or policy not in METHODS:
             why = isinstance(policy, str) and (_NOT_SERVED.get(policy) or nearest(policy, METHODS))
             problem = f"expected one of {', '.join(METHODS)}, got {policy!r}{why or ''}"
-            raise wrong("policy", problem.removesuffix("?"), "Pass one of them")
+            raise wrong("policy", problem, "Pass one of them")
         for cap in _CAPS:
             require_at_least(cap, getattr(self, cap), 1)
         require_compatible(settings=self)

@@ -1,1 +1,1 @@
-"""Where Hugging Face transformers is met: the only room that knows a model."""
+"""The integration with Hugging Face transformers, the only part that knows model classes."""

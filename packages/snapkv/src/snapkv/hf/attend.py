@@ -1,4 +1,4 @@
-"""One attention call of the model: as it was made, and over what a layer stores."""
+"""An attention call of the model, and how it runs over the tokens that a layer stores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,15 +15,15 @@ from snapkv.ops.causal import attend_in_parts, is_faster_in_parts
 from snapkv.storage.base import TokenStore
 
 FEW_QUERIES = 64
-"""Up to so many queries read keys and values as they are stored, whatever the mask."""
+"""The most queries for which keys and values are read without repeating them per query head."""
 
 Attended = tuple[Tensor, Tensor | None]
-"""Output (B, Q, Hq, D), and weights where the implementation gives them."""
+"""(B, Q, Hq, D) outputs, and attention weights if the implementation returns them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """One attention call, as the model made it."""
+    """The arguments of one attention call of the model."""
 
     function: Callable[..., Any]  # the wrapped attention
     implementation: str  # its name, such as "sdpa"
@@ -33,11 +33,11 @@ class AttentionCall:
     value: Tensor
     mask: Any  # see `snapkv.hf.masks`
     options: dict[str, Any]  # the remaining keyword arguments (scaling, dropout, softcap, ...)
-    branches: Branches | None  # who sees whom where the queries are alternatives
+    branches: Branches | None  # which queries see each other if they are alternatives
 
     @property
     def score_options(self) -> ops.ScoreOptions:
-        """What the model's attention does to its scores."""
+        """The scaling, soft-cap and sinks that the model's attention applies to its scores."""
         scaling = self.options.get("scaling")
         return ops.ScoreOptions(
             scaling=self.query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -46,7 +46,11 @@ class AttentionCall:
         )
 
     def attend(self) -> Attended:
-        """Run the wrapped attention; outputs are (B, Q, Hq, D)."""
+        """Run the model's own attention function, in a faster way if there is one.
+
+        Returns:
+            (B, Q, Hq, D) outputs, and attention weights if the implementation returns them.
+        """
         mask, Q, S = self.mask, self.query.shape[2], self.key.shape[2]
         few = self._has_few_queries()
         if self.branches is not None:
@@ -58,7 +62,7 @@ class AttentionCall:
             if not self.options.get("dropout") and is_faster_in_parts(*states):
                 attended = attend_in_parts(*states, self.options.get("scaling"))
                 return attended.transpose(1, 2), None
-            mask = causal_lower_right(Q, S)  # sdpa's own causal mask is for the first queries
+            mask = causal_lower_right(Q, S)  # sdpa's own causal mask would start at the first key
         if few and (mask is None or mask.shape[1] == 1):
             return self._attend_in_groups(mask), None
         states = self.query, self.key, self.value
@@ -66,7 +70,7 @@ class AttentionCall:
         return output, weights
 
     def _has_few_queries(self) -> bool:
-        """Whether reading keys and values once per query head would be most of the work."""
+        """Return whether repeating keys and values for each query head would dominate the cost."""
         groups, Q = self.query.shape[1] // self.key.shape[1], self.query.shape[2]
         narrow = self.query.device.type == "cpu" and self.query.dtype.itemsize < 4
         return (
@@ -77,7 +81,14 @@ class AttentionCall:
         )
 
     def _attend_in_groups(self, mask: Tensor | None) -> Tensor:
-        """Attend as if the heads of a group were queries of one head: nothing is repeated."""
+        """Attend without repeating keys and values, by treating a head group as one head's queries.
+
+        Args:
+            mask: (B, 1, Q, S) mask, or None.
+
+        Returns:
+            (B, Q, Hq, D) outputs.
+        """
         B, Hq, Q, D = self.query.shape
         Hkv = self.key.shape[1]
         query = self.query.reshape(B, Hkv, -1, D)
@@ -90,7 +101,13 @@ class AttentionCall:
 
 
 def attend_stored(call: AttentionCall, layer: CompressedLayer) -> Attended:
-    """Attend to what a layer stores, the queries' own tokens last; the call's mask must fit it."""
+    """Attend to all tokens that a layer stores, which end with the tokens of the queries.
+
+    The mask of the call must fit the stored slots; see `with_fitting_mask`.
+
+    Returns:
+        (B, Q, Hq, D) outputs, and attention weights if the implementation returns them.
+    """
     if layer.store.ragged is not None:
         return _attend_ragged(call, layer.store), None
     if layer.slots.kept is not None and call.key.shape[1] == call.query.shape[1]:
@@ -102,14 +119,14 @@ def with_fitting_mask(call: AttentionCall, layer: CompressedLayer) -> AttentionC
     """Return the call with a mask over the slots that `layer` stores.
 
     The model makes one mask for all layers, as wide as the first compressed one. A layer that
-    dropped tokens and has padding, or that stores another number of tokens, gets its own.
+    has evicted tokens and has padding, or that stores another number of tokens, gets its own.
     """
     slots, mask, width = layer.slots, call.mask, call.key.shape[2]
     if layer.store.ragged is not None or not slots.chosen_at:
         return call  # ragged attention takes no mask; in a first prompt, the model's always fits
     fits = mask is not None and mask.shape[-1] == width
     if fits and slots.kept is None:
-        return call  # it may hide more than padding, such as what an image's tokens do not see
+        return call  # the model's mask may hide more than padding, for instance around an image
     if slots.hidden_slots is None and (fits or mask is None):
         return call
     mask = stored_mask(call.implementation, slots.hidden_slots, width, call.query)
@@ -117,7 +134,11 @@ def with_fitting_mask(call: AttentionCall, layer: CompressedLayer) -> AttentionC
 
 
 def _attend_ragged(call: AttentionCall, store: TokenStore) -> Tensor:
-    """Attend to heads of different length and to the common tail after the prompt."""
+    """Attend to kept tokens whose number differs by head, and to the append buffer.
+
+    Returns:
+        (B, Q, Hq, D) outputs.
+    """
     assert store.ragged is not None
     visible = None if call.branches is None else call.branches.own_visible
     tail, written = (call.key, call.value), store.tail.count
@@ -126,7 +147,7 @@ def _attend_ragged(call: AttentionCall, store: TokenStore) -> Tensor:
 
 
 class _Ungrouped:
-    """An attention module whose keys are already stored once per query head."""
+    """A stand-in for an attention module that makes its attention repeat no keys or values."""
 
     num_key_value_groups = 1
 

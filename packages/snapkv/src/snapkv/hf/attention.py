@@ -1,9 +1,9 @@
-"""Attention is wrapped here, and nowhere else: a function around the model's own.
+"""The wrapper around a model's attention, which compresses a layer after it has attended.
 
-Registered through the official `AttentionInterface` under ``"snapkv|<name>"``, with the mask
-function of ``<name>``. It calls the wrapped function and, where a prompt ends in this forward
-pass, asks the policy what to keep and lets the layer keep it. Queries arrive after rotary
-embedding, query norm and scaling: exactly what attention saw.
+It is registered through the official `AttentionInterface` as ``"snapkv|<name>"``, together with the
+mask function of ``<name>``. The wrapper calls the attention function ``<name>``. If a prompt ends
+in this forward pass, it then lets the policy select tokens and the layer evict the others. It
+receives the same queries as attention does: after rotary embedding and query norm.
 """
 
 import functools
@@ -23,7 +23,7 @@ from snapkv.cache.layer_group import encode
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.cache.recall import set_aside
 from snapkv.cache.spans import protected_slots
-from snapkv.errors import CacheMismatchError, UnsupportedModelError
+from snapkv.errors import CacheMismatchError, SnapKVError, UnsupportedModelError, wrong
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, with_fitting_mask
 from snapkv.hf.forward_context import ForwardContext, Phase, Shared
@@ -39,15 +39,27 @@ from snapkv.policies.states import DeferredChecks
 
 _PREFIX = "snapkv|"
 
-# The registered functions.
+# Registration with transformers.
 
 
 def register_attention(name: str) -> str:
-    """Wrap an attention implementation; returns the name under which it is registered then."""
+    """Register a wrapper around an attention implementation with transformers.
+
+    Args:
+        name: the name of the implementation, such as "sdpa".
+
+    Returns:
+        The name of the wrapper, such as "snapkv|sdpa".
+
+    Raises:
+        UnsupportedModelError: transformers has no mask function for this implementation.
+    """
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
-        raise UnsupportedModelError(
-            f"attn_implementation: expected one that transformers has a mask function for, got "
-            f"{name!r}; load the model with attn_implementation='sdpa' or 'eager'"
+        raise wrong(
+            "attn_implementation",
+            f"transformers has no mask function for {name!r}",
+            "Load the model with attn_implementation='sdpa' or 'eager'",
+            UnsupportedModelError,
         )
     wrapped = _PREFIX + name
     attention, make_mask = _functions_around(name)
@@ -57,18 +69,19 @@ def register_attention(name: str) -> str:
 
 
 def is_wrapped(name: str | None) -> bool:
-    """Whether an implementation of that name is a wrapped one."""
+    """Return whether `name` is the name of a wrapper that `register_attention` registers."""
     return name is not None and name.startswith(_PREFIX)
 
 
 def plain_name(name: str | None) -> str | None:
-    """The name of the implementation that is wrapped; any other name as it is."""
+    """Return the name of the wrapped implementation; a name without a wrapper is unchanged."""
     return name if name is None else name.removeprefix(_PREFIX)
 
 
 @functools.cache
 def _functions_around(name: str) -> tuple[Callable[..., Attended], Callable[..., Any]]:
-    """The same every time, so that what was compiled stays so."""
+    """Return the attention function and the mask function of the wrapper around `name`."""
+    # Cached, because torch.compile compiles again for a function that is another object.
     return (
         functools.partial(_attention, name),
         functools.partial(_make_mask, mask_function(name)),
@@ -82,9 +95,14 @@ def _make_mask(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """The registered mask function: tells the cache of the padding that it makes the mask of."""
+    """Make the mask of a forward pass; for a compressed cache, check its padding first.
+
+    Raises:
+        UnsupportedModelError: the mask has padding inside a row, or tokens see later ones after a
+            compressed prompt.
+    """
     watch = forward_context.take_padding()
-    # Where a model lays more over the mask, such as images, it says that it must be made.
+    # A model that adds to the causal mask, for instance for images, does not allow skipping it.
     may_be_bidirectional = not options.get("allow_is_causal_skip", True)
     padding = attention_mask if watch is None else watch.expect(attention_mask, q_length)
     is_known_to_hide = padding is not None and padding is not attention_mask
@@ -97,13 +115,20 @@ def _make_mask(
 
 
 def _require_causal(watch: PaddingTracker, mask: Any, new_tokens: int) -> None:
-    """Refuse tokens, such as an image's, that see later ones behind a compressed prompt."""
-    is_over_kept = any(one.slots.is_compressed and not one.recall_due for one in watch.layers)
-    if is_over_kept and sees_ahead(mask, new_tokens):
-        raise UnsupportedModelError(
-            "attention_mask: expected a causal mask after a compressed prompt, got tokens that "
-            "see each other in both directions, as those of an image do; pass recall='host', or "
-            "read all images with the first prompt"
+    """Raise if tokens, such as those of an image, see later ones after a compressed prompt.
+
+    Raises:
+        UnsupportedModelError: a layer has evicted tokens, and `mask` is not causal for the last
+            `new_tokens` tokens.
+    """
+    is_compressed = any(one.slots.is_compressed and not one.recall_due for one in watch.layers)
+    if is_compressed and sees_ahead(mask, new_tokens):
+        raise wrong(
+            "attention_mask",
+            "expected a causal mask after a compressed prompt, got tokens that see each other in "
+            "both directions, as the tokens of an image do",
+            "Pass recall='host', or read all images with the first prompt",
+            UnsupportedModelError,
         )
 
 
@@ -116,7 +141,25 @@ def _attention(
     attention_mask: Any,
     **options: Any,
 ) -> Attended:
-    """The registered attention function."""
+    """Attend as the implementation does; for a compressed cache, then compress the layer.
+
+    Args:
+        implementation: the name of the wrapped implementation.
+        module: the attention module.
+        query: (B, Hq, Q, D).
+        key: (B, Hkv, S + Q, D).
+        value: (B, Hkv, S + Q, Dv).
+        attention_mask: the mask in the form of this implementation.
+        options: further arguments of the implementation.
+
+    Returns:
+        (B, Q, Hq, Dv) outputs, and attention weights if the implementation returns them.
+
+    Raises:
+        CacheMismatchError: the cache belongs to another model.
+        InvalidArgumentError: the policy does not work with the length of this prompt.
+        UnsupportedModelError: the call cannot be compressed correctly.
+    """
     family = _family_of(type(module))  # type: ignore[arg-type] # classes are hashable
     interface = getattr(family, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     eager = getattr(family, "eager_attention_forward", None)
@@ -139,41 +182,47 @@ def _attention(
 
 @functools.cache
 def _family_of(kind: type[Any]) -> Any:
-    """The file of a class of attention that has eager attention; None where there is none.
-
-    A class that somebody derives from a family's stands in a file that has none.
-    """
+    """Return the module file that defines eager attention for an attention class, or None."""
+    # A subclass that a user has derived lies in a file without it, so base classes are searched.
     files = (sys.modules.get(each.__module__) for each in kind.__mro__)
     return next((file for file in files if hasattr(file, "eager_attention_forward")), None)
 
 
 def attend(call: AttentionCall) -> Attended:
-    """What the call returns, once the layer that was left for it has stored and kept its part."""
+    """Run an attention call, then compress the layer whose update came just before it.
+
+    A call without such a layer runs unchanged.
+
+    Raises:
+        CacheMismatchError: the cache belongs to another model, or the model ignored it.
+        InvalidArgumentError: the policy does not work with the length of this prompt.
+        UnsupportedModelError: the call cannot be compressed correctly.
+    """
     context = _take_context(call)
     if context is None:
-        _require_taken(call)
+        _require_cache_was_used(call)
         shared = forward_context.take_shared(call.key)
         return call.attend() if shared is None else _attend_shared(call, shared)
     prompt_state = context.forward_pass.prompt_state
     reads_end = context.forward_pass.reads_end and bool(prompt_state.chooser.unread_layers)
     if reads_end:
         prompt_state.record_end(context.layer.identity.layer_idx)
-    prompt_state.is_broken = True  # until it comes to its end, as in `PromptState.attending`
+    prompt_state.is_broken = True  # stays so after an error, as in `PromptState.attending`
     if context.layer.identity.readers or forward_context.current.shared:
         forward_context.share(context, call.key)
     attended = _PHASES[context.phase](with_fitting_mask(call, context.layer), context)
-    if reads_end and not prompt_state.chooser.unread_layers:  # in every layer
+    if reads_end and not prompt_state.chooser.unread_layers:  # this was the last layer
         prompt_state.chooser.finish()
         context.forward_pass.check.close()
     prompt_state.is_broken = False
     return attended
 
 
-# What a call does, by where in the conversation it lies.
+# One function for each phase of a conversation.
 
 
 def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Attend to the prompt as far as it has been read, and hold what its end will need."""
+    """Read a piece of a prompt, and hold the queries that will vote at its end."""
     layer = context.layer
     attended = attend_stored(call, layer)
     layer.queries.remember(call.query)
@@ -186,7 +235,7 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
-    """The prompt ends in this pass: attend to all of it, then let the layer keep its part."""
+    """Read the end of the first prompt, then let the layer evict tokens, alone or in a group."""
     layer = context.layer
     own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
@@ -194,7 +243,8 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     prompt = _prompt_layer(call, layer, pads, check.unasked)
     attended = attend_stored(call, layer)
     check_votes = None
-    if layer.policy.query_tokens:  # it scores by attention, which must be the model's
+    # A policy that votes with queries computes attention itself, so it must agree with the model.
+    if layer.policy.query_tokens:
         check_votes = functools.partial(
             check.judge, module=call.module, rounds_scores=call.implementation == "eager"
         )
@@ -204,12 +254,12 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """A later prompt is read over what was kept, and stored whole."""
+    """Read a piece of a later prompt, which attends to the kept tokens, and store all of it."""
     layer = context.layer
     attended = attend_stored(call, layer)
     if isinstance(policy := layer.policy, EvictingPolicy):
         turn_tokens = context.forward_pass.turn_tokens
-        if context.forward_pass.reads_end:  # as if the turn came at once
+        if context.forward_pass.reads_end:  # the same result as for a turn read in one pass
             _evict(call, layer, policy, turn_tokens)
         else:
             layer.queries.remember(call.query, turn_tokens)
@@ -220,7 +270,7 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """A later prompt ends in this pass: read it over what is stored, then let it vote on that."""
+    """Read the end of a later prompt, then let it vote on all stored tokens and evict again."""
     layer = context.layer
     attended = attend_stored(call, layer)
     unasked = context.forward_pass.check.unasked
@@ -238,7 +288,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Tokens behind the prompt attend to what is stored, and may make a method evict."""
+    """Read tokens after the prompt; a policy that evicts while generating may then evict."""
     layer = context.layer
     attended = attend_stored(call, layer)
     drafts = call.query.shape[2] if context.forward_pass.prompt_state.verifies_drafts else 0
@@ -260,28 +310,39 @@ _PHASES: dict[Phase, Callable[[AttentionCall, ForwardContext], Attended]] = {
 
 
 def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
-    """Attend to what an earlier layer has stored, as it did before it chose what to keep."""
+    """Attend to the keys and values of an earlier layer, in its state before it evicted tokens."""
     if (context := shared.context) is None:
         return _attend_in_place(call, shared)
     return attend_stored(with_fitting_mask(call, context.layer), context.layer)
 
 
 def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
-    """Attend to what heads hold, and to the tail after it that has room."""
-    if call.implementation == "eager" and _asks_for_weights(call):
+    """Attend to the kept tokens and the append buffer of a layer during captured decode steps.
+
+    Raises:
+        UnsupportedModelError: attention weights are requested from eager attention.
+    """
+    if call.implementation == "eager" and _requests_weights(call):
         with shared.prompt_state.attending():
             raise _without_weights()
     shared.layer.queries.write_over(call.query)
     return attend_stored(call, shared.layer)
 
 
-# What the policy is shown and asked.
+# Calls of the policy.
 
 
 def _evict(
     call: AttentionCall, layer: CompressedLayer, policy: EvictingPolicy, new_tokens: int
 ) -> None:
-    """Let a policy that evicts while generating see these last tokens and drop what it will."""
+    """Let a policy that evicts while generating select tokens to evict, and evict them in place.
+
+    Args:
+        call: the attention call that has just run.
+        layer: the layer to change.
+        policy: the policy of the layer.
+        new_tokens: how many tokens were read since the policy was last asked.
+    """
     absorb_tail(layer)
     store, slots, state = layer.store, layer.slots, layer.state
     if store.ragged is not None:
@@ -310,7 +371,7 @@ def _evict(
 
 
 def _of_layer(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
-    """What every view of a layer says: what attention does to scores, and which layer it is."""
+    """Return the arguments that `PromptLayer` and `DecodeStep` have in common."""
     stored = layer.store.keys.shape[1]
     return {
         "score_options": call.score_options,
@@ -327,19 +388,35 @@ def _prompt_layer(
     pads: Tensor | None,
     unasked: DeferredChecks | None,
 ) -> PromptLayer:
-    """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
+    """Build the view of a layer that the policy selects from, at the end of a prompt or a piece.
+
+    Args:
+        call: the attention call of the layer.
+        layer: the layer.
+        pads: (B,) int64, the number of padding tokens in front of each row; None for none.
+        unasked: a list to which the policy appends checks that wait for the GPU; None if not used.
+
+    Raises:
+        UnsupportedModelError: attention has a position bias or is not causal.
+    """
     options, ids, slots = call.options, layer.state.token_ids, call.key.shape[2]
     spans, output = layer.protect, layer.identity.output_projection
     if options.get("position_bias") is not None:
-        raise UnsupportedModelError(
-            f"model: expected attention without a position bias, got {type(call.module).__name__}, "
-            "whose bias the votes do not see; it cannot be compressed correctly"
+        raise wrong(
+            "model",
+            f"{type(call.module).__name__} adds a position bias to its scores, which the votes do "
+            "not contain",
+            "Use transformers' own cache for it",
+            UnsupportedModelError,
         )
     causal = options.get("is_causal", getattr(call.module, "is_causal", True))
     if call.mask is None and causal is False:
-        raise UnsupportedModelError(
-            f"model: expected causal attention, got {type(call.module).__name__}, whose tokens see "
-            "each other in both directions; only a causal decoder has a prompt to compress"
+        raise wrong(
+            "model",
+            f"expected causal attention, got {type(call.module).__name__}, whose tokens see each "
+            "other in both directions",
+            "Use a causal decoder, since only its prompt is in a key-value cache",
+            UnsupportedModelError,
         )
     return PromptLayer(
         queries=layer.queries.window(call.query).detach(),
@@ -356,17 +433,26 @@ def _prompt_layer(
     )
 
 
-# Whose call it is, and what is refused.
+# Matching a call with its layer, and refusing calls.
 
 
 def _take_context(call: AttentionCall) -> ForwardContext | None:
-    """The layer whose update preceded this call, or None for a cache that is not ours."""
+    """Return the context of the layer whose update preceded this call, and forget it.
+
+    Returns:
+        None if the call belongs to no compressed cache.
+
+    Raises:
+        CacheMismatchError: the cache belongs to another model.
+        UnsupportedModelError: the call cannot be compressed correctly. The tokens of the layer's
+            update have been removed again.
+    """
     current = forward_context.current
-    context, current.context = current.context, None  # it is left only once
+    context, current.context = current.context, None
     if context is None:
         return None
     if call.key.shape[2] != context.keys.shape[2] and not _is_of_layer(call, context):
-        # This is another model's call: the layer has missed its own.
+        # The call belongs to another model, so the layer's own attention did not run.
         context.forward_pass.prompt_state.is_broken = True
         return None
     refusal = _refusal(call, context)
@@ -377,9 +463,9 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
 
 
 def _is_of_layer(call: AttentionCall, context: ForwardContext) -> bool:
-    """Whether a call to other keys is the attention of the layer whose context was left.
+    """Return whether a call with other keys is still the attention of the layer in `context`.
 
-    It may also be a call without this cache, after a forward pass that was interrupted.
+    Otherwise it is a call without this cache, after a forward pass that was interrupted.
     """
     layer_idx = getattr(call.module, "layer_idx", None)
     return (
@@ -389,81 +475,105 @@ def _is_of_layer(call: AttentionCall, context: ForwardContext) -> bool:
     )
 
 
-def _require_taken(call: AttentionCall) -> None:
-    """Refuse a cache under the name of transformers 5.24 where an older one passes it through."""
+def _require_cache_was_used(call: AttentionCall) -> None:
+    """Raise if the cache was passed as ``cache=`` to a model that ignores this argument.
+
+    Raises:
+        CacheMismatchError: transformers is older than 5.24 and passed the cache through.
+    """
     if isinstance(getattr(call.options.get("cache"), "prompt_state", None), PromptState):
-        raise CacheMismatchError(
-            "cache: expected no such argument before transformers 5.24, whose models leave it "
-            "unused, got a CompressedCache; pass past_key_values=cache"
+        raise wrong(
+            "cache",
+            "before transformers 5.24, models ignore this argument, got a CompressedCache",
+            "Pass past_key_values=cache",
+            CacheMismatchError,
         )
 
 
-def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
-    """Why this call cannot be compressed correctly; None where it can."""
+def _refusal(call: AttentionCall, context: ForwardContext) -> SnapKVError | None:
+    """Return the error of a call that cannot be compressed correctly, or None.
+
+    It is a CacheMismatchError if the cache belongs to another model, otherwise an
+    UnsupportedModelError.
+    """
     name, layer = type(call.module).__name__, context.layer
     if call.module not in context.forward_pass.modules:
-        return CacheMismatchError(
-            f"cache: expected the model the cache was made for, got another {name}; make "
-            "a CompressedCache for this model"
+        return wrong(
+            "cache",
+            f"expected the model the cache was made for, got another {name}",
+            "Make a CompressedCache for this model",
+            CacheMismatchError,
         )
     if (keys := call.key.shape[2]) != (stored := context.keys.shape[2]):
-        return UnsupportedModelError(
-            f"model: expected attention to the {stored:,} keys that the cache has returned, got "
-            f"{keys:,} in layer {layer.identity.layer_idx}, where {name} of "
-            f"{type(call.module).__module__} adds keys of its own, such as a learned null key, or "
-            "leaves some out; its votes would be wrong, so use transformers' own cache for it"
+        return wrong(
+            "model",
+            f"expected attention to the {stored:,} keys that the cache has returned, got {keys:,} "
+            f"in layer {layer.identity.layer_idx}, where {name} of {type(call.module).__module__} "
+            "adds keys of its own, such as a learned null key, or leaves some out",
+            "Use transformers' own cache for it, because its votes would be wrong",
+            UnsupportedModelError,
         )
     is_stored = call.key is context.keys and call.value is context.values
     if not is_stored and _rearranges(call, context):
-        return UnsupportedModelError(
-            f"model: expected attention to the keys and values as they are stored, got {name}, "
-            "which rearranges them after the cache; heads that keep different tokens would be "
-            "mixed, so it cannot be compressed"
+        return wrong(
+            "model",
+            f"{name} rearranges the keys and values that the cache returns, which would mix up "
+            "heads that keep different tokens",
+            "Use transformers' own cache for it",
+            UnsupportedModelError,
         )
     is_ragged = layer.store.ragged is not None
-    if is_ragged and call.implementation == "eager" and _asks_for_weights(call):
+    if is_ragged and call.implementation == "eager" and _requests_weights(call):
         return _without_weights()
-    is_asked = not layer.identity.depth and context.phase is not Phase.DECODE  # once a pass
-    if is_asked and (refusal := _refusal_of_images(name, context)):
+    # This check reads a number from the device, so it runs once per pass and not while decoding.
+    is_checked = not layer.identity.depth and context.phase is not Phase.DECODE
+    if is_checked and (refusal := _refusal_of_images(name, context)):
         return refusal
     is_own = context.forward_pass.has_own_mask and getattr(call.mask, "ndim", 0) == 4
     if is_own and layer.slots.is_compressed:
-        return UnsupportedModelError(
-            "attention_mask: expected a 2-D one after a compressed prompt, whose heads keep "
-            "tokens of their own, got a 4-D one; drop tokens with cache.drop(spans), read "
-            "each branch after a copy of the cache"
+        return wrong(
+            "attention_mask",
+            "expected a 2-D mask after a compressed prompt, because each head keeps tokens of its "
+            "own, got a 4-D mask",
+            "Drop tokens with cache.drop(spans), and read each branch into a copy of the cache",
+            UnsupportedModelError,
         )
     return None
 
 
-def _refusal_of_images(name: str, context: ForwardContext) -> UnsupportedModelError | None:
+def _refusal_of_images(name: str, context: ForwardContext) -> SnapKVError | None:
     """Return the error of a policy that rotates states after an image; None for other policies."""
     layer = context.layer
     needs_rotation = "rotation" in layer.policy.needs
     if not needs_rotation or not has_images_positions(context.forward_pass.modules):
         return None
-    return UnsupportedModelError(
-        f"policy: expected one that does not ask for positions after an image, whose "
-        f"positions in {name} count no tokens, got {layer.policy.name}; use SnapKV, or set the "
-        "model's `rope_deltas` to None if it has read no image"
+    return wrong(
+        "policy",
+        f"{layer.policy.name} needs positions that count tokens, which those of {name} do not do "
+        "after an image",
+        "Use SnapKV, or set the model's `rope_deltas` to None if it has read no image",
+        UnsupportedModelError,
     )
 
 
-def _without_weights() -> UnsupportedModelError:
-    return UnsupportedModelError(
-        "output_attentions: expected False where attention gives no weights, as for heads "
-        "of different length or codes, got True; leave it out, or use SnapKV without quantize"
+def _without_weights() -> SnapKVError:
+    """Return the error of a call for attention weights that the storage cannot give."""
+    return wrong(
+        "output_attentions",
+        "there are no attention weights for heads of different lengths or for quantized tokens, "
+        "got True",
+        "Leave it out, or use SnapKV without quantize",
+        UnsupportedModelError,
     )
 
 
-def _asks_for_weights(call: AttentionCall) -> bool:
+def _requests_weights(call: AttentionCall) -> bool:
     config = getattr(call.module, "config", None)
-    asked = call.options.get("output_attentions", getattr(config, "output_attentions", False))
-    return bool(asked)
+    return bool(call.options.get("output_attentions", getattr(config, "output_attentions", False)))
 
 
 def _rearranges(call: AttentionCall, context: ForwardContext) -> bool:
-    """Whether heads that keep different tokens are not read where they are stored."""
+    """Return whether a call reads heads that keep different tokens from other tensors."""
     layer, stored = context.layer, (context.keys, context.values)
     if all(map(_is_same, (call.key, call.value), stored)):
         return False

@@ -1,4 +1,4 @@
-"""Which layers of a model are compressed, and which model is refused."""
+"""Choosing which layers of a model are compressed, and refusing models that cannot be."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from transformers.cache_utils import (
 
 from snapkv.cache.hybrid import HybridLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.hf.identity import require_model
 from snapkv.hf.model_parts import absent_layers, output_projections, rotations_of
 from snapkv.hf.placement import layer_devices
@@ -31,15 +31,19 @@ _KEPT_AS_THEY_ARE = {
 
 
 def grows(layer: Any) -> bool:
-    """Whether one of transformers' own layers holds every token, so that it is compressed."""
+    """Return whether a layer of transformers stores every token, so that it is compressed."""
     return type(layer).__name__ in _COMPRESSED
 
 
 def plain_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:
-    """transformers' own choice of layers for a model that can be compressed.
+    """Return the cache layers that transformers makes for a model, with two corrections.
 
-    There are two exceptions. It takes cross attention for full attention, and it counts layers that
-    the configuration names and the model does not have.
+    transformers mistakes cross attention for full attention, and it makes layers that the
+    configuration names although they were pruned from the model.
+
+    Raises:
+        InvalidTypeError: `model` is not a transformers model.
+        UnsupportedModelError: the model cannot be compressed.
     """
     require_model(model)
     config = model.config.get_text_config(decoder=True)
@@ -57,7 +61,7 @@ def plain_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:
 
 
 def other_kinds(layers: Sequence[Any]) -> tuple[str, ...]:
-    """Names of the kinds of layers that are not of full attention alone."""
+    """Return the sorted names of the layer classes that are not plain full attention."""
     return tuple(
         sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer", "AbsentLayer"})
     )
@@ -66,9 +70,16 @@ def other_kinds(layers: Sequence[Any]) -> tuple[str, ...]:
 def layers_for(
     model: PreTrainedModel, policy: Policy, codes: KVCodes | None = None
 ) -> list[CacheLayerMixin]:
-    """transformers' own choice of layers for the model, the full-attention ones compressed.
+    """Return the cache layers for a model, in which those with full attention are compressed.
 
-    What they keep is held in `codes`, if any.
+    Args:
+        model: the model.
+        policy: selects which tokens the compressed layers keep.
+        codes: the quantized form in which they store kept tokens; None for the model's dtype.
+
+    Raises:
+        InvalidTypeError: `model` is not a transformers model.
+        UnsupportedModelError: the model cannot be compressed, or not with this policy.
     """
     layers = plain_layers(model)
     full = [index for index, layer in enumerate(layers) if grows(layer)]
@@ -84,7 +95,7 @@ def layers_for(
 def _compressed(
     made: CacheLayerMixin, policy: Policy, identity: LayerIdentity, codes: KVCodes | None
 ) -> CompressedLayer:
-    """The compressed layer in the place of one of transformers'."""
+    """Return the compressed layer that replaces `made`, a layer of transformers."""
     if type(made) is DynamicLayer:
         return CompressedLayer(policy, identity, codes)
     return HybridLayer(policy, identity, codes, made)
@@ -93,7 +104,16 @@ def _compressed(
 def _identities(
     model: PreTrainedModel, policy: Policy, readers: dict[int, list[int]]
 ) -> list[LayerIdentity]:
-    """Which layers these are, with the parts of the model that the policy needs."""
+    """Return the index, the depth and the needed model parts of each compressed layer.
+
+    Args:
+        model: the model.
+        policy: its `needs` say whether rotations and output projections are looked up.
+        readers: for each compressed layer, the indices of the layers that reuse its keys.
+
+    Raises:
+        UnsupportedModelError: the model does not have a part that the policy needs.
+    """
     full = list(readers)
     rotations = rotations_of(model, full) if "rotation" in policy.needs else {}
     projections = output_projections(model, full) if "output_weight" in policy.needs else {}
@@ -111,7 +131,10 @@ def _identities(
 
 
 def _readers(config: Any) -> dict[int, list[int]]:
-    """Which later layers attend to what a layer stores, by its index, where any do."""
+    """Return for each layer that shares its keys and values the indices of layers that reuse them.
+
+    The dict is empty if the model does not share keys and values between layers.
+    """
     modes = getattr(config, "kv_sharing_modes", None) or []
     kinds = config.layer_types if modes else []
     read = [index for index, mode in enumerate(modes) if mode == "reuse"]
@@ -123,51 +146,79 @@ def _readers(config: Any) -> dict[int, list[int]]:
 
 
 def _require_together(model: PreTrainedModel, readers: dict[int, list[int]]) -> None:
-    """Refuse layers that attend to a copy of another's keys, which does not tell whose they are."""
+    """Raise if layers that share keys and values are on different devices.
+
+    A layer that reuses keys is recognized by receiving the same tensor, not a copy of it.
+
+    Raises:
+        UnsupportedModelError: `device_map` has put these layers on different devices.
+    """
     devices = layer_devices(model)
     for index, others in readers.items():
         places = {str(devices[each]) for each in (index, *others) if each in devices}
         if len(places) > 1:
-            raise UnsupportedModelError(
-                f"model: expected layers that share keys and values on one device, got layer "
-                f"{index} of {type(model).__name__} and those that attend to its keys on "
-                f"{', '.join(sorted(places))}; put layers {index} to {max(others)} on one with "
-                "device_map"
+            raise wrong(
+                "model",
+                f"layer {index} of {type(model).__name__} and the layers that reuse its keys must "
+                f"be on one device, got {', '.join(sorted(places))}",
+                f"Put layers {index} to {max(others)} on one device with device_map",
+                UnsupportedModelError,
             )
 
 
 def _require_decoder(model: PreTrainedModel, config: Any) -> None:
-    """Refuse models whose prompt is not in a cache of transformers' usual kind."""
+    """Raise unless the prompt of the model is in a `DynamicCache` of transformers.
+
+    Raises:
+        UnsupportedModelError: the model has an encoder, needs a cache class of its own, or shares
+            keys and values between layers in a way that its configuration does not describe.
+    """
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"model: expected a decoder-only model, got the encoder-decoder {name}; its prompt is "
-            "read by the encoder and is not in a key-value cache"
+        raise wrong(
+            "model",
+            f"expected a decoder-only model, got the encoder-decoder {name}, whose prompt is read "
+            "by the encoder and is not in a key-value cache",
+            "Use a decoder-only model",
+            UnsupportedModelError,
         )
     if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
-        raise UnsupportedModelError(
-            f"model: expected one that works with transformers' DynamicCache, got {name}, which "
-            "needs a cache of its own; use that one"
+        raise wrong(
+            "model",
+            f"{name} does not work with transformers' DynamicCache",
+            "Use the cache class of this model",
+            UnsupportedModelError,
         )
     if getattr(config, "num_kv_shared_layers", None) and not _readers(config):
-        raise UnsupportedModelError(
-            f"model: expected every layer to own its keys and values, got {name} with "
-            f"{config.num_kv_shared_layers} layers that share them; use transformers' own cache"
+        raise wrong(
+            "model",
+            f"{config.num_kv_shared_layers} layers of {name} have no keys and values of their own",
+            "Use transformers' own cache",
+            UnsupportedModelError,
         )
 
 
 def _require_kinds(name: str, layers: Sequence[Any]) -> None:
-    """Refuse layers that cannot be compressed, or left as they are, correctly."""
+    """Raise unless all layers are of known classes and at least one can be compressed.
+
+    Raises:
+        UnsupportedModelError: a layer class is unknown, or no layer has full attention.
+    """
     others = other_kinds(layers)
     if unknown := sorted(set(others) - _KEPT_AS_THEY_ARE - _COMPRESSED):
-        raise UnsupportedModelError(
-            f"model: expected layers of full, sliding or linear attention, got {name} with "
-            f"{', '.join(unknown)}, which cannot be compressed correctly; use transformers' own "
-            "cache for it"
+        raise wrong(
+            "model",
+            f"expected layers of full, sliding or linear attention, got {name} with "
+            f"{', '.join(unknown)}",
+            "Use transformers' own cache for it",
+            UnsupportedModelError,
         )
     if not any(map(grows, layers)):
-        raise UnsupportedModelError(
-            f"model: expected at least one layer of full attention, got {name} with "
-            f"{', '.join(others) or 'no cache layers'} only, whose cache does not grow with the "
-            "prompt; use transformers' own cache for it"
+        raise wrong(
+            "model",
+            f"expected at least one layer of full attention, got {name} with "
+            f"{', '.join(others) or 'no cache layers'} only, so its cache does not grow with the "
+            "prompt",
+            "Use transformers' own cache for it",
+            UnsupportedModelError,
         )

@@ -28,9 +28,9 @@ from snapkv.cache.spans import (
 from snapkv.cache.taking_back import count_to_remove, take_back
 from snapkv.errors import (
     CacheMismatchError,
-    InvalidArgumentError,
     InvalidTypeError,
     UnsupportedModelError,
+    wrong,
 )
 from snapkv.hf import forward_context, saved, step_graph
 from snapkv.hf.build import layers_for, other_kinds, plain_layers
@@ -53,49 +53,52 @@ from snapkv.validation import path_of, plain_number, require_int
 
 
 class CompressedCache(Cache):
-    """A key-value cache that shrinks to its budget at the end of the prompt.
+    """A key-value cache that evicts the tokens its policy does not keep when the prompt ends.
 
-    Pass it to ``model.generate(..., past_key_values=cache)`` or to plain ``model(...)`` calls (from
-    transformers 5.24 on as ``cache=cache``; the old name goes on). The
-    prompt is read with full attention, so the first generated token is that of the full cache;
-    what is stored shrinks layer by layer inside the same forward pass. Positions stay true.
+    Pass it to ``model.generate(..., past_key_values=cache)`` or to plain ``model(...)`` calls.
+    (Since transformers 5.24 the argument is called ``cache``; the old name still works.) The model
+    reads the prompt with full attention, so the first generated token is the same as with a full
+    cache. Each layer is compressed inside that forward pass, right after it has attended. Tokens
+    keep their original positions.
 
-    The prompt ends where `generate` says it does; in plain calls, with the first forward pass on
-    the empty cache. Announce a longer prompt with `expect_prompt` to feed it in pieces. What comes
-    after the prompt is stored whole. `reset()` makes the cache ready for another prompt. A policy
-    that looks at tokens (`FastGen`) is told their ids by `generate`; before plain calls, do that
-    with `expect_tokens`.
+    With `generate`, the prompt is what `generate` was given. In plain calls, it is what the first
+    forward pass on the empty cache reads; to feed a longer prompt in pieces, announce its length
+    with `expect_prompt`. Tokens after the prompt are all stored. `reset()` empties the cache for
+    another prompt. A policy that looks at tokens (`FastGen`) needs their ids: `generate` passes
+    them, and before a plain call the caller must pass them to `expect_tokens`.
 
-    On a GPU `generate` lends it room while it makes tokens, records a step as a CUDA graph and
-    replays that.
+    On a GPU, `generate` captures a decode step as a CUDA graph and replays it. The cache allocates
+    an append buffer of fixed size for that time.
 
-    As long as a cache of it lives, the model's attention implementation is a wrapper of the one it
-    has (``"sdpa"`` becomes ``"snapkv|sdpa"``), which leaves other caches untouched. When the last
-    one is gone, the model is as it was; see `snapkv.install` and `snapkv.uninstall`.
+    While a model has a compressed cache, its attention implementation is wrapped (``"sdpa"``
+    becomes ``"snapkv|sdpa"``). Other caches work as before. When the last compressed cache is
+    deleted, the wrapper is removed; see `snapkv.install` and `snapkv.uninstall`.
 
     Args:
-        model: a decoder-only transformers model, or one in a `PeftModel`.
-        policy: what to keep; `snapkv.default_policy()` by default.
-        turns: what becomes of a later prompt. "append", the default, stores it whole behind what
-            was kept; "compress" reads it over what was kept, lets its end vote on all of that, and
-            brings the cache back to its budget; "recall" does so over all that was seen, layer by
-            layer, for which evicted keys and values are offloaded instead of being dropped.
-        recall: where they go: "host", the memory of the host, or a folder for files that are mapped
-            into it. Given alone, it means ``turns="recall"``; "host" is where they go without it.
-        recall_bytes: how many bytes `recall` may take; no limit by default.
-        quantize: hold what is kept of a prompt, and all but the last of what is generated, in few
-            bits: "int8", "int4", "K8V4", or a `KVCodes`.
-            The model's own dtype by default.
+        model: a decoder-only transformers model, or a `PeftModel` around one.
+        policy: selects the tokens to keep; `snapkv.default_policy()` by default.
+        turns: how a later prompt is handled. "append", the default: store all of its tokens.
+            "compress": let its last queries vote on the stored tokens, then compress the cache to
+            its budget again. "recall": restore every evicted token first, then compress; for this,
+            evicted keys and values are offloaded instead of being deleted.
+        recall: where evicted keys and values are offloaded to: "host" for the memory of the host,
+            or the path of a folder for memory-mapped files. Implies ``turns="recall"``, for which
+            the default is "host".
+        recall_bytes: the largest number of bytes to offload; no limit by default.
+        quantize: the format in which to store the kept tokens of a prompt and all but the latest
+            generated tokens: "int8", "int4", "K8V4", or a `KVCodes`. By default they are stored
+            in the dtype of the model.
         protect: half-open spans of positions, such as ``[(0, 200)]``, that every layer and head
-            keeps whatever the scores. Positions are those of `kept_positions`: of each row's own
-            tokens, over the whole conversation; where a span reaches past the end of a prompt, what
-            is there stays. They count towards the budget.
+            keeps regardless of the scores. Positions are counted as in `kept_positions`, from the
+            first token of each row and over the whole conversation. A span may reach past the end
+            of the prompt. Protected tokens count towards the budget.
 
     Raises:
-        InvalidArgumentError: an unknown option, or one that does not go with the policy; a policy
-            without the tokenizer it needs; or more is protected than the budget holds beside the
-            window. Where only the prompt can tell, its end raises this, before anything is dropped.
-        InvalidTypeError: `model` or `policy` is not one.
+        InvalidArgumentError: an option is unknown or does not work with the policy; the policy
+            needs a tokenizer that it does not have; or the budget cannot hold the protected tokens
+            and the observation window. If this depends on the length of the prompt, the error is
+            raised at the end of the prompt, before any token is evicted.
+        InvalidTypeError: `model` is not a transformers model, or `policy` is not a policy.
         UnsupportedModelError: the model cannot be compressed correctly; the message says why.
     """
 
@@ -115,9 +118,11 @@ class CompressedCache(Cache):
         if not isinstance(policy, Policy):
             is_class = isinstance(policy, type)
             got = f"the class {policy.__name__}" if is_class else f"a {type(policy).__name__}"
-            raise InvalidTypeError(
-                f"policy: expected a policy such as SnapKV(budget=1024), got {got}; see "
-                "snapkv.policies.POLICIES"
+            raise wrong(
+                "policy",
+                f"expected a policy such as SnapKV(budget=1024), got {got}",
+                "See snapkv.policies.POLICIES for all policies",
+                InvalidTypeError,
             )
         policy = with_known(model, policy)
         spans = None if protect is None else Spans.of("protect", protect)
@@ -135,7 +140,7 @@ class CompressedCache(Cache):
             recall_bytes=plain_number(recall_bytes),
             protect=spans if spans and spans.parts else None,
         )
-        setup.require_words()
+        setup.require_known_options()
         setup.require("made")
         if setup.protect is not None:
             policy.require_protection(setup.protect)
@@ -143,7 +148,7 @@ class CompressedCache(Cache):
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         pool = setup.pool
         for layer in compressed:
-            layer.turns, layer.protect = setup.going_on, setup.protect
+            layer.turns, layer.protect = setup.turn_mode, setup.protect
             layer.queries.fit(policy, chooses_again=layer.chooses_again)
             layer.offloaded = OffloadedTokens(pool)
         self._use = use(model)
@@ -151,8 +156,8 @@ class CompressedCache(Cache):
         self.prompt_state = PromptState(layers=compressed)
         self._choosing = tuple(self.compressed_layers)
         self._first = self._choosing[0]
-        # Models ask layer 0 for the sizes of their masks. Where it was taken out, the first that is
-        # there answers.
+        # Models ask layer 0 for the sizes of their masks. If that layer was pruned from the model,
+        # the first compressed layer answers in its place.
         self._asked_of = {
             index: self._first
             for index, layer in enumerate(self.layers)
@@ -161,17 +166,38 @@ class CompressedCache(Cache):
         self._padding = PaddingTracker(compressed, has_states=has_states)
         self._check = VoteCheck()
 
-    # What transformers asks of a cache.
+    # The interface of a transformers cache.
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the new tokens of one layer; returns all its stored keys and values."""
+        """Append the new tokens of one layer and return all keys and values that it stores.
+
+        Also prepares the attention call that follows in the same thread.
+
+        Args:
+            key_states: (B, Hkv, N, D) keys of the N new tokens, after rotary embedding.
+            value_states: (B, Hkv, N, Dv) values of the N new tokens.
+            layer_idx: the index of the layer.
+            args: passed on to a layer that is not compressed.
+            kwargs: passed on to a layer that is not compressed.
+
+        Returns:
+            The keys and values to attend to, with the new tokens at the end.
+
+        Raises:
+            CacheMismatchError: the batch has another size, an announced length does not fit, or
+                an earlier forward pass was interrupted.
+            UnsupportedModelError: the model has more layers than its configuration says, or
+                transformers would not pass the cache to its layers.
+        """
         if layer_idx >= len(self.layers):
-            raise UnsupportedModelError(
-                f"model: expected the {len(self.layers)} layers that its configuration counts, got "
-                f"keys of layer {layer_idx}; set config.num_hidden_layers to the number of layers, "
-                "and make the cache again"
+            raise wrong(
+                "model",
+                f"its configuration says that it has {len(self.layers)} layers, got keys of layer "
+                f"{layer_idx}",
+                "Set config.num_hidden_layers to the number of layers, and make the cache again",
+                UnsupportedModelError,
             )
         layer, new_tokens = self.layers[layer_idx], key_states.shape[-2]
         if layer_idx <= self._first:
@@ -192,7 +218,7 @@ class CompressedCache(Cache):
             prompt_state.forward_pass = self._begin_pass(seen, new_tokens)
         read: Pass | None = prompt_state.forward_pass
         if read is None or read.start != seen or read.new_tokens != new_tokens:
-            raise prompt_state.interrupted()  # layers before have read other tokens, or none
+            raise prompt_state.interrupted()  # the layers before have not read the same tokens
         keys, values = layer.update(key_states, value_states, coming=read.coming)
         if is_first and read.coming == 0:
             prompt_state.chooser.unread_layers = self._choosing
@@ -205,10 +231,10 @@ class CompressedCache(Cache):
         return keys, values
 
     def _begin_pass(self, seen_tokens: int, new_tokens: int) -> Pass:
-        """Return the forward pass that reads `new_tokens` after `seen_tokens` in every layer.
+        """Return the description of the forward pass that reads `new_tokens` after `seen_tokens`.
 
         Raises:
-            CacheMismatchError: it may hold drafts, and no prompt has been announced.
+            CacheMismatchError: the pass may contain drafts, and no prompt has been announced.
         """
         state, seen = self.prompt_state, seen_tokens + new_tokens
         end, turns = state.end_by(seen), state.layers[0].turns
@@ -227,34 +253,37 @@ class CompressedCache(Cache):
         )
 
     def keep_among_last(self, tokens: int, places: Tensor) -> None:
-        """Keep some of the last tokens in every layer, and forget the others.
+        """Keep the given ones of the last `tokens` tokens in every layer, and remove the others.
 
-        So ends a pass that has read alternatives, see `snapkv.hf.forward_context.branching`. The
-        kept tokens stand one behind the other then, as if they alone had been read, since each was
-        read at the position of its place in its branch. `activate_past_recording` must have been
-        called before that pass.
+        Call it after a forward pass over alternative continuations; see
+        `snapkv.hf.forward_context.branching`. The kept tokens become consecutive, as if the model
+        had read only them: each was already read at its position within its branch. The caller
+        must have called `activate_past_recording` before that forward pass.
 
         Args:
             tokens: how many of the last tokens to choose from.
-            places: (N,) int64 on the CPU, ascending from 0: which of them stay.
+            places: (N,) int64 on the CPU, the tokens to keep as ascending indices into those last
+                `tokens` tokens.
 
         Raises:
-            InvalidArgumentError: the tokens are not all behind the prompt, or were read before
-                `activate_past_recording`; a place is not among them, or does not ascend.
+            InvalidArgumentError: some of the tokens belong to the prompt or were read before
+                `activate_past_recording`; or `places` is out of range or not ascending.
         """
         state = self.prompt_state
         end = state.prompt_end if state.verifies_drafts else None
         behind = 0 if end is None else max(0, self.get_seq_length() - end)
         if not 0 <= tokens <= behind:
-            raise InvalidArgumentError(
-                f"tokens: expected at most {behind:,}, the tokens that were read behind the prompt "
-                f"since activate_past_recording(), got {tokens:,}; call it before the pass whose "
-                "tokens are chosen from"
+            raise wrong(
+                "tokens",
+                f"expected at most {behind:,}, the number of tokens read after the prompt since "
+                f"activate_past_recording(), got {tokens:,}",
+                "Call activate_past_recording() before the forward pass that reads these tokens",
             )
         if (given := places.tolist()) != sorted({*given} & {*range(tokens)}):
-            raise InvalidArgumentError(
-                f"places: expected ascending places from 0 to {tokens - 1}, each once, got "
-                f"{given}; pass for instance torch.tensor([0, 2])"
+            raise wrong(
+                "places",
+                f"expected different ascending indices from 0 to {tokens - 1}, got {given}",
+                "Pass for instance torch.tensor([0, 2])",
             )
         if not torch.equal(places, torch.arange(len(places))):
             for layer in self.layers:
@@ -263,22 +292,43 @@ class CompressedCache(Cache):
         self.crop(len(places) - tokens)
 
     def require_rows(self, rows: int) -> None:
-        """Refuse another batch than the one that was read."""
+        """Raise unless the cache is empty or holds a batch of this size.
+
+        Args:
+            rows: the number of batch rows that the next forward pass reads.
+
+        Raises:
+            CacheMismatchError: the cache was filled with another number of rows.
+        """
         if (read := self.prompt_state.rows) not in (0, rows):
-            remedy = "call cache.reset() or make a new CompressedCache"
+            remedy = "Call cache.reset() or make a new CompressedCache"
             if rows % read == 0:
                 more = f"cache.batch_repeat_interleave({rows // read})"
-                remedy = f"call {more} first for several beams or answers of each, or cache.reset()"
-            raise CacheMismatchError(
-                f"cache: expected a batch of {read}, the size the cache was filled "
-                f"with, got {rows}; {remedy}"
+                remedy = f"For several beams or answers per row, call {more} first, or start again "
+                remedy += "with cache.reset()"
+            raise wrong(
+                "cache",
+                f"expected a batch of {read}, the size the cache was filled with, got {rows}",
+                remedy,
+                CacheMismatchError,
             )
 
     def _require_coming(self, new_tokens: int, rows: int | None = None) -> None:
-        """Refuse tokens that cannot be read, before any layer has changed.
+        """Raise if the next tokens cannot be read, before any layer has changed.
 
-        So it is asked when their mask is made; what made one itself is asked by its first layer.
-        What is no step of the `generate` that has lent room is read by a cache that grows.
+        It is called when the attention mask is made, and again in the update of the first layer,
+        because a caller may have passed a mask of its own. Unless the pass is a decode step of the
+        `generate` that allocated the append buffers, they are replaced by growing ones.
+
+        Args:
+            new_tokens: how many tokens the pass reads.
+            rows: how many batch rows the pass reads; None if that is not known yet.
+
+        Raises:
+            CacheMismatchError: the batch, an announced length or missing token ids do not fit, or
+                an earlier forward pass was interrupted.
+            UnsupportedModelError: the model was compiled, is trained with gradient checkpointing,
+                or would reset its recurrent states.
         """
         if torch.compiler.is_compiling():
             _refuse_compiled()
@@ -302,7 +352,17 @@ class CompressedCache(Cache):
             self._require_states(new_tokens)
 
     def require_pieces(self, prompt_end: int, piece_tokens: int, visible: Tensor | None) -> None:
-        """Refuse a prompt in such pieces before the first one is read; `visible` as its mask."""
+        """Raise unless a prompt can be read in pieces of this size.
+
+        Args:
+            prompt_end: how many tokens the cache will have seen when the prompt ends.
+            piece_tokens: how many tokens each forward pass reads.
+            visible: (B, S) padding mask of the prompt, as passed to `generate`; None without one.
+
+        Raises:
+            InvalidArgumentError: the policy or the mask does not allow pieces of this size.
+            UnsupportedModelError: the model resets its recurrent states in every piece.
+        """
         left = prompt_end - self.prompt_state.seen_tokens
         if left <= piece_tokens:
             return
@@ -312,20 +372,30 @@ class CompressedCache(Cache):
             self._padding.require_token(visible)
 
     def _require_states(self, new_tokens: int) -> None:
-        """Refuse several tokens behind others where the model's states would begin anew."""
+        """Raise if the model would reset its recurrent states before it reads the next tokens.
+
+        Raises:
+            UnsupportedModelError: `new_tokens` is above 1 and the model resets its states then.
+        """
         if new_tokens > 1 and self.setup.states is States.BEGIN_ANEW:
-            raise UnsupportedModelError(
-                f"model: expected layers whose state goes on when several tokens come at once, "
-                f"got {type(self.model).__name__}, whose own code forgets it; read the whole text "
-                "in one forward pass, or go on by one token at a time"
+            raise wrong(
+                "model",
+                f"{type(self.model).__name__} forgets the state of its recurrent layers when "
+                "several tokens follow earlier ones",
+                "Read the whole text in one forward pass, or continue with one token at a time",
+                UnsupportedModelError,
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens, such as rejected drafts.
+        """Remove the last tokens from every layer, such as rejected drafts.
+
+        Args:
+            tokens_to_remove: the number of tokens to remove, as a negative integer or 0: -3
+                removes the last three tokens.
 
         Raises:
-            InvalidArgumentError: `tokens_to_remove` is positive, or some layer cannot take that
-                many tokens back. Nothing has changed then.
+            InvalidArgumentError: `tokens_to_remove` is positive, or some layer cannot remove that
+                many tokens. The cache is unchanged then.
             InvalidTypeError: `tokens_to_remove` is not an integer.
         """
         count = count_to_remove(tokens_to_remove)
@@ -335,7 +405,17 @@ class CompressedCache(Cache):
         self.prompt_state.forget_taken_back(seen, chooses_again=has_restored)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the rows of all layers in the order of `beam_idx`; what is no row changes none."""
+        """Replace the batch rows of all layers by the rows `beam_idx`, in that order.
+
+        Does nothing if the cache is empty.
+
+        Args:
+            beam_idx: (N,) integers or (B,) bool, the rows to keep; a row may be repeated.
+
+        Raises:
+            InvalidArgumentError: `beam_idx` is not such a tensor, selects no row, or names a row
+                that the batch does not have. The cache is unchanged then.
+        """
         if not self.prompt_state.rows:
             return
         try:
@@ -344,9 +424,10 @@ class CompressedCache(Cache):
             chosen = torch.empty(0)
         if chosen.ndim != 1 or not len(chosen):
             got = beam_idx.tolist() if isinstance(beam_idx, Tensor) else repr(beam_idx)
-            raise InvalidArgumentError(
-                f"rows: expected some of the {self.prompt_state.rows} rows of the batch, got "
-                f"{got}; pass a 1-D tensor of integers, 0 for the first one"
+            raise wrong(
+                "rows",
+                f"expected some of the {self.prompt_state.rows} rows of the batch, got {got}",
+                "Pass a 1-D tensor of integers, in which 0 stands for the first row",
             )
         self.leave_room()
         for layer in self.layers:
@@ -354,16 +435,25 @@ class CompressedCache(Cache):
         self.prompt_state.read_ids = self.prompt_state.read_ids.select_rows(chosen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of all layers `repeats` times, an integer of at least 1."""
+        """Repeat every batch row of all layers `repeats` times; copies of a row are consecutive.
+
+        Raises:
+            InvalidArgumentError: `repeats` is below 1.
+            InvalidTypeError: `repeats` is not an integer.
+        """
         require_int("repeats", repeats, minimum=1)
         self.reorder_cache(torch.arange(self.prompt_state.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows in `indices` in all layers; errors as in `reorder_cache`."""
+        """Keep only the batch rows `indices` in all layers, in that order; see `reorder_cache`."""
         self.reorder_cache(indices)
 
     def reset(self) -> None:
-        """Empty the cache for another prompt, of any length and batch size."""
+        """Remove all tokens, so that the cache can read another prompt of any batch size.
+
+        Also ends the effect of `expect_prompt` and `expect_question`, and makes a cache usable
+        again whose forward pass was interrupted.
+        """
         for layer in self.layers:
             uncompressed.reset(layer)
         forward_context.leave(self.prompt_state)
@@ -372,33 +462,56 @@ class CompressedCache(Cache):
         self.expect_question(None)
 
     def offload(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse transformers' way of moving layers off the device.
+        """Raise, because transformers cannot offload the layers of a compressed cache.
 
         Raises:
             InvalidArgumentError: always.
         """
-        raise InvalidArgumentError(
-            "offloading: expected none with a CompressedCache, whose layers hold more than keys "
-            "and values, got a call of transformers' offload or prefetch; pass recall='host' to "
-            "the CompressedCache to hold evicted tokens in the host's memory"
+        raise wrong(
+            "offloading",
+            "transformers' offload and prefetch do not work with a CompressedCache, because its "
+            "layers hold more than keys and values",
+            "To hold evicted tokens in the memory of the host, make the cache with recall='host'",
         )
 
     prefetch = offload
 
     def activate_past_recording(self) -> None:
-        """Called before drafts are verified: from now on a forward pass may hold drafts."""
+        """Tell the cache that later forward passes may contain drafts, which `crop` may remove.
+
+        transformers calls it before it verifies drafts (assistant model, prompt lookup).
+
+        Raises:
+            InvalidArgumentError: the policy evicts while generating, or the cache is to read a
+                further prompt.
+            UnsupportedModelError: the model has recurrent states, which cannot be cropped.
+        """
         self.setup.require("drafts")
         if self.get_seq_length() and self.prompt_state.is_coming:
-            raise InvalidArgumentError(
-                f"cache: expected an empty cache where drafts are verified (assistant "
-                f"model, prompt lookup), since transformers reads the text from its start into it, "
-                f"got one that has seen {self.get_seq_length():,} tokens; generate without drafts"
+            raise wrong(
+                "cache",
+                "to verify drafts (assistant model, prompt lookup), transformers needs an empty "
+                "cache, because it reads the text from its start, got one that has seen "
+                f"{self.get_seq_length():,} tokens",
+                "Generate without drafts",
             )
         super().activate_past_recording()
         self.prompt_state.verifies_drafts = True
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(columns, offset) of a mask, which this thread will make next."""
+        """Return the number of columns of the attention mask and its offset.
+
+        Also checks that the next tokens can be read, and remembers for this thread which cache the
+        next mask is made for.
+
+        Args:
+            query_length: how many tokens the forward pass reads.
+            layer_idx: the index of a layer that uses the mask.
+
+        Raises:
+            CacheMismatchError: the next tokens cannot be read into this cache.
+            UnsupportedModelError: the model cannot be compressed in its present state.
+        """
         layer_idx = self._asked_of.get(layer_idx, layer_idx)
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer) and not forward_context.current.is_recording:
@@ -409,50 +522,76 @@ class CompressedCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether it holds tokens: models ask, of which the first pass alone sees ahead."""
+        """Whether the cache has read tokens.
+
+        Models with bidirectional attention over images ask for it, because only their first
+        forward pass may attend in both directions.
+        """
         return bool(self.prompt_state.rows)
 
     def leave_room(self) -> None:
-        """Grow again in the midst of a `generate`: its recorded step knows of no other change."""
+        """Replace the fixed append buffers of a captured decode step by growing ones.
+
+        Call it before a change that the captured step cannot follow.
+        """
         for layer in self.prompt_state.layers:
             layer.leave_room()
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Tokens seen, whatever is stored of them."""
+        """Return how many tokens the model has read into the cache, evicted ones included."""
         of = self._first if layer_idx is None else self._asked_of.get(layer_idx, layer_idx)
         return int(super().get_seq_length(of))
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Where the next query stands; a tensor where the device counts."""
+        """Return the position of the next query, as a mask function needs it.
+
+        Returns:
+            An int; a tensor on the device if a captured decode step counts its tokens there.
+        """
         layer_idx = self._asked_of.get(layer_idx, layer_idx)
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer) and (count := layer.store.tail.count) is not None:
             return layer.slots.seen(layer.store.unmasked_slots + count)
         return super().get_query_offset(layer_idx)
 
-    # What users tell and ask a cache.
+    # Methods for users.
 
     def expect_prompt(self, prompt_tokens: int) -> None:
-        """Announce that the prompt ends after `prompt_tokens` tokens, those already seen included.
+        """Announce where the prompt ends, so that it can be fed in pieces through ``model(...)``.
 
-        `model.generate` does this by itself. Call it before feeding a prompt in pieces through
-        ``model(...)``: nothing is dropped before the announced end has been read. On a cache that
-        has read a prompt, it announces the end of the next turn.
+        No token is evicted before the announced end has been read. `model.generate` calls this
+        method itself. If the cache has already read a prompt, it announces the end of the next
+        turn.
+
+        Args:
+            prompt_tokens: how many tokens the cache will have seen when the prompt ends, including
+                those it has already seen.
 
         Raises:
-            CacheMismatchError: the cache has already seen that many tokens; or a turn is stored
-                behind what was kept, and a row of the batch has kept everything.
-            InvalidArgumentError: the policy would choose by queries of earlier turns, too
-                (`ExpectedAttention` behind a prompt that fitted its budget).
+            CacheMismatchError: the cache has already seen that many tokens; or the turn would be
+                appended to a batch in which only some rows have been compressed.
+            InvalidArgumentError: `prompt_tokens` is below 1; or the policy needs the queries of
+                earlier turns, which are no longer held (`ExpectedAttention` after a prompt that
+                fitted into its budget).
+            InvalidTypeError: `prompt_tokens` is not an integer.
         """
         self.prompt_state.expect_prompt(prompt_tokens)
 
     def expect_question(self, question_tokens: int | None) -> None:
-        """Say how many tokens the next prompts have from their question's first one on.
+        """Tell the cache how long the question at the end of the next prompts is.
 
-        Where the policy is `snapkv.default_policy`, all of them vote. 0: the text is read before it
-        is asked about, and its last 64 vote. None, or more than 64, which hold a text of their own:
-        nobody knows, and the last 16 vote.
+        This changes which tokens vote under `snapkv.default_policy`; other policies ignore it. It
+        holds until the next call or `reset`.
+
+        Args:
+            question_tokens: the number of tokens from the first one of the question to the end of
+                the prompt: these tokens vote, but never fewer than the last 16. 0 means that the
+                prompt contains no question yet: its last 64 tokens vote. None (unknown) or a
+                number above 128: the last 16 tokens vote.
+
+        Raises:
+            InvalidArgumentError: `question_tokens` is negative.
+            InvalidTypeError: `question_tokens` is neither an integer nor None.
         """
         if question_tokens is not None:
             question_tokens = require_int("question_tokens", question_tokens, minimum=0)
@@ -463,34 +602,38 @@ class CompressedCache(Cache):
             layer.queries.fit(asked, chooses_again=layer.chooses_again)
 
     def expect_tokens(self, token_ids: Tensor) -> None:
-        """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.
+        """Pass the token ids of the next forward pass to a policy that looks at tokens.
 
-        `model.generate` does this by itself. Needed before every ``model(token_ids, ...)`` where
-        the policy looks at tokens (`FastGen`); without effect where it does not.
+        With such a policy (`FastGen`), call it before every ``model(token_ids, ...)``;
+        `model.generate` calls it itself. With other policies it has no effect.
+
+        Args:
+            token_ids: (B, N) integers, including padding.
 
         Raises:
-            InvalidTypeError: not a tensor of that kind.
+            InvalidTypeError: `token_ids` is not a 2-D tensor of integers.
         """
         self.prompt_state.expect_tokens(token_ids)
 
     def drop(self, spans: RowSpans) -> None:
-        """Forget spans of the text, behind a prompt's end: their memory is free for good.
+        """Delete the tokens in `spans` from the cache and free their memory for good.
 
-        The layers that grow with the text, and the pool of `recall`, no longer hold them. What is
-        left keeps its positions, and what stands behind a span has read it. From then on the cache
-        chooses as if the text had never had them.
+        They are removed from all compressed layers and from the offloaded tokens of `recall`. The
+        remaining tokens keep their positions. The keys and values of later tokens do not change,
+        although the model had read the deleted tokens when it computed them. Later selections
+        ignore the deleted tokens.
 
         Args:
-            spans: half-open spans of positions, such as ``[(300, 500)]``, counted from each row's
-                first token, over the whole conversation; or one list for each row of a batch. What
-                was dropped before is passed over.
+            spans: half-open spans of positions, such as ``[(300, 500)]``, counted from the first
+                token of each row and over the whole conversation; or one list of spans for each
+                row of the batch. Tokens that were deleted before are skipped.
 
         Raises:
-            InvalidArgumentError: a span that is reversed, protected or reaches beyond what was
-                seen, nothing that would be left, a prompt that is still coming in, or options that
-                cannot follow (methods that evict while generating or ask where tokens stand).
-                Nothing has changed then.
-            InvalidTypeError: something else than spans.
+            CacheMismatchError: an earlier forward pass was interrupted; call `reset`.
+            InvalidArgumentError: a span is reversed, protected or reaches beyond the tokens seen;
+                no token would be left; a prompt has not been read to its end; or the policy evicts
+                while generating or needs positions. The cache is unchanged then.
+            InvalidTypeError: `spans` does not consist of spans.
         """
         self.leave_room()
         rows, layers = self._rows_of(spans), self.prompt_state.layers
@@ -501,7 +644,14 @@ class CompressedCache(Cache):
                 drop_spans(layers, rows)
 
     def _rows_of(self, spans: RowSpans) -> list[Spans]:
-        """The spans of every row, of a cache that can obey."""
+        """Return the spans to drop for every batch row, after checking that the cache can drop.
+
+        Raises:
+            CacheMismatchError: an earlier forward pass was interrupted.
+            InvalidArgumentError: the policy cannot drop spans, a prompt has not ended, or a span is
+                not valid.
+            InvalidTypeError: `spans` does not consist of spans.
+        """
         if self.prompt_state.is_broken:
             raise self.prompt_state.interrupted()
         self.setup.require("drop")
@@ -510,30 +660,38 @@ class CompressedCache(Cache):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What it was made with, ready for JSON."""
+        """The options that the cache was made with, as a dict that JSON can represent."""
         return self.setup.options
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model the cache was made for; CacheMismatchError where nobody holds it any more."""
+        """The model that the cache was made for.
+
+        Raises:
+            CacheMismatchError: the model has been deleted; the cache does not keep it alive.
+        """
         return self._use.model
 
     @property
     def compressed_layers(self) -> list[int]:
-        """Indices of the layers that are compressed; the others stay transformers' own."""
+        """The indices of the layers that are compressed; other layers are stored as usual."""
         return [layer.identity.layer_idx for layer in self.prompt_state.layers]
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether some layer slides over a window, or carries a state: it does not go back."""
+        """Whether some layer has a sliding window or a recurrent state, which limits `crop`."""
         return bool(self.setup.other_layers)
 
     def kept_positions(self, layer_idx: int) -> Tensor:
-        """True positions of all tokens that a layer stores, generated ones included.
+        """Return the positions of all tokens that a layer stores, including generated ones.
+
+        Args:
+            layer_idx: the index of the layer in the model.
 
         Returns:
-            (B, Hkv, kept) int64, ascending, counted from each row's first real token; -1 where a
-            row keeps fewer. Hq instead of Hkv for ``group_reduce="none"``.
+            (B, Hkv, kept) int64, ascending, counted from the first token of each row that is not
+            padding. Rows with fewer tokens are filled up with -1. With ``group_reduce="none"``
+            there is one entry per query head instead of KV head.
 
         Raises:
             InvalidArgumentError: the layer is not one of `compressed_layers`.
@@ -541,30 +699,33 @@ class CompressedCache(Cache):
         for layer in self.prompt_state.layers:
             if layer.identity.layer_idx == layer_idx:
                 return layer.stored_positions()
-        raise InvalidArgumentError(
-            f"layer_idx: expected one of the compressed layers {self.compressed_layers}, got "
-            f"{layer_idx}; layers with a sliding window or no attention keep transformers' own "
-            "storage"
+        raise wrong(
+            "layer_idx",
+            f"expected one of the compressed layers {self.compressed_layers}, got {layer_idx}",
+            "Look up the layers in cache.compressed_layers; layers with a sliding window or no "
+            "attention are not compressed",
         )
 
     def report(self) -> CacheReport:
-        """Tokens seen and kept, bytes held and bytes a full cache would hold."""
+        """Return how many tokens were seen and kept, and the memory compared with a full cache."""
         steps = step_graph.described(self)
         return CacheReport.of(self.policy.name, self.layers, steps)
 
     def show(self, tokenizer: Any, input_ids: Tensor | None = None) -> Page:
-        """A page of what was kept of the text, which a notebook shows; ``.html`` is a file.
+        """Return a page that shows the text and which of its tokens were kept.
+
+        A notebook displays the page; its ``html`` is the text of an HTML file.
 
         Args:
-            tokenizer: that of the model.
-            input_ids: (1, tokens) integers, what the cache has read or `generate` returned; None
-                where `generate` has told the cache all of them.
+            tokenizer: the tokenizer of the model.
+            input_ids: (1, tokens) integers, the tokens that the cache has read, or what `generate`
+                returned. None if `generate` has read all of them, since the cache remembers those.
 
         Raises:
-            CacheMismatchError: the prompt has not ended, tokens were dropped, or other ids were
-                read.
-            InvalidArgumentError: several rows, or ids that are missing.
-            InvalidTypeError: something else than a tokenizer or ids.
+            CacheMismatchError: the prompt has not been read to its end, spans were dropped, or
+                `input_ids` are not the tokens that the cache has read.
+            InvalidArgumentError: the batch has several rows, or token ids are missing.
+            InvalidTypeError: `tokenizer` or `input_ids` has the wrong type.
         """
         return page_of(self.prompt_state, self.report(), tokenizer, input_ids)
 
@@ -575,24 +736,27 @@ class CompressedCache(Cache):
         beside: Mapping[str, Tensor] | None = None,
         bits: Bits | KVCodes | None = None,
     ) -> None:
-        """Write the cache to a file: safetensors, with its policy, its model and all it has seen.
+        """Save the cache to a safetensors file, together with its policy and its options.
 
-        The file appears under its name when it is complete; a crash leaves what was there before.
-        Its header holds a checksum of every byte.
+        The file also identifies the model and contains a checksum. It is written under a temporary
+        name and renamed when it is complete, so a crash leaves an older file unchanged.
 
         Args:
-            path: the file; a cache that was saved there is replaced, any other file is refused.
-            beside: tensors to keep with it, such as the token ids; `load_with` gives them back.
-            bits: the file holds keys and values in so few, as for `quantize`; what is loaded is
-                what those stand for.
+            path: the file to write. A saved cache with this name is replaced; any other file is
+                left alone, and the call fails.
+            beside: further tensors to store in the file, such as token ids; `load_with` returns
+                them.
+            bits: the format in which the file stores keys and values, as for `quantize`. Loading
+                decodes them, so the loaded values are rounded.
 
         Raises:
-            InvalidArgumentError: `bits` is none of those, or a number is not finite.
-            CacheFileError: the file cannot be written, or holds something else than a cache.
-            CacheMismatchError: the model is gone, so that the file could not say whose it is, or a
-                forward pass has ended in an error; call `reset`.
-            UnsupportedModelError: an image has moved the positions behind it (M-RoPE); how far is
-                known to the model alone.
+            InvalidArgumentError: `bits` is not a known format, or a stored number is not finite.
+            InvalidTypeError: `path` is not a path, or `beside` has a value that is not a tensor.
+            CacheFileError: the file cannot be written, or another kind of file has that name.
+            CacheMismatchError: the model has been deleted, so the file could not identify it; or a
+                forward pass was interrupted, after which only `reset` helps.
+            UnsupportedModelError: the model has read an image, after which positions do not count
+                tokens (M-RoPE); the shift is stored in the model and would be missing in the file.
         """
         if self.prompt_state.is_broken:
             raise self.prompt_state.interrupted()
@@ -602,17 +766,22 @@ class CompressedCache(Cache):
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:
-        """The cache that `save` has written, for the same model in the same dtype.
+        """Load a cache that `save` has written, for the same model in the same dtype.
 
         Args:
-            path: the file. It is read in full and checked first; nothing in it is run.
+            path: the file. It is read completely and its checksum is compared before it is used;
+                no code from it is run.
             model: the model that filled the cache, on any device.
-            options: `policy`, where it is not one of the package's; `recall`, "host" if left out,
-                and `recall_bytes`, for a cache that was saved with recall.
+            options: `policy` if it is not one of this package; `recall` ("host" by default) and
+                `recall_bytes` if the cache was saved with recall.
+
+        Returns:
+            A cache that continues where the saved one was.
 
         Raises:
-            CacheFileError: no such file, or not one that `save` has written, whole and unchanged.
-            CacheMismatchError: another model, dtype or policy than the cache was saved with.
+            CacheFileError: the file does not exist, is damaged, or was not written by `save`.
+            CacheMismatchError: the cache was saved with another model, dtype or policy, or without
+                recall although `recall` is given.
         """
         cache, _ = cls.load_with(path, model, **options)
         return cache
@@ -627,7 +796,23 @@ class CompressedCache(Cache):
         recall: Recall | None = None,
         recall_bytes: int | None = None,
     ) -> tuple[Self, dict[str, Tensor]]:
-        """As `load`, with the tensors that were saved beside the cache."""
+        """Load a cache as `load` does, and the tensors that were passed to `save` as `beside`.
+
+        Args:
+            path: the file.
+            model: the model that filled the cache, on any device.
+            policy: the policy of the saved cache if it is not one of this package.
+            recall: where to offload evicted tokens to; "host" by default.
+            recall_bytes: the largest number of bytes to offload; no limit by default.
+
+        Returns:
+            The cache and the tensors by name.
+
+        Raises:
+            CacheFileError: the file does not exist, is damaged, or was not written by `save`.
+            CacheMismatchError: the cache was saved with another model, dtype or policy, or without
+                recall although `recall` is given.
+        """
         return saved.read(cls, path_of("path", path), model, policy, recall, recall_bytes)
 
     def _repr_html_(self) -> str:
@@ -640,13 +825,16 @@ class CompressedCache(Cache):
     # Copies.
 
     def __reduce__(self) -> NoReturn:
-        raise InvalidTypeError(
-            f"cache: expected cache.save(path) to keep it or to bring it to another process, got "
-            f"a pickle of a {type(self).__name__}; read it with CompressedCache.load(path, model)"
+        raise wrong(
+            "cache",
+            f"a {type(self).__name__} cannot be pickled",
+            "To keep it or to pass it to another process, call cache.save(path), and read the file "
+            "with CompressedCache.load(path, model)",
+            InvalidTypeError,
         )
 
     def __copy__(self) -> Self:
-        """A branch: it goes on by itself, and shares what is stored so far."""
+        """Return a branch: an independent cache that shares the memory of the stored tokens."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.layers = [_branch(layer) for layer in self.layers]
@@ -657,7 +845,7 @@ class CompressedCache(Cache):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy what is stored; the model that it belongs to is shared."""
+        """Return an independent cache with copies of all stored tensors; the model is shared."""
         memo.update({id(module): module for module in self._use.modules})
         copied = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
@@ -667,34 +855,42 @@ class CompressedCache(Cache):
 
 
 def _require_reached(model: PreTrainedModel) -> None:
-    """Refuse a forward pass in which transformers takes the cache away from the layers."""
+    """Raise if transformers would not pass the cache to the layers of the model.
+
+    Raises:
+        UnsupportedModelError: the model is in training mode and uses gradient checkpointing.
+    """
     if model.training and any(
         part.training and getattr(part, "gradient_checkpointing", False) for part in model.modules()
     ):
-        raise UnsupportedModelError(
-            f"model: expected one whose layers are given the cache, got {type(model).__name__} in "
-            "train mode with gradient checkpointing, where transformers takes it away; call "
-            "model.eval() or model.gradient_checkpointing_disable() first"
+        raise wrong(
+            "model",
+            f"transformers does not pass the cache to the layers of {type(model).__name__}, which "
+            "is in train mode with gradient checkpointing",
+            "Call model.eval() or model.gradient_checkpointing_disable() first",
+            UnsupportedModelError,
         )
 
 
 def _branch(layer: Any) -> Any:
-    """A layer that goes on by itself; states that are written over in place are copied."""
+    """Return an independent layer; recurrent states are copied, since they change in place."""
     written_over = hasattr(layer, "recurrent_states")
     return copy.deepcopy(layer) if written_over else copy.copy(layer)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # torch's
 def _refuse_compiled() -> NoReturn:
-    raise UnsupportedModelError(
-        "model: expected one that torch.compile has not compiled for a CompressedCache, whose "
-        "choices it does not follow, got one that it has; pass the model as it was: on a GPU "
-        "generate records its steps by itself"
+    raise wrong(
+        "model",
+        "a model that torch.compile has compiled cannot use a CompressedCache, because compiled "
+        "code does not follow which tokens it keeps",
+        "Pass the model itself, for which generate captures decode steps on a GPU",
+        UnsupportedModelError,
     )
 
 
 def _bring_forward(layer: Any, places: Tensor, tokens: int) -> None:
-    """Move keys, values and queries at these places among the last tokens in front of the rest."""
+    """Move the states at `places` to the front of the last `tokens` slots of a layer, in place."""
 
     def move(states: Tensor, end: int) -> Tensor:
         start = end - tokens

@@ -1,6 +1,6 @@
-"""What a model calls the argument that is its cache: `cache` since transformers 5.24.
+"""The name of a model's cache argument: `cache` since transformers 5.24.
 
-Before, it was `past_key_values`, which users may go on with until transformers takes it away.
+In older releases it is `past_key_values`, a name that newer ones also accept for the time being.
 """
 
 import inspect
@@ -14,16 +14,16 @@ _NAME = next(name for name in _NAMES if name in inspect.signature(create_causal_
 
 
 def passed(cache: Any) -> dict[str, Any]:
-    """A cache as the argument of a model's call, or a field of its output."""
+    """Return a cache as a keyword argument for a model, under the name of this release."""
     return {_NAME: cache}
 
 
 def cache_among(arguments: Mapping[str, Any]) -> Any:
-    """The cache that was passed, by either name; None where none was."""
+    """Return the cache among keyword arguments, under either name; None if there is none."""
     given = (arguments.get(name) for name in _NAMES)
     return next((cache for cache in given if cache is not None), None)
 
 
 def with_cache(arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-    """The same arguments with another cache."""
+    """Return a copy of the keyword arguments with another cache."""
     return {name: each for name, each in arguments.items() if name not in _NAMES} | passed(cache)

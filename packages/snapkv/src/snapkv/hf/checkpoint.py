@@ -1,21 +1,30 @@
-"""Loading a model's weights, all of them or none: transformers fills gaps with random numbers."""
+"""Loading a model only if its weights are complete; transformers would fill gaps at random."""
 
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 
 
 def load_complete(
     source: object, place: object, *, told_by: str, remedy: str, **options: Any
 ) -> Any:
-    """The model, if the checkpoint has every weight that is not tied to another, in its shape.
+    """Load a model, and check that the checkpoint has every weight in its right shape.
 
-    `source` is what the user calls it, `place` what `from_pretrained` takes, with the options.
-    "config.json" or the "header" of a GGUF file tells which weights there are; `remedy` is what to
-    do where they do not agree.
+    Weights that are tied to others may be missing.
+
+    Args:
+        source: the user's name for the model, for the error message.
+        place: the first argument of `from_pretrained`.
+        told_by: what lists the weights, for the error message: "config.json", or the "header" of a
+            GGUF file.
+        remedy: the last sentence of the error message, without a full stop.
+        options: further arguments of `from_pretrained`.
+
+    Raises:
+        InvalidArgumentError: a weight is missing or has another shape.
     """
     model, found = AutoModelForCausalLM.from_pretrained(
         place, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -23,22 +32,27 @@ def load_complete(
     missing = sorted(found["missing_keys"])
     others = _other_shapes(model) if "gguf_file" in options else {}
     others |= {key: (saved, expected) for key, saved, expected in found["mismatched_keys"]}
-    wrong = [
+    misshapen = [
         f"{key} {tuple(saved)} instead of {tuple(expected)}"
         for key, (saved, expected) in sorted(others.items())
     ]
-    if missing or wrong:
-        faults = (("without", missing), ("with", wrong))
-        said = " and ".join(f"{word} {_some(names)}" for word, names in faults if names)
-        raise InvalidArgumentError(
-            f"model: expected every weight of its {told_by} in {str(source)!r}, got a checkpoint "
-            f"{said}; {remedy}"
+    if missing or misshapen:
+        faults = (("without", missing), ("with", misshapen))
+        found_faults = " and ".join(f"{word} {_some(names)}" for word, names in faults if names)
+        raise wrong(
+            "model",
+            f"expected every weight of its {told_by} in {str(source)!r}, got a checkpoint "
+            f"{found_faults}",
+            remedy,
         )
     return model
 
 
 def _other_shapes(model: Any) -> dict[str, tuple[torch.Size, torch.Size]]:
-    """Weights whose shape is not that of the config; transformers 5.17 takes them out of GGUF."""
+    """Return the actual and the expected shape of every weight that does not fit the config.
+
+    transformers 5.17 loads these from a GGUF file without reporting a mismatch.
+    """
     with torch.device("meta"):
         expected = dict(type(model)(model.config).named_parameters())
     return {
@@ -49,6 +63,6 @@ def _other_shapes(model: Any) -> dict[str, tuple[torch.Size, torch.Size]]:
 
 
 def _some(names: list[str], shown: int = 3) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first `shown` names as one text, with the number of further names."""
     more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more

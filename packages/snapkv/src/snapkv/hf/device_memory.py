@@ -1,4 +1,4 @@
-"""Free memory of a device, and one error for all kinds of out-of-memory errors."""
+"""The free memory of a device, and one error class for all kinds of out-of-memory errors."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ from snapkv.errors import OutOfMemoryError, SnapKVError
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free bytes on a device, on the CPU within ``ulimit -v``; None if unknown."""
+    """Return the free bytes of a device; None if unknown. On the CPU, ``ulimit -v`` counts too."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
@@ -22,21 +22,21 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Total bytes of a device's memory; None if unknown."""
+    """Return the bytes of a device's whole memory; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return _pages("PHYS") if device.type == "cpu" else None
 
 
 def _pages(kind: str) -> int | None:
-    """Bytes of the system's pages of a kind; None if unknown."""
+    """Return the bytes in the system's memory pages of a kind, such as "AVPHYS", or None."""
     name = f"SC_{kind}_PAGES"
     known = name in os.sysconf_names
     return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") if known else None
 
 
 def _free_address_bytes() -> int | None:
-    """Bytes left within the limit of this process's address space; None without a limit."""
+    """Return how many bytes this process may still allocate (``ulimit -v``); None for no limit."""
     try:
         import resource  # not on Windows
 
@@ -51,7 +51,14 @@ def _free_address_bytes() -> int | None:
 
 @contextlib.contextmanager
 def out_of_memory_explained(explain: Callable[[], str]) -> Iterator[None]:
-    """Turn every kind of out-of-memory error into an `OutOfMemoryError` with this message."""
+    """Turn every kind of out-of-memory error in this block into an `OutOfMemoryError`.
+
+    Args:
+        explain: returns the message; it is called only after an error.
+
+    Raises:
+        OutOfMemoryError: the block has run out of memory, on the host or on a device.
+    """
     try:
         yield
     except SnapKVError:

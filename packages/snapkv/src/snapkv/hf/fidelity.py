@@ -1,9 +1,9 @@
-"""A check at run time that the votes are computed as the model's attention is.
+"""A check at run time that the votes agree with the attention of the model.
 
-A family may do something to its scores that the votes do not know of (a bias, a temperature). So at
-the end of every prompt the attention of the last query is computed once from the states the policy
-sees, and compared with what the model's own attention returned for it. It is judged later, since on
-a GPU to ask is to wait.
+A model family may change its attention scores in a way that the votes do not contain (a bias, a
+temperature). So at the end of every prompt, the attention output of the last query is computed from
+the states that the policy sees, and compared with the output of the model's own attention. Reading
+the result makes the program wait for the GPU, so the results of several layers are read together.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from snapkv.cache.layer_group import LayerGroup
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.policies import PromptLayer
 from snapkv.policies.states import DeferredCheck, DeferredChecks, run_checks
 
@@ -23,66 +23,94 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
 _BLOCK_TOKENS = 8192
 _SMALLEST = 1e-12  # norm of an output
-_MOST_ROUNDING = 100.0  # where scores err by more, anything is explained
+_MOST_ROUNDING = 100.0  # limits the exponent; rounding errors this large explain any difference
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doubt:
-    """How far a layer's attention is from what the votes take it for.
+    """The measured difference between a layer's attention and that of its votes, not judged yet.
 
     Attributes:
-        found: (layers, 3) float32: the norms of the difference between both outputs and of the
-            expected one, and the largest score of the query.
-        layers: their indices in the model.
+        found: (layers, 3) float32: for each layer the norm of the difference between both outputs,
+            the norm of the expected output, and the largest score of the query.
+        tolerance: the largest relative difference that rounding of the outputs explains.
+        epsilon: the relative rounding error of the scores.
+        attention: the name of the attention class, for the error message.
+        layers: the indices of the layers in the model.
     """
 
     found: Tensor
-    tolerance: float  # what the dtype explains of the relative difference
-    epsilon: float  # how far scores are rounded, relative to their size
+    tolerance: float
+    epsilon: float
     attention: str
     layers: Sequence[int]
 
     def judge(self, numbers: Sequence[float]) -> None:
-        """Raise unless rounding explains the numbers of `found`.
+        """Raise unless rounding explains the difference in every layer.
 
-        Attention that rounds its scores errs by their size times epsilon.
+        Attention that rounds its scores has an error of their size times `epsilon`.
+
+        Args:
+            numbers: the values of `found`, flattened, on the host.
+
+        Raises:
+            UnsupportedModelError: a difference is not finite or too large.
         """
         for layer_idx, at in zip(self.layers, range(0, len(numbers), 3), strict=True):
             difference, size, largest = numbers[at : at + 3]
             difference /= max(size, _SMALLEST)
             if not math.isfinite(difference):
-                raise UnsupportedModelError(
-                    f"model: expected attention that gives numbers, got NaN or infinity from "
-                    f"{self.attention} in layer {layer_idx}; load the model in bfloat16 or "
-                    "float32 if float16 overflows, else mend its weights"
+                raise wrong(
+                    "model",
+                    f"the attention of {self.attention} in layer {layer_idx} has returned NaN or "
+                    "infinity",
+                    "If float16 overflows, load the model in bfloat16 or float32; otherwise repair "
+                    "its weights",
+                    UnsupportedModelError,
                 )
             explained = self.tolerance + math.expm1(min(self.epsilon * largest, _MOST_ROUNDING))
             if not difference <= explained:
-                raise UnsupportedModelError(
-                    f"model: expected attention that scaling, soft-cap and sinks describe, got "
+                raise wrong(
+                    "model",
+                    "expected attention that scaling, soft-cap and sinks describe, got "
                     f"{self.attention}, whose output differs by {difference:.1%} in layer "
-                    f"{layer_idx}; its votes would be wrong, so it cannot be compressed"
+                    f"{layer_idx}",
+                    "Use transformers' own cache for it, because its votes would be wrong",
+                    UnsupportedModelError,
                 )
 
 
 class VoteCheck:
-    """Whether the votes of one cache are what its model's attention computes."""
+    """Compares the votes of one cache with its model's attention, and collects open results."""
 
     def __init__(self) -> None:
-        self.doubts: list[Doubt] = []  # what layers have left open in this forward pass
-        self.unasked: DeferredChecks = []  # of all layers, see `PromptLayer`
+        self.doubts: list[Doubt] = []  # comparisons of this forward pass that are not judged yet
+        self.unasked: DeferredChecks = []  # checks that policies have deferred, see `PromptLayer`
 
     def close(self) -> None:
-        """Ask for all that layers have left open, once the last one has read a pass."""
+        """Judge all open comparisons and checks after the last layer of a forward pass.
+
+        Raises:
+            UnsupportedModelError: the votes of a layer do not agree with the model's attention.
+        """
         require_faithful(self.doubts, self.unasked)
         self.doubts.clear()
         self.unasked.clear()
 
     def judge(self, group: LayerGroup, module: Any, *, rounds_scores: bool) -> None:
-        """Compare the attention of layers that are to choose with their votes; see `doubt_scores`.
+        """Compare the attention of a group of layers with their votes; see `doubt_scores`.
 
-        It is asked at the first layers, which tell on nearly every family, and at the last: on a
-        GPU to ask is to wait.
+        The result of the first group is read at once, because it shows the problem in nearly every
+        unsupported family. The other results are read in `close`, so that a GPU rarely has to be
+        waited for.
+
+        Args:
+            group: the layers that are about to select tokens.
+            module: an attention module, named in the error.
+            rounds_scores: whether attention rounds its scores to the dtype of its outputs.
+
+        Raises:
+            UnsupportedModelError: the votes of the first group do not agree with attention.
         """
         found = doubt_scores(group.stack, group.outputs, module, rounds_scores=rounds_scores)
         if found is not None:
@@ -97,18 +125,20 @@ class VoteCheck:
 def doubt_scores(
     layer: PromptLayer, output: Tensor, module: Any, *, rounds_scores: bool = False
 ) -> Doubt | None:
-    """Compare the model's attention of the last query with what the policy would compute.
+    """Compare the model's attention output for the last query with that of the votes.
+
+    Does not wait for a GPU.
 
     Args:
-        layer: the states of the layer at the end of the prompt.
-        output: (B, Hq, Dv), the model's attention output of the prompt's last query; all rows of
-            layers that are stacked.
-        module: the attention module, to name it in the error.
+        layer: the states of the layer, or of several stacked layers, at the end of the prompt.
+        output: (B, Hq, Dv), the model's attention output for the last query of the prompt; for
+            stacked layers, B counts the rows of all of them.
+        module: the attention module, named in the error.
         rounds_scores: whether the model's attention rounds its scores to the dtype of `output`, as
-            eager attention does; fused attention holds them in float32.
+            eager attention does; fused attention computes them in float32.
 
     Returns:
-        What `require_faithful` judges; None in training, where dropout makes the output random.
+        The difference for `require_faithful`; None in training, because dropout is random.
     """
     if getattr(module, "training", False):
         return None
@@ -128,9 +158,16 @@ def doubt_scores(
 
 
 def require_faithful(doubts: Sequence[Doubt], unasked: Sequence[DeferredCheck] = ()) -> None:
-    """Raise unless every difference is one that rounding explains, and ask for what is `unasked`.
+    """Raise unless rounding explains all differences; also run the deferred checks.
 
-    A GPU is waited for once.
+    Waits for a GPU once.
+
+    Args:
+        doubts: the differences.
+        unasked: checks that policies have deferred.
+
+    Raises:
+        UnsupportedModelError: a difference is too large.
     """
     run_checks([*((doubt.found, doubt.judge) for doubt in doubts), *unasked])
 
@@ -138,12 +175,12 @@ def require_faithful(doubts: Sequence[Doubt], unasked: Sequence[DeferredCheck] =
 def _epsilon(output: Tensor, rounds_scores: bool) -> float:
     epsilon = torch.finfo(output.dtype if rounds_scores else torch.float32).eps
     if output.is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        return max(epsilon, 2.0**-10)  # float32 products are rounded to 10 bits there
+        return max(epsilon, 2.0**-10)  # TF32 rounds float32 products to 10 bits
     return epsilon
 
 
 def _last_query_scores(layer: PromptLayer) -> Tensor:
-    """Scores of the prompt's last query: (B, Hkv, G, T) float32."""
+    """Return the attention scores of the prompt's last query, (B, Hkv, Hq / Hkv, T) float32."""
     B, Hq, _, D = layer.queries.shape
     Hkv = layer.keys.shape[1]
     grouped = layer.queries[:, :, -1].reshape(B, Hkv, Hq // Hkv, D).float()
@@ -154,7 +191,7 @@ def _last_query_scores(layer: PromptLayer) -> Tensor:
 
 
 def _attend(layer: PromptLayer, scores: Tensor) -> Tensor:
-    """Attention output of the prompt's last query, from the states alone: (B, Hq, Dv) float32."""
+    """Return the attention output that belongs to `scores`, (B, Hq, Dv) float32."""
     logits = layer.score_options.sink_logits
     if logits is None:
         weights = scores.softmax(dim=-1)

@@ -1,9 +1,10 @@
-"""The forward context: what a cache, its masks and attention tell each other, per thread.
+"""State of the current thread that connects a cache, its mask functions and its attention.
 
 `Cache.update` knows the layer but not the queries; the attention function knows the queries but not
-the layer. Both run in the same thread, one right after the other. In the same way a cache that is
-asked how large a mask must be leaves its `PaddingTracker` for the function that then makes it, and
-a forward pass over alternatives says which token sees which.
+the layer. Both run in the same thread, one right after the other, so the first one leaves a
+`ForwardContext` for the second. In the same way, a cache that reports the size of a mask leaves its
+`PaddingTracker` for the function that then makes the mask, and `branching` sets which tokens of a
+forward pass see each other.
 """
 
 import contextlib
@@ -25,20 +26,27 @@ from snapkv.policies import PromptLayer
 
 
 class Phase(Enum):
-    """What an attention call reads; one function of `snapkv.hf.attention` for each."""
+    """The part of a conversation that an attention call reads.
 
-    READ_PROMPT = auto()  # a part of a prompt, whose end is still to come
-    END_PROMPT = auto()  # the end of a prompt, all of which the layer holds
-    READ_TURN = auto()  # a later prompt, or a part of it, over what was kept
-    END_TURN = auto()  # the end of a later prompt that votes on what is stored
+    `snapkv.hf.attention` has one function for each phase.
+    """
+
+    READ_PROMPT = auto()  # a piece of a prompt before its last piece
+    END_PROMPT = auto()  # the end of a prompt, of which the layer holds every token
+    READ_TURN = auto()  # a later prompt, or a piece of it, that is stored after the kept tokens
+    END_TURN = auto()  # the end of a later prompt, which votes on all stored tokens
     DECODE = auto()  # tokens after the prompt
 
 
 def phase_of(seen_tokens: int, new_tokens: int, prompt_end: int, turn: Turns | None) -> Phase:
-    """The phase of a call that has just appended tokens; `seen_tokens` counts them.
+    """Return the phase of an attention call whose layer has just appended its tokens.
 
-    `turn` is None where the layer holds all that it has seen: then the end of a prompt is that of
-    the whole conversation. Where something was dropped, a later prompt is read over the rest.
+    Args:
+        seen_tokens: how many tokens the layer has seen, including the new ones.
+        new_tokens: how many tokens this pass reads.
+        prompt_end: how many tokens the layer will have seen at the end of the prompt or turn.
+        turn: how a later prompt is handled, if the layer has evicted tokens. None if the layer
+            still holds all tokens: then the whole conversation is compressed like a first prompt.
 
     | begins before the end | reaches it | turn | phase |
     |---|---|---|---|
@@ -59,12 +67,12 @@ def phase_of(seen_tokens: int, new_tokens: int, prompt_end: int, turn: Turns | N
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What is the same for all layers of one forward pass; the first compressed layer makes it.
+    """The properties of one forward pass that all layers share; the first compressed layer sets it.
 
     If a prompt is read layer by layer, each piece of each layer is a pass of its own.
 
     Attributes:
-        prompt_state: what the cache was told of the prompt or turn.
+        prompt_state: the state of the cache's prompt or turn.
         modules: the modules of the model that the cache is for.
         check: compares the votes with the model's attention.
         start: how many tokens each layer had seen before this pass.
@@ -75,7 +83,7 @@ class Pass:
         turn_tokens: how many tokens the prompt or turn has, in one pass or in several.
         phase: the phase for a layer that holds all tokens it has seen.
         turn_phase: the phase for a layer that has dropped tokens of a prompt.
-        has_own_mask: whether a mask that comes with this pass was made by the user.
+        has_own_mask: whether a mask in this pass was made by the user and not by transformers.
     """
 
     prompt_state: PromptState
@@ -93,14 +101,14 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
-    """A layer whose new tokens are already stored, for the attention call that follows.
+    """A layer that has just stored new tokens, for the attention call that follows.
 
     Attributes:
         layer: the layer.
-        keys: the keys that the layer has handed out.
-        values: the values that the layer has handed out.
-        forward_pass: what the layer shares with the other layers of the forward pass.
-        phase: what the attention call reads, before the layer changes.
+        keys: (B, Hkv, S + N, D) keys that the layer's update returned.
+        values: (B, Hkv, S + N, Dv) values that the layer's update returned.
+        forward_pass: the properties of the forward pass that all layers share.
+        phase: the part of the conversation that the attention call reads.
     """
 
     layer: CompressedLayer
@@ -110,9 +118,10 @@ class ForwardContext:
     phase: Phase
 
     def take_back(self) -> None:
-        """Undo the update of a layer whose attention is refused; earlier layers stay as they are.
+        """Remove the new tokens of this layer after its attention was refused.
 
-        Changes the layer and the state of the prompt in place.
+        Changes the layer and the state of the prompt in place. Earlier layers keep their new
+        tokens, so unless this is the first layer, the cache is marked as broken until `reset`.
         """
         layer, seen, state = self.layer, self.layer.seen_tokens, self.forward_pass.prompt_state
         layer.crop(-self.forward_pass.new_tokens)
@@ -123,26 +132,31 @@ class ForwardContext:
 
 @dataclass(eq=False)
 class Shared:
-    """Keys and values that a layer has handed out, for later layers which attend to the same.
+    """Keys and values of a layer that later layers attend to as well.
 
-    `context` is that of the layer as it was when it attended itself, before it chose what to keep;
-    `layer` is the one that goes on. `left` counts the layers that are still to come. Where room is
-    lent there is none, and the layer that has stored is still to come.
+    Attributes:
+        context: the context of the layer with a copy of the layer from before it evicted tokens.
+            None during captured decode steps, in which the layer itself is the only reader.
+        layer: the layer that stores the keys and values.
+        prompt_state: the prompt state of its cache.
+        keys: (B, Hkv, S, D) keys that the layer's update returned. A later attention call with the
+            same tensor is a reader.
+        left: how many attention calls will still read them.
     """
 
     context: ForwardContext | None
     layer: CompressedLayer
     prompt_state: PromptState
-    keys: Tensor  # by which its readers are known
+    keys: Tensor
     left: int
 
 
 class Branches(ABC):
-    """Which of a pass's own tokens see each other, where they are alternatives; see `branching`.
+    """The visibility among the tokens of a forward pass that are alternatives; see `branching`.
 
     Attributes:
-        own_visible: (Q, Q) bool, lower triangular: which of the Q tokens of the pass each of them
-            sees. All see the tokens before the pass.
+        own_visible: (Q, Q) bool, lower triangular: True if the token of the row sees the token of
+            the column. Every token also sees all tokens before the pass.
     """
 
     own_visible: Tensor
@@ -158,17 +172,26 @@ class Branches(ABC):
 
 
 class Hook:
-    """Follows the forward passes of a thread; see `hooked`."""
+    """An object that is called during the forward passes of a thread; see `hooked`."""
 
     def on_prompt(self, prompt: PromptLayer) -> None:
-        """A layer has read a part of a prompt that goes on; `prompt` has the queries of it all."""
+        """Receive a layer that has read a piece of a prompt before its last piece.
+
+        Args:
+            prompt: the states of the layer, with all queries of the piece.
+        """
 
     def on_attention(self, call: Any, attended: Any) -> None:
-        """An attention call, a `snapkv.hf.attend.AttentionCall`, has returned that."""
+        """Receive an attention call after it has run.
+
+        Args:
+            call: a `snapkv.hf.attend.AttentionCall`.
+            attended: the outputs and weights that it returned.
+        """
 
 
 class _Current(threading.local):
-    """What is left for this thread's next call of a mask function or an attention function."""
+    """The state of this thread for its next call of a mask function or an attention function."""
 
     def __init__(self) -> None:
         self.context: ForwardContext | None = None
@@ -181,14 +204,18 @@ class _Current(threading.local):
 
 
 current = _Current()
-"""Of this thread, likewise what follows its forward passes, and the branches that one reads."""
+"""The state of this thread: its next context, its hook and the branches of its forward pass."""
 
 
 @contextlib.contextmanager
 def step(*, is_recording: bool = False) -> Iterator[None]:
-    """Within this block, masks and passes are of the `generate` that has lent a cache room.
+    """Mark the forward passes in this block as decode steps of a `generate` call.
 
-    One that is recorded will be run again without Python, so that it may ask for no number.
+    Only these passes may write into fixed append buffers.
+
+    Args:
+        is_recording: whether the step is being captured. It will be replayed without Python, so
+            checks that read a number from the device are skipped.
     """
     before = current.is_step, current.is_recording
     current.is_step, current.is_recording = True, is_recording
@@ -199,7 +226,7 @@ def step(*, is_recording: bool = False) -> Iterator[None]:
 
 
 def leave(prompt_state: PromptState) -> bool:
-    """Drop the context that a cache has left; return whether there was one."""
+    """Forget the context that an update of this cache has left; return whether there was one."""
     context = current.context
     left = context is not None and context.forward_pass.prompt_state is prompt_state
     if left:
@@ -208,26 +235,36 @@ def leave(prompt_state: PromptState) -> bool:
 
 
 def share(context: ForwardContext, keys: Tensor) -> None:
-    """Before a layer attends and chooses: let its readers, if any, attend to the same."""
+    """Share the keys of a layer with the later layers that read them.
+
+    The caller must call it before the layer evicts tokens.
+    """
     layer, readers = context.layer, context.layer.identity.readers
     before = replace(context, layer=copy.copy(layer)) if readers else context
     _share(Shared(before, layer, context.forward_pass.prompt_state, keys, readers))
 
 
 def share_heads(layer: CompressedLayer, prompt_state: PromptState, keys: Tensor) -> None:
-    """Before a layer attends that is lent room: heads hold more than the keys it is handed."""
+    """Share a layer with its own attention call during captured decode steps.
+
+    The keys that its update returned are only the append buffer; the layer holds more tokens.
+    """
     _share(Shared(None, layer, prompt_state, keys, 1))
 
 
 def _share(shared: Shared) -> None:
-    """What that layer or a later one has shared before is of an earlier pass."""
+    """Remember `shared`, and forget what this and later layers shared in an earlier pass."""
     layer_idx = shared.layer.identity.layer_idx
     earlier = [each for each in current.shared if each.layer.identity.layer_idx < layer_idx]
     current.shared = [*earlier, shared] if shared.left else earlier
 
 
 def take_shared(keys: Tensor) -> Shared | None:
-    """Whose keys a layer attends to that has stored none; None for another cache's."""
+    """Return the shared layer whose update returned this very tensor, and count the reader.
+
+    Returns:
+        None if no compressed cache has shared `keys`.
+    """
     for shared in current.shared:
         if shared.keys is keys:
             shared.left -= 1
@@ -238,22 +275,22 @@ def take_shared(keys: Tensor) -> Shared | None:
 
 
 def enter_padding(watch: PaddingTracker) -> None:
-    """Leave a cache's watch for the mask that this thread makes next."""
+    """Leave the padding tracker of a cache for the mask that this thread makes next."""
     current.padding = weakref.ref(watch)
 
 
 def take_padding() -> PaddingTracker | None:
-    """Whose watch a mask is made for, if any; it is left only once, and not kept alive."""
+    """Return and forget the padding tracker left for the next mask; None if its cache is gone."""
     padding, current.padding = current.padding, None
     return None if padding is None else padding()
 
 
 @contextlib.contextmanager
 def branching(branches: Branches) -> Iterator[None]:
-    """Within this block, the tokens of this thread's forward passes are alternatives.
+    """Treat the tokens of this thread's forward passes in this block as alternatives.
 
-    The caller must pass their `position_ids`, call `cache.activate_past_recording()` before, and
-    `cache.keep_among_last` after each pass, which keeps one branch.
+    The caller must pass their `position_ids`, call `cache.activate_past_recording()` before the
+    first pass, and call `cache.keep_among_last` after each pass to keep one branch.
     """
     current.branches = branches
     try:
@@ -264,7 +301,7 @@ def branching(branches: Branches) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooked(follower: Hook) -> Iterator[None]:
-    """Within this block, it is told of every attention call of this thread."""
+    """Call the methods of `follower` during this thread's forward passes in this block."""
     before, current.hook = current.hook, follower
     try:
         yield

@@ -1,15 +1,17 @@
-"""Telling a cache where the prompt ends and which tokens come, which only `generate` knows.
+"""Wrappers of a model's `generate` methods that tell a cache where the prompt ends.
 
-The first forward pass may be a piece of the prompt (`prefill_chunk_size`), or the prompt and
-drafts; no pass can tell which, and no layer ever sees token ids. So methods of the model are
-wrapped on the instance: `generate` announces the prompt's length to a `CompressedCache`, and
-`prepare_inputs_for_generation` the ids of the tokens of every pass. Other caches pass through.
+The first forward pass may read a piece of the prompt (`prefill_chunk_size`), or the prompt and
+drafts. The pass itself does not show which, and layers never see token ids. So some methods of the
+model are wrapped on the instance: `generate` announces the length of the prompt to a
+`CompressedCache`, and `prepare_inputs_for_generation` the token ids of every pass. Other caches are
+passed through unchanged.
 
-In ``model.generate(ids, past_key_values=CompressedCache(model))`` Python has looked `generate` up
-before there was a cache, and the model's own runs. For that `_prefill` announces what was not, and
-`_extract_generation_mode_kwargs` passes a streamer on. `_get_candidate_generator` is called before
-drafts are read, and sees that the prompt is read first. Where `_valid_auto_compile_criteria` lets
-`generate` compile the steps, they are recorded, and `get_compiled_call` gives their replay.
+In ``model.generate(ids, past_key_values=CompressedCache(model))``, Python looks up `generate`
+before the cache is made, so the unwrapped method runs. For this case `_prefill` announces the
+prompt, and `_extract_generation_mode_kwargs` passes on the streamer. `_get_candidate_generator` is
+called before drafts are read, and makes the model read the prompt first. If
+`_valid_auto_compile_criteria` would let `generate` compile its decode steps, they are captured
+instead, and `get_compiled_call` returns the replay.
 """
 
 import contextlib
@@ -26,29 +28,35 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.cache.prompt_state import PromptState
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.hf import forward_context, step_graph
 from snapkv.hf.cache_argument import cache_among, passed, with_cache
 
 INSTALLATION = "_snapkv_installation"
-"""Where a model carries its `Installation`, so that it is copied and pickled with the model."""
+"""The attribute of a model that holds its `Installation`, so that both are copied together."""
 
 
 def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tell a `CompressedCache` how long the prompt is."""
+    """Run `generate`, after announcing the length of the prompt to a `CompressedCache`.
+
+    Raises:
+        InvalidArgumentError: an argument of `generate` does not work with a compressed cache.
+        UnsupportedModelError: the model uses PEFT prompt or prefix tuning.
+    """
     prompt_state = _prompt_state_of(kwargs)
     if prompt_state is None:
         return own(model, *args, **kwargs)
     _require_plain_prompt(model, args, kwargs)
     if prompt_state.looks_at_tokens and kwargs.get("inputs_embeds") is not None:
-        raise InvalidArgumentError(
-            f"inputs_embeds: expected the prompt as token ids, since {prompt_state.policy.name} "
-            "looks at tokens, got embeddings; pass input_ids"
+        raise wrong(
+            "inputs_embeds",
+            f"{prompt_state.policy.name} looks at token ids, got only embeddings",
+            "Pass input_ids",
         )
     end = _prompt_tokens(args, kwargs)
     if (ids := _prompt_ids(args, kwargs)) is not None:
         prompt_state.expect_text(ids, end, kwargs.get("attention_mask"))
-    if piece := _asked(model, args, kwargs, "prefill_chunk_size"):
+    if piece := _option(model, args, kwargs, "prefill_chunk_size"):
         cache_among(kwargs).require_pieces(end, piece, kwargs.get("attention_mask"))
     try:
         with prompt_state.announced(end) if end else contextlib.nullcontext():
@@ -60,7 +68,11 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 
 
 def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tell a `CompressedCache` which tokens will be read."""
+    """Prepare the inputs of a forward pass, and tell a `CompressedCache` their token ids.
+
+    Raises:
+        UnsupportedModelError: the model's own code left the cache out to read all tokens again.
+    """
     prompt_state = _prompt_state_of(kwargs)
     if prompt_state is None:
         return own(model, *args, **kwargs)
@@ -70,37 +82,44 @@ def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
         else:
             ids = args[0] if args else kwargs["input_ids"]
             steps.expect(kwargs.get("next_sequence_length") or ids.shape[1])
-    # No mask is made of both parts.
+    # A pass that is read in two parts needs no mask for both together.
     splits = _is_split(model, prompt_state) and not prompt_state.seen_tokens
     with forward_context.step():
         inputs = own(model, *args, **(kwargs | passed(None) if splits else kwargs))
     token_ids = inputs.get("input_ids")
     if cache_among(inputs) is not cache_among(kwargs):
-        inputs = _with_dropped(model, inputs, cache_among(kwargs))
+        inputs = _with_omitted_cache(model, inputs, cache_among(kwargs))
     if token_ids is not None:
         prompt_state.expect_tokens(token_ids)
         prompt_state.note_text(args[0] if args else kwargs["input_ids"])
     return inputs
 
 
-def _with_dropped(model: PreTrainedModel, inputs: dict[str, Any], cache: Any) -> dict[str, Any]:
-    """The inputs of a pass with the cache that the model's own code has left out of them.
+def _with_omitted_cache(
+    model: PreTrainedModel, inputs: dict[str, Any], cache: Any
+) -> dict[str, Any]:
+    """Return the inputs of a pass with the cache that the model's own code has left out.
 
-    Where the model begins again (Phi-3 after the end of its short rotations), that is right while
-    the cache is empty, too.
+    Phi-3 leaves the cache out to read all tokens again, once the text outgrows its short rotations.
+    As long as the cache is empty, it can be used all the same.
+
+    Raises:
+        UnsupportedModelError: the cache has read tokens, or the model replaced it by another.
     """
     if cache.get_seq_length() or cache_among(inputs) is not None:
         limit = getattr(model.config, "original_max_position_embeddings", None)
-        remedy = "use transformers' own cache for it"
+        remedy = "Use transformers' own cache for it"
         if limit is not None:
             remedy = (
-                f"keep prompt and answer within original_max_position_embeddings={limit:,} tokens, "
+                f"Keep prompt and answer within original_max_position_embeddings={limit:,} tokens, "
                 "or read the longer text into an empty cache at once"
             )
-        raise UnsupportedModelError(
-            f"model: expected one that goes on with the cache it is given, got "
-            f"{type(model).__name__}, which leaves the {cache.get_seq_length():,} tokens it has "
-            f"read and reads all again; {remedy}"
+        raise wrong(
+            "model",
+            f"{type(model).__name__} does not continue with the cache that it is given: it leaves "
+            f"the {cache.get_seq_length():,} tokens in the cache and reads all of them again",
+            remedy,
+            UnsupportedModelError,
         )
     return with_cache(inputs, cache)
 
@@ -113,20 +132,26 @@ def _prefill(
     model_kwargs: Any,
     **options: Any,
 ) -> Any:
-    """Announce the prompt where `generate` had no chance to.
+    """Run the prefill, after announcing the prompt if the wrapped `generate` did not run.
 
-    Its pieces are read as they are: only steps after it are recorded.
+    The pieces of a prompt run eagerly; only the decode steps after them are captured.
+
+    Raises:
+        CacheMismatchError: the batch has another size than the cache.
+        InvalidArgumentError: `use_cache` is off.
     """
     prompt_state = _prompt_state_of(model_kwargs)
     if prompt_state is None:
         return own(model, input_ids, generation_config, model_kwargs, **options)
-    _require_use_cache(generation_config.use_cache)  # which may be the checkpoint's
+    _require_use_cache(generation_config.use_cache)  # the checkpoint may have set it
     cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
     cache.require_rows(len(input_ids))
-    cache.leave_room()  # where an error has ended a call, and its traceback is held
+    # After an error in an earlier call, the traceback may still hold its append buffers.
+    cache.leave_room()
     generation_config = copy.copy(generation_config)
     generation_config.disable_compile = True
-    masked = getattr(generation_config, "_mask_length", None) or 0  # of one that hides nothing
+    # The length of a mask that hides nothing and was therefore left out.
+    masked = getattr(generation_config, "_mask_length", None) or 0
     end = max(masked, _prompt_tokens((input_ids,), model_kwargs))
     prompt_state.expect_text(input_ids, end, mask)
     announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -139,7 +164,10 @@ def _prefill(
 
 
 def _candidates(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Read the prompt in a pass of its own: the drafts behind it attend to what was kept of it."""
+    """Make the model read the prompt in a pass of its own before the first drafts.
+
+    The drafts must attend to the compressed prompt, which exists only after that pass.
+    """
     given = kwargs.get("model_kwargs") or {}
     if (prompt_state := _prompt_state_of(given)) is not None:
         if not prompt_state.is_announced:
@@ -155,14 +183,14 @@ _changing_forward = threading.Lock()
 
 
 class _PromptFirst:
-    """The forward pass that ends a prompt, in two where it goes on behind it.
+    """A replacement of a model's `forward` that reads a prompt and its drafts in two passes.
 
-    It stands for a model's `forward` while prompts of any thread wait, and for what was in its
-    place on the instance, if anything was.
+    It is set on the model while the prompt of some cache, in any thread, has not been read. What
+    the instance had as `forward` before is put back afterwards.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self.others, self._forward = model, vars(model).get("forward"), model.forward
+        self._model, self.previous, self._forward = model, vars(model).get("forward"), model.forward
         self.waiting: weakref.WeakValueDictionary[int, PromptState] = weakref.WeakValueDictionary()
         functools.update_wrapper(self, self._forward)
 
@@ -176,12 +204,15 @@ class _PromptFirst:
         if not (behind := prompt_state.tokens_behind(tokens)):
             return self._forward(**given)
         if given.get("output_attentions"):
-            raise UnsupportedModelError(
-                "output_attentions: expected False where drafts are verified, whose weights are as "
-                "wide as what was kept, got True; leave it out, or generate without drafts"
+            raise wrong(
+                "output_attentions",
+                "attention weights of drafts cannot be returned, because they cover only the "
+                "tokens that were kept, got True",
+                "Leave it out, or generate without drafts",
+                UnsupportedModelError,
             )
         first = self._forward(**_part(given, 0, tokens - behind, tokens))
-        cache_among(given).crop(0)  # layers with a window hold no more than the next pass needs
+        cache_among(given).crop(0)  # shortens layers with a sliding window for the next pass
         rest = self._forward(**_part(given, tokens - behind, tokens, tokens))
         rest["logits"] = torch.cat([first.logits, rest.logits], dim=1)
         if first.get("hidden_states") is not None:
@@ -191,7 +222,7 @@ class _PromptFirst:
 
 
 def _forget_split(model: Any, prompt_state: PromptState) -> None:
-    """The prompt was read, or will not be: after the last one `forward` is again what it was."""
+    """Stop waiting for the prompt of a cache, and restore `forward` after the last one."""
     with _changing_forward:
         split = vars(model).get("forward")
         if not isinstance(split, _PromptFirst):
@@ -200,18 +231,26 @@ def _forget_split(model: Any, prompt_state: PromptState) -> None:
         if split.waiting:
             return
         del vars(model)["forward"]
-        if split.others is not None:
-            vars(model)["forward"] = split.others
+        if split.previous is not None:
+            vars(model)["forward"] = split.previous
 
 
 def _is_split(model: Any, prompt_state: PromptState) -> bool:
-    """Whether the next pass of this cache is read in two parts."""
+    """Return whether the next pass of this cache is read in two parts."""
     split = vars(model).get("forward")
     return isinstance(split, _PromptFirst) and id(prompt_state) in split.waiting
 
 
 def _part(given: dict[str, Any], start: int, stop: int, tokens: int) -> dict[str, Any]:
-    """What a pass over some of its tokens is given; images and the like with the first of them."""
+    """Return the arguments of `forward` for tokens `start` to `stop` of a pass.
+
+    Args:
+        given: the arguments for all tokens of the pass.
+        start: the first token of the part. Images and similar tensors go only into the part that
+            starts at 0.
+        stop: the token after the last one of the part.
+        tokens: how many tokens the whole pass has.
+    """
     own = dict(given)
     for name, value in given.items():
         if not isinstance(value, Tensor):
@@ -232,9 +271,9 @@ def _part(given: dict[str, Any], start: int, stop: int, tokens: int) -> dict[str
 def _modes(
     own: Callable[..., Any], model: Any, custom_generate: Any, kwargs: Any, *modes: Any
 ) -> Any:
-    """Keep the streamer, with which `modes` ends.
+    """Pass the streamer, the last of `modes`, to a custom decoding method that accepts one.
 
-    transformers passes none to a decoding method of one's own, even if it can stream.
+    transformers itself never passes a streamer to a custom decoding method.
     """
     given = own(model, custom_generate, kwargs, *modes)
     if modes[-1] is not None and callable(custom_generate) and _prompt_state_of(kwargs) is not None:
@@ -244,26 +283,31 @@ def _modes(
 
 
 def _generate_batch(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Continuous batching would pass over a cache in silence."""
+    """Run continuous batching, which would silently ignore a compressed cache.
+
+    Raises:
+        InvalidArgumentError: a compressed cache was passed.
+    """
     if _prompt_state_of(kwargs) is not None:
-        raise InvalidArgumentError(
-            "cache: expected none in generate_batch, which pages a cache of its own, got "
-            "a CompressedCache; call generate, or serve many requests with `snapkv serve`"
+        raise wrong(
+            "cache",
+            "generate_batch uses a paged cache of its own, got a CompressedCache",
+            "Call generate, or serve many requests with `snapkv serve`",
         )
     return own(model, *args, **kwargs)
 
 
 @contextlib.contextmanager
 def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Continuous batching, which looks at the attention's name and has a cache of its own."""
+    """Run continuous batching with the unwrapped attention, whose name it looks at."""
     installation = vars(model).get(INSTALLATION)
-    plainly = contextlib.nullcontext() if installation is None else installation.aside()
-    with plainly, own(model, *args, **kwargs) as manager:
+    unwrapped = contextlib.nullcontext() if installation is None else installation.aside()
+    with unwrapped, own(model, *args, **kwargs) as manager:
         yield manager
 
 
 def _init_batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """A manager that goes on after this call: the model is as it was until there is a new cache."""
+    """Unwrap the attention until the next cache is made, since the manager outlives this call."""
     if installation := vars(model).get(INSTALLATION):
         installation.lay_aside()
     return own(model, *args, **kwargs)
@@ -281,11 +325,11 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "continuous_batching_context_manager": _batching,
     "init_continuous_batching": _init_batching,
 }
-"""What runs around which methods of a model: given the model's own method and the model."""
+"""The wrapper of each method. It receives the model's own method, the model and the arguments."""
 
 
 class _Announcing:
-    """A method of a model that tells a `CompressedCache` what it knows."""
+    """A wrapped method of a model, set on the instance, which runs its entry of `_AROUND`."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         self._model = weakref.ref(model)
@@ -294,12 +338,12 @@ class _Announcing:
 
     @property
     def model(self) -> Any:
-        """The model whose method it is."""
+        """The model whose method is wrapped; None if the model has been deleted."""
         return self._model()
 
     @property
     def _own(self) -> Any:
-        """The method as the model's class has it."""
+        """The unwrapped function of the model's class."""
         return getattr(type(self.model), self.__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -307,12 +351,12 @@ class _Announcing:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the model's own method, as a bound method has it."""
+        """The signature of the model's own method, without `self`."""
         signature = inspect.signature(self._own)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Announcing":
-        """For the copy of the model that is being made, or for the same model outside of one."""
+        """Return a wrapper for the copy of the model, or for the same model if it is not copied."""
         return _Announcing(memo.get(id(self.model), self.model), self.__name__)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -320,94 +364,129 @@ class _Announcing:
 
 
 def announce_prompts(model: PreTrainedModel) -> None:
-    """Make the model announce prompts and tokens; leaves methods that are its user's own."""
+    """Wrap the methods in `_AROUND` on the model, in place.
+
+    A method that somebody else has set on the instance is not wrapped.
+    """
     for name in _AROUND:
         found = vars(model).get(name)
-        others = isinstance(found, _Announcing) and found.model is not model
-        if hasattr(type(model), name) and (found is None or others):
+        is_foreign = isinstance(found, _Announcing) and found.model is not model
+        if hasattr(type(model), name) and (found is None or is_foreign):
             vars(model)[name] = _Announcing(model, name)
 
 
 def stop_announcing(model: PreTrainedModel) -> None:
-    """Give the model back the methods of its class; leaves those that are its user's own."""
+    """Remove the wrappers that `announce_prompts` has set on the model, in place."""
     for name in _AROUND:
         if isinstance(vars(model).get(name), _Announcing):
             del vars(model)[name]
 
 
 def _prompt_state_of(kwargs: dict[str, Any]) -> PromptState | None:
-    """What a compressed cache among the arguments is told of its reading; None for other caches."""
+    """Return the prompt state of the compressed cache among the arguments, or None without one.
+
+    Raises:
+        InvalidArgumentError: the compressed cache is inside an encoder-decoder cache.
+    """
     cache = cache_among(kwargs)
     inside = getattr(cache, "self_attention_cache", None)
     if isinstance(getattr(inside, "prompt_state", None), PromptState):
-        raise InvalidArgumentError(
-            f"cache: expected the CompressedCache itself, since a decoder-only model has no cross "
-            f"attention, got a {type(cache).__name__} around it; pass the CompressedCache"
+        raise wrong(
+            "cache",
+            f"a decoder-only model has no cross attention, got a {type(cache).__name__} around a "
+            "CompressedCache",
+            "Pass the CompressedCache itself",
         )
     prompt_state = getattr(cache, "prompt_state", None)
     return prompt_state if isinstance(prompt_state, PromptState) else None
 
 
 def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Tokens up to the end of the prompt, those the cache has seen included; 0 if none are given.
+    """Return how many tokens the cache will have seen at the end of the prompt; 0 if unknown.
 
-    A mask longer than the ids means that only the new ids were passed, as in `generate` itself.
+    A mask that is longer than the ids means that only the new ids were passed, as `generate` does.
     """
     given = (_prompt_ids(args, kwargs), kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
     return max((each.shape[1] for each in given if isinstance(each, Tensor)), default=0)
 
 
 def _prompt_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """What `generate` was given first, if it is a tensor."""
+    """Return the first argument of `generate`, the (B, N) token ids; None if it is no tensor."""
     ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     return ids if isinstance(ids, Tensor) else None
 
 
-def _asked(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """What `generate` was told by that name: itself, in its configuration, or by the model's."""
+def _option(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Return an option of `generate`: its argument, or else the value of a generation config."""
     configs = kwargs.get("generation_config"), *args[1:2], model.generation_config
-    told = kwargs.get(name), *(getattr(config, name, None) for config in configs)
-    return next((each for each in told if each is not None), None)
+    values = kwargs.get(name), *(getattr(config, name, None) for config in configs)
+    return next((value for value in values if value is not None), None)
 
 
 def _require_plain_prompt(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what would leave the cache with something else than the prompt."""
+    """Raise if `generate` would read other tokens than the prompt, or use another cache.
+
+    Raises:
+        InvalidArgumentError: `token_healing` is on, or `cache_implementation` is set.
+        UnsupportedModelError: the model uses PEFT prompt or prefix tuning.
+    """
     _require_no_learned_tokens(model)
     _require_no_other_cache(kwargs)
-    if _asked(model, args, kwargs, "token_healing"):
-        raise InvalidArgumentError(
-            "token_healing: expected False with a CompressedCache, since healing changes the "
-            "prompt's length, got True; heal the tokens before calling generate"
+    if _option(model, args, kwargs, "token_healing"):
+        raise wrong(
+            "token_healing",
+            "expected False with a CompressedCache, because healing changes the length of the "
+            "prompt, got True",
+            "Heal the tokens before calling generate",
         )
 
 
 def _require_no_other_cache(kwargs: dict[str, Any]) -> None:
-    """Refuse the name of a cache of transformers, such as its offloaded one, beside a cache."""
+    """Raise if the call also names a cache of transformers, such as its offloaded cache.
+
+    Raises:
+        InvalidArgumentError: `cache_implementation` is set.
+    """
     name = kwargs.get("cache_implementation")
     name = name or getattr(kwargs.get("generation_config"), "cache_implementation", None)
     if name is not None:
-        raise InvalidArgumentError(
-            f"cache_implementation: expected none with a CompressedCache, got {name!r}; leave it "
-            "out, and pass recall='host' to the CompressedCache to hold evicted tokens in the "
-            "host's memory"
+        raise wrong(
+            "cache_implementation",
+            f"expected none with a CompressedCache, got {name!r}",
+            "Leave it out; to hold evicted tokens in the memory of the host, make the cache with "
+            "recall='host'",
         )
 
 
 def _require_no_learned_tokens(model: PreTrainedModel) -> None:
-    """Refuse PEFT's prompt and prefix tuning, whose tokens a cache cannot tell from the prompt."""
+    """Raise for PEFT prompt and prefix tuning, whose tokens look to a cache like the prompt.
+
+    Raises:
+        UnsupportedModelError: the active adapter of the model adds learned tokens.
+    """
     wrapping = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     for each in (model, wrapping):
         config = getattr(each, "active_peft_config", None)
         if getattr(config, "is_prompt_learning", False):
-            raise UnsupportedModelError(
-                "model: expected adapters that add no tokens, such as LoRA, with a "
-                f"CompressedCache, got {type(config).__name__}; generate without past_key_values"
+            raise wrong(
+                "model",
+                "a CompressedCache works only with adapters that add no tokens, such as LoRA, got "
+                f"{type(config).__name__}",
+                "Generate without past_key_values",
+                UnsupportedModelError,
             )
 
 
 def _require_use_cache(use_cache: bool | None) -> None:
+    """Raise if `generate` would read all tokens again in every step.
+
+    Raises:
+        InvalidArgumentError: `use_cache` is off.
+    """
     if not use_cache:
-        raise InvalidArgumentError(
-            "use_cache: expected True with a CompressedCache, since every step would be read into "
-            f"it again, got {use_cache}; pass use_cache=True, or no past_key_values"
+        raise wrong(
+            "use_cache",
+            "expected True with a CompressedCache, because otherwise every step would read all "
+            f"tokens into it again, got {use_cache}",
+            "Pass use_cache=True, or no past_key_values",
         )

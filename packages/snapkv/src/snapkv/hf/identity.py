@@ -1,4 +1,4 @@
-"""Which model a saved cache, or what a study has found, belongs to."""
+"""The identity of a model, which tells whether a saved cache or a fitted gate belongs to it."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.errors import CacheMismatchError, InvalidTypeError
+from snapkv.errors import CacheMismatchError, InvalidTypeError, wrong
 from snapkv.hf.placement import weight_of
 
 _SAMPLES = 16
@@ -28,25 +28,39 @@ _SETTINGS = (
 
 
 def unwrapped(model: Any) -> Any:
-    """The model that generates: itself, or what PEFT's wrapper holds, adapters included."""
+    """Return the model inside a `PeftModel`, which keeps its adapters, or else `model` itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def require_model(model: Any) -> None:
-    """Raise unless it is a transformers model, or stands for one."""
+    """Raise unless `model` is a transformers model or behaves like one.
+
+    Raises:
+        InvalidTypeError: it has no `config` or no `set_attn_implementation`.
+    """
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
-        raise InvalidTypeError(
-            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; load one "
-            "with AutoModelForCausalLM.from_pretrained"
+        raise wrong(
+            "model",
+            f"expected a transformers PreTrainedModel, got {type(model).__name__}",
+            "Load one with AutoModelForCausalLM.from_pretrained",
+            InvalidTypeError,
         )
 
 
 def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[str, Any]:
-    """What tells a model from others, ready for JSON.
+    """Return a dict that distinguishes a model from others, which JSON can represent.
 
-    The weights are told by name, shape and sixteen values of each: any training changes some of
-    them, and reading all of a large model would take longer than reading most prompts. In any
-    dtype, values are rounded to bfloat16, so that a model is the same however it was loaded.
+    It contains a hash over the name, the shape and sixteen values of every weight. Training changes
+    some of these values, and reading all weights of a large model would take longer than reading
+    most prompts.
+
+    Args:
+        model: the model, or a `PeftModel` around it.
+        in_any_dtype: whether the identity is the same in every dtype; values are then rounded to
+            bfloat16 before they are hashed.
+
+    Raises:
+        InvalidTypeError: `model` is not a transformers model.
     """
     model = unwrapped(model)
     require_model(model)
@@ -62,18 +76,30 @@ def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[s
 
 
 def digest_of(model: PreTrainedModel) -> str:
-    """A short name that tells a model from others, in whatever dtype it was loaded."""
+    """Return a name of 32 hex digits that identifies a model, whatever dtype it was loaded in.
+
+    Raises:
+        InvalidTypeError: `model` is not a transformers model.
+    """
     return digest(identity_of(model, in_any_dtype=True))
 
 
 def digest(identity: Mapping[str, Any]) -> str:
-    """The short name of what `identity_of` gives."""
-    told = json.dumps(identity, sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()[:32]
+    """Return the first 32 hex digits of the SHA-256 hash of an identity."""
+    text = json.dumps(identity, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def require_identity(own: Mapping[str, Any], saved: Any) -> None:
-    """Refuse a model other than the one that filled a cache; both as `identity_of` gives them."""
+    """Raise unless a model is the one that filled a saved cache.
+
+    Args:
+        own: the identity of the model; see `identity_of`.
+        saved: the identity in the file.
+
+    Raises:
+        CacheMismatchError: the identities differ; the message names the first difference.
+    """
     for part, value in own.items():
         other = saved.get(part) if isinstance(saved, dict) else None
         if other == value:
@@ -81,17 +107,23 @@ def require_identity(own: Mapping[str, Any], saved: Any) -> None:
         expected, got = f", with its {part}", f"a {own['class']} with other {part}"
         if part in ("class", "dtype"):
             expected, got = f" ({part} {other})", f"{part} {value}"
-        raise CacheMismatchError(
-            f"model: expected the model that filled the cache{expected}, got {got}; load the model "
-            "the cache was saved with"
+        raise wrong(
+            "model",
+            f"expected the model that filled the cache{expected}, got {got}",
+            "Load the model the cache was saved with",
+            CacheMismatchError,
         )
 
 
 @torch.no_grad()
 def _weights(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
-    """SHA-256 over names, shapes and some bytes of all parameters, and which adapters are on.
+    """Return a SHA-256 hash over the weights of a model and the names of its active adapters.
 
-    Codes of quantized weights may be buffers, which count, too: those of whole numbers.
+    Integer buffers are included, because quantized weights may be stored in them.
+
+    Args:
+        model: the model.
+        dtype: the dtype to which values are rounded first; None for their own.
     """
     digest = hashlib.sha256()
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -103,14 +135,14 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
         digest.update(f"{name} {tuple(values.shape)}".encode())
         digest.update(_sample(values, dtype).numpy().tobytes())
     for name, module in model.named_modules():
-        active = getattr(module, "active_adapters", None)  # of a layer of PEFT: those that are on
+        active = getattr(module, "active_adapters", None)  # a list in the layers of PEFT
         if isinstance(active, list):
             digest.update(f"{name} {[] if module.disable_adapters else active}".encode())
     return digest.hexdigest()
 
 
 def _sample(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Some values, evenly spread, as bytes on the host."""
+    """Return up to sixteen evenly spread values of a tensor, as uint8 on the host."""
     last = max(parameter.numel() - 1, 0)
     count = min(_SAMPLES, parameter.numel())
     places = torch.linspace(0, last, count, dtype=torch.float64).long().to(parameter.device)

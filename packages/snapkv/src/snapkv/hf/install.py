@@ -1,13 +1,14 @@
-"""What a model carries while it has compressed caches, and taking it off again.
+"""Installing wrappers on a model while it has compressed caches, and removing them again.
 
-A model is changed in two ways: its attention is wrapped (`snapkv.hf.attention`), and some of its
-methods are, on the instance (`snapkv.hf.generate`). The first cache puts that on. When the last one
-is gone, the model has the attention implementations and the methods it had, in every sub-config;
-what somebody else has set in the meantime stays as it is.
+A model is changed in two ways: its attention is wrapped (`snapkv.hf.attention`), and so are some of
+its methods, on the instance (`snapkv.hf.generate`). The first cache installs both. When the last
+cache is deleted, the model gets back its attention implementation, in every sub-config, and its
+methods. What somebody else has set on the model in the meantime is left alone.
 
-A cache may be collected at any time, in any thread, even while another one is being made. So a
-finalizer never waits: it notes that there is one user less, and takes off what nobody needs only
-where nobody is at work on a model; whoever is looks again when done.
+A cache may be garbage-collected at any time, in any thread, even while another one is being made.
+So a finalizer never waits for the lock: it counts one user less and queues the installation. If
+nobody holds the lock, it removes unused installations at once; otherwise the holder of the lock
+does so when it is done.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from typing import Any, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from snapkv.errors import CacheMismatchError, UnsupportedModelError
+from snapkv.errors import CacheMismatchError, UnsupportedModelError, wrong
 from snapkv.hf.attention import is_wrapped, plain_name, register_attention
 from snapkv.hf.build import layers_for
 from snapkv.hf.generate import INSTALLATION, announce_prompts, stop_announcing
@@ -33,7 +34,7 @@ _perhaps_unused: "deque[Installation]" = deque()
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Keep other threads, and finalizers of this one, from changing a model."""
+    """Hold the lock, so that neither other threads nor finalizers change a model in this block."""
     try:
         with _lock:
             yield
@@ -42,7 +43,7 @@ def _alone() -> Iterator[None]:
 
 
 def _take_off_unused() -> None:
-    """Undo what nobody uses any more; where somebody is at work, he does so when he is done."""
+    """Remove unused installations, unless the lock is held; its holder calls this again."""
     while _perhaps_unused and _lock.acquire(blocking=False):
         try:
             while _perhaps_unused:
@@ -54,36 +55,48 @@ def _take_off_unused() -> None:
 
 
 class Installation:
-    """What one model carries, and who uses it."""
+    """The wrappers that are installed on one model, and the users that need them.
+
+    Args:
+        model: the model, which is not kept alive.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-        self._configs: list[PreTrainedConfig] = []  # whose attention is wrapped
-        self.caches: set[object] = set()  # a mark for every one that lives, its copies for one
-        self.installs: set[object] = set()  # a mark for every one that was not undone
+        self._configs: list[PreTrainedConfig] = []  # the configs with a wrapped implementation
+        self.caches: set[object] = set()  # one mark per living cache, shared by its copies
+        self.installs: set[object] = set()  # one mark per `install` that was not undone
 
     @property
     def model(self) -> PreTrainedModel | None:
-        """Whose it is; None where the model is gone before its caches."""
+        """The model; None if it was deleted before its caches."""
         return self._model()
 
     @property
     def is_used(self) -> bool:
+        """Whether a cache or an `install` still needs the wrappers."""
         return bool(self.caches or self.installs)
 
     def put_on(self, model: PreTrainedModel) -> None:
-        """Wrap the model's attention and let it announce prompts, if need be."""
+        """Wrap the attention and the methods of the model, in place, as far as they are not yet.
+
+        Raises:
+            UnsupportedModelError: the attention of the model cannot be wrapped. The model is
+                unchanged then, unless it is used already.
+        """
         try:
             self._configs = _text_configs(model)
             for config in self._configs:
                 name = config._attn_implementation
                 if not (is_wrapped(name) or _decodes_through_interface(model)):
-                    raise UnsupportedModelError(
-                        f"model: expected one whose attention goes through transformers' "
-                        f"AttentionInterface, got {type(model).__name__}, which computes it by "
-                        "itself; it cannot be compressed"
+                    raise wrong(
+                        "model",
+                        f"the attention of {type(model).__name__} does not go through "
+                        "transformers' AttentionInterface",
+                        "Use transformers' own cache for it",
+                        UnsupportedModelError,
                     )
-                _require_unasked(config, plain_name(name) or "eager")
+                _require_renamable(config, plain_name(name) or "eager")
                 _set(config, register_attention(plain_name(name) or "eager"))
             announce_prompts(model)
             vars(model)[INSTALLATION] = self
@@ -93,9 +106,10 @@ class Installation:
             raise
 
     def take_off(self) -> None:
-        """Give back what the model had, except where somebody else has changed it.
+        """Remove the wrappers from the model, in place.
 
-        A config that another model's caches need goes on as it is.
+        What somebody else has set in the meantime is left alone, and so is a config that the
+        caches of another model also use.
         """
         configs, self._configs = self._configs, []
         for config in configs:
@@ -107,14 +121,14 @@ class Installation:
             vars(model).pop(INSTALLATION, None)
 
     def lay_aside(self) -> None:
-        """Let the model attend by itself, under the plain name, while caches of it may live."""
+        """Unwrap the attention of the model in place, although caches of it may be in use."""
         with _alone():
             for config in self._configs:
                 _unset(config)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Within this block the model attends by itself; caches that live refuse to read on."""
+        """Unwrap the attention of the model in this block; its caches refuse to read meanwhile."""
         self.lay_aside()
         try:
             yield
@@ -125,56 +139,67 @@ class Installation:
                     self.put_on(model)
 
     def give_back(self, model: PreTrainedModel) -> None:
-        """As `take_off`, whoever else needs it and whoever put it on."""
+        """Remove the wrappers from the model in place, even if other models or caches use them."""
         for config in _text_configs(model):
             _unset(config)
         self.take_off()
 
     def leave(self, users: set[object], mark: object) -> None:
-        """Count one user less; called by finalizers, in any thread at any time."""
+        """Remove a user, and the wrappers after the last one; finalizers call it in any thread.
+
+        Args:
+            users: `caches` or `installs`.
+            mark: the user's object in this set.
+        """
         users.discard(mark)
         _perhaps_unused.append(self)
         _take_off_unused()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Installation":
-        """For the copy of the model that is being made: it has no caches yet."""
+        """Return an installation for the copy of the model that is being made; it has no caches."""
         model = memo.get(id(self.model))
         return self if model is None else _copied(model, copy.deepcopy(self._configs, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made again for the unpickled model."""
+        """Rebuild the installation for the unpickled model."""
         return _copied, (self.model, self._configs)
 
 
 _known: "weakref.WeakSet[Installation]" = weakref.WeakSet()
-"""All there are; changed and looked through under the lock."""
+"""All installations; whoever changes or reads the set must hold the lock."""
 
 
 def _copied(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> Installation:
-    """What a copy of a model carries; in another process its attention is registered first."""
+    """Return the installation of a copied or unpickled model with these configs."""
     copied = Installation(model)
     with _alone():
         copied._configs = configs
-        for config in configs:
+        for config in configs:  # another process has not registered the wrapper yet
             if is_wrapped(config._attn_implementation):
                 register_attention(plain_name(config._attn_implementation) or "eager")
         _known.add(copied)
     return copied
 
 
-def _require_unasked(config: PreTrainedConfig, name: str) -> None:
-    """Refuse a model whose own code asks for this name, and would not find it under ours."""
-    for asked, setting in (("eager", "reorder_and_upcast_attn"), ("flex", "num_kv_shared_layers")):
-        if name.startswith(asked) and getattr(config, setting, None):
-            raise UnsupportedModelError(
-                f"attn_implementation: expected another than {name!r} with {setting}, got "
-                f"{config.model_type}, whose code then looks for that name; load the model with "
-                "attn_implementation='sdpa'"
+def _require_renamable(config: PreTrainedConfig, name: str) -> None:
+    """Raise if the model's code compares the name of its implementation, which a wrapper changes.
+
+    Raises:
+        UnsupportedModelError: it does so for this implementation and these settings.
+    """
+    for plain, setting in (("eager", "reorder_and_upcast_attn"), ("flex", "num_kv_shared_layers")):
+        if name.startswith(plain) and getattr(config, setting, None):
+            raise wrong(
+                "attn_implementation",
+                f"the code of {config.model_type} with {setting} looks for the name {name!r}, "
+                "which a wrapper would change",
+                "Load the model with attn_implementation='sdpa'",
+                UnsupportedModelError,
             )
 
 
 def _set(config: PreTrainedConfig, name: str | None) -> None:
-    config._attn_implementation = {"": name}  # of this config alone
+    config._attn_implementation = {"": name}  # a dict sets it for this config and not for its parts
 
 
 def _unset(config: PreTrainedConfig) -> None:
@@ -183,14 +208,14 @@ def _unset(config: PreTrainedConfig) -> None:
 
 
 def _decodes_through_interface(model: PreTrainedModel) -> bool:
-    """Whether the text decoder's attention can be set, whatever a picture tower does."""
+    """Return whether the attention of the text decoder, not of a vision tower, can be wrapped."""
     text = type(model.config.get_text_config(decoder=True))
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     return any(part._can_set_attn_implementation() for part in parts if type(part.config) is text)
 
 
 def _text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs that say how the text decoder attends: parts of a model may have copies."""
+    """Return all configs that set the attention of the text decoder; submodels may have copies."""
     text = model.config.get_text_config(decoder=True)
     waiting = [text, model.config]
     waiting += [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
@@ -205,11 +230,16 @@ def _text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 class Use:
-    """A cache's part in its model's installation; copies of the cache share it."""
+    """The use of a model by one cache, which ends when the cache and its copies are deleted.
+
+    Args:
+        installation: the installation of the model.
+        model: the model, which is not kept alive.
+    """
 
     def __init__(self, installation: Installation, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-        self.modules = weakref.WeakSet(model.modules())  # none of which this keeps alive
+        self.modules = weakref.WeakSet(model.modules())
         self._text = model.config.get_text_config(decoder=True)
         mark = object()
         weakref.finalize(self, installation.leave, installation.caches, mark).atexit = False
@@ -217,17 +247,24 @@ class Use:
 
     @property
     def model(self) -> PreTrainedModel:
+        """The model.
+
+        Raises:
+            CacheMismatchError: the model has been deleted.
+        """
         model = self._model()
         if model is None:
-            raise CacheMismatchError(
-                "cache: expected the model the cache was made for to be there, got none; "
-                "keep the model as long as its cache"
+            raise wrong(
+                "cache",
+                "the model that the cache was made for has been deleted",
+                "Keep the model as long as its cache",
+                CacheMismatchError,
             )
         return model
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the model's attention is wrapped, whoever has changed it."""
+        """Whether the attention of the model is still wrapped."""
         return is_wrapped(self._text._attn_implementation)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Use":
@@ -235,7 +272,11 @@ class Use:
 
 
 def use(model: PreTrainedModel) -> Use:
-    """Put on a model what its caches need, for as long as the result lives."""
+    """Install the wrappers on a model for as long as the returned object is alive.
+
+    Raises:
+        UnsupportedModelError: the attention of the model cannot be wrapped.
+    """
     with _alone():
         return Use(_put_on(model), model)
 
@@ -252,14 +293,14 @@ def _of(model: PreTrainedModel) -> Installation | None:
 
 
 class Installed:
-    """An `install`, to be undone by `uninstall` or at the end of a ``with`` block."""
+    """An installation made by `install`; `uninstall` or the end of a ``with`` block undoes it."""
 
     def __init__(self, installation: Installation) -> None:
         self._installation, self._mark = installation, object()
         installation.installs.add(self._mark)
 
     def uninstall(self) -> None:
-        """Undo this `install`; without another one or a cache, the model is as it was."""
+        """Undo this `install`; the wrappers are removed unless something else needs them."""
         self._installation.leave(self._installation.installs, self._mark)
 
     def __enter__(self) -> Self:
@@ -270,17 +311,24 @@ class Installed:
 
 
 def install(model: PreTrainedModel) -> Installed:
-    """Route a model's attention through snapkv until that is undone, with or without caches.
+    """Wrap the attention of a model until this is undone, whether it has caches or not.
 
         with snapkv.install(model):
-            ...  # as many caches as you like
+            ...  # make any number of caches
 
-    Every `CompressedCache` does this for as long as it lives; install to have it done once for
-    many short-lived ones. Without a cache of this kind the model answers as ever, bit for bit.
-    What is returned undoes it, at the end of the ``with`` block or by its method `uninstall`.
+    Every `CompressedCache` does this for as long as it exists. Call `install` to do it only once
+    for many short-lived caches. Without a compressed cache, the outputs of the model are the same,
+    bit for bit.
+
+    Args:
+        model: a transformers model, which is changed in place.
+
+    Returns:
+        An object that undoes the installation at the end of a ``with`` block, or by its method
+        `uninstall`.
 
     Raises:
-        InvalidTypeError: not a transformers model.
+        InvalidTypeError: `model` is not a transformers model.
         UnsupportedModelError: the model cannot be compressed correctly.
     """
     layers_for(model, FullCache())
@@ -289,13 +337,17 @@ def install(model: PreTrainedModel) -> Installed:
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Give a model back the attention implementations and the very methods it had, at once.
+    """Remove the wrappers from a model at once, and undo every `install` of it.
 
-    Undoes every `install` of it, also of a copy of a model that had caches then. Caches that still
-    live refuse to read on, until there is another cache of the model or it is installed again.
+    It also works for a copy of a model that had caches when it was copied. Existing caches raise an
+    error if they read further tokens, until another cache of the model is made or `install` is
+    called again.
+
+    Args:
+        model: a transformers model, which is changed in place.
 
     Raises:
-        InvalidTypeError: not a transformers model.
+        InvalidTypeError: `model` is not a transformers model.
     """
     require_model(model)
     with _alone():

@@ -1,7 +1,8 @@
-"""Which gate a model has, and what a policy knows of the model it is used with.
+"""Looking up the gate that was fitted to a model, for the policy `KVzap`.
 
-`snapkv study fit-gate` fits a gate; `KVzap` without one goes by it. A file for each model lies in
-the folder `gates` of `snapkv.cache_folder`; the demo model's comes with the package.
+`snapkv study fit-gate` fits a gate and stores it in the folder `gates` of `snapkv.cache_folder`, in
+one file per model. `KVzap` uses it unless it is given another. The gate of the demo model is part
+of the package.
 """
 
 from dataclasses import fields, replace
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 
 from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.cache_folder import cache_folder
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.hf.identity import digest_of, require_model
 from snapkv.policies import KVzap, Policy
 from snapkv.policies.gate import Gate, read_gate
@@ -20,11 +21,14 @@ _PACKAGED = Path(__file__).with_name("gates")
 
 
 def with_known(model: PreTrainedModel, policy: Policy) -> Policy:
-    """The policy with what was found of the model, wherever it goes by that and was given nothing.
+    """Return the policy with the gate of the model wherever it needs a gate and has none.
+
+    Policies inside the policy are included. A policy that needs no gate is returned unchanged.
 
     Raises:
-        InvalidArgumentError: a gate is another model's.
-        UnsupportedModelError: no gate has been fitted to it.
+        InvalidArgumentError: a given gate was fitted to another model.
+        InvalidTypeError: a gate is needed, and `model` is not a transformers model.
+        UnsupportedModelError: a gate is needed, and none has been fitted to the model.
     """
     if isinstance(policy, KVzap):
         return _with_gate(model, policy)
@@ -42,28 +46,39 @@ def _with_gate(model: PreTrainedModel, policy: KVzap) -> KVzap:
     named = getattr(model.config, "_name_or_path", "") or "MODEL"
     gate = known_gate(model) if policy.gate is None else policy.gate
     if gate is None:
-        raise UnsupportedModelError(
-            f"model: expected one that a gate has been fitted to, or gate, got none of both; run "
-            f"snapkv study fit-gate --model {named}, or pass a file of a gate"
+        raise wrong(
+            "model",
+            "no gate has been fitted to this model, and the policy has none",
+            f"Run snapkv study fit-gate --model {named}, or pass a file of a gate",
+            UnsupportedModelError,
         )
-    assert isinstance(gate, Gate), "read when the policy was made"
+    assert isinstance(gate, Gate), "the policy reads the file of a gate when it is made"
     if gate.model not in ("", digest_of(model)):
-        raise InvalidArgumentError(
-            f"gate: expected one that was fitted to this model, got one of another; run snapkv "
-            f"study fit-gate --model {named}"
+        raise wrong(
+            "gate",
+            "expected a gate that was fitted to this model, got one of another model",
+            f"Run snapkv study fit-gate --model {named}",
         )
     return replace(policy, gate=gate)
 
 
 def known_gate(model: PreTrainedModel) -> Gate | None:
-    """The gate of this model, in whatever dtype, if one has been fitted."""
+    """Return the gate that was fitted to this model in any dtype; None if there is none.
+
+    Raises:
+        InvalidTypeError: `model` is not a transformers model.
+    """
     name = f"{digest_of(model)}.safetensors"
     paths = (folder / name for folder in (gates_folder(), _PACKAGED))
     return next((read_gate(path) for path in paths if path.exists()), None)
 
 
 def remember_gate(gate: Gate) -> Path:
-    """Keep a gate for later runs of its model, in place of any; returns the file."""
+    """Store a gate for later runs of its model, replacing an earlier one; return its file.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
     path = gates_folder() / f"{gate.model}.safetensors"
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,5 +87,5 @@ def remember_gate(gate: Gate) -> Path:
 
 
 def gates_folder() -> Path:
-    """Where the files are."""
+    """Return the folder in which `remember_gate` stores gates."""
     return cache_folder() / "gates"

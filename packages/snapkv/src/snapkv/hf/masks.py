@@ -1,6 +1,6 @@
-"""Attention masks of every implementation: reading the pads, building the mask of stored slots.
+"""Attention masks of every implementation: counting padding, and masks over stored slots.
 
-transformers hands attention a different object per implementation: nothing at all, a boolean 4-D
+The form of a mask in transformers depends on the attention implementation: None, a boolean 4-D
 tensor (sdpa), an additive 4-D tensor (eager), a 2-D tensor (flash) or a BlockMask (flex).
 """
 
@@ -14,13 +14,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 
 _HIDDEN = -9e3  # people add -1e4 or less to hide a token; in bfloat16 that is -9,984
 
 
 def mask_function(implementation: str) -> Callable[..., Any]:
-    """The function that makes the model's masks: transformers' own, mended for flex attention."""
+    """Return transformers' mask function of an implementation, corrected for flex attention."""
     make_mask: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     return functools.partial(_flex_mask, make_mask) if "flex" in implementation else make_mask
 
@@ -34,7 +34,10 @@ def _flex_mask(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """A flex mask whose rows and columns start at zero."""
+    """Make a flex mask whose rows and columns are counted from zero.
+
+    The offsets are moved into `mask_function`, so that the mask also fits stored slots.
+    """
     shifted = mask_function
     if q_offset or kv_offset:
         rows = torch.tensor(q_offset, device=options.get("device"))
@@ -50,16 +53,35 @@ def _flex_mask(
 def leading_pads(
     mask: Any, query_idx: int, prompt_tokens: int, window_tokens: int
 ) -> Tensor | None:
-    """(B,) int64 pads in front of every row, as the prompt's last query sees them; or None."""
+    """Count the padding tokens in front of every row, and check the mask of the prompt's end.
+
+    Waits for a GPU once.
+
+    Args:
+        mask: the mask of the forward pass that reads the end of the prompt.
+        query_idx: the index of the prompt's last query in this pass.
+        prompt_tokens: the number of tokens of the prompt, including padding.
+        window_tokens: the number of last queries that vote; their mask must be causal.
+
+    Returns:
+        (B,) int64; None if there is no padding or no mask.
+
+    Raises:
+        InvalidArgumentError: a row consists of padding only.
+        UnsupportedModelError: the mask has another width, hides tokens after a row's first token,
+            or is not causal for the voting queries.
+    """
     if mask is None:
         return None
     rows = min(max(window_tokens, 1), query_idx + 1)
     visible = _visible(mask, query_idx + 1 - rows, rows, prompt_tokens)
     last = visible[:, 0, -1]
     if last.shape[-1] != prompt_tokens:
-        raise UnsupportedModelError(
-            f"attention_mask: expected a column for each of {prompt_tokens:,} tokens, got "
-            f"{last.shape[-1]:,}; pass one that goes with the input_ids"
+        raise wrong(
+            "attention_mask",
+            f"expected a column for each of {prompt_tokens:,} tokens, got {last.shape[-1]:,}",
+            "Pass a mask that fits the input_ids",
+            UnsupportedModelError,
         )
     pads = prompt_tokens - last.sum(dim=-1)
     columns = torch.arange(prompt_tokens, device=last.device)
@@ -68,30 +90,46 @@ def leading_pads(
     if not (isinstance(mask, Tensor) and mask.ndim == 2):
         not_causal = _sees_otherwise(visible, pads)
     empty = (pads == prompt_tokens).any()
-    # A GPU is waited for once.
+    # Stacked, so that the GPU is waited for once instead of four times.
     found = torch.stack([elsewhere, not_causal, pads.any(), empty]).tolist()
     if found[0]:
-        raise UnsupportedModelError(
-            "attention_mask: expected padding on the left only, got masked positions at the end "
-            "or in the middle of the prompt; tokenize with padding_side='left', or pass "
-            "attention_mask where the text itself has the pad token"
+        raise wrong(
+            "attention_mask",
+            "expected padding on the left only, got masked positions at the end or in the middle "
+            "of the prompt",
+            "Tokenize with padding_side='left', or pass attention_mask if the text itself contains "
+            "the pad token",
+            UnsupportedModelError,
         )
     if found[3]:
-        raise InvalidArgumentError(
-            "attention_mask: expected a token in every row, got rows of padding alone; leave them "
-            "out of the batch"
+        raise wrong(
+            "attention_mask",
+            "expected a token in every row, got rows of padding alone",
+            "Leave these rows out of the batch",
         )
     if found[1]:
-        raise UnsupportedModelError(
-            "attention_mask: expected a causal mask over the observation window, got one that is "
-            "not (packed sequences, or tokens that see each other in both directions); such a "
-            "prompt cannot be voted on"
+        raise wrong(
+            "attention_mask",
+            "expected a causal mask over the observation window, got packed sequences or tokens "
+            "that see each other in both directions",
+            "Read each sequence as a row of its own, with causal attention",
+            UnsupportedModelError,
         )
     return pads if found[2] else None
 
 
 def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:
-    """(B, H or 1, rows, columns) bool: what these queries see; a 2-D mask says it of one row."""
+    """Return which slots some queries see, whatever the form of the mask.
+
+    Args:
+        mask: a BlockMask, a 2-D tensor (B, S), or a 4-D tensor, boolean or additive.
+        first_row: the first query.
+        rows: the number of queries.
+        columns: the number of slots.
+
+    Returns:
+        (B, H or 1, rows, columns) bool; one row instead of `rows` for a 2-D mask.
+    """
     if isinstance(mask, BlockMask):
         device = mask.kv_num_blocks.device
         batch = torch.arange(mask.shape[0], device=device)[:, None, None]
@@ -107,7 +145,15 @@ def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:
 
 
 def _sees_otherwise(visible: Tensor, pads: Tensor) -> Tensor:
-    """() bool: whether voting rows are not plainly causal (packed or bidirectional prompts)."""
+    """Return whether the voting rows have another mask than a causal one with left padding.
+
+    Args:
+        visible: (B, H or 1, rows, columns) bool, the mask of the last `rows` queries.
+        pads: (B,) int64, the number of padding tokens in front of each row.
+
+    Returns:
+        A scalar bool tensor, so that the GPU need not be waited for here.
+    """
     rows, columns = visible.shape[-2:]
     expected = ops.window_visibility(rows, columns, pads, device=visible.device)
     positions = torch.arange(columns - rows, columns, device=visible.device)
@@ -116,12 +162,13 @@ def _sees_otherwise(visible: Tensor, pads: Tensor) -> Tensor:
 
 
 def sees_ahead(mask: Any, new_tokens: int) -> bool:
-    """Whether some of the last tokens sees a later one, or not all of them before it."""
+    """Return whether a 4-D mask is not causal among the last `new_tokens` tokens."""
     if mask is None or len(mask.shape) != 4:
         return False
     rows, columns = mask.shape[-2:]
     seen = _visible(mask, rows - new_tokens, new_tokens, columns).sum(dim=-1)
-    return bool((seen.diff(dim=-1) != 1).any())  # each sees one more than the one before
+    # With a causal mask, each token sees one slot more than the token before it.
+    return bool((seen.diff(dim=-1) != 1).any())
 
 
 def stored_mask(implementation: str, hidden_slots: Tensor | None, slots: int, query: Tensor) -> Any:

@@ -1,8 +1,8 @@
-"""The parts of a model that policies need: how its keys turn, and its output projection.
+"""The parts of a model that policies need: the rotation of its keys, and its output projection.
 
-Which rotary embedding a layer uses, and on which part of a head, differs by family and sometimes by
-layer, so it is tried out: one token goes through the model at two positions. Alone in its cache it
-attends to itself only, so its keys differ by the rotation and by nothing else.
+Model families differ in which rotary embedding a layer uses and on which part of a head. So this
+module finds it out by running the model on one token at two positions. A token that is alone in its
+cache attends only to itself, so its keys at both positions differ only by the rotation.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.placement import device_of, weight_of
 
@@ -31,54 +31,74 @@ _PROJECTIONS = ("o_proj", "dense", "c_proj", "out_proj")
 _FURTHER = 7
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.05
-_NO_ROTATION = "use StreamingLLM(positions='original') or another policy"
+_NO_ROTATION = "Use StreamingLLM(positions='original') or another policy"
 
 _known: weakref.WeakKeyDictionary[Any, dict[int, "Rotation"]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """How the keys of one layer turn with their position; made by `rotations_of`."""
+    """The rotary embedding of the keys of one layer; `rotations_of` finds it."""
 
-    embedding: Any = None  # the model's rotary module; None where keys have no position
+    embedding: Any = None  # the model's rotary module; None if keys have no position
     apply: Callable[..., Any] | None = None  # the family's own `apply_rotary_pos_emb`
-    layer_type: str | None = None  # what the module wants to know of the layer
-    dims: int | None = None  # of a head's first dimensions `apply` gets so many; None for all
-    factor: float = 1.0  # of the module's tables (YaRN's attention scaling); no part of a rotation
+    layer_type: str | None = None  # an argument that some rotary modules take
+    dims: int | None = None  # how many leading dimensions of a head are rotated; None for all
+    factor: float = 1.0  # the scale of the module's tables (YaRN), which is removed from them
 
     def __call__(self, states: Tensor, positions: Tensor) -> Tensor:
-        """(B, H, N, D) states turned on by (B or 1, N) positions, back where negative; float32."""
+        """Rotate states further by a number of positions.
+
+        Args:
+            states: (B, H, N, D), of any dtype.
+            positions: (B or 1, N) int64, by how many positions to move each state; a negative
+                number moves it back.
+
+        Returns:
+            (B, H, N, D) float32.
+        """
         states = states.float()
         if self.apply is None:
             return states
         cos, sin = (table / self.factor for table in self.tables(positions))
         part = states[..., : self.dims]
-        _, turned = self.apply(part[:, :1], part, cos, sin)  # queries are not wanted
+        _, turned = self.apply(part[:, :1], part, cos, sin)  # its result for queries is not used
         return torch.cat([turned, states[..., part.shape[-1] :]], dim=-1)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The module's cosines and sines, float32."""
+        """Return the cosines and sines of the rotary module for (B or 1, N) positions, float32."""
         options = {} if self.layer_type is None else {"layer_type": self.layer_type}
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
         try:
             made = self.embedding(like, positions, **options)
-        except IndexError:  # of text all axes of M-RoPE are alike; older releases want each
+        except (
+            IndexError
+        ):  # M-RoPE in older releases needs all three axes, which are equal for text
             made = self.embedding(like, positions.expand(3, *positions.shape), **options)
         cos, sin = (each[0] if each.ndim > 3 else each for each in made)
         return cos.to(positions.device), sin.to(positions.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rotation":
-        """Itself: the module belongs to the model."""
+        """Return the same object, since its module belongs to the model, which is not copied."""
         return self
 
 
 def rotations_of(
     model: PreTrainedModel, layers: Sequence[int], remedy: str = _NO_ROTATION
 ) -> dict[int, Rotation]:
-    """The rotation of each of these layers; `remedy` says what else to do where there is none.
+    """Return the rotation of the keys of each layer, by its index.
 
-    A layer without rotary embedding (some layers of Cohere 2 or SmolLM3) gets one that changes
-    nothing: its keys know no position, so they are right wherever they stand.
+    A layer without rotary embedding (some layers of Cohere 2 or SmolLM3) gets a rotation that
+    changes nothing, because its keys do not depend on their position.
+
+    Args:
+        model: the model; the first call for it runs two forward passes over one token.
+        layers: the indices of layers with full attention.
+        remedy: the last sentence of the error message, without a full stop.
+
+    Raises:
+        UnsupportedModelError: the rotation depends on the length of the text, keys are stored as
+            a latent, or no rotary embedding of the model explains the keys of a layer.
     """
     if model not in _known:
         _known[model] = _find_rotations(model, layers, remedy)
@@ -86,33 +106,40 @@ def rotations_of(
 
 
 def shares_latent(model: PreTrainedModel) -> bool:
-    """Whether its attention stores one latent for all heads, as DeepSeek's does."""
+    """Return whether the model stores one latent for all heads, as DeepSeek models do."""
     config = model.config.get_text_config(decoder=True)
     return bool(getattr(config, "kv_lora_rank", None))
 
 
 def has_images_positions(modules: Iterable[Any]) -> bool:
-    """Whether one of a model's modules has noted an image after which positions count no tokens.
+    """Return whether the model has read an image, after which positions do not count tokens.
 
-    Models with rotations of three axes do (Qwen2-VL, section 2.1).
+    This holds for models with three position axes (Qwen2-VL, section 2.1), which store the shift
+    of the positions in `rope_deltas`.
+
+    Args:
+        modules: the modules of the model.
     """
-    noted = (getattr(module, "rope_deltas", None) for module in modules)
-    return any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in noted)
+    found = (getattr(module, "rope_deltas", None) for module in modules)
+    return any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in found)
 
 
 class States(Enum):
-    """What becomes of recurrent states where several tokens come after others."""
+    """How a model handles its recurrent states when several tokens follow earlier ones."""
 
-    NONE = auto()  # there are none
-    GO_ON = auto()
-    BEGIN_ANEW = auto()  # as Jamba's do: what they stood for is forgotten
+    NONE = auto()  # the model has no recurrent states
+    GO_ON = auto()  # the states are updated
+    BEGIN_ANEW = auto()  # the states are reset, so earlier tokens are forgotten, as in Jamba
 
 
 _states: weakref.WeakKeyDictionary[Any, States] = weakref.WeakKeyDictionary()
 
 
 def states_of(model: PreTrainedModel) -> States:
-    """Tried out, as rotations are: whether such tokens see a state that is no number."""
+    """Return how the model handles its recurrent states; the first call runs the model.
+
+    To find out, it fills a state with NaN and checks whether later tokens become NaN.
+    """
     if model not in _states:
         on_meta = device_of(model).type == "meta"
         _states[model] = States.GO_ON if on_meta else _find_states(model)
@@ -133,7 +160,7 @@ def _find_states(model: PreTrainedModel) -> States:
 
 
 def _first_state(cache: DynamicCache) -> Tensor | None:
-    """The recurrent state of the first layer that has one."""
+    """Return the recurrent state of the first layer that has one; None if no layer has."""
     held = (getattr(layer, "recurrent_states", None) or {} for layer in cache.layers)
     return next((state for each in held for state in each.values() if state is not None), None)
 
@@ -144,15 +171,19 @@ def _find_rotations(
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
     if (kind := length_dependent_rope(config)) is not None:
-        raise UnsupportedModelError(
-            f"model: expected a rotary embedding that does not depend on the text's length, "
-            f"got {name} with rope_type {kind!r}, whose stored keys cannot be moved to another "
-            f"position; {remedy}"
+        raise wrong(
+            "model",
+            f"the rotary embedding of {name} depends on the length of the text (rope_type "
+            f"{kind!r}), so stored keys cannot be moved to another position",
+            remedy,
+            UnsupportedModelError,
         )
     if shares_latent(model):
-        raise UnsupportedModelError(
-            f"model: expected keys that are rotated as they are stored, got {name} with latent "
-            f"attention, which stores a latent; {remedy}"
+        raise wrong(
+            "model",
+            f"{name} has latent attention, which stores a latent instead of rotated keys",
+            remedy,
+            UnsupportedModelError,
         )
     first, further = (_lone_keys(model, config, position) for position in (0, _FURTHER))
     return {
@@ -162,7 +193,7 @@ def _find_rotations(
 
 
 def length_dependent_rope(config: Any) -> str | None:
-    """The kind of rotary embedding whose keys depend on the text's length; None where none does."""
+    """Return the `rope_type` under which keys depend on the length of the text; None if none do."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     kinds = (str(part.get("rope_type", "default")) for part in nested or [parameters])
@@ -171,7 +202,10 @@ def length_dependent_rope(config: Any) -> str | None:
 
 @torch.no_grad()
 def _lone_keys(model: PreTrainedModel, config: Any, position: int) -> list[Any]:
-    """The key each layer stores for a token that is alone at a position; None where none."""
+    """Return the (1, Hkv, 1, D) key that each layer stores for one token at `position`.
+
+    Runs the model. A layer that stores no keys has None.
+    """
     cache = DynamicCache(config=config)
     ids = torch.tensor([[config.vocab_size // 2]], device=device_of(model))
     positions = torch.full_like(ids, position)
@@ -182,22 +216,29 @@ def _lone_keys(model: PreTrainedModel, config: Any, position: int) -> list[Any]:
 def _rotation_between(
     model: PreTrainedModel, config: Any, index: int, first: Tensor, further: Tensor, remedy: str
 ) -> Rotation:
+    """Return the rotation that turns the key `first` of layer `index` into the key `further`.
+
+    Raises:
+        UnsupportedModelError: no candidate does.
+    """
     for rotation in (Rotation(), *_candidates(model, config, index, first)):
         steps = torch.tensor([[_FURTHER]], device=first.device)
         difference = (rotation(first, steps) - further.float()).norm() / further.float().norm()
         if bool(difference < _TOLERANCE.get(first.dtype, _LOW_PRECISION_TOLERANCE)):
             return rotation
-    raise UnsupportedModelError(
-        f"model: expected keys that its rotary embedding turns as a whole, got "
-        f"{type(model).__name__}, whose keys in layer {index} change with the position in another "
-        f"way; {remedy}"
+    raise wrong(
+        "model",
+        f"the keys of {type(model).__name__} in layer {index} change with the position in another "
+        "way than by its rotary embedding",
+        remedy,
+        UnsupportedModelError,
     )
 
 
 def _candidates(
     model: PreTrainedModel, config: Any, index: int, keys: Tensor
 ) -> Iterator[Rotation]:
-    """The ways in which the family's own code may rotate this layer's keys."""
+    """Yield the ways in which the model family's own code may rotate the keys of layer `index`."""
     start = torch.zeros(1, 1, dtype=torch.int64, device=keys.device)
     for module in _rotary_embeddings(model):
         apply = getattr(sys.modules[type(module).__module__], _APPLY, None)
@@ -212,16 +253,16 @@ def _candidates(
             rotation = Rotation(
                 embedding=module, apply=apply, layer_type=kind, dims=dims, factor=float(cos.max())
             )
-            with contextlib.suppress(RuntimeError):  # the tables do not fit heads of this size
+            with contextlib.suppress(
+                RuntimeError
+            ):  # raised if the tables do not fit this head size
                 rotation(keys, start)
                 yield rotation
 
 
 def _rotary_embeddings(model: PreTrainedModel) -> list[Any]:
-    """Those of the text decoder, not of what sees images; of all where another part is called so.
-
-    As the head of ModernBERT's decoder is.
-    """
+    """Return the rotary modules of the text decoder; those of the whole model if it has none."""
+    # `get_decoder` of ModernBERT's decoder returns its head, which has no rotary module.
     for part in (model.get_decoder(), model):
         named = [each for each in part.modules() if type(each).__name__.endswith("RotaryEmbedding")]
         if named:
@@ -233,31 +274,33 @@ _stored: weakref.WeakKeyDictionary[Any, tuple[set[Any], set[int]]] = weakref.Wea
 
 
 def absent_layers(model: PreTrainedModel, layers: Sequence[int], counted: int) -> list[int]:
-    """Return those of these layers that the configuration counts and the model does not have.
+    """Return the layers that the configuration names but that were pruned from the model.
 
-    Whoever prunes a model takes modules out of it, and the configuration often stays as it was. A
-    layer is there if a module of the decoder has its index. If none has, one token is tried out: a
-    model that loops over its layers stores keys under more indices than its modules have.
+    Pruning removes modules from a model, and the configuration is often left unchanged. A layer
+    exists if a module of the decoder has its index. For the other layers, the model is run on one
+    token, because a model that loops over its layers stores keys under more indices than its
+    modules have.
 
     Args:
-        model: a model whose layers may have been taken out.
-        layers: indices of the layers of attention, of which some may be absent.
-        counted: how many layers of any kind the configuration counts.
+        model: a model from which layers may have been removed.
+        layers: indices of the attention layers to check.
+        counted: how many layers of any kind the configuration names.
     """
     present = {getattr(module, "layer_idx", None) for module in model.get_decoder().modules()}
     missing = [index for index in layers if index not in present]
     if not missing or present == {None} or device_of(model).type == "meta":
         return []
     if max(index for index in present if index is not None) >= counted:
-        return []  # the cache has no layer for it, which its first keys will be refused for
-    if model not in _stored or _stored[model][0] != present:  # it may be pruned between two caches
+        return []  # more layers than the configuration says, which `update` will refuse
+    # A model may be pruned after its first cache, so the result is kept for these modules only.
+    if model not in _stored or _stored[model][0] != present:
         keys = _lone_keys(model, model.config.get_text_config(decoder=True), 0)
         _stored[model] = present, {index for index, key in enumerate(keys) if key is not None}
     return [index for index in missing if index not in _stored[model][1]]
 
 
 def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, list[Any]]:
-    """The modules of the decoder that are called attention, for each of these layers."""
+    """Return the attention modules of each layer, by its index; an empty list if it has none."""
     found: dict[int, list[Any]] = {index: [] for index in layers}
     for module in model.get_decoder().modules():
         if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) in found:
@@ -267,7 +310,12 @@ def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> dict[int
 
 @contextlib.contextmanager
 def noting_inputs(module: Any, note: Callable[[Tensor], object]) -> Iterator[None]:
-    """Within this block `note` is given the states that enter a module in this thread."""
+    """Call `note` with the hidden states that enter a module, in this thread and this block.
+
+    Args:
+        module: the module.
+        note: receives (B, N, hidden) states before each forward pass of the module.
+    """
     thread = threading.get_ident()
 
     def pass_on(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -282,17 +330,25 @@ def noting_inputs(module: Any, note: Callable[[Tensor], object]) -> Iterator[Non
 
 
 def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Any]:
-    """The module that maps the heads' outputs to the model's width, for each of these layers."""
+    """Return the output projection of each layer's attention, by the layer's index.
+
+    Raises:
+        UnsupportedModelError: the attention of a layer does not have exactly one module with a
+            known name (`o_proj`, `dense`, `c_proj` or `out_proj`).
+    """
     found: dict[int, Any] = {}
     for index, modules in attention_modules(model, layers).items():
         named = (getattr(module, name, None) for module in modules for name in _PROJECTIONS)
         parts = [part for part in named if part is not None]
         if len(parts) != 1 or not _is_projection(parts[0]):
-            raise UnsupportedModelError(
-                "model: expected attention with an output projection called "
+            raise wrong(
+                "model",
+                "expected attention with an output projection called "
                 f"{', '.join(_PROJECTIONS[:-1])} or {_PROJECTIONS[-1]}, got {type(model).__name__} "
                 f"with {', '.join(type(part).__name__ for part in parts) or 'none'} in layer "
-                f"{index}; use a method that does not weigh values by it"
+                f"{index}",
+                "Use a method that does not weight values by the output projection",
+                UnsupportedModelError,
             )
         found[index] = parts[0]
     return found
@@ -300,17 +356,24 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
 
 @torch.no_grad()
 def output_weight(projection: Any, dtype: torch.dtype) -> Tensor:
-    """(hidden, Hq * Dv) in the states' dtype.
+    """Return the weight matrix of an output projection, on the device where it computes.
 
-    What is no plain layer, such as one with adapters or with quantized weights, is tried out: it
-    maps unit vectors to the columns.
+    If the projection has adapters or quantized weights, it is applied to unit vectors, which gives
+    the columns of the matrix.
+
+    Args:
+        projection: the module.
+        dtype: the dtype of the states that it is applied to.
+
+    Returns:
+        (hidden, Hq * Dv).
     """
     if type(projection) is Conv1D:
         return weight_of(projection).to(device_of(projection)).T
     if type(projection) is nn.Linear and type(projection.weight) is nn.Parameter:
         return weight_of(projection).to(device_of(projection))
     units = torch.eye(projection.in_features, dtype=dtype, device=device_of(projection))
-    moved: Tensor = projection(units) - projection(torch.zeros_like(units[:1]))  # without a bias
+    moved: Tensor = projection(units) - projection(torch.zeros_like(units[:1]))  # removes the bias
     return moved.T
 
 
@@ -319,7 +382,7 @@ def _is_projection(module: Any) -> bool:
 
 
 def max_positions(model: Any) -> int | None:
-    """Return the positions for prompt and answer together; None without a limit."""
+    """Return how many positions the model has for prompt and answer; None without a limit."""
     text = model.config.get_text_config(decoder=True)
     names = ("model_max_length", "max_position_embeddings")
     return next((value for name in names if (value := getattr(text, name, None))), None)

@@ -1,7 +1,7 @@
-"""Where the parts of a model are that accelerate's hooks spread over devices (`device_map`).
+"""The devices of a model's parts, which accelerate may spread over several (`device_map`).
 
-A layer's hook brings what enters it to the layer's device; offloaded weights are there only while
-their module computes.
+accelerate adds a hook to each layer that moves its inputs to its device. The weights of an
+offloaded module are on its device only while the module computes.
 """
 
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes: it has its first weights there, or a hook brings them."""
+    """Return the device of a module's first weights, or the one that a hook moves them to."""
     for part in module.modules():
         for weight in part.parameters(recurse=False):
             if weight.device.type != "meta":
@@ -25,7 +25,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def layer_devices(model: Any) -> dict[int, torch.device]:
-    """The device of each of the decoder's layers that has weights, by its index."""
+    """Return the device of each decoder layer that has weights, by the layer's index."""
     found: dict[int, torch.device] = {}
     for module in model.get_decoder().modules():
         index = getattr(module, "layer_idx", None)
@@ -35,7 +35,11 @@ def layer_devices(model: Any) -> dict[int, torch.device]:
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
-    """A parameter of a module, without gradient; where it is offloaded, its values on the host."""
+    """Return a parameter of a module without gradient; on the host if it is offloaded.
+
+    Raises:
+        UnsupportedModelError: the parameter is on the meta device, and accelerate has no values.
+    """
     weight: Tensor = getattr(module, name).detach()
     if weight.device.type != "meta":
         return weight
@@ -43,14 +47,17 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
         if name in (hook.weights_map or ()):
             held: Tensor = hook.weights_map[name]
             return held.detach()
-    raise UnsupportedModelError(
-        f"model: expected weights that are there or that accelerate has offloaded, got "
-        f"{type(module).__name__}.{name} on the meta device; load the model with from_pretrained"
+    raise wrong(
+        "model",
+        f"the weight {type(module).__name__}.{name} is on the meta device, and accelerate has not "
+        "offloaded it",
+        "Load the model with from_pretrained",
+        UnsupportedModelError,
     )
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
-    """Those of accelerate's that bring a module's weights to a device."""
+    """Yield the hooks of accelerate that move a module's weights to a device."""
     hook = getattr(module, "_hf_hook", None)
     for each in getattr(hook, "hooks", (hook,)):
         if getattr(each, "execution_device", None) is not None:

@@ -1,41 +1,42 @@
-"""Room that `generate` lends to a cache, so that its steps can be replayed without Python.
+"""Append buffers of fixed size, with which the decode steps of `generate` can be captured.
 
-A cache grows by tensors of other shapes at other places, which no recording can follow. For as long
-as a `generate` makes tokens, what heads keep stays where it is, and behind it lies a tail with room
-for more. When the call is over the cache grows again, and holds no more than it has to.
+A cache usually grows by allocating new tensors, which a captured step cannot follow. While
+`generate` decodes, the kept tokens stay where they are, and new tokens go into an append buffer
+behind them that has free slots. When the call ends, the buffer is cut to its used slots and the
+cache grows as usual.
 """
 
 from typing import Any
 
 FIRST_TOKENS = 256
-"""What there is room for first; twice as much every time that it runs out."""
+"""The number of slots in the first append buffer; each further one has twice as many."""
 
 LEAST_TOKENS = 8
-"""Of fewer tokens an answer is over before it is worth recording a step."""
+"""The fewest tokens to generate for which capturing a step is worth its time."""
 
 
 MOST_TIMES = 2
-"""That a change of the cache may end a recorded step, before the rest runs eagerly."""
+"""How often a change of the cache may end a captured step before all steps run eagerly."""
 
 
 class Room:
-    """Lends room to the layers of a cache.
+    """Allocates and releases the append buffers of a cache during one `generate` call.
 
     Args:
         cache: a `CompressedCache`.
-        last: tokens seen when `generate` is over at the latest; None where it does not say.
-        asks_weights: whether it returns attention weights.
+        last: the most tokens the cache will have seen when `generate` ends; None if unknown.
+        asks_weights: whether `generate` returns attention weights.
     """
 
     def __init__(self, cache: Any, last: int | None, *, asks_weights: bool) -> None:
         self._setup, self._prompt_state = cache.setup, cache.prompt_state
         self._last, self._asks_weights = last, asks_weights
         self._next, self._free, self._taken_back = FIRST_TOKENS, 0, 0
-        self._tails: list[Any] = []  # that it has lent, one a layer
+        self._tails: list[Any] = []  # the allocated append buffers, one per layer
 
     @property
     def obstacle(self) -> str:
-        """Why none can be lent; empty where it can."""
+        """Why append buffers cannot be used; an empty string if they can."""
         setup, prompt_state = self._setup, self._prompt_state
         if setup.evicts:
             return f"{setup.policy.name} evicts after every token"
@@ -44,9 +45,9 @@ class Room:
         if setup.shares_latent:
             return f"the heads of {setup.model} share what is stored"
         if prompt_state.verifies_drafts:
-            return "drafts are verified, as many as there are"
+            return "drafts are verified, whose number changes"
         if self._asks_weights:
-            return "attention weights are asked for"
+            return "attention weights are returned"
         if not self._tails and 0 < self._coming < LEAST_TOKENS:
             return f"fewer than {LEAST_TOKENS} tokens may come"
         if self._taken_back > MOST_TIMES:
@@ -60,26 +61,30 @@ class Room:
 
     @property
     def _coming(self) -> int:
-        """Tokens that may come; not above zero where that is not known."""
+        """The most tokens that can still come; 0 or less if that is not known."""
         return 0 if self._last is None else self._last - self._prompt_state.seen_tokens
 
     @property
     def is_lent(self) -> bool:
-        """Whether all of it still is: what changes the cache otherwise leaves it first."""
-        lent = zip(self._prompt_state.layers, self._tails, strict=False)
-        return bool(self._tails) and all(layer.store.tail is tail for layer, tail in lent)
+        """Whether every layer still uses its append buffer; other changes of a cache replace it."""
+        pairs = zip(self._prompt_state.layers, self._tails, strict=False)
+        return bool(self._tails) and all(layer.store.tail is tail for layer, tail in pairs)
 
     def has_slots(self, new_tokens: int) -> bool:
-        """Whether so many fit in; they are then counted as written."""
+        """Return whether `new_tokens` more tokens fit, and count them as written.
+
+        Also counts how often the buffers were replaced by a change of the cache.
+        """
         self._free -= new_tokens
         is_lent = self.is_lent
         self._taken_back += bool(self._tails) and not is_lent
         return self._free >= 0 and is_lent
 
     def take(self, new_tokens: int) -> None:
-        """Take room for at least so many tokens, the next ones.
+        """Allocate append buffers for at least the next `new_tokens` tokens, in all layers.
 
-        In few bits what came before is encoded first, and there is no more of it than before.
+        If tokens are quantized, the tokens in the old buffer are quantized first, and the new
+        buffer is not larger than the old one.
         """
         layers, coming = self._prompt_state.layers, self._coming
         if self._setup.quantize is not None:
@@ -92,7 +97,7 @@ class Room:
             self._next *= 2
 
     def leave(self) -> None:
-        """Let every layer grow again that has this room."""
+        """Release the append buffers: cut each to its used slots, and let its layer grow."""
         for layer, tail in zip(self._prompt_state.layers, self._tails, strict=False):
             if layer.store.tail is tail:
                 layer.leave_room()

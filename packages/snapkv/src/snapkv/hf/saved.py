@@ -1,4 +1,4 @@
-"""A saved cache: whose it is, by which policy, and its layers; `CompressedCache.save`, `load`."""
+"""Saving and loading a cache: the file holds its layers, its policy and the model's identity."""
 
 import contextlib
 import json
@@ -18,6 +18,7 @@ from snapkv.errors import (
     InvalidTypeError,
     SnapKVError,
     UnsupportedModelError,
+    wrong,
 )
 from snapkv.hf.identity import identity_of, require_identity
 from snapkv.hf.model_parts import has_images_positions
@@ -33,12 +34,18 @@ _OPTIONS = ("turns", "quantize", "protect")
 
 
 def require_plain_positions(model: PreTrainedModel) -> None:
-    """Refuse a file without what the model noted of its last image; of a text that is nothing."""
+    """Raise if the model has read an image that shifts positions, since a file cannot hold that.
+
+    Raises:
+        UnsupportedModelError: the model's `rope_deltas` are not zero.
+    """
     if has_images_positions(model.modules()):
-        raise UnsupportedModelError(
-            f"model: expected positions that count tokens for a cache that is saved, got "
-            f"{type(model).__name__} after an image, whose `rope_deltas` a loaded one would miss; "
-            "keep the cache in memory, or set them to None if it has read no image"
+        raise wrong(
+            "model",
+            f"positions of {type(model).__name__} do not count tokens after an image, and a saved "
+            "cache would miss its `rope_deltas`",
+            "Keep the cache in memory, or set them to None if it has read no image",
+            UnsupportedModelError,
         )
 
 
@@ -52,16 +59,30 @@ def write(
     *,
     sweep: bool = True,
 ) -> None:
-    """Write a `CompressedCache` that was made with these options, and further tensors.
+    """Write a `CompressedCache` and further tensors to a file.
 
-    Keys and values go into these codes, where they are none yet. The model's `identity`, where it
-    is known, need not be found again.
+    Args:
+        cache: the cache.
+        options: the options that the cache was made with.
+        path: the file to write; see `CompressedCache.save`.
+        beside: further tensors to store, by name.
+        codes: the quantized form in which to store keys and values that are not quantized yet;
+            None to store them as they are.
+        identity: the identity of the model, if it is known already.
+        sweep: whether to delete unfinished files that killed processes have left for `path`.
+
+    Raises:
+        CacheFileError: the file cannot be written, or another kind of file has that name.
+        InvalidArgumentError: a stored number is not finite.
+        InvalidTypeError: a value of `beside` is not a tensor.
     """
     for name, each in beside.items():
         if not isinstance(each, Tensor):
-            raise InvalidTypeError(
-                f"beside: expected tensors, got {name!r} of type {type(each).__name__}; pass "
-                "torch.tensor(...) of it"
+            raise wrong(
+                "beside",
+                f"expected tensors, got {name!r} of type {type(each).__name__}",
+                "Pass torch.tensor(...) of it",
+                InvalidTypeError,
             )
     model = identity or identity_of(cache.model)
     tensors, notes = encoded(cache, options, model, beside, codes)
@@ -75,7 +96,15 @@ def encoded(
     beside: Mapping[str, Tensor],
     codes: KVCodes | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the notes of the file of a cache."""
+    """Return the tensors by name and the JSON header of the file of a cache.
+
+    Args:
+        cache: a `CompressedCache`.
+        options: the options that the cache was made with.
+        model: the identity of its model.
+        beside: further tensors, by name.
+        codes: the quantized form for keys and values that are not quantized yet, or None.
+    """
     prompt_state = cache.prompt_state
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
     tensors |= prompt_state.read_ids.up_to(prompt_state.seen_tokens).state()
@@ -104,7 +133,24 @@ def read(
     recall_bytes: int | None = None,
     identity: Mapping[str, Any] | None = None,
 ) -> tuple[Kind, dict[str, Tensor]]:
-    """A cache of that class out of a file, and the further tensors in it."""
+    """Read a cache and the further tensors from a file.
+
+    Args:
+        kind: the class of the cache to make.
+        path: the file.
+        model: the model that filled the cache.
+        policy: the policy of the saved cache if it is not one of this package; None otherwise.
+        recall: where to offload evicted tokens to; None for the default.
+        recall_bytes: the largest number of bytes to offload; None for no limit.
+        identity: the identity of `model`, if it is known already.
+
+    Returns:
+        The cache, and the tensors that were saved beside it by name.
+
+    Raises:
+        CacheFileError: the file is missing or damaged, or its parts do not fit together.
+        CacheMismatchError: another model or policy, or `recall` for a cache without recall.
+    """
     file, own = read_sealed(path), identity or identity_of(model)
     with fitting_together(path):
         require_identity(own, file.notes["model"])
@@ -113,7 +159,7 @@ def read(
 
 
 def tensors_beside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The further tensors in a file of a cache, by name."""
+    """Return the tensors that were saved beside a cache, by the names given to `save`."""
     return {
         name.removeprefix(_BESIDE): value
         for name, value in tensors.items()
@@ -123,15 +169,22 @@ def tensors_beside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def fitting_together(path: Path) -> Iterator[None]:
-    """Turn what goes wrong where a file's parts are put together into one line about the file."""
+    """Turn errors that a file with inconsistent contents causes in this block into one error.
+
+    Raises:
+        CacheFileError: the block raised one of the usual errors of Python or torch.
+    """
     try:
         yield
     except SnapKVError:
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CacheFileError(
-            f"path: expected a cache that cache.save has written, got {str(path)!r}, whose "
-            f"parts do not fit together ({error!r}); save it again"
+        raise wrong(
+            "path",
+            f"expected a cache that cache.save has written, got {str(path)!r}, whose parts do not "
+            f"fit together ({error!r})",
+            "Save it again",
+            CacheFileError,
         ) from error
 
 
@@ -144,12 +197,21 @@ def _rebuilt(
     recall: Recall | None,
     recall_bytes: int | None,
 ) -> Any:
-    """A cache out of what a file holds, of the same model."""
+    """Build a cache from the tensors and the JSON header of a file.
+
+    Raises:
+        CacheMismatchError: `recall` is given for a cache that was saved without recall, or the
+            policy is another one.
+        TypeError: the header contains a value of the wrong type.
+    """
     options = {name: notes["options"][name] for name in _OPTIONS}
     if options["turns"] != "recall" and recall is not None:
-        raise CacheMismatchError(
-            f"recall: expected none for a cache that was saved without, whose dropped tokens "
-            f"are gone, got {str(recall)!r}; leave recall out"
+        raise wrong(
+            "recall",
+            "the cache was saved without recall, so its evicted tokens are lost, got "
+            f"{str(recall)!r}",
+            "Leave recall out",
+            CacheMismatchError,
         )
     options |= {"recall": recall, "recall_bytes": recall_bytes}
     cache = kind(model, policy_of(notes["policy"], policy), **options)
@@ -158,7 +220,7 @@ def _rebuilt(
         decode_layer(layer, saved, tensors, places.get(index, elsewhere))
     cache.prompt_state.prompt_end = notes["prompt_end"]
     cache.prompt_state.turn_start = notes["turn_start"]
-    question_tokens = notes.get("question_tokens")  # which files of 0.3 and before do not have
+    question_tokens = notes.get("question_tokens")  # missing in files of 0.3 and earlier
     if not isinstance(question_tokens, int | None):
         raise TypeError(f"a question of {question_tokens!r} tokens")
     cache.expect_question(question_tokens)
@@ -167,36 +229,59 @@ def _rebuilt(
 
 
 def policy_of(description: dict[str, Any], given: Policy | None = None) -> Policy:
-    """The policy that `Policy.describe` has described; one that is given must be the same."""
+    """Return the policy of a saved cache.
+
+    Args:
+        description: the parameters of the policy in the file, with its name.
+        given: the policy that the user has passed, which must have this description; None to
+            build the policy.
+
+    Raises:
+        CacheMismatchError: `given` is another policy, or the name is not known.
+        TypeError: the file has a parameter of the wrong type.
+    """
     if given is None:
         return _named_policy(description)
     known = (json.loads(json.dumps(own)) for own in (given.as_saved(), given.describe()))
     if description not in known:
-        raise CacheMismatchError(
-            f"policy: expected the one the cache was saved with, {description}, got "
-            f"{given.describe()}; leave policy out"
+        raise wrong(
+            "policy",
+            f"expected the one the cache was saved with, {description}, got {given.describe()}",
+            "Leave policy out",
+            CacheMismatchError,
         )
     return given
 
 
 def _named_policy(saved: dict[str, Any]) -> Policy:
+    """Build the policy whose name and parameters a file contains.
+
+    Raises:
+        CacheMismatchError: this package has no policy with that name, or a gate is a file name.
+        TypeError: a parameter has the wrong type.
+    """
     parameters = dict(saved)
     name = parameters.pop("name")
     if name not in POLICIES:
-        raise CacheMismatchError(
-            f"policy: expected the method {name!r} that the cache was saved with, which is not one "
-            f"of {', '.join(POLICIES)}; pass it to load"
+        raise wrong(
+            "policy",
+            f"the cache was saved with the method {name!r}, which is not one of "
+            f"{', '.join(POLICIES)}",
+            "Pass the policy to load",
+            CacheMismatchError,
         )
-    if isinstance(parameters.get("gate"), str):  # a file may name no other file
-        raise CacheMismatchError(
-            f"policy: expected the gate itself in a saved {name}, got the name of a file; save the "
-            "cache again"
+    if isinstance(parameters.get("gate"), str):  # loading a file must not open another file
+        raise wrong(
+            "policy",
+            f"expected the gate itself in a saved {name}, got the name of a file",
+            "Save the cache again",
+            CacheMismatchError,
         )
     inner = {
         key: _named_policy(value) if isinstance(value, dict) and "name" in value else _frozen(value)
         for key, value in parameters.items()
     }
-    if inner.get("page_tokens", 0) is None:  # 0.3.0 wrote it for AdaKV, which keeps no pages now
+    if inner.get("page_tokens", 0) is None:  # 0.3.0 wrote it for AdaKV, which has no pages any more
         del inner["page_tokens"]
     try:
         return POLICIES[name](**inner)
@@ -205,5 +290,5 @@ def _named_policy(saved: dict[str, Any]) -> Policy:
 
 
 def _frozen(value: Any) -> Any:
-    """A parameter as it was before JSON made lists of its tuples."""
+    """Return a parameter with tuples in place of the lists that JSON has made of them."""
     return tuple(_frozen(part) for part in value) if isinstance(value, list) else value

@@ -1,10 +1,11 @@
-"""A decoding step that is recorded once a `generate` and replayed for every token after it.
+"""Decode steps that are captured once per `generate` call and replayed for every later token.
 
-An eager step of a large model keeps a GPU waiting for Python, which launches some 1,500 kernels one
-by one. A CUDA graph launches them all at once. It knows addresses, not tensors: the buffers of the
-cache, which is lent room for it, and the model's weights must stay where they were, and what a step
-is given is copied to where it was when the step was recorded. A step that asks the device for a
-number cannot be recorded; it runs eagerly, and the report of the cache says why.
+An eager decode step of a large model keeps a GPU waiting for Python, which launches some 1,500
+kernels one by one. A CUDA graph launches all of them at once. A graph contains addresses and not
+tensors. So the weights and the buffers of the cache must not move, which is why the cache uses
+append buffers of fixed size, and the inputs of a step are copied to their addresses at the time of
+the capture. A step that reads a number from the device cannot be captured. Then all steps run
+eagerly, and the report of the cache says why.
 """
 
 import contextlib
@@ -31,21 +32,25 @@ from snapkv.validation import first_line
 
 _log = logging.getLogger("snapkv")
 
-_COLLECTING = "transformers.utils.output_capturing"  # whose hooks a recorded step may have
+_COLLECTING = "transformers.utils.output_capturing"  # the hooks of this module can be captured
 
 
 class Recorder(Protocol):
-    """Records the work of a step on one kind of device."""
+    """An object that captures the work of a decode step on one kind of device."""
 
     def aside(self) -> contextlib.AbstractContextManager[Any]:
-        """Within this block a step is tried, where what it prepares is of use to the recording."""
+        """Run this block on the stream of the capture, so that it can warm the step up."""
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """What does the same again, on the same tensors; recording does not run the step."""
+        """Capture `step` without running its work.
+
+        Returns:
+            A function that runs the captured work on the same tensors.
+        """
 
 
 class CudaRecorder:
-    """Records a CUDA graph, with memory of its own, on a stream that all of a device use."""
+    """A recorder that captures CUDA graphs, on one side stream per device."""
 
     _streams: ClassVar[dict[int, torch.cuda.Stream]] = {}
 
@@ -66,34 +71,44 @@ class CudaRecorder:
         try:
             replay: Callable[[], None] = self._captured(step).replay
         except RuntimeError:
-            self._captured(lambda: None)  # or random numbers would go on as if recorded
+            self._captured(lambda: None)  # ends the capture state of the random number generator
             raise
         return replay
 
     def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Other threads may use the device meanwhile."""
         graph = torch.cuda.CUDAGraph()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            # With "thread_local", other threads may use the device during the capture.
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 step()
         return graph
 
 
 RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}
-"""By the type of the device."""
+"""The recorder for each type of device on which decode steps can be captured."""
 
 
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
-    """Tells of every operation that brings a number, or a shape that depends on one, to Python."""
+    """A mode that detects operations which bring a number, or a shape made from one, to Python.
+
+    Such an operation makes a GPU wait, and its result would be frozen in a captured step.
+    """
 
     _ASKING = frozenset(
         ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
     )
 
     def on_read(self, name: str) -> None:
-        """An operation of that name was run."""
-        raise _HostReadError(f"asks the device for a number ({name})")
+        """Handle an operation that has read a number from the device; here, stop the step.
+
+        Args:
+            name: the name of the operation.
+
+        Raises:
+            _HostReadError: always.
+        """
+        raise _HostReadError(f"reads a number from the device ({name})")
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
@@ -110,7 +125,7 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
 
 
 def _to_host(arguments: tuple[Any, ...], made: Any) -> bool:
-    """Whether an operation has brought a tensor from a device to the host."""
+    """Return whether an operation has copied a tensor from a device to the host."""
     devices = (part.device.type for part in tree_leaves(arguments) if isinstance(part, Tensor))
     return (
         isinstance(made, Tensor) and made.device.type == "cpu" and any(d != "cpu" for d in devices)
@@ -118,28 +133,36 @@ def _to_host(arguments: tuple[Any, ...], made: Any) -> bool:
 
 
 class _HostReadError(Exception):
-    """A step asked the device for a number."""
+    """A decode step has read a number from the device."""
 
 
 class StepGraph:
-    """The recorded step of one `generate` call; called as the model is.
+    """The captured decode step of one `generate` call, which is called like the model.
 
-    It lives no longer, so that nothing it takes for granted changes meanwhile: weights, hooks,
-    settings, where the cache holds what. The cache has room for as long.
+    It is used for one call only, because weights, hooks, settings and the buffers of the cache
+    could change between two calls. The cache has fixed append buffers for the same time.
+
+    Args:
+        model: the model whose decode steps are captured.
+        cache: the `CompressedCache` that the steps read and write.
+        room: allocates and releases the append buffers of the cache.
     """
 
     def __init__(self, model: PreTrainedModel, cache: Any, room: Room) -> None:
         self._model, self._cache, self._room = model, cache, room
         self._obstacle: str | None = None
-        self._given: Any = None  # the kinds of what a step is given
-        self._held: list[Tensor] = []  # that, where the graph reads it
+        self._given: Any = None  # shapes, dtypes and other constants of a step's inputs
+        self._held: list[Tensor] = []  # input tensors at the addresses that the graph reads
         self._output: Any = None
         self._replay: Callable[[], None] | None = None
         _running[cache] = weakref.ref(self)
         weakref.finalize(self, room.leave).atexit = False
 
     def expect(self, new_tokens: int) -> None:
-        """See that there is room for a step, before its mask is made."""
+        """Make sure that the append buffers can hold the next step, before its mask is made.
+
+        If the step cannot be captured, the buffers are released and it will run eagerly.
+        """
         if self._obstacle or self._room.has_slots(new_tokens):
             return
         obstacle = _obstacle(self._model) or self._room.obstacle
@@ -151,7 +174,7 @@ class StepGraph:
             self._given = None
 
     def close(self) -> None:
-        """The call is over, or reads what is no step."""
+        """Release the append buffers and the graph, for instance when `generate` has ended."""
         self._room.leave()
         self._given = self._replay = None
 
@@ -173,9 +196,9 @@ class StepGraph:
         return tree_map_only(Tensor, torch.clone, self._output)
 
     def _begin(self, leaves: list[Any], spec: Any) -> None:
-        """Record a step of this kind, or say why not."""
+        """Capture a step with these inputs; if that is impossible, log why and run eagerly."""
         if not _counts(self._cache):
-            obstacle = "no room was taken for the step"
+            obstacle = "the cache has no append buffers for the step"
         else:
             obstacle = _obstacle(self._model) or self._record(leaves, spec)
         if obstacle:
@@ -189,9 +212,14 @@ class StepGraph:
         _log.info("decoding steps run eagerly: %s", obstacle)
 
     def _record(self, leaves: list[Any], spec: Any) -> str:
-        """Record the step that was asked for; why it cannot be, or empty.
+        """Capture a step with these inputs. The tokens in the cache are the same afterwards.
 
-        The cache holds what it held before.
+        Args:
+            leaves: the inputs of the step, flattened.
+            spec: the structure of the inputs.
+
+        Returns:
+            Why the step cannot be captured; an empty string if it was captured.
         """
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._held = [leaf for leaf in own if isinstance(leaf, Tensor)]
@@ -220,7 +248,7 @@ _said: "weakref.WeakKeyDictionary[Cache, str]" = weakref.WeakKeyDictionary()
 
 
 def described(cache: Cache) -> str | None:
-    """How its steps ran, for a report; None where none was to be recorded."""
+    """Return how the decode steps of a cache ran, for its report; None without a capture."""
     return _said.get(cache)
 
 
@@ -228,35 +256,35 @@ _running: "weakref.WeakKeyDictionary[Cache, weakref.ref[StepGraph]]" = weakref.W
 
 
 def running(cache: Cache) -> StepGraph | None:
-    """That of the `generate` which makes tokens into a cache, if any."""
+    """Return the step graph of the `generate` call that is using a cache, or None."""
     return graph() if (graph := _running.get(cache)) else None
 
 
 def _counts(cache: Any) -> list[Tensor]:
-    """How much of every layer's room is written, where any is lent."""
+    """Return the scalar tensors that count the used slots of each layer's append buffer."""
     counts = (layer.store.tail.count for layer in cache.prompt_state.layers)
     return [count for count in counts if count is not None]
 
 
 def _written_over(cache: Any) -> list[Tensor]:
-    """What a step changes besides slots that nobody reads before they are written."""
+    """Return the tensors that a step changes in place, except free slots of the buffers."""
     queries = (layer.queries.last for layer in cache.prompt_state.layers)
     return [*_counts(cache), *(held for held in queries if held is not None)]
 
 
 def _kind(leaf: Any) -> Any:
-    """By which it is told whether a recorded step can be given this in the place of another."""
+    """Return the properties of an input that must be equal for a captured step to be replayed."""
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
 def _obstacle(model: PreTrainedModel) -> str:
-    """Why no step of this model can be recorded; empty where one can."""
+    """Return why no decode step of this model can be captured; an empty string if one can."""
     if model.training:
         return "the model is in training mode"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "the model is on several devices"
     if forward_context.current.hook is not None:
-        return "something follows every attention call"
+        return "a hook receives every attention call"
     if _global_forward_hooks or _global_forward_pre_hooks:
         return "all modules have hooks"
     for name, module in model.named_modules():
@@ -267,25 +295,26 @@ def _obstacle(model: PreTrainedModel) -> str:
 
 
 def _is_known(hook: Any) -> bool:
-    """Whether a recorded step, of one token, may do without it."""
+    """Return whether a replayed decode step may skip this hook."""
     return getattr(hook, "of_texts_only", False) or getattr(hook, "__module__", "") == _COLLECTING
 
 
 @dataclass
 class _Recorded(CompileConfig):
-    """Asks for the replay of a recorded step in the place of compiled code."""
+    """A compile config that makes `generate` call a captured step instead of compiled code."""
 
     forward: Any = None
 
 
 _LENT = SimpleNamespace(is_compileable=True)
-"""A cache as one is that grows once it is lent room."""
+"""A stand-in for a cache of fixed size, since transformers compiles steps only for such caches."""
 
 
 def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_config: Any) -> Any:
-    """Around `_valid_auto_compile_criteria`, by which `generate` decides to compile its steps.
+    """Decide for `generate` whether to compile decode steps, and have them captured instead.
 
-    Those of a cache of this kind are recorded instead, where the device can.
+    It wraps `_valid_auto_compile_criteria`. If the cache is a compressed one and the device has a
+    recorder, it puts a `StepGraph` into `generation_config`, which it changes in place.
     """
     cache = cache_among(model_kwargs)
     if not hasattr(cache, "prompt_state") or model.device.type not in RECORDERS:
@@ -293,20 +322,21 @@ def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_
     if not own(model, with_cache(model_kwargs, _LENT), generation_config):
         return False
     if generation_config.compile_config is not None:
-        _log.warning("compile_config: decoding steps are recorded, not compiled; leave it out")
+        _log.warning("compile_config: decode steps are captured, not compiled. Leave it out")
     room = _room_for(cache, model_kwargs, generation_config)
     generation_config.compile_config = _Recorded(forward=StepGraph(model, cache, room))
     return True
 
 
 def _room_for(cache: Any, model_kwargs: Any, config: GenerationConfig) -> Room:
-    """For what `generate` was asked for; it counts no tokens of an embedded prompt."""
+    """Return an object that allocates append buffers for the length `generate` may reach."""
     last, embedded = config.max_length, model_kwargs.get("inputs_embeds")
+    # The `max_length` of transformers does not count the tokens of an embedded prompt.
     if last is not None and embedded is not None:
         last += embedded.shape[1]
     return Room(cache, last, asks_weights=bool(config.output_attentions))
 
 
 def compiled(own: Callable[..., Any], model: Any, config: Any) -> Any:
-    """Around `get_compiled_call`: what `generate` calls for a step that is to be compiled."""
+    """Return the function that `generate` calls for each decode step; wraps `get_compiled_call`."""
     return config.forward if isinstance(config, _Recorded) else own(model, config)

@@ -1,7 +1,7 @@
-"""What goes with what: every option, method and model that do not meet in one cache are a row here.
+"""A table of the options, methods and models that do not work together in one cache.
 
-A row says which facts meet, and the line a user gets: argument, expected, got, remedy. What a cache
-is made with is judged when it is made; what it is asked for later, before anything changes.
+Each rule contains a condition and the error that a user gets. Rules for the options of a cache are
+checked when it is made; rules for a later call are checked before the call changes anything.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal, get_args
 
 from snapkv.cache.layer import Turns
-from snapkv.errors import InvalidArgumentError, SnapKVError, UnsupportedModelError
+from snapkv.errors import InvalidArgumentError, SnapKVError, UnsupportedModelError, wrong
 from snapkv.hf.model_parts import States
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.default import method_name
@@ -19,20 +19,24 @@ from snapkv.storage.offload import OffloadPool, Recall, pool_for
 from snapkv.validation import DEFAULT, require_choice
 
 Use = Literal["made", "drop", "drafts"]
-"""What a cache is asked for: to be made so, to drop spans, or to verify drafts."""
+"""When a rule is checked: when a cache is made, drops spans, or verifies drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The options of a cache, its method and its model: all that rows of the table ask.
+    """The options of a cache and the facts about its policy and model that the rules check.
 
     Attributes:
-        model: name of the model's class.
-        other_layers: names of the kinds of its layers that are not of full attention.
+        policy: the policy of the cache.
+        model: the name of the model's class.
+        other_layers: the names of those of its layer classes that are not full attention.
         shares_latent: whether its attention stores one latent for all heads.
-        states: what becomes of the recurrent states of its layers.
-        protect: what must stay; None for nothing.
-        others: as `CompressedCache` has them.
+        states: how the model handles its recurrent states.
+        quantize: the option of `CompressedCache`.
+        turns: the option of `CompressedCache`, None if it was left out.
+        recall: the option of `CompressedCache`, None if it was left out.
+        recall_bytes: the option of `CompressedCache`.
+        protect: the spans of positions that must be kept; None for none.
     """
 
     policy: Policy
@@ -46,28 +50,38 @@ class Setup:
     recall_bytes: int | None
     protect: Spans | None
 
-    def require_words(self) -> None:
-        """Refuse an option that is none, whatever it would go with."""
+    def require_known_options(self) -> None:
+        """Raise if an option has an unknown value, before rules compare it with other options.
+
+        Raises:
+            InvalidArgumentError: `turns` or `quantize` has an unknown value.
+            InvalidTypeError: `quantize` has the wrong type.
+        """
         if self.turns is not None:
             require_choice("turns", self.turns, get_args(Turns))
         _ = self.codes
 
     def require(self, use: Use) -> None:
-        """Raise the line of the first row whose facts meet here."""
+        """Raise the error of the first rule for `use` whose condition holds.
+
+        Raises:
+            InvalidArgumentError: the options and the policy do not work together.
+            UnsupportedModelError: the model does not allow an option.
+        """
         for rule in RULES:
             if rule.use == use and rule.meets(self):
-                raise rule.error(rule.line.format(s=self))
+                raise wrong(rule.argument, rule.problem.format(s=self), rule.remedy, rule.error)
 
-    # What the options come to.
+    # Options with their defaults.
 
     @property
     def options(self) -> dict[str, Any]:
-        """As `CompressedCache` has them, ready for JSON."""
+        """The options of `CompressedCache` as a dict that JSON can represent."""
         bits = asdict(self.quantize) if is_dataclass(self.quantize) else self.quantize
         spans = None if self.protect is None else [list(span) for span in self.protect.parts]
         return {
             "quantize": bits,
-            "turns": self.going_on,
+            "turns": self.turn_mode,
             "recall": self.recalled_from,
             "recall_bytes": self.recall_bytes,
             "protect": spans,
@@ -78,51 +92,51 @@ class Setup:
         return None if self.quantize is None else KVCodes.of(self.quantize)
 
     @property
-    def going_on(self) -> Turns:
-        """What becomes of a later prompt, where the user has only said where to recall from."""
+    def turn_mode(self) -> Turns:
+        """How a later prompt is handled; `recall` alone implies "recall"."""
         return self.turns or ("append" if self.recall is None else "recall")
 
     @property
     def recalls(self) -> bool:
-        return self.going_on == "recall"
+        return self.turn_mode == "recall"
 
     @property
     def chooses_again(self) -> bool:
-        """Whether every later prompt brings the cache back to its budget."""
-        return self.going_on != "append"
+        """Whether the cache is compressed to its budget again after every later prompt."""
+        return self.turn_mode != "append"
 
     @property
     def pool(self) -> OffloadPool | None:
-        """Made anew: where evicted keys and values go."""
+        """A new pool for evicted keys and values; None if they are deleted."""
         where = self.recalled_from
         return None if where is None else pool_for(where, self.recall_bytes)
 
     @property
     def recalled_from(self) -> Recall | None:
-        """Where evicted keys and values go; None where they are dropped."""
+        """Where evicted keys and values are offloaded to; None if they are deleted."""
         return "host" if self.recalls and self.recall is None else self.recall
 
-    # Facts on the method.
+    # Facts about the policy.
 
     @property
     def evicts(self) -> bool:
         return isinstance(self.policy, EvictingPolicy)
 
     @property
-    def keeps_alike(self) -> bool:
+    def has_uniform_budget(self) -> bool:
         """Whether all heads and layers keep the same number of tokens."""
         most = self.policy.most_tokens
         return most is not None and most == getattr(self.policy, "budget", None)
 
     @property
     def method(self) -> str:
-        """The method as made, and whether it is what somebody gets who chooses none."""
+        """The policy for an error message, marked if it is the default."""
         is_default = method_name(self.policy.describe()) == DEFAULT
         return f"the default, {self.policy!r}" if is_default else repr(self.policy)
 
     @property
-    def turns_asked(self) -> str:
-        """The option by which later prompts choose, as a user wrote it."""
+    def turns_option(self) -> str:
+        """The option that makes later prompts compress the cache again, for an error message."""
         return "recall" if self.recalls else "turns='compress'"
 
     @property
@@ -132,10 +146,21 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Facts that do not go together: whether they meet in a setup `s`, and the line about it."""
+    """A condition under which a cache cannot work, and the error for it.
+
+    Attributes:
+        meets: returns whether the condition holds for a setup.
+        argument: the argument that the message names.
+        problem: what is wrong; a format string in which `s` is the setup.
+        remedy: what the user can do.
+        use: when the rule is checked.
+        error: the class of the error.
+    """
 
     meets: Callable[[Setup], bool]
-    line: str
+    argument: str
+    problem: str
+    remedy: str
     use: Use = "made"
     error: type[SnapKVError] = InvalidArgumentError
 
@@ -143,86 +168,106 @@ class Rule:
 RULES = (
     Rule(
         meets=lambda s: s.recall is not None and not s.recalls,
-        line="turns: expected 'recall' with a place to recall from, got {s.turns!r}; leave turns "
-        "out, or recall",
+        argument="turns",
+        problem="expected 'recall' with a place to recall from, got {s.turns!r}",
+        remedy="Leave out turns or recall",
     ),
     Rule(
         meets=lambda s: s.recall_bytes is not None and not s.recalls,
-        line="recall_bytes: expected recall='host' or a folder with it, got {s.recall_bytes} "
-        "without; pass recall, or leave recall_bytes out",
+        argument="recall_bytes",
+        problem="expected recall='host' or a folder together with this option, got only "
+        "{s.recall_bytes}",
+        remedy="Pass recall, or leave recall_bytes out",
     ),
     Rule(
         meets=lambda s: "tokenizer" in s.policy.needs,
-        line="policy: expected a method that knows the tokenizer's special tokens and punctuation,"
-        " got {s.policy!r} without; pass policy.with_tokenizer(tokenizer)",
+        argument="policy",
+        problem="{s.policy!r} needs to know which tokens are special tokens and punctuation",
+        remedy="Pass policy.with_tokenizer(tokenizer)",
     ),
     Rule(
         meets=lambda s: s.quantize is not None and s.evicts,
-        line="quantize: expected a policy that only compresses prompts, got {s.policy.name}; leave"
-        " quantize out",
+        argument="quantize",
+        problem="expected a policy that only compresses prompts, got {s.policy.name}",
+        remedy="Leave quantize out",
     ),
     Rule(
         meets=lambda s: s.quantize is not None and s.shares_latent,
-        line="quantize: expected none for latent attention, whose heads share what is stored, got "
-        "it for {s.model}; leave it out",
+        argument="quantize",
+        problem="the heads of {s.model} share one latent (latent attention), which cannot be "
+        "quantized",
+        remedy="Leave quantize out",
         error=UnsupportedModelError,
     ),
     Rule(
         meets=lambda s: s.policy.per_query_head and s.shares_latent,
-        line="group_reduce: expected 'mean' for latent attention, whose heads share what is "
-        "stored, got {s.policy!r} for {s.model}; leave it out",
+        argument="group_reduce",
+        problem="expected 'mean' for latent attention, because the heads of {s.model} share what "
+        "is stored, got {s.policy!r}",
+        remedy="Leave group_reduce out",
         error=UnsupportedModelError,
     ),
     Rule(
         meets=lambda s: s.chooses_again and s.evicts,
-        line="policy: expected one that only compresses prompts for {s.turns_asked}, got "
-        "{s.policy.name}, which evicts after every token; use SnapKV, or leave the option out",
+        argument="policy",
+        problem="expected a policy that only compresses prompts for {s.turns_option}, got "
+        "{s.policy.name}, which evicts after every token",
+        remedy="Use SnapKV, or leave the option out",
     ),
     Rule(
         meets=lambda s: s.chooses_again and s.policy.needs_reconstruction_pass,
-        line="policy: expected one that chooses when a prompt has been read once for "
-        "{s.turns_asked}, since later turns are read once, got {s.policy.name}; use SnapKV, "
-        "or leave the option out",
+        argument="policy",
+        problem="with {s.turns_option}, later turns are read once, but {s.policy.name} has to read "
+        "each prompt a second time",
+        remedy="Use SnapKV, or leave the option out",
     ),
     Rule(
         meets=lambda s: s.chooses_again and "queries" in s.policy.needs,
-        line="policy: expected one that chooses by the last queries or none for {s.turns_asked}, "
-        "since earlier turns' queries are not held, got {s.policy.name}; use SnapKV, KeyDiff "
-        "or LagKV",
+        argument="policy",
+        problem="with {s.turns_option}, the queries of earlier turns are not held, but "
+        "{s.policy.name} needs them",
+        remedy="Use SnapKV, KeyDiff or LagKV, which need the last queries or none",
     ),
     Rule(
         meets=lambda s: (
-            s.going_on == "compress" and (not s.keeps_alike or "rotation" in s.policy.needs)
+            s.turn_mode == "compress" and (not s.has_uniform_budget or "rotation" in s.policy.needs)
         ),
-        line="policy: expected one with a budget that is the same for all heads and layers, and "
-        "that does not ask for positions, for turns='compress' without recall, got "
-        "{s.method}; pass policy=SnapKV(budget=...), or recall='host' instead of turns, "
-        "which also goes with budgets that heads and layers share",
+        argument="policy",
+        problem="turns='compress' without recall needs a policy with the same budget for all heads "
+        "and layers that does not ask for positions, got {s.method}",
+        remedy="Pass policy=SnapKV(budget=...), or recall='host' instead of turns, which also "
+        "works with budgets that heads and layers share",
     ),
     Rule(
         use="drop",
         meets=lambda s: s.evicts,
-        line="policy: expected one that only compresses prompts for drop, got {s.policy.name}, "
-        "which counts what it has evicted by; use SnapKV, or do not drop",
+        argument="policy",
+        problem="drop works only with a policy that only compresses prompts, got {s.policy.name}, "
+        "which counts how many tokens it has evicted",
+        remedy="Use SnapKV, or do not drop spans",
     ),
     Rule(
         use="drop",
         meets=lambda s: bool(s.policy.needs & {"rotation", "queries"}),
-        line="policy: expected one that does not ask for positions, for drop, got "
-        "{s.policy.name}; use SnapKV, KeyDiff or LagKV",
+        argument="policy",
+        problem="drop works only with a policy that does not ask for positions, got "
+        "{s.policy.name}",
+        remedy="Use SnapKV, KeyDiff or LagKV",
     ),
     Rule(
         use="drafts",
         meets=lambda s: s.states is not States.NONE,
-        line="model: expected layers that can forget rejected drafts, got recurrent states in "
-        "{s.model}; generate without drafts",
+        argument="model",
+        problem="the recurrent states of {s.model} cannot forget rejected drafts",
+        remedy="Generate without drafts",
         error=UnsupportedModelError,
     ),
     Rule(
         use="drafts",
-        meets=lambda s: s.evicts,  # together they would see tokens that are dropped by then
-        line="policy: expected one that only compresses the prompt where drafts are verified "
-        "(Medusa, assistant model, prompt lookup), got {s.policy.name}, which evicts after "
-        "every token; use SnapKV, or generate without drafts",
+        meets=lambda s: s.evicts,  # drafts would see tokens that are evicted by then
+        argument="policy",
+        problem="drafts (Medusa, assistant model, prompt lookup) work only with a policy that only "
+        "compresses the prompt, got {s.policy.name}, which evicts after every token",
+        remedy="Use SnapKV, or generate without drafts",
     ),
 )
