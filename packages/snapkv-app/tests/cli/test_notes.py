@@ -13,7 +13,7 @@ from snapkv_app.cli.notes import (
     checked_note,
     compared_note,
     is_little_lost,
-    said_of_votes,
+    format_lost_votes,
     votes_note,
 )
 from snapkv_app.cli.options import RunOptions
@@ -169,7 +169,7 @@ def test_what_is_lost_is_little_or_not_and_the_borders_are_not(peak, share, toke
 
 def test_a_report_says_the_share_or_nothing():
     def said(**values):
-        return said_of_votes({"kept_tokens": 256, "seen_tokens": 1024, **values})
+        return format_lost_votes({"kept_tokens": 256, "seen_tokens": 1024, **values})
 
     assert said(lost_votes=0.072, lost_vote_peak=0.0007) == "7 %"
     assert said() == said(lost_votes=None) == "-"
