@@ -38,11 +38,11 @@ READ = ((whole_number, NUMBERS), (token_budget, BUDGETS), (memory, BYTES), (kern
     ("read", "text", "amount"),
     [(read, text, amount) for read, amounts in READ for text, amount in amounts.items()],
 )
-def test_amounts_are_read(read, text, amount):
+def test_amounts_are_parsed(read, text, amount):
     assert read(text) == amount
 
 
-def test_lists_of_amounts_are_read():
+def test_lists_of_amounts_are_parsed():
     for text, number in NUMBERS.items():
         assert counts("lengths", f"{text},7") == (number, 7)
     for text, budget in BUDGETS.items():
@@ -62,10 +62,10 @@ UNREAD = (
 @pytest.mark.parametrize(
     ("read", "said", "text"), [(read, said, text) for read, said, texts in UNREAD for text in texts]
 )
-def test_what_is_none_is_refused_with_one_that_works(read, said, text):
-    with pytest.raises(InvalidArgumentError, match=rf"^{said}.*; write for instance ") as raised:
+def test_wrong_amount_is_refused_with_an_example_that_works(read, said, text):
+    with pytest.raises(InvalidArgumentError, match=rf"^{said}.*\. Write for instance ") as raised:
         read(text)
-    *_, option, example = str(raised.value).split()
+    *_, option, example = str(raised.value).rstrip(".").split()
     assert option == f"--{said.partition(':')[0].replace('_', '-')}"
     assert read(example) != 0
 
@@ -73,15 +73,15 @@ def test_what_is_none_is_refused_with_one_that_works(read, said, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("all", "or auto, got 'all'; write for instance --budget 4k, or --policy full"),
+        ("all", "or auto, got 'all'. Write for instance --budget 4k, or --policy full"),
         ("-4", "expected at least 1, got -4"),
         ("120%", "expected a share in (0, 100 %] or a number of bytes, got '120%'. Pass"),
         ("auto:all", "expected auto with lost_vote, least or most, got 'all'"),
-        ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'; write for instance --budget auto:lost"),
+        ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'. Write for instance --budget auto:lost"),
         ("auto:most=4.5", "least or most, got 'most=4.5'"),
     ],
 )
-def test_what_is_no_budget_is_one_line(text, message):
+def test_wrong_budget_is_refused_in_one_line(text, message):
     for read in (token_budget, token_budgets):
         with pytest.raises(InvalidArgumentError) as raised:
             read(text)

@@ -43,7 +43,7 @@ def asked(snapkv, document):
     return ask
 
 
-def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
+def test_standard_output_has_only_the_answer(snapkv, demo_only, document):
     done = snapkv("ask", document, *ASK, *SMALL)
     assert (done.status, done.out) == (0, "The key is under the blue stone.\n")
     costs = dict(re.findall(r"│ ([a-z ]+?) +│ (\S.*?) +│", done.err))
@@ -55,12 +55,12 @@ def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
     }  # fmt: skip
 
 
-def test_how_steps_ran_that_may_be_a_graph_is_shown(snapkv, demo_only, document, monkeypatch):
+def test_table_shows_how_the_decode_steps_ran(snapkv, demo_only, document, monkeypatch):
     monkeypatch.setattr(step_graph, "described", lambda cache: "one graph")
     assert re.search(r"│ steps +│ one graph", snapkv("ask", document, *ASK, *SMALL).err)
 
 
-def test_json_is_one_object_and_nothing_else(asked, demo_only, document):
+def test_standard_output_has_only_one_json_object(asked, demo_only, document):
     record = asked(*SMALL)
     assert list(record)[:4] == ["answer", "model", "question", "prompt"]
     assert {name for name, value in record.items() if value is None} == {
@@ -83,7 +83,7 @@ def test_json_is_one_object_and_nothing_else(asked, demo_only, document):
     assert len(asked(*SMALL, "--verbose")["runs"][0]["cache"]["layers"]) == 30
 
 
-def test_a_method_that_reads_twice_chooses_before_the_question(asked, tiny_only):
+def test_method_that_reads_twice_selects_before_the_question(asked, tiny_only):
     options = ("--policy", "kvzip", "--budget", 128, "--window-size", 16, "--max-new-tokens", 6)
     (answer,) = asked(*options)["runs"]
     behind = answer["cache"]["seen_tokens"] - answer["prompt_tokens"]
@@ -94,7 +94,7 @@ def test_a_method_that_reads_twice_chooses_before_the_question(asked, tiny_only)
 @pytest.mark.parametrize(
     ("encoding", "output"), [("utf-8", ()), ("ascii", ()), ("ascii", ("--json",))], ids=str
 )
-def test_names_and_answers_that_the_terminal_cannot_show(
+def test_unencodable_names_and_answers_are_escaped(
     snapkv, tiny_only, tmp_path, monkeypatch, encoding, output
 ):
     for name in (b"caf\xe9.txt", b"notes.txt"):
@@ -113,7 +113,7 @@ def test_names_and_answers_that_the_terminal_cannot_show(
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_no_terminal_obeys_what_a_document_an_answer_or_a_name_says(
+def test_control_characters_are_escaped_on_a_terminal(
     snapkv, tiny_only, here, monkeypatch, terminal
 ):
     (here / "notes.txt").write_text("Nothing to see here.")
@@ -132,7 +132,7 @@ def test_no_terminal_obeys_what_a_document_an_answer_or_a_name_says(
     assert "\x1b" not in snapkv("ask", "\x1b]0;a.txt", "-q", "Why?").err
 
 
-def test_compare_shows_both_caches_side_by_side(snapkv, asked, demo_only, document, monkeypatch):
+def test_compare_shows_both_answers_side_by_side(snapkv, asked, demo_only, document, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     done = snapkv("ask", document, *ASK, *SMALL, "--compare")
     assert done.status == 0
@@ -150,7 +150,7 @@ def test_compare_shows_both_caches_side_by_side(snapkv, asked, demo_only, docume
     assert record["comparison"]["same"]
 
 
-def test_the_default_is_not_called_by_the_papers_name(snapkv, asked, tiny_only, document):
+def test_default_method_is_not_called_snapkv(snapkv, asked, tiny_only, document):
     shown = snapkv("ask", document, *ASK, "--budget", 48, "--max-new-tokens", 2, "--compare").out
     assert "default" in shown.splitlines()[1]
     assert "snapkv" not in shown.splitlines()[1]
@@ -175,9 +175,7 @@ def gate(tmp_path):
     return "ask", document, *start, *small
 
 
-def test_the_commands_that_are_next_to_try_double_the_budget_up_to_the_prompt(
-    snapkv, demo_only, gate
-):
+def test_suggested_commands_double_the_budget_up_to_the_prompt(snapkv, demo_only, gate):
     budgets, words = [], [*map(str, gate), "--compare", "--json"]
     while command := (record := json.loads(snapkv(*words).out))["comparison"]["command"]:
         program, *words = shlex.split(command)
@@ -188,7 +186,7 @@ def test_the_commands_that_are_next_to_try_double_the_budget_up_to_the_prompt(
     assert record["comparison"]["same"] or 2 * own["cache"]["kept_tokens"] > full["prompt_tokens"]
 
 
-def test_a_check_compares_the_first_tokens_and_says_so_by_its_status(snapkv, demo_only, gate):
+def test_check_compares_the_first_tokens_and_sets_the_exit_status(snapkv, demo_only, gate):
     differs = snapkv(*gate, "--check", 8, "--json")
     assert differs.status == 3
     check = json.loads(differs.out)["check"]
@@ -200,7 +198,7 @@ def test_a_check_compares_the_first_tokens_and_says_so_by_its_status(snapkv, dem
     assert any(line.endswith("the full cache's") for line in same.err.splitlines())
 
 
-def test_a_method_that_looks_at_tokens_gets_them_from_the_models_tokenizer(asked, tiny_only):
+def test_method_that_needs_token_ids_gets_the_models_tokenizer(asked, tiny_only):
     fastgen = ("--policy", "fastgen", "--set", "recovery=0.9", "--max-new-tokens", 6)
     (own,) = asked(*fastgen)["runs"]
     assert own["policy"] == {
@@ -209,7 +207,7 @@ def test_a_method_that_looks_at_tokens_gets_them_from_the_models_tokenizer(asked
     }  # fmt: skip
 
 
-def test_generate_continues_files_and_prompt_as_they_are(snapkv, demo_only, document, monkeypatch):
+def test_generate_continues_files_and_prompt_unchanged(snapkv, demo_only, document, monkeypatch):
     options = ("--answer-start", " the", *SMALL, "--json")
     done = snapkv("generate", document, "--prompt", "The key is under", *options)
     assert json.loads(done.out)["answer"].startswith(" the blue stone")
@@ -221,7 +219,7 @@ def test_generate_continues_files_and_prompt_as_they_are(snapkv, demo_only, docu
     assert json.loads(done.out)["documents"] == ["standard input", str(document)]
 
 
-def test_only_options_that_were_given_reach_the_loader(snapkv, tiny_only):
+def test_only_given_options_reach_the_loader(snapkv, tiny_only):
     snapkv("generate", "-p", "Hi", "--max-new-tokens", 1)
     snapkv("generate", "-p", "Hi", "--max-new-tokens", 1, "--model", "x", "--dtype", "float32")
     assert tiny_only == [{}, {"name": "x", "dtype": "float32"}]
@@ -229,7 +227,7 @@ def test_only_options_that_were_given_reach_the_loader(snapkv, tiny_only):
 
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize(("terminal", "draws"), [(True, True), (True, False), (False, False)])
-def test_progress_is_drawn_on_terminals_only(
+def test_progress_is_drawn_only_on_terminals(
     snapkv, tiny_only, document, monkeypatch, terminal, draws, as_json
 ):
     """What is loaded is said first, then how many tokens are read, of a streamed answer too."""
@@ -261,19 +259,19 @@ def test_progress_is_drawn_on_terminals_only(
         (("--budget", "80%", "--policy", "snapkv"), "32"),
     ],
 )
-def test_few_bits_by_themselves_are_within_bytes_only(asked, tiny_only, options, bits):
+def test_default_method_quantizes_only_for_a_budget_in_bytes(asked, tiny_only, options, bits):
     (run,) = asked("--max-new-tokens", 2, *options)["runs"]
     assert list(run["cache"]["bits"]) == [bits]
 
 
-def test_a_larger_budget_is_asked_for(snapkv, tiny_only, document):
+def test_low_budget_suggests_a_larger_one(snapkv, tiny_only, document):
     done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, "--budget", 48)
     command = " ".join(done.err.split()).partition("for a larger budget: ")[2]
     assert command.endswith("--budget 96")
     assert "96 of" in snapkv(*shlex.split(command)[1:]).err
 
 
-def test_a_shared_latent_keeps_its_bits_and_it_is_said_why():
+def test_shared_latent_stays_unquantized_with_a_reason():
     latent, other, within = small_model("latent"), small_model("llama"), default_policy("30%")
     assert usual_bits(within, other) == ("K8V4", "")
     assert usual_bits(within, latent) == (
@@ -294,7 +292,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_drafts_change_what_it_takes_and_not_the_answer(asked, demo_only, way):
+def test_drafts_do_not_change_the_answer(asked, demo_only, way):
     (answer,) = asked(*SMALL, *WAYS[way])["runs"]
     assert answer["text"] == "The key is under the blue stone."
     drafts = answer["drafts"]
@@ -303,7 +301,7 @@ def test_drafts_change_what_it_takes_and_not_the_answer(asked, demo_only, way):
     assert drafts["acceptance_length"] >= 1.01
 
 
-def test_the_table_says_tokens_per_pass(snapkv, tiny_only, document, monkeypatch):
+def test_table_shows_tokens_per_pass(snapkv, tiny_only, document, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     done = snapkv("ask", document, *ASK, *SMALL, "--prompt-lookup", 3, "--compare")
     (line,) = [line for line in done.out.splitlines() if "tokens per pass" in line]
@@ -320,25 +318,25 @@ def test_the_table_says_tokens_per_pass(snapkv, tiny_only, document, monkeypatch
         ("layer-by-layer:chunk-tokens=96", LayerByLayer(chunk_tokens=96)),
     ],
 )
-def test_a_way_of_reading_with_its_parameters(text, expected):
+def test_prefill_with_parameters_is_parsed(text, expected):
     assert read_prefill(text) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("layer-by-leyer", "did you mean layer-by-layer"),
+        ("layer-by-leyer", "Write layer-by-layer."),
         ("selective", "prefill: expected one of exact, layer-by-layer, got 'selective'"),
         ("", "prefill: expected one of exact"),
         ("exact:layer=3", "expected exact with no parameters"),
-        ("layer-by-layer:chunk_token=3", "did you mean chunk_tokens"),
+        ("layer-by-layer:chunk_token=3", "Write chunk_tokens."),
         ("layer-by-layer:chunk_tokens", "as NAME=VALUE"),
         ("layer-by-layer:chunk_tokens=0", "chunk_tokens: expected"),
         ("layer-by-layer:chunk_tokens=few", "--prefill layer-by-layer:chunk_tokens=4k"),
         ("layer-by-layer:chunk_tokens=1,chunk_tokens=2", "expected every parameter once"),
     ],
 )
-def test_what_is_no_way_of_reading_is_refused_in_one_line(text, message):
+def test_wrong_prefill_is_refused_in_one_line(text, message):
     with pytest.raises(InvalidArgumentError, match=message) as caught:
         read_prefill(text)
     assert "\n" not in str(caught.value)
@@ -346,7 +344,7 @@ def test_what_is_no_way_of_reading_is_refused_in_one_line(text, message):
         read_prefills(["exact", "exact"])
 
 
-def test_ask_reads_so(snapkv, asked, demo_only, document):
+def test_ask_uses_the_prefill_option(snapkv, asked, demo_only, document):
     in_pieces = (*SMALL, "--prefill", "layer-by-layer:chunk_tokens=64")
     done = snapkv("ask", document, *ASK, *in_pieces)
     record = asked(*in_pieces, "--compare", "--verbose")

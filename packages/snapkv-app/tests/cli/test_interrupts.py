@@ -48,7 +48,7 @@ def start(arguments, folder, *, how=("-m", "snapkv_app"), start_new_session=Fals
     ],
     ids=["typer", "script torch", "torch", "script transformers"],
 )
-def test_while_a_library_is_imported(tmp_path, how, library, arguments, line):
+def test_interrupt_during_an_import_prints_one_line(tmp_path, how, library, arguments, line):
     """Whatever it makes of the interruption itself."""
     (tmp_path / "stubs").mkdir()
     (tmp_path / "stubs" / f"{library}.py").write_text(STUB)
@@ -59,7 +59,7 @@ def test_while_a_library_is_imported(tmp_path, how, library, arguments, line):
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.3, 1, 3])
-def test_at_any_moment(tmp_path, seconds):
+def test_interrupt_at_any_moment_prints_one_line(tmp_path, seconds):
     process = start(EVAL, tmp_path)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
@@ -71,7 +71,7 @@ def test_at_any_moment(tmp_path, seconds):
     assert errors in (CONTINUES, LINE)
 
 
-def test_where_it_is_ignored_it_stays_ignored(tmp_path):
+def test_ignored_interrupt_stays_ignored(tmp_path):
     ignoring = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {SCRIPT}"
     process = start(("policies",), tmp_path, how=("-c", ignoring))
     time.sleep(0.5)

@@ -37,7 +37,7 @@ def whats(done):
     return {each["name"]: each["what"] for each in json.loads(done.out)["documents"]}
 
 
-def test_every_document_has_a_line_and_is_listed(snapkv, added):
+def test_added_documents_are_printed_and_listed(snapkv, added):
     again = snapkv("library", "add", "papers", "--to", "lib")
     assert again.out.count("skipped") == 3
     assert "library: lib" in again.err
@@ -49,7 +49,7 @@ def test_every_document_has_a_line_and_is_listed(snapkv, added):
     assert all(row["tokens"] > 0 and row["source"].endswith(row["name"]) for row in rows)
 
 
-def test_what_has_changed_is_read_again_and_what_is_gone_is_dropped(snapkv, added):
+def test_changed_files_are_read_again_and_deleted_ones_dropped(snapkv, added):
     (added / "papers/lease.txt").write_text("There is no lease any more.")
     (added / "papers/loan.txt").unlink()
     (added / "papers/new.txt").write_text("Something new.")
@@ -64,7 +64,7 @@ def test_what_has_changed_is_read_again_and_what_is_gone_is_dropped(snapkv, adde
     assert "3 documents, all" in snapkv("library", "check", "lib").out
 
 
-def test_a_file_that_is_gone_is_dropped_when_it_is_added_again_and_others_stay(snapkv, added):
+def test_adding_a_deleted_file_drops_only_its_document(snapkv, added):
     (added / "papers/loan.txt").unlink()
     (added / "papers/lease.txt").unlink()
     done = snapkv("library", "add", "papers/loan.txt", "--to", "lib", "--json")
@@ -73,7 +73,7 @@ def test_a_file_that_is_gone_is_dropped_when_it_is_added_again_and_others_stay(s
     assert [row["name"] for row in rows] == ["papers/garden.txt", "papers/lease.txt"]
 
 
-def test_what_cannot_be_read_is_named_at_the_end_and_the_others_are_there(snapkv, tiny_only, here):
+def test_unreadable_files_are_named_and_the_others_are_added(snapkv, tiny_only, here):
     (here / "papers/long.txt").write_text("word " * 2000)
     (here / "empty.txt").write_text("")
     done = snapkv("library", "add", "empty.txt", "papers", "absent.txt", "--to", "lib")
@@ -85,7 +85,7 @@ def test_what_cannot_be_read_is_named_at_the_end_and_the_others_are_there(snapkv
     assert "3 documents, all" in snapkv("library", "check", "lib").out
 
 
-def test_an_answer_names_its_sources(snapkv, added):
+def test_answer_names_its_sources(snapkv, added):
     ask = ("ask", "--library", "lib", "-q", "What does the bank lend?", "--max-new-tokens", 3)
     done = snapkv(*ask, "--documents", 1)
     assert done.status == 0
@@ -100,7 +100,7 @@ def test_an_answer_names_its_sources(snapkv, added):
 
 
 @pytest.mark.parametrize("question", ["What does the bank lend?", "Roses, the bank, the lease?"])
-def test_everything_computed_anew_and_kept_is_what_reading_in_full_gives(snapkv, added, question):
+def test_recomputing_all_tokens_equals_reading_in_full(snapkv, added, question):
     ask = ("ask", "--library", "lib", "-q", question, "--max-new-tokens", 8)
     whole = ("--policy", "full", "--recompute", 1)
     done = snapkv(*ask, *whole, "--check", 8)
@@ -160,7 +160,7 @@ def aged(request, snapkv, tiny_only, here, monkeypatch):
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("more", [(), ("--json",), ("--compare",), ("--check", 1)], ids=str)
-def test_no_answer_is_from_a_file_that_has_changed(refused, added, nothing_is_loaded, more, change):
+def test_changed_file_is_refused_before_the_answer(refused, added, nothing_is_loaded, more, change):
     make, said = CHANGES[change]
     make(added / "papers/loan.txt")
     line = refused(*LOAN, "--documents", 1, *more)
@@ -169,13 +169,13 @@ def test_no_answer_is_from_a_file_that_has_changed(refused, added, nothing_is_lo
 
 
 @pytest.mark.parametrize("change", ["in-place", "replaced"])
-def test_a_change_is_noticed_whenever_the_file_was_written(refused, aged, change):
+def test_change_is_noticed_whatever_the_modification_time(refused, aged, change):
     CHANGES[change][0](aged / "papers/loan.txt")
     assert "papers/loan.txt has changed since" in refused(*LOAN, "--documents", 1)
 
 
 @pytest.mark.parametrize("change", UNCHANGED)
-def test_a_file_with_the_same_text_is_answered_from(snapkv, added, change):
+def test_rewritten_file_with_the_same_text_is_accepted(snapkv, added, change):
     UNCHANGED[change](added / "papers/loan.txt")
     record = json.loads(snapkv(*LOAN, "--documents", 1, "--json").out)
     assert record["warnings"] == []
@@ -183,7 +183,7 @@ def test_a_file_with_the_same_text_is_answered_from(snapkv, added, change):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_has_changed_is_answered_from_when_that_is_allowed(snapkv, added, change):
+def test_allow_changed_accepts_a_changed_file(snapkv, added, change):
     CHANGES[change][0](added / "papers/loan.txt")
     done = snapkv(*LOAN, "--documents", 1, "--allow-changed", "--json")
     assert done.status == 0, done.err
@@ -195,7 +195,7 @@ def test_what_has_changed_is_answered_from_when_that_is_allowed(snapkv, added, c
 
 @pytest.mark.parametrize("folder", [".", "papers"])
 @pytest.mark.parametrize("name", ["loan.txt", "it's a loan.txt", "-loan.txt"])
-def test_the_command_in_the_message_reads_it_again(
+def test_suggested_command_reads_the_changed_file_again(
     snapkv, refused, tiny_only, here, monkeypatch, name, folder
 ):
     (here / "papers/loan.txt").rename(here / name)
@@ -223,7 +223,7 @@ COMMANDS = (
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("end", [KeyboardInterrupt, MemoryError])
-def test_a_library_whose_first_document_was_interrupted_says_how_to_go_on(
+def test_library_interrupted_at_its_first_document_says_how_to_continue(
     snapkv, refused, tiny_only, here, monkeypatch, command, end
 ):
     def interrupted(*_):
@@ -240,7 +240,7 @@ def test_a_library_whose_first_document_was_interrupted_says_how_to_go_on(
     assert "run the same snapkv library add again, or delete the folder" in said
 
 
-def test_what_a_pipe_held_is_not_compared(snapkv, tiny_only, here):
+def test_document_from_a_pipe_is_not_compared_with_a_file(snapkv, tiny_only, here):
     reading, writing = os.pipe()
     os.write(writing, b"The bank lends wool.")
     os.close(writing)
@@ -251,7 +251,7 @@ def test_what_a_pipe_held_is_not_compared(snapkv, tiny_only, here):
     assert (record["sources"][0]["name"], record["warnings"]) == (name, [])
 
 
-def test_records_of_0_3_0_are_read_and_compared_by_their_text(snapkv, refused, added):
+def test_records_of_version_0_3_0_are_compared_by_their_text(snapkv, refused, added):
     for file in (added / "lib/documents").iterdir():
         body = {**from_record(file.read_text())}
         assert body.pop("stamp") is not None
@@ -261,9 +261,7 @@ def test_records_of_0_3_0_are_read_and_compared_by_their_text(snapkv, refused, a
     assert "papers/loan.txt has changed since" in refused(*LOAN)
 
 
-def test_documents_for_which_there_are_no_positions_are_left_out_by_name(
-    snapkv, refused, tiny_only, here
-):
+def test_documents_beyond_the_positions_are_left_out_by_name(snapkv, refused, tiny_only, here):
     (here / "papers/loan.txt").write_text(TEXTS["loan"] + " word" * 700)
     (here / "papers/lease.txt").write_text("A bank. " + " word" * 700)
     snapkv("library", "add", "papers", "--to", "lib")
@@ -275,9 +273,7 @@ def test_documents_for_which_there_are_no_positions_are_left_out_by_name(
     assert "within the model's 1,024 positions" in none
 
 
-def test_a_question_without_a_word_of_any_document_says_what_to_do(
-    refused, added, nothing_is_loaded
-):
+def test_question_without_a_known_word_is_refused_with_a_remedy(refused, added, nothing_is_loaded):
     assert "snapkv library list lib" in refused("ask", "--library", "lib", "-q", "zebra?")
 
 
@@ -290,12 +286,10 @@ def test_a_question_without_a_word_of_any_document_says_what_to_do(
     ],
     ids=" ".join(["{}"]).format,
 )
-def test_documents_are_compressed_as_the_options_say_and_asked(
-    snapkv, refused, tiny_only, here, options
-):
+def test_documents_are_compressed_as_the_options_say(snapkv, refused, tiny_only, here, options):
     done = snapkv("library", "add", "papers", "--to", "lib", *options)
     assert done.status == 0, done.err
-    assert ("warning: policy: snapkv keeps what the end of" in done.err) == ("snapkv" in options)
+    assert ("warning: policy: snapkv keeps the tokens that" in done.err) == ("snapkv" in options)
     assert snapkv("library", "add", "papers", "--to", "lib", *options).out.count("skipped") == 3
     assert snapkv("library", "add", "papers", "--to", "lib").out.count("skipped") == 3
     for recompute in (0, 1):
@@ -309,7 +303,9 @@ def test_documents_are_compressed_as_the_options_say_and_asked(
     assert "policy: expected what this library's documents were read with" in said
 
 
-def test_a_parameter_alone_is_heeded_behind_compressed_documents(snapkv, refused, tiny_only, here):
+def test_parameter_alone_changes_the_policy_after_compressed_documents(
+    snapkv, refused, tiny_only, here
+):
     small = ("--policy", "snapkv", "--budget", 48, "--window-size", 8)
     assert snapkv("library", "add", "papers", "--to", "lib", *small).status == 0
     asked = ("ask", "--library", "lib", "-q", "Rent in May?", "--max-new-tokens", 1, "--json")
@@ -319,7 +315,7 @@ def test_a_parameter_alone_is_heeded_behind_compressed_documents(snapkv, refused
     assert (fewer["method"], fewer["kept_tokens"]) == ("snapkv, fading", 40)
 
 
-def test_bytes_of_whole_documents_hold_codes_as_those_of_files_do(snapkv, added):
+def test_budget_in_bytes_quantizes_uncompressed_documents(snapkv, added):
     asked = ("ask", "--library", "lib", "-q", "Rent in May?", "--max-new-tokens", 1, "--json")
     coded, exact = (
         json.loads(snapkv(*asked, "--budget", "50%", *more).out)["runs"][0]["cache"]
@@ -330,7 +326,7 @@ def test_bytes_of_whole_documents_hold_codes_as_those_of_files_do(snapkv, added)
     assert coded["held_bytes"] <= exact["held_bytes"] <= exact["full_bytes"] / 2
 
 
-def test_a_damaged_file_is_named_mended_and_not_used(snapkv, added):
+def test_damaged_file_is_named_not_used_and_read_again(snapkv, added):
     file = sorted((added / "lib/caches").iterdir())[0]
     file.write_bytes(file.read_bytes()[:-9])
     checked = snapkv("library", "check", "lib")
@@ -345,7 +341,7 @@ def test_a_damaged_file_is_named_mended_and_not_used(snapkv, added):
     assert snapkv("library", "check", "lib").status == 0
 
 
-def test_a_name_that_is_no_utf8_is_known_again_kept_and_removed(snapkv, tiny_only, here):
+def test_name_that_is_not_utf8_is_recognised_kept_and_removed(snapkv, tiny_only, here):
     odd = os.fsdecode(b"notes/\xff.txt")
     (here / "notes").mkdir()
     for name in (odd, "notes/plain.txt"):
@@ -358,7 +354,7 @@ def test_a_name_that_is_no_utf8_is_known_again_kept_and_removed(snapkv, tiny_onl
     assert snapkv("library", "remove", "lib", odd).out == "removed: notes/\\xff.txt\n"
 
 
-def test_names_are_removed_and_others_refused(snapkv, refused, added):
+def test_remove_accepts_names_and_refuses_unknown_ones(snapkv, refused, added):
     done = snapkv("library", "remove", "lib", "papers/loan.txt", added / "papers/lease.txt")
     assert done.out == "removed: papers/loan.txt\nremoved: papers/lease.txt\n"
     said = refused("library", "remove", "lib", "papers/garten.txt")
@@ -372,12 +368,12 @@ def test_names_are_removed_and_others_refused(snapkv, refused, added):
     assert "library: expected documents, got none in 'lib'; add some with" in said
 
 
-def test_a_method_that_reads_twice_is_for_adding(refused, added):
+def test_method_that_reads_twice_is_refused_for_questions(refused, added):
     said = refused("ask", "--library", "lib", "-q", "The bank?", "--policy", "kvzip")
     assert "Compress the documents by it when they are added" in said
 
 
-def test_another_model_is_refused_with_both_names(refused, added, demo, monkeypatch):
+def test_other_model_is_refused_with_both_names(refused, added, demo, monkeypatch):
     monkeypatch.setattr("snapkv_app.cli.loading.load", lambda **_: demo)
     for command in (("library", "add", "papers", "--to", "lib"), ("ask", "--library", "lib")):
         question = ("-q", "bank") if command[0] == "ask" else ()
@@ -386,7 +382,7 @@ def test_another_model_is_refused_with_both_names(refused, added, demo, monkeypa
         assert "got demo (LlamaForCausalLM, float32)" in said or command[0] == "ask"
 
 
-def test_the_librarys_own_model_and_dtype_are_loaded_where_none_is_named(snapkv, added, tiny_only):
+def test_model_and_dtype_of_the_library_are_the_defaults(snapkv, added, tiny_only):
     tiny_only.clear()
     asked = ("ask", "--library", "lib", "-q", "bank", "--max-new-tokens", 1)
     snapkv(*asked)
@@ -395,7 +391,7 @@ def test_the_librarys_own_model_and_dtype_are_loaded_where_none_is_named(snapkv,
     assert {call["dtype"] for call in tiny_only} == {"float32"}
 
 
-def test_a_full_disk_is_one_line_and_the_documents_before_it_are_there(
+def test_full_disk_is_reported_in_one_line_and_earlier_documents_stay(
     snapkv, tiny, here, monkeypatch
 ):
     real, calls = safetensors.torch.save_file, []
@@ -418,7 +414,7 @@ def test_a_full_disk_is_one_line_and_the_documents_before_it_are_there(
     assert not [path for path in (here / "lib").rglob("*.partial")]
 
 
-def test_a_bound_is_said_and_what_goes_for_it(snapkv, refused, added):
+def test_limit_and_evicted_documents_are_printed(snapkv, refused, added):
     listed = json.loads(snapkv("library", "list", "lib", "--json").out)
     sizes = {row["name"]: row["bytes"] for row in listed["documents"]}
     snapkv("ask", "--library", "lib", "-q", "roses", "--documents", 1, "--max-new-tokens", 1)
@@ -435,4 +431,4 @@ def test_a_bound_is_said_and_what_goes_for_it(snapkv, refused, added):
     assert snapkv("library", "limit", "lib", "none").status == 0
     assert snapkv("library", "add", "papers", "--to", "lib").out.count("read") >= 3
     wrong = refused("library", "limit", "lib", "12")
-    assert "write for instance snapkv library limit lib 80GB" in wrong
+    assert "Write for instance snapkv library limit lib 80GB" in wrong

@@ -13,7 +13,7 @@ from snapkv_app.cli.notes import (
     checked_note,
     compared_note,
     is_little_lost,
-    said_of_votes,
+    format_lost_votes,
     votes_note,
 )
 from snapkv_app.cli.options import RunOptions
@@ -71,7 +71,7 @@ def plain(note):
         (("ask", "a", "--json"), MORE_BITS, "snapkv ask a --json --exact-bits"),
     ],
 )
-def test_a_command_is_the_one_that_was_typed_with_what_changes(typed, change, command):
+def test_suggested_command_is_the_typed_one_with_the_change(typed, change, command):
     assert changed_command(typed, change) == command
 
 
@@ -91,12 +91,12 @@ def larger(tokens):
         ({}, {"policy": "fastgen"}, {}, None),
     ],
 )
-def test_what_is_next_to_try_is_what_an_answer_lacks_most_likely(exactly, given, bits, change):
+def test_next_change_is_the_most_likely_remedy(exactly, given, bits, change):
     options = RunOptions(**{"policy": "snapkv"} | given)
     assert next_change(exactly, options, answered(options=options, bits=bits)) == change
 
 
-def test_the_same_answer_is_one_line_and_another_has_a_command():
+def test_equal_answer_has_one_line_and_different_one_a_command():
     same = compared_note(answered("a b"), answered("a b"), SNAPKV, TYPED, {})
     assert plain(same) == ["the compressed cache gives the full cache's answer"]
     assert same.record == {"same": True, "first_difference": None, "command": None}
@@ -110,7 +110,7 @@ def test_the_same_answer_is_one_line_and_another_has_a_command():
     assert plain(chance) == [different]
 
 
-def test_a_check_is_a_line_and_a_status():
+def test_check_prints_a_line_and_sets_the_exit_status():
     same = checked_note(answered("abc"), answered("abd"), 2)
     assert (same.status, plain(same)) == (0, ["check: the first 2 tokens are the full cache's"])
     other = checked_note(answered("abc"), answered("abd"), 3)
@@ -123,7 +123,7 @@ def test_a_check_is_a_line_and_a_status():
     ("lost", "peak", "ending"),
     [(None, None, None), (0.1, 0.0012, None), (0.12, 0.0013, "--budget 128")],
 )
-def test_lost_votes_call_for_a_larger_budget_or_for_a_comparison(lost, peak, ending):
+def test_many_lost_votes_suggest_a_larger_budget_or_a_comparison(lost, peak, ending):
     ours = answered(lost_votes=lost, lost_vote_peak=peak)
     note = votes_note([ours], SNAPKV, TYPED[:-1])
     assert note.record["share"] == lost
@@ -138,7 +138,7 @@ def test_lost_votes_call_for_a_larger_budget_or_for_a_comparison(lost, peak, end
     assert plain(votes_note([by_votes, answered()], RunOptions(), TYPED)) == []
 
 
-def test_a_larger_budget_that_holds_everything_is_the_full_cache():
+def test_larger_budget_that_holds_the_prompt_is_the_full_cache():
     half, fastgen = RunOptions(policy="snapkv", budget=300), RunOptions(policy="fastgen")
     assert larger_budget(half, answered(options=half)) is FULL
     assert larger_budget(fastgen, answered(options=fastgen)) is None
@@ -161,15 +161,15 @@ NAN = float("nan")
         (0.0, LITTLE_SUM / 8, 8 * 1024, False),
     ],
 )
-def test_what_is_lost_is_little_or_not_and_the_borders_are_not(peak, share, tokens, little):
+def test_votes_at_the_limit_are_not_a_little_loss(peak, share, tokens, little):
     report = {"kept_tokens": 256, "seen_tokens": tokens + 9, "chosen_at": tokens}
     report |= {"lost_votes": share, "lost_vote_peak": peak}
     assert is_little_lost(report) == little
 
 
-def test_a_report_says_the_share_or_nothing():
+def test_table_cell_has_the_share_of_lost_votes_or_a_dash():
     def said(**values):
-        return said_of_votes({"kept_tokens": 256, "seen_tokens": 1024, **values})
+        return format_lost_votes({"kept_tokens": 256, "seen_tokens": 1024, **values})
 
     assert said(lost_votes=0.072, lost_vote_peak=0.0007) == "7 %"
     assert said() == said(lost_votes=None) == "-"
@@ -177,7 +177,7 @@ def test_a_report_says_the_share_or_nothing():
 
 
 @torch.no_grad()
-def test_lost_votes_are_those_of_the_prompt_however_much_follows():
+def test_generated_tokens_do_not_change_the_lost_votes():
     model = tiny_model("llama")
     cache = CompressedCache(model, SnapKV(24, window_size=8))
     model(random_ids(1, 60), past_key_values=cache)

@@ -27,7 +27,7 @@ COMMANDS = {str(command): command for command in commands()}
 EXAMPLES = [(name, line) for name, command in COMMANDS.items() for line in command.examples]
 
 
-def test_every_help_has_examples_of_that_command(snapkv):
+def test_every_help_has_examples_of_its_command(snapkv):
     groups = dict.fromkeys(name.rpartition(" ")[0] for name in COMMANDS)
     for words in (*groups, *COMMANDS):
         shown = snapkv(*words.split(), "--help")
@@ -40,9 +40,7 @@ def test_every_help_has_examples_of_that_command(snapkv):
 
 
 @pytest.mark.parametrize("line", [line for _, line in EXAMPLES])
-def test_every_example_begins_or_is_at_least_what_the_parser_takes(
-    snapkv, here, nothing_is_loaded, line
-):
+def test_parser_accepts_every_example(snapkv, here, nothing_is_loaded, line):
     write_pdf(here / "contract.pdf", ["Either party may end it."])
     (here / "notes.txt").write_text("The gate opens at nine. " * 40)
     words = shlex.split(line)[1:]
@@ -57,22 +55,22 @@ def test_every_example_begins_or_is_at_least_what_the_parser_takes(
     assert "the command has begun" in done.err or done.status == 0, done.err
 
 
-def test_an_option_has_one_type_in_all_commands():
+def test_option_has_the_same_type_in_all_commands():
     kinds = defaultdict(set)
     for _, option in options_of(lambda option: isinstance(option.marks[0], OptionInfo)):
         kinds[option.flag.partition("/")[0]].add(option.shown_kind)
     assert [each for each in kinds.items() if len(each[1]) > 1] == []
 
 
-def test_what_is_missing_is_shown_by_an_example(refused):
+def test_missing_argument_is_reported_with_an_example(refused):
     needy = [each for each in COMMANDS.values() if any(option.required for option in each.options)]
     for command in needy:
-        assert refused(*command.words).endswith(f"; write for instance {command.examples[0]}\n")
+        assert refused(*command.words).endswith(f". Write for instance {command.examples[0]}.\n")
     for words in (("ask", "-q", "Why?"), ("generate",)):
         assert f"for instance {COMMANDS[words[0]].examples[0]}" in refused(*words)
 
 
-def test_the_budget_says_what_it_is_where_none_is_given(snapkv):
+def test_help_shows_the_default_budget(snapkv):
     for command, _ in options_of(lambda option: option.name == "budget"):
         shown = " ".join(snapkv(*command.words, "--help").out.replace("│", " ").split())
         text = shown[shown.index("--budget") :]
@@ -82,7 +80,7 @@ def test_the_budget_says_what_it_is_where_none_is_given(snapkv):
 @pytest.mark.parametrize(
     ("typed", "offered"), [("snapkv lib", "library"), ("snapkv ask --quest", "--question")]
 )
-def test_a_shell_completes_commands_and_options(typed, offered):
+def test_shell_completes_commands_and_options(typed, offered):
     asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
     environment = {**os.environ, **asked, "_SNAPKV_COMPLETE": "complete_bash"}
     done = run_python("-m", "snapkv_app", env=environment)
@@ -90,7 +88,7 @@ def test_a_shell_completes_commands_and_options(typed, offered):
     assert done.stdout.split() == [offered]
 
 
-def test_a_list_of_the_commands_imports_none_of_them():
+def test_list_of_commands_imports_no_command():
     code = """
 import sys
 from snapkv_app.cli.app import run
@@ -117,7 +115,7 @@ print("modules:", *listed, ";", *sys.modules)
     assert not [name for name in called - listed if name.startswith("snapkv_lab")]
 
 
-def test_a_line_of_the_list_is_the_first_of_that_command():
+def test_line_in_the_list_equals_first_line_of_the_help():
     shown = get_command(program()).commands
     assert len(shown) == len({*app_module._places()}) > 10
     for name, command in shown.items():
@@ -134,7 +132,7 @@ BROUGHT = {
 }
 
 
-def test_a_command_that_another_package_brings_is_listed_and_told_where_it_is_broken(
+def test_broken_command_of_another_package_is_listed_and_reported(
     snapkv, refused, here, monkeypatch
 ):
     (here / "brought").mkdir()
@@ -151,7 +149,7 @@ def test_a_command_that_another_package_brings_is_listed_and_told_where_it_is_br
     for name, (_, line) in (BROUGHT | {"gone": ("", "No module named")}).items():
         assert re.search(rf"│ {name} +.*{line}", done.out), done.out
     for name in ("broken", "other", "gone"):
-        said = f"{name}: expected a command that can be imported from {places[name]}, got "
+        said = f"{name}: the command cannot be imported from {places[name]} ("
         assert said in refused(name, "--whatever")
     assert "No such option: --no" in refused("ask", "--no")
 
@@ -176,7 +174,7 @@ def test_a_command_that_another_package_brings_is_listed_and_told_where_it_is_br
     ],
     ids=str,
 )
-def test_a_check_before_torch_refuses_nothing_that_a_method_takes(given):
+def test_checks_before_torch_refuse_no_valid_parameter(given):
     build_policy(RunOptions(**given))
 
 
@@ -228,7 +226,7 @@ def read_by(command, kind):
     return said
 
 
-def test_no_command_takes_an_option_that_it_then_ignores():
+def test_no_command_ignores_one_of_its_options():
     for name, command in CALLBACKS.items():
         taken = inspect.get_annotations(command, eval_str=True)
         kind = taken.get("options", object)
@@ -253,7 +251,7 @@ def test_no_command_takes_an_option_that_it_then_ignores():
     ],
     ids=str,
 )
-def test_a_budget_that_is_too_small_is_told_the_smallest_one(given, least, budget):
+def test_too_small_budget_is_refused_with_the_smallest_one(given, least, budget):
     with pytest.raises(InvalidArgumentError) as error:
         RunOptions(**given, budget=budget)
     said = str(error.value)

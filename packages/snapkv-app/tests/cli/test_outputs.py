@@ -41,7 +41,7 @@ def target_of(option, folder):
     return given, option.mark(Output).targets(given)
 
 
-def test_every_option_with_a_text_names_no_output_or_is_guarded():
+def test_every_option_that_names_an_output_is_checked():
     texts = {
         f"{command} {each.name}"
         for command, each in options_of(lambda option: option.kind is str)
@@ -52,19 +52,19 @@ def test_every_option_with_a_text_names_no_output_or_is_guarded():
 
 
 @pytest.mark.parametrize(("command", "option"), **named(MARKED))
-def test_what_is_there_is_refused_and_stays(refused, document, tmp_path, command, option):
+def test_existing_file_is_refused_and_unchanged(refused, document, tmp_path, command, option):
     given, files = target_of(option, tmp_path)
     for file in files:
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(FOREIGN)
         said = refused(*command.call(option.flag, given, document=document))
-        assert f"{option.name}: expected a new name, got {str(file)!r}" in said
+        assert f"{option.name}: the file {str(file)!r} exists already" in said
         assert ("--force" in said) == (not option.mark(Output).is_added_to)
         assert file.read_bytes() == FOREIGN
         file.unlink()
 
 
-def test_a_nul_byte_in_a_text_is_one_clear_line(refused, document):
+def test_nul_byte_is_refused_in_one_line(refused, document):
     texts = options_of(lambda option: option.kind is str)
     for command, option in texts[::9]:
         said = refused(*command.call(option.flag, "a\0b", document=document))
@@ -72,7 +72,7 @@ def test_a_nul_byte_in_a_text_is_one_clear_line(refused, document):
 
 
 @pytest.mark.parametrize(("command", "option"), **named(WRITTEN))
-def test_force_and_a_new_name_let_the_command_begin(snapkv, document, tmp_path, command, option):
+def test_command_begins_with_force_or_a_new_name(snapkv, document, tmp_path, command, option):
     given, files = target_of(option, tmp_path)
     call = command.call(option.flag, given, document=document)
     assert "the command has begun" in snapkv(*call).err
@@ -83,7 +83,7 @@ def test_force_and_a_new_name_let_the_command_begin(snapkv, document, tmp_path, 
 
 
 @pytest.mark.parametrize("link", ["itself", "symbolic", "hard", "in a folder", "relative"])
-def test_what_is_read_is_never_written(refused, document, here, link):
+def test_input_file_is_never_overwritten(refused, document, here, link):
     file, read = here / "page.html", here / "read.gguf"
     read.write_bytes(FOREIGN)
     if link == "symbolic":
@@ -95,12 +95,12 @@ def test_what_is_read_is_never_written(refused, document, here, link):
         read = {"in a folder": here, "relative": Path("page.html")}.get(link, file)
     given = "page.html" if link == "itself" else file
     call = ("inspect", document, "-q", "Why?", "-o", given, "--model", read, "--force")
-    assert "which is one of the inputs" in refused(*call)
+    assert "is one of the inputs" in refused(*call)
     assert file.read_bytes() == FOREIGN
 
 
 @pytest.mark.parametrize(("command", "option"), **named(ADDED_TO))
-def test_what_a_command_goes_on_with_is_left_to_it(snapkv, document, tmp_path, command, option):
+def test_continued_output_is_accepted(snapkv, document, tmp_path, command, option):
     given, _ = target_of(option, tmp_path)
     match option.mark(Output):
         case RunFolder(files=(record, *_), key=key):
@@ -116,7 +116,7 @@ def test_what_a_command_goes_on_with_is_left_to_it(snapkv, document, tmp_path, c
     ("command", "option"),
     **named([pair for pair in ADDED_TO if type(pair[1].mark(Output)) is RunFolder]),
 )
-def test_a_folder_of_somebody_else_is_no_place_for_a_run(
+def test_folder_with_foreign_files_is_refused_for_a_run(
     snapkv, document, tmp_path, command, option
 ):
     given, _ = target_of(option, tmp_path)
@@ -129,19 +129,19 @@ def test_a_folder_of_somebody_else_is_no_place_for_a_run(
     done = snapkv(*call)
     assert done.status == 2
     assert "expected a new or empty folder, or that of the same run" in done.err
-    assert "with 'notes.txt' in it; choose another folder" in done.err
+    assert "with 'notes.txt' in it. Choose another folder" in done.err
     assert sorted(given.iterdir()) == [left, given / "notes.txt"]
 
 
-def test_the_document_on_standard_input_is_an_input_too(tmp_path, document):
+def test_file_on_standard_input_is_never_overwritten(tmp_path, document):
     with document.open("rb") as stdin:
         call = ("inspect", "-", "-q", "Why?", "-o", str(document), "--force")
         done = run_python("-m", "snapkv_app", *call, stdin=stdin)
     assert done.returncode == 2
-    assert "which is one of the inputs" in done.stderr
+    assert "is one of the inputs" in done.stderr
 
 
-def test_what_goes_on_when_called_again_says_so_when_it_is_interrupted():
+def test_interrupted_command_says_that_it_can_continue():
     continued = {command.words for command, option in ADDED_TO if option.mark(RunFolder)}
     continued.add(("library", "add"))  # whose documents are there one by one
     assert continued == {each.words for each in commands() if continues(each.words)}

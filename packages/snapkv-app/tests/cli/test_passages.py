@@ -25,30 +25,28 @@ def long(here):
     return "log.txt"
 
 
-def test_a_text_that_is_too_long_is_refused_with_what_to_type_and_that_answers(
-    snapkv, refused, tiny_only, long
-):
+def test_too_long_text_is_refused_with_a_command_that_answers(snapkv, refused, tiny_only, long):
     asked = ("ask", long, *QUESTION, "--max-new-tokens", 2)
     said = refused(*asked)
     assert "within the model's 1,024 positions" in said
-    told, _, command = said.strip().rpartition(" s: ")
-    assert re.search(r"match the question best, 1,022 tokens in about \d+$", told)
+    told, _, command = said.strip().rpartition(", run: ")
+    assert re.search(r"match the question best, 1,022 tokens in about \d+ s$", told)
     assert command == shlex.join(["snapkv", *map(str, asked), "--passages", "1022"])
     done = snapkv(*shlex.split(command)[1:])
     assert done.status == 0
     assert "read 1 of 18 passages: lines 191-210\n" in done.err
 
 
-def test_a_slow_model_is_suggested_fewer_tokens(snapkv, refused, tiny_only, long, monkeypatch):
+def test_fewer_tokens_are_suggested_for_a_slow_model(snapkv, refused, tiny_only, long, monkeypatch):
     monkeypatch.setattr("snapkv_app.cli.changes._reading_speed", lambda loaded: 20.0)
     said = refused("ask", long, *QUESTION, "--max-new-tokens", 2)
-    assert "600 tokens in about 30 s: snapkv ask" in said
+    assert "600 tokens in about 30 s, run: snapkv ask" in said
     monkeypatch.setattr("snapkv_app.cli.changes._reading_speed", lambda loaded: 4.0)
     said = refused("ask", long, *QUESTION, "--max-new-tokens", 2)
-    assert "512 tokens in about 128 s: snapkv ask" in said
+    assert "512 tokens in about 128 s, run: snapkv ask" in said
 
 
-def test_as_many_passages_as_fit_are_read_in_the_order_of_the_text(snapkv, tiny_only, here):
+def test_passages_that_fit_are_read_in_the_order_of_the_text(snapkv, tiny_only, here):
     lines = lines_of_filler(240, "keys")
     lines[200] = FACT
     (here / "log.txt").write_text("\n".join(lines))
@@ -68,7 +66,7 @@ def test_as_many_passages_as_fit_are_read_in_the_order_of_the_text(snapkv, tiny_
     assert few["passages"]["read"] < found["read"]
 
 
-def test_a_text_that_fits_is_read_whole(snapkv, tiny_only, document):
+def test_text_that_fits_is_read_in_full(snapkv, tiny_only, document):
     asked = ("ask", document, "-q", "Who?", "--max-new-tokens", 1, "--json")
     whole, same = (json.loads(snapkv(*asked, *more).out) for more in ((), ("--passages", "1k")))
     assert whole["passages"] is same["passages"] is None
@@ -88,7 +86,7 @@ TOO_MUCH = {  # question and answer, without a passage
         *TOO_MUCH.values(),
     ],
 )
-def test_what_no_passage_helps_is_refused(refused, tiny_only, long, more, said):
+def test_question_that_no_passage_fits_is_refused(refused, tiny_only, long, more, said):
     message = refused("ask", long, "--passages", "4k", *more)
     assert said in message
     assert "to read the passages" not in message
@@ -96,7 +94,7 @@ def test_what_no_passage_helps_is_refused(refused, tiny_only, long, more, said):
 
 @pytest.mark.parametrize("what", TOO_MUCH)
 @pytest.mark.parametrize("command", ["ask", "inspect", "chat"])
-def test_no_passages_are_advised_where_they_have_no_room(
+def test_passages_are_not_suggested_if_the_question_alone_is_too_long(
     snapkv, tiny_only, long, monkeypatch, command, what
 ):
     _, question, *more = TOO_MUCH[what][0]
@@ -108,19 +106,17 @@ def test_no_passages_are_advised_where_they_have_no_room(
 
 
 @pytest.mark.parametrize("command", ["inspect", "chat"])
-def test_commands_without_passages_name_the_one_that_reads_them(
-    snapkv, tiny_only, long, monkeypatch, command
-):
+def test_chat_and_inspect_suggest_ask_with_passages(snapkv, tiny_only, long, monkeypatch, command):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION[1]}\n"))
     done = snapkv(command, long, *(() if command == "chat" else QUESTION))
     assert done.status
-    answers = shlex.split(done.err.strip().rpartition(" s: ")[2])
+    answers = shlex.split(done.err.strip().rpartition(", run: ")[2])
     assert answers[:-1] == ["snapkv", "ask", long, *QUESTION, "--passages"]
     assert snapkv(*answers[1:], "--max-new-tokens", 1).status == 0
 
 
 @pytest.mark.parametrize("command", ["ask", "ask --passages 1k", "inspect", "chat"])
-def test_how_much_is_counted_depends_on_the_model_and_not_on_the_text(
+def test_tokenized_characters_are_limited_by_the_model(
     snapkv, tiny_only, tiny, here, monkeypatch, command
 ):
     from snapkv_app.prompts import Prompt
@@ -144,9 +140,7 @@ def test_how_much_is_counted_depends_on_the_model_and_not_on_the_text(
 
 
 @pytest.mark.parametrize("word", ["crates", pytest.param("keys", marks=pytest.mark.slow)])
-def test_the_demo_model_finds_a_fact_in_three_times_its_positions(
-    snapkv, demo_only, demo, here, word
-):
+def test_demo_model_finds_a_fact_in_three_times_its_positions(snapkv, demo_only, demo, here, word):
     lines = lines_of_filler(1600, word)
     lines[1300] = FACT
     (here / "log.txt").write_text("\n".join(lines))

@@ -99,7 +99,7 @@ FADES = {"budget": 64, "pooling": "fading", "decay": 0.8}
     ],
     ids=str,
 )  # fmt: skip
-def test_options_become_the_policy(name, set_, options, policy):
+def test_options_build_the_expected_policy(name, set_, options, policy):
     assert built(name, set_, **options) == policy
 
 
@@ -128,7 +128,7 @@ def default(budget=VOTED, *, pooling="fading", **changes):
     ],
     ids=str,
 )  # fmt: skip
-def test_who_names_no_method_gets_the_default(set_, options, policy, name):
+def test_default_policy_is_used_without_a_named_method(set_, options, policy, name):
     found = built("default", set_, **options)
     assert found == policy
     assert name is None or method_name(found.describe()) == name
@@ -137,12 +137,17 @@ def test_who_names_no_method_gets_the_default(set_, options, policy, name):
 @pytest.mark.parametrize(
     ("name", "set_", "options", "message"),
     [
-        ("snapvk", "", {}, "did you mean snapkv?"),
+        ("snapvk", "", {}, "got 'snapvk'. Write snapkv"),
         ("full", "", {"budget": 64}, "full, which has none, got budget=64"),
         ("newcomer", "", {"kernel_size": "5"}, "which has budget, decay, greedy, mode"),
-        ("snapkv", "budget=128", {"budget": 64}, "budget: expected it once, got 64 and 128"),
-        ("snapkv", "sink-tokens=1;sink_tokens=2", {}, "sink_tokens: expected it once, got 1 and 2"),
-        ("default", "kernelsize=5", {}, "did you mean kernel_size?"),
+        ("snapkv", "budget=128", {"budget": 64}, "budget: expected one value, got 64 and 128"),
+        (
+            "snapkv",
+            "sink-tokens=1;sink_tokens=2",
+            {},
+            "sink_tokens: expected one value, got 1 and 2",
+        ),
+        ("default", "kernelsize=5", {}, "got kernelsize=5. Write kernel_size"),
         ("default", "kernel_size", {}, "expected NAME=VALUE, got 'kernel_size'"),
         ("default", "=5", {}, "expected NAME=VALUE"),
         ("default", "budget=auto:some=4", {}, "budget: expected auto with lost_vote, least or"),
@@ -156,14 +161,14 @@ def test_who_names_no_method_gets_the_default(set_, options, policy, name):
         ("prompt-then-decode", "decode=tofa", {}, "policy: expected one of"),
     ],
 )
-def test_what_a_policy_cannot_take_is_refused(name, set_, options, message):
+def test_wrong_parameter_of_a_policy_is_refused(name, set_, options, message):
     with pytest.raises(SnapKVError) as error:
         built(name, set_, **options)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_several_policies_come_at_every_budget_that_they_have_not_set():
+def test_policies_appear_at_every_budget_unless_they_set_one():
     several = ["snapkv:kernel_size=13,pooling=avg, adakv", "snapkv:budget=64", "fastgen"]
     found = named_policies(["full", "none"], several, ["12%", {"auto": {"most": 256}}])
     assert [label for label, _ in found] == [
@@ -178,19 +183,19 @@ def test_several_policies_come_at_every_budget_that_they_have_not_set():
     assert found[1][1] == SnapKV("12%", kernel_size=13, pooling="avg")
 
 
-def test_what_is_recorded_of_the_methods_is_what_they_are():
+def test_recorded_methods_equal_the_classes():
     """Else `cd packages/snapkv && python -m tests.cli.methods` records it."""
     assert list(methods()) == list(described())
     assert methods() == described()
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_method_may_be_named_by_its_class(name):
+def test_method_can_be_named_by_its_class(name):
     assert known_method(POLICIES[name].__name__) == known_method(name) == name
     assert RunOptions(policy=POLICIES[name].__name__).policy == name
 
 
-def test_the_list_names_every_policy_and_parameter(snapkv):
+def test_policies_lists_every_method_and_parameter(snapkv):
     done = snapkv("policies")
     assert "newcomer: A policy with fields of every kind." in done.out
     assert "    decay=None  (float or None)" in done.out

@@ -44,7 +44,7 @@ def chatted(snapkv, document, monkeypatch):
     return [json.loads(line) for line in done.out.splitlines()]
 
 
-def test_every_command_prints_the_keys_that_are_documented(
+def test_every_command_prints_the_documented_keys(
     printed, tiny_only, here, document, chatted, monkeypatch
 ):
     long = here / "long.txt"
@@ -109,7 +109,7 @@ def test_every_command_prints_the_keys_that_are_documented(
     assert documented.keys() - shown.keys() == NOT_RUN
 
 
-def test_every_command_with_json_has_a_row():
+def test_every_command_with_json_has_a_documented_row():
     named = " ".join(name for name in ROWS if ":" not in name)
     groups = {"eval": "eval TASK", "study": "study NAME", "bench": "bench"}
     for command, _ in options_of(lambda option: option.name == "json"):
@@ -117,14 +117,14 @@ def test_every_command_with_json_has_a_row():
         assert f"`{words}`" in named, str(command)
 
 
-def test_a_list_of_numbers_is_on_one_line(snapkv, tiny_only, document):
+def test_list_of_numbers_is_written_on_one_line(snapkv, tiny_only, document):
     done = snapkv("ask", document, *ASK)
     ids = json.loads(done.out)["runs"][0]["token_ids"]
     assert f'"token_ids": [{", ".join(map(str, ids))}]' in done.out
     assert len(ids) > 1
 
 
-def test_the_exit_statuses_are_those_that_are_documented():
+def test_exit_statuses_equal_the_documented_ones():
     statuses = {int(name) for name in ROWS if name.isdecimal()}
     ours = {app._FAILURE, standard_output.FAILED, app._BAD_INPUT, notes.DIFFERS}
     assert statuses == {0, interrupts.INTERRUPTED, *ours}

@@ -12,12 +12,12 @@ MANY = ",".join(map(str, range(64, 77)))
 LONG = "x" * 300
 
 REFUSED = {
-    "frobnicate": [("", "No such command 'frobnicate'; see snapkv --help")],
+    "frobnicate": [("", "No such command 'frobnicate'. See snapkv --help")],
     "ask notes.txt": [("", "Missing option"), ("-q '  '", "question: expected a question")],
     "ask notes.txt -q Why?": [
         ("--bugdet 64", "No such option"),
-        ("--bugdet 64", "; see snapkv ask --help"),
-        ("--policy snapkv:pooling=max", "; see snapkv policies, and --set for parameters"),
+        ("--bugdet 64", ". See snapkv ask --help"),
+        ("--policy snapkv:pooling=max", ". See snapkv policies for the methods, and --set"),
         ("--budget many", "--budget"),
         ("--model loop", "links lead in a loop"),
         ("--assistant demo --prompt-lookup 3", "drafts: expected one of"),
@@ -71,18 +71,18 @@ REFUSED = {
         ("notes.txt --policy kvzip", "layer has read a prompt"),
     ],
     "chat notes.txt": [
-        ("--compare", "compare: expected it with ask"),
-        ("--check 4", "check: expected it with ask"),
-        ("--answer-start x", "answer_start: expected it with ask"),
-        ("--assistant demo", "assistant: expected it with ask"),
-        ("--prompt-lookup 3", "prompt_lookup: expected it with ask"),
+        ("--compare", "compare: chat does not take this option, ask does"),
+        ("--check 4", "check: chat does not take this option, ask does"),
+        ("--answer-start x", "answer_start: chat does not take this option, ask does"),
+        ("--assistant demo", "assistant: chat does not take this option, ask does"),
+        ("--prompt-lookup 3", "prompt_lookup: chat does not take this option, ask does"),
         ("--policy h2o --recall host", "policy: expected a policy that only compresses prompts"),
-        ("--recall ''", "recall: expected host, a folder or none, got an empty text; leave it"),
-        ("--recall no/such/folder", "got 'no/such/folder'; make 'no/such' first"),
-        ("--recall none --budget auto", "with --recall none, got auto; pass --budget"),
+        ("--recall ''", "recall: expected host, a folder or none, got an empty text. Leave the"),
+        ("--recall no/such/folder", "got 'no/such/folder'. Create 'no/such' first"),
+        ("--recall none --budget auto", "with --recall none, got auto. Pass --budget"),
         ("--recall none --budget 30%", "budget: expected a number of tokens with --rec"),
-        ("--recall none --keep-ratio 0.5", "got keep_ratio; pass --budget 1024, or leave"),
-        ("-", "files: expected files or folders"),
+        ("--recall none --keep-ratio 0.5", "got keep_ratio. Pass --budget 1024, or leave"),
+        ("-", "files: a document cannot be -"),
     ],
     "inspect notes.txt -q Why?": [
         ("--budgets many", "budgets: expected a whole number such as 4096"),
@@ -91,10 +91,10 @@ REFUSED = {
         (f"--budgets {MANY}", "budgets: expected at most 12, since"),
         ("--budgets 8", "budget: expected"),
         ("--policy fastgen --budgets 64", "budget: expected a parameter of fastgen"),
-        ("--beside @many", "beside: expected a method, or one with a budget as h2o@256"),
+        ("--beside @many", "beside: the budget of '@many' is not valid (budget: "),
         ("--beside full@64", "beside: expected a budget only for a method without one"),
         ("--beside snapkv:budget=64@128", "beside: expected a budget only for a method without"),
-        ("--set budget=100 --beside @64", "set: expected no budget together with"),
+        ("--set budget=100 --beside @64", "set: 'budget=100' sets a budget, and other budgets"),
         ("--beside nothing@64", "beside: expected one of"),
         ("-o no/such/page.html", "output: expected a file in an existing folder"),
         ("-o notes.txt/page.html", "output: expected a file in an existing folder"),
@@ -106,7 +106,7 @@ REFUSED = {
     "plan": [
         ("", "context"),
         ("--context 1k,2k", "context: expected one number"),
-        ("--context 128kb", "write for instance --context 4k"),
+        ("--context 128kb", "Write for instance --context 4k"),
         ("--context 8k --budget auto", "budget: expected tokens or bytes"),
         ("--context 1k --model qwen3-9b", "did you mean qwen3-8b"),
         ("--context 1k --gpu-memory 80", "gpu_memory: expected bytes with a unit"),
@@ -125,10 +125,13 @@ REFUSED = {
         ("--sessions --session-bytes 0GiB", "session_bytes: expected at least 1"),
         (
             "--print-command --sessions --decode-budget 2048",
-            "decode_budget: expected none where sessions",
+            "decode_budget: 2048 is not supported on a server with sessions",
         ),
-        ("--print-command --decode-policy tova", "decode_policy: expected it with a decode_budget"),
-        ("--print-command --policy snapk", "across-layers, got 'snapk'; did you mean snapkv?"),
+        (
+            "--print-command --decode-policy tova",
+            "decode_policy: this limit has no effect without a decode_budget",
+        ),
+        ("--print-command --policy snapk", "across-layers, got 'snapk'; did you mean snapkv"),
     ],
     "bench decode": [
         ("--output one.svg --plot one.svg", "expected another file than that of output")
@@ -153,7 +156,7 @@ def here(here, document):
 
 
 @pytest.mark.parametrize(("line", "message"), CASES, ids=[ascii(line) for line, _ in CASES])
-def test_what_is_refused_is_one_line(refused, here, request, capsys, line, message):
+def test_bad_input_is_refused_in_one_line(refused, here, request, capsys, line, message):
     if "--model" not in line:
         request.getfixturevalue("tiny_only")
         capsys.readouterr()  # what loading it has said

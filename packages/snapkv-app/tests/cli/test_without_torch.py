@@ -132,7 +132,7 @@ def libraries(tmp_path, tiny):
 
 
 @pytest.mark.usefixtures("libraries")
-def test_no_command_that_needs_no_model_loads_torch(tmp_path):
+def test_commands_without_a_model_do_not_import_torch(tmp_path):
     """Nor does one that is refused: for any whole number of any command, too."""
     typed = [*SAID, FAILED, *REFUSED, *((*ASK, *given.split()) for given in BAD_METHODS)]
     commands = [[word.format(folder=tmp_path) for word in words] for words in typed]
@@ -154,19 +154,19 @@ def test_no_command_that_needs_no_model_loads_torch(tmp_path):
             assert command[-1] != "many" or any(line in said for line in NO_NUMBER), said
 
 
-def test_the_devices_that_may_be_named_are_those_of_torch():
+def test_known_devices_equal_those_of_torch():
     with pytest.raises(RuntimeError) as refused:
         torch.device("nothing")
     (named,) = re.findall(r"Expected one of (.*) device type", str(refused.value))
     assert set(named.split(", ")) <= set(DEVICES)
 
 
-def test_what_is_given_twice_is_refused_by_its_name(refused, document):
+def test_repeated_option_is_refused_by_name(refused, document):
     said = refused("ask", document, "-q", "Who?", "--question", "Why?")
-    assert said.startswith("snapkv: error: question: expected it once, got --question 2 times")
+    assert said.startswith("snapkv: error: question: --question is given 2 times")
 
 
-def test_an_assistant_that_is_none_names_itself(snapkv, tiny, document, monkeypatch):
+def test_missing_assistant_is_reported_as_assistant(snapkv, tiny, document, monkeypatch):
     from snapkv_app.models import load
 
     monkeypatch.setattr(

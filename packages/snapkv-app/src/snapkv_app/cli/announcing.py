@@ -1,14 +1,14 @@
-"""Messages on standard error: what a slow step does, said before torch is imported."""
+"""Announce slow steps on standard error, before torch is imported."""
 
 import sys
 
 from rich.console import Console
 
 
-def announce(doing: str) -> None:
-    """Print one line on standard error, if that is a terminal and not read by a program."""
+def announce(step: str) -> None:
+    """Print one line about a slow step on standard error, if a terminal shows it."""
     if Console(stderr=True).is_terminal:
-        sys.stderr.write(f"snapkv: {doing}\n")
+        sys.stderr.write(f"snapkv: {step}\n")
 
 
 def announce_model(name: str | None) -> None:

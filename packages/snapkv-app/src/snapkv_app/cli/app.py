@@ -1,4 +1,4 @@
-"""The command `snapkv`: its sub-commands, their help, its exit status, its one-line errors."""
+"""The command `snapkv` with its sub-commands, their help, exit statuses and one-line errors."""
 
 import contextlib
 import functools
@@ -21,6 +21,7 @@ from snapkv.errors import (
     OutOfMemoryError,
     OutputError,
     SnapKVError,
+    wrong,
 )
 from snapkv.validation import without_controls
 from snapkv_app.cli.interrupts import say_interrupted
@@ -29,7 +30,7 @@ from snapkv_app.cli.standard_output import has_written, messages_shown, named_ou
 _FAILURE, _BAD_INPUT = 1, 2
 
 _COMPLETES = "_SNAPKV_COMPLETE"
-"""The variable that a shell's completion scripts set."""
+"""The environment variable that the completion script of a shell sets."""
 
 # The base class of typer's parsing errors, for which typer exports no name.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -37,24 +38,29 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _OWN = ("demo", "ask", "generate", "chat", "inspect", "plan", "policies", "config", "serve")
 _COMMANDS = {name: f"snapkv_app.cli.{name}:{name}" for name in _OWN}
 _COMMANDS |= {"generate": "snapkv_app.cli.ask:generate", "library": "snapkv_app.cli.library:app"}
-"""Commands and groups of commands as entry points; other packages may register more.
+"""The built-in commands and groups of commands, written as entry points.
 
-The module of a command may define `EXAMPLES`: a line or two for each of its commands. Its package
-may define `SUMMARIES`, one line for each command, so that help lists it without importing it.
+Other packages may register more. The module of a command may define `EXAMPLES`, with one or two
+lines for each command in it. The package of that module may define `SUMMARIES`, with one line for
+each command, so that the help lists the commands without importing them.
 """
 
 _EXAMPLES = {"": ("snapkv demo", 'snapkv ask contract.pdf -q "Who may end it?"')}
 
 _ELSEWHERE = dict.fromkeys(("eval", "bench", "study", "medusa"), "snapkv-lab")
 _ELSEWHERE["serve"] = "snapkv-vllm"
-"""Commands that need another package, and which."""
+"""The package that each command which is not part of this package needs."""
 
 _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
-"""Settings of a command that passes unknown options on to another program."""
+"""The settings of a command that passes unknown options on to another program."""
 
 
 def program(*names: str) -> typer.Typer:
-    """The program with these commands, or with all commands imported."""
+    """Import the named commands, or all of them, and return a program with these commands.
+
+    Raises:
+        MissingDependencyError: a command cannot be imported.
+    """
     return _program(names or _places())
 
 
@@ -69,8 +75,8 @@ def _program(names: Iterable[str]) -> typer.Typer:
     found.callback()(_common)
     examples: dict[str, tuple[str, ...]] = dict(_EXAMPLES)
     for name in names:
-        command, shown = _imported(name)
-        examples |= shown
+        command, own_examples = _import_command(name)
+        examples |= own_examples
         if isinstance(command, typer.Typer):
             found.add_typer(command)
         else:
@@ -79,8 +85,13 @@ def _program(names: Iterable[str]) -> typer.Typer:
     return found
 
 
-def _imported(name: str) -> tuple[Any, dict[str, tuple[str, ...]]]:
-    """A command and its examples; a command of another package may fail to import."""
+def _import_command(name: str) -> tuple[Any, dict[str, tuple[str, ...]]]:
+    """Import a command and its examples.
+
+    Raises:
+        MissingDependencyError: the command cannot be imported, which may happen if another package
+            registered it.
+    """
     place = _place(name)
     home, _, attribute = place.partition(":")
     try:
@@ -89,10 +100,11 @@ def _imported(name: str) -> tuple[Any, dict[str, tuple[str, ...]]]:
     except SnapKVError:
         raise
     except Exception as error:
-        raise MissingDependencyError(
-            f"{name}: expected a command that can be imported from {place}, got "
-            f"{type(error).__name__}: {error}; install the package of this command again, or "
-            "uninstall it"
+        raise wrong(
+            name,
+            f"the command cannot be imported from {place} ({type(error).__name__}: {error})",
+            "Install the package of this command again, or uninstall it",
+            MissingDependencyError,
         ) from error
 
 
@@ -102,25 +114,25 @@ def _place(name: str) -> str:
 
 @functools.cache
 def _places() -> dict[str, str]:
-    """Where every command is defined; other packages cannot replace the built-in ones."""
+    """Return the entry point of every command by name, with the commands of other packages."""
     from importlib.metadata import entry_points  # slow to import
 
-    brought = {point.name: point.value for point in entry_points(group="snapkv.commands")}
-    return _COMMANDS | {name: place for name, place in brought.items() if name not in _COMMANDS}
+    registered = {point.name: point.value for point in entry_points(group="snapkv.commands")}
+    return registered | _COMMANDS  # no package can replace a built-in command
 
 
 def _summary(name: str) -> str:
-    """A command's line in the list of commands; the error if it cannot be imported."""
+    """Return the line of a command in the list of commands, or why it cannot be imported."""
     package = _place(name).partition(":")[0].rpartition(".")[0]
     try:
-        told = getattr(importlib.import_module(package), "SUMMARIES", {}) if package else {}
-        return str(told[name] if name in told else _command(name).help)
+        summaries = getattr(importlib.import_module(package), "SUMMARIES", {}) if package else {}
+        return str(summaries[name] if name in summaries else _command(name).help)
     except Exception as error:
         return str(error)
 
 
-class _Listed(Mapping[str, TyperCommand]):
-    """Every command by its name, with only what the list shows."""
+class _CommandList(Mapping[str, TyperCommand]):
+    """Every command by name, with its name and summary only, so that none is imported."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(_places())
@@ -133,29 +145,29 @@ class _Listed(Mapping[str, TyperCommand]):
         return TyperCommand(name=name, help=_summary(name))
 
 
-class _Shown:
-    """A command whose help shows no type after a flag, since a flag takes no value."""
+class _FlagsWithoutType:
+    """Mixed into a command, hides the type after a flag in the help: a flag takes no value."""
 
     def get_params(self, context: Any) -> list[Any]:
-        """The same as the base class, without the type of flags."""
-        found: list[Any] = super().get_params(context)  # type: ignore[misc] # of what is mixed in
-        for parameter in found:
+        """Return the parameters as the base class does, without the type of flags."""
+        parameters: list[Any] = super().get_params(context)  # type: ignore[misc] # the other base's
+        for parameter in parameters:
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""
-        return found
+        return parameters
 
 
-class _ShownCommand(_Shown, TyperCommand):
-    """A command with a user's defaults, which refuses an option that is given twice.
+class _CommandWithDefaults(_FlagsWithoutType, TyperCommand):
+    """A command that uses the defaults of the user and refuses a repeated option.
 
-    An option that takes several values may be given again.
+    An option that takes several values may be repeated.
     """
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
-        """Parse as the base class does, after that check and with the user's defaults.
+        """Check for repeated options, then parse with the defaults of the user.
 
         Raises:
-            InvalidArgumentError: an option is given twice, or a default is not valid.
+            InvalidArgumentError: an option is repeated, or a default is not valid.
         """
         from snapkv_app.cli.defaults import defaults_for  # not needed for the list of commands
 
@@ -163,10 +175,8 @@ class _ShownCommand(_Shown, TyperCommand):
         for option in given:
             takes_one = not (option.multiple or getattr(option, "is_flag", False))
             if takes_one and (times := given.count(option)) > 1:
-                raise InvalidArgumentError(
-                    f"{option.name}: expected it once, got {option.opts[0]} {times} times; leave "
-                    "all but one out"
-                )
+                problem = f"{option.opts[0]} is given {times} times"
+                raise wrong(option.name, problem, "Leave out all but one")
         options = {each.name: each for each in self.params if each.param_type_name == "option"}
         found = defaults_for(str(self.name), options.keys(), typed)
         context.default_map = {
@@ -175,22 +185,23 @@ class _ShownCommand(_Shown, TyperCommand):
         return super().parse_args(context, args)
 
 
-class _ShownGroup(_Shown, TyperGroup):
+class _Group(_FlagsWithoutType, TyperGroup):
     pass
 
 
-class _LazyGroup(_ShownGroup):
-    """All commands; only the one that is called is imported.
+class _LazyGroup(_Group):
+    """The group of all commands, which imports a command only when it is called.
 
-    `eval` and `study` take their options from experiments, whose modules no other command needs.
+    `eval` and `study` import the modules of their experiments to declare their options, and no
+    other command needs these modules.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = _Listed()  # type: ignore[assignment] # nothing adds to it
+        self.commands = _CommandList()  # type: ignore[assignment] # never changed
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
-        """The same as the base class, with the command imported."""
+        """Return the name, the imported command and the remaining arguments."""
         name, found, rest = super().resolve_command(context, arguments)
         return name, found and _command(str(name)), rest
 
@@ -198,25 +209,25 @@ class _LazyGroup(_ShownGroup):
 def _show_help(
     app: typer.Typer, examples: Mapping[str, tuple[str, ...]], words: tuple[str, ...] = ()
 ) -> None:
-    """Set how the help of a group of commands looks, with examples at its end."""
+    """Set the classes of a group and its commands, and put examples at the end of their help."""
 
     def end(*more: str) -> str | None:
         lines = examples.get(" ".join((*words, *more)), ())
         heading = "Examples:" if lines[1:] else "Example:"
         return "\n".join((heading, *lines)) if lines else None
 
-    app.info.cls, app.info.epilog = _ShownGroup, end()
+    app.info.cls, app.info.epilog = _Group, end()
     for command in app.registered_commands:
         name = str(command.name or getattr(command.callback, "__name__", ""))
-        command.cls, command.epilog = _ShownCommand, end(name)
+        command.cls, command.epilog = _CommandWithDefaults, end(name)
     for group in app.registered_groups:
         if group.typer_instance is not None:
             name = str(group.typer_instance.info.name)
             _show_help(group.typer_instance, examples, (*words, name))
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"snapkv {__version__}")
         raise typer.Exit
 
@@ -231,7 +242,11 @@ def _common(
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command line and flush its output; its exit status, see `snapkv_app.cli.main`."""
+    """Run a command line, flush its output and report its error in one line.
+
+    Returns:
+        The exit status, see `snapkv_app.cli.main`.
+    """
     try:
         with named_output(), messages_shown():
             return _run(arguments)
@@ -248,21 +263,23 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a command; errors are raised for `run` to print, not printed by typer."""
+    """Run a command and return its exit status; `run` prints the errors, not typer.
+
+    Raises:
+        InvalidArgumentError: an argument contains a NUL byte, or the command needs a package that
+            is not installed.
+    """
     for text in arguments:
         if "\0" in text:
-            raise InvalidArgumentError(
-                f"arguments: expected texts without a NUL byte, got {text!r}; leave it out"
-            )
+            problem = f"expected texts without a NUL byte, got {text!r}"
+            raise wrong("arguments", problem, "Leave the NUL byte out")
     if _COMPLETES in os.environ:
         _parser().main(arguments, prog_name="snapkv", complete_var=_COMPLETES)
     name = arguments[0] if arguments else ""
     package = _ELSEWHERE.get(name)
     if package and not find_spec(package.replace("-", "_")):
-        raise InvalidArgumentError(
-            f"{name}: expected the package {package}, which has this command, got an "
-            f"environment without it; pip install {package}"
-        )
+        problem = f"this command is part of the package {package}, which is not installed"
+        raise wrong(name, problem, f"Run pip install {package}")
     command = _parser()
     try:
         with command.make_context("snapkv", list(arguments), obj=tuple(arguments)) as context:
@@ -285,20 +302,24 @@ def _command(name: str) -> Any:
 
 
 def _in_words(error: Exception) -> str:
-    """The message of a parsing error; for a missing argument, with an example."""
+    """Return the message of a parsing error, with an example if an argument is missing."""
     message = str(getattr(error, "format_message", error.__str__)()).replace("Value error, ", "")
     context = getattr(error, "ctx", None)
     if message.startswith("Missing") and context is not None and context.command.epilog:
         example = context.command.epilog.splitlines()[1]
-        return f"{message.rstrip('.')}; write for instance {example}"
+        return f"{message.rstrip('.')}. Write for instance {example}."
     path = "snapkv" if context is None else context.command_path
     if not message or message.startswith("No such"):
-        return f"{message.rstrip('.') or 'a command is missing'}; see {path} --help"
+        return f"{message.rstrip('.') or 'A command is missing'}. See {path} --help."
     return message
 
 
 def _explain(error: BaseException, arguments: list[str]) -> int:
-    """Report an unexpected error, or an interruption that became one, in one line."""
+    """Report an unexpected error in one line, or the interruption that caused it.
+
+    Returns:
+        The exit status.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, KeyboardInterrupt):
@@ -307,11 +328,18 @@ def _explain(error: BaseException, arguments: list[str]) -> int:
     if "--verbose" in arguments:
         traceback.print_exc()
     name = type(error).__name__
-    return _fail(f"unexpected {name}: {error}; --verbose shows where", _FAILURE)
+    message = f"unexpected {name}: {str(error).rstrip('.')}. Add --verbose to see the traceback."
+    return _fail(message, _FAILURE)
 
 
 def _refuse(error: SnapKVError, arguments: list[str]) -> int:
-    """Report an error in one line, and with ``--json`` as an object if nothing was printed yet."""
+    """Report an error in one line, and with ``--json`` also as an object on standard output.
+
+    The object is left out if the command has already written to standard output.
+
+    Returns:
+        The exit status.
+    """
     if "--json" in arguments and not has_written():
         _print_json_error(error)
     is_failure = isinstance(error, OutOfMemoryError | OutputError)
@@ -322,7 +350,7 @@ def _print_json_error(error: SnapKVError) -> None:
     """Print an error as a JSON object, for a program that reads the output.
 
     The code is the class of the error, such as ``PromptTooLongError``, see `snapkv.errors`. The
-    argument is the word before the message's first colon, or null.
+    argument is the word before the first colon of the message, or null.
     """
     argument, colon, _ = str(error).partition(":")
     named = argument if colon and argument.isidentifier() else None

@@ -1,11 +1,11 @@
-"""`snapkv ask`, a question about documents, and `snapkv generate`, which continues a text."""
+"""`snapkv ask` answers a question about documents, and `snapkv generate` continues a text."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app import text_files
 from snapkv_app.cli import panels
 from snapkv_app.cli.announcing import announce, announce_model
@@ -24,7 +24,7 @@ EXAMPLES = {
 }
 
 _DOCUMENTS = 3
-"""How many documents of a library an answer is from by default."""
+"""The number of documents of a library that are read to answer, by default."""
 
 
 @with_options(AskOptions)
@@ -38,24 +38,21 @@ def ask(
     """Answer a question about documents, from a cache smaller than they are."""
     require_question(question)
     if bool(files) == (options.library is not None):
-        got = "both" if files else "neither"
-        raise InvalidArgumentError(
-            f"files: expected FILES or --library, got {got}; pass one of the two, for instance "
-            f"{EXAMPLES['ask'][0]}"
-        )
+        problem = f"expected FILES or --library, got {'both' if files else 'neither'}"
+        raise wrong("files", problem, f"Pass one of the two, for instance {EXAMPLES['ask'][0]}")
     if not files:
         _ask_library(options, question, context.obj)
         return
-    policy, found = _begun(files, options, context.obj)
+    policy, fields = _read_files(files, options, context.obj)
 
     from snapkv_app.cli.session import show_answers
     from snapkv_app.cli.sources import FilesSource, open_prompt
 
-    show_answers(open_prompt(FilesSource, options, policy, question=question, **found))
+    show_answers(open_prompt(FilesSource, options, policy, question=question, **fields))
 
 
 def _ask_library(options: AskOptions, question: str, typed: Sequence[str]) -> None:
-    """Find documents in the library and check them, then load the model and answer."""
+    """Search the library and check the documents that are found; then load the model and answer."""
     options.settings()
     warnings = list[str]()
     library = Library(str(options.library), on_notice=warnings.append)
@@ -76,39 +73,40 @@ def generate(
     context: typer.Context,
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FILE", help="Files, folders or -, before the prompt"),
+        typer.Argument(
+            metavar="FILE", help="Files, folders or - for stdin, whose text comes before the prompt"
+        ),
     ] = None,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text at the end")] = "",
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="The text at the end, which is continued")
+    ] = "",
     chat: Annotated[
-        bool, typer.Option("--chat", help="Send it as a message, through the chat template")
+        bool, typer.Option("--chat", help="Send the text as a message, with the chat template")
     ] = False,
     *,
     options: RunOptions,
 ) -> None:
     """Continue a text, from a cache smaller than it is."""
     if not (files or prompt):
-        raise InvalidArgumentError(
-            "prompt: expected --prompt or a file, got neither; pass one, for instance "
-            f"{EXAMPLES['generate'][0]}"
-        )
+        problem = "expected --prompt or a file, got neither"
+        raise wrong("prompt", problem, f"Pass one, for instance {EXAMPLES['generate'][0]}")
     require_unicode("prompt", prompt)
-    policy, found = _begun(files or [], options, context.obj)
+    policy, fields = _read_files(files or [], options, context.obj)
 
     from snapkv_app.cli.session import show_answers
     from snapkv_app.cli.sources import TextSource, open_prompt
 
-    show_answers(open_prompt(TextSource, options, policy, text=prompt, is_chat=chat, **found))
+    show_answers(open_prompt(TextSource, options, policy, text=prompt, is_chat=chat, **fields))
 
 
-def _begun(
+def _read_files(
     files: list[str], options: RunOptions, typed: Sequence[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Read the files; return the policy, and fields of a source."""
+    """Check the options, read the files, and return the policy and fields of a source."""
     options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
     announce_model(options.model)
     from snapkv_app.cli.policy import build_policy  # imports torch, after the checks above
 
-    found = {"documents": read, "warnings": warnings, "typed": typed}
-    return build_policy(options), found
+    return build_policy(options), {"documents": read, "warnings": warnings, "typed": typed}

@@ -1,4 +1,4 @@
-"""How to change a command whose answer differs from the full cache's."""
+"""Suggest how to change a command whose answer differs from the answer of the full cache."""
 
 import shlex
 import time
@@ -18,37 +18,47 @@ from snapkv_app.prompts import question_prompt
 from snapkv_app.settings import GenerationSettings
 
 Change = Mapping[str, Any]
-"""New values of options by name; None removes an option."""
+"""The new values of options by name; None removes an option from the command."""
 
 FULL: Change = {"policy": "full", **dict.fromkeys((*OWN_FLAGS, "set_"))}
-"""Use the full cache, which has no parameters."""
+"""Use the full cache, and remove the parameters of the method, since it has none."""
 
 MORE_BITS: Change = {"exact_bits": True}
 
 
 def has_few_bits(report: Mapping[str, Any]) -> bool:
-    """Whether a cache is quantized."""
+    """Return whether the report describes a quantized cache."""
     return any(not bits.isdecimal() or int(bits) < 16 for bits in report.get("bits", ()))
 
 
 def next_change(exactly: Change, options: RunOptions, answer: Answer) -> Change | None:
-    """The most likely remedy for an answer that differs from the full cache's, shown beside it.
+    """Choose the change that most likely gives the answer of the full cache.
 
-    That is an exact prefill, more bits, or a larger budget; None if only the full cache has more.
+    An exact prefill comes first, then unquantized storage, then a larger budget. Recall is not
+    suggested, since it restores tokens only for later questions.
 
-    `exactly` is the change that makes the prefill exact; empty if it is. Recall is not among them,
-    since it brings tokens back only for later questions.
+    Args:
+        exactly: the change that makes the prefill exact; empty if the prefill is exact.
+        options: the options of the command.
+        answer: the answer that differs.
+
+    Returns:
+        The change, or None if only the full cache is left, whose answer is already shown.
     """
     if exactly:
         return exactly
     if has_few_bits(answer.cache):  # a budget of tokens is not quantized
         return MORE_BITS
     change = larger_budget(options, answer)
-    return None if change == FULL else change  # the full cache's answer stands beside it
+    return None if change == FULL else change
 
 
 def larger_budget(options: RunOptions, answer: Answer) -> Change | None:
-    """Twice the kept tokens, or the full cache if that is as much; None without a budget."""
+    """Return the change that doubles the number of kept tokens.
+
+    Returns:
+        The full cache if that would keep the whole prompt, and None if the method has no budget.
+    """
     if "budget" not in accepted(options.policy):
         return None
     tokens = 2 * max(1, round(answer.kept_tokens))
@@ -56,7 +66,7 @@ def larger_budget(options: RunOptions, answer: Answer) -> Change | None:
 
 
 def changed_command(typed: Sequence[str], change: Change) -> str:
-    """The command line with that change, quoted for a shell."""
+    """Return the command line after the change, quoted for a shell."""
     end = typed.index("--") if "--" in typed else len(typed)
     new = [
         word
@@ -67,8 +77,8 @@ def changed_command(typed: Sequence[str], change: Change) -> str:
     return shlex.join(["snapkv", *_without(typed[:end], change), *new, *typed[end:]])
 
 
-def asked(files: Sequence[str], question: str, model: str | None) -> list[str]:
-    """The command line that asks files a question; empty without files."""
+def ask_command(files: Sequence[str], question: str, model: str | None) -> list[str]:
+    """Return the arguments of an `ask` command about the files, or an empty list without files."""
     named = [] if model is None else ["--model", model]
     return ["ask", *files, "-q", question, *named] if files else []
 
@@ -77,47 +87,47 @@ def asked(files: Sequence[str], question: str, model: str | None) -> list[str]:
 def explained_length(
     loaded: LoadedModel, question: str, settings: GenerationSettings, typed: Sequence[str]
 ) -> Iterator[None]:
-    """Add to the error of a prompt that is too long the command that reads passages instead.
+    """If a prompt is too long, add a command that reads only matching passages to the error.
 
     Args:
-        loaded: the model. It reads a few tokens after the error, to learn how fast it is here.
-        question: the question that is asked.
+        loaded: the model. After the error it reads a few tokens, to measure how fast it is.
+        question: the question that the passages must match.
         settings: how the answer is generated.
         typed: the command line without `--passages`; empty if that option does not help.
 
     Raises:
-        PromptTooLongError: the error of the block, with the command if the model has positions
-            for passages beside the question and the answer.
+        PromptTooLongError: the prompt in the block is too long. The command is added if the model
+            has enough positions for passages, the question and the answer.
     """
     try:
         yield
     except PromptTooLongError as error:
-        room = _room_for_passages(loaded, question, settings) if typed else 0
-        if room <= 0:
+        most_tokens = _tokens_for_passages(loaded, question, settings) if typed else 0
+        if most_tokens <= 0:
             raise
         tokens_per_second = _reading_speed(loaded)
-        tokens = min(room, max(_FEWEST_TOKENS, int(_SECONDS * tokens_per_second)))
+        tokens = min(most_tokens, max(_FEWEST_TOKENS, int(_SECONDS * tokens_per_second)))
         command = changed_command(typed, {"passages": tokens})
         raise PromptTooLongError(
-            f"{error}; to read the passages that match the question best, {tokens:,} tokens in "
-            f"about {tokens / tokens_per_second:.0f} s: {command}"
+            f"{str(error).rstrip('.')}. To read the passages that match the question best, "
+            f"{tokens:,} tokens in about {tokens / tokens_per_second:.0f} s, run: {command}"
         ) from error
 
 
 _SECONDS = 30
-"""Time in which the suggested number of tokens is read, so that an answer comes in a minute."""
+"""Seconds in which the suggested tokens are read, so that an answer takes about a minute."""
 
 _FEWEST_TOKENS = 512
-"""Fewest tokens to suggest, some two passages, however slow the model is."""
+"""The smallest number of tokens to suggest, about two passages, however slow the model is."""
 
 _SPEED_TOKENS = 64
-"""Number of tokens that are read to measure the speed."""
+"""The number of tokens that are read to measure the speed."""
 
 
-def _room_for_passages(loaded: LoadedModel, question: str, settings: GenerationSettings) -> int:
-    """Return how many tokens a prompt may have; 0 if question and answer leave no room for text.
+def _tokens_for_passages(loaded: LoadedModel, question: str, settings: GenerationSettings) -> int:
+    """Return how many tokens a prompt may have, or 0 if the question alone is too long.
 
-    The model has a limit of positions, since a prompt was too long for it.
+    The model must have a limit of positions, as it has after a prompt was too long for it.
     """
     with suppress(PromptTooLongError):
         prompt_ids(loaded, question_prompt(loaded.tokenizer, "", question), settings)
@@ -126,7 +136,10 @@ def _room_for_passages(loaded: LoadedModel, question: str, settings: GenerationS
 
 
 def _reading_speed(loaded: LoadedModel) -> float:
-    """Measure how many tokens the model reads in a second; the second of two passes counts."""
+    """Measure how many tokens the model reads in a second.
+
+    The second of two passes is measured, since the first one also loads the weights.
+    """
     ids = torch.zeros(1, _SPEED_TOKENS, dtype=torch.int64, device=device_of(loaded.model))
     with torch.inference_mode():
         for _ in range(2):
@@ -137,7 +150,7 @@ def _reading_speed(loaded: LoadedModel) -> float:
 
 
 def _without(words: Sequence[str], change: Change) -> Iterator[str]:
-    """The words without the options that change and their values."""
+    """Yield the words of a command line without the changed options and their values."""
     flags = {_flag(name) for name in change}
     rest = iter(words)
     for word in rest:
@@ -151,7 +164,7 @@ def _without(words: Sequence[str], change: Change) -> Iterator[str]:
 
 
 def _assigns(assignment: str, change: Change) -> bool:
-    """Whether ``NAME=VALUE``, or ``part.NAME=VALUE``, is about an option that changes."""
+    """Return whether ``NAME=VALUE`` or ``part.NAME=VALUE`` sets an option that is changed."""
     name = assignment.partition("=")[0].strip().rpartition(".")[2]
     return name.replace("-", "_") in change
 

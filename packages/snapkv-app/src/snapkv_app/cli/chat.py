@@ -1,4 +1,4 @@
-"""`snapkv chat`: a conversation about documents."""
+"""`snapkv chat` holds a conversation about documents."""
 
 import io
 import os
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from snapkv.cache.saving.writing import replacing
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
-from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest, without_controls
+from snapkv.errors import OutOfMemoryError, SnapKVError, wrong
+from snapkv.validation import DEFAULT, DEFAULT_BUDGET, closest, format_bytes, without_controls
 from snapkv_app import text_files
 from snapkv_app.cli.announcing import announce_model
 from snapkv_app.cli.fields import with_options
@@ -47,18 +47,18 @@ def chat(
     """Answer questions about documents, one after another, in one small cache.
 
     Questions are read from standard input, one per line. /stats shows the size of the cache. /drop
-    thinking, /drop document and /drop 3 (a turn) remove that from the cache for good. /save FILE
-    writes the conversation, /save --force FILE replaces an existing file, /load FILE continues a
-    saved conversation, /quit ends.
+    thinking, /drop document and /drop 3 (a turn) remove these tokens from the cache for good. /save
+    FILE writes the conversation, and /save --force FILE replaces an existing file. /load FILE
+    continues a saved conversation. /quit ends the chat.
     """
-    _require_sense(options, files or [], recall)
+    _require_chat_options(options, files or [], recall)
     settings = options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
     announce_model(options.model)
     policy = _policy_of(options, recall)  # imports torch, after the checks above
 
-    from snapkv_app.cli.changes import asked, explained_length
+    from snapkv_app.cli.changes import ask_command, explained_length
     from snapkv_app.cli.loading import load_model, say_if_demo
     from snapkv_app.cli.policy import usual_bits
     from snapkv_app.cli.sources import protection_of
@@ -66,9 +66,9 @@ def chat(
 
     ways: dict[str, Any] = {"recall": recall, "prefill": options.reading}
     loaded = load_model(options)
-    quantize, own_bits = usual_bits(policy, loaded.model, options)
-    if own_bits:
-        sys.stderr.write(f"bits: {own_bits}\n")
+    quantize, why_exact = usual_bits(policy, loaded.model, options)
+    if why_exact:
+        sys.stderr.write(f"bits: {why_exact}\n")
     say_if_demo(loaded)
     document, protection = text_files.join(read), protection_of(options, system=None)
     Chat(
@@ -85,7 +85,7 @@ def chat(
         load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         explained=lambda question: explained_length(
-            loaded, question, settings, asked(files or [], question, options.model)
+            loaded, question, settings, ask_command(files or [], question, options.model)
         ),
         as_json=options.json,
         with_layers=options.verbose,
@@ -93,31 +93,33 @@ def chat(
     ).run()
 
 
-def _require_sense(options: RunOptions, files: Sequence[str], recall: str | None) -> None:
-    """Refuse options that a conversation cannot use."""
+def _require_chat_options(options: RunOptions, files: Sequence[str], recall: str | None) -> None:
+    """Check that a conversation can use the options.
+
+    Raises:
+        InvalidArgumentError: an option is only for `ask`, the folder for recalled tokens cannot be
+            created, or a document would be read from standard input.
+    """
     for name in ("compare", "check", "answer_start", *DRAFTS):
         if getattr(options, name):
-            raise InvalidArgumentError(
-                f"{name}: expected it with ask, got it with chat; leave it out"
-            )
+            raise wrong(name, "chat does not take this option, ask does", "Leave it out")
     if recall is not None and not recall.strip():
-        raise InvalidArgumentError(
-            "recall: expected host, a folder or none, got an empty text; leave it out for host"
-        )
+        problem = "expected host, a folder or none, got an empty text"
+        raise wrong("recall", problem, "Leave the option out for host")
     if recall not in (None, "host", "none") and not Path(recall).absolute().parent.is_dir():
-        raise InvalidArgumentError(
-            f"recall: expected host, none or a folder in an existing one, got {recall!r}; make "
-            f"{str(Path(recall).parent)!r} first"
-        )
+        problem = f"expected host, none or a folder in an existing one, got {recall!r}"
+        raise wrong("recall", problem, f"Create {str(Path(recall).parent)!r} first")
     if text_files.STDIN in files:
-        raise InvalidArgumentError(
-            "files: expected files or folders, since the questions come from standard input, got "
-            "-; pass a file"
-        )
+        problem = "a document cannot be -, since the questions come from standard input"
+        raise wrong("files", problem, "Pass a file")
 
 
 def _policy_of(options: RunOptions, recall: str | None) -> "Policy":
-    """The method; with a budget in tokens, or refused, if evicted tokens are not recalled."""
+    """Build the policy; without recall its budget must be a number of tokens.
+
+    Raises:
+        InvalidArgumentError: `recall` is none, and the budget is auto, a share or bytes.
+    """
     from snapkv.policies import PrefixPolicy
     from snapkv_app.cli.policy import build_policy
 
@@ -130,22 +132,23 @@ def _policy_of(options: RunOptions, recall: str | None) -> "Policy":
     if isinstance(policy, PrefixPolicy) and not isinstance(policy.budget, int):
         kind = "keep_ratio" if policy.budget is None else next(iter(policy.describe()["budget"]))
         got = options.budget if isinstance(options.budget, str) else kind
-        raise InvalidArgumentError(
-            f"budget: expected a number of tokens with --recall none, got {got}; pass --budget "
-            f"{DEFAULT_BUDGET}, or leave --recall none out"
+        raise wrong(
+            "budget",
+            f"expected a number of tokens with --recall none, got {got}",
+            f"Pass --budget {DEFAULT_BUDGET}, or leave --recall none out",
         )
     return policy
 
 
 @dataclass(kw_only=True)
 class Chat:
-    """Reads lines and answers questions or runs commands."""
+    """A conversation on the command line, which answers each line or runs it as a command."""
 
     conversation: "Conversation"
     model: Any
-    load: Callable[[str], "Conversation"]  # loads a saved one
+    load: Callable[[str], "Conversation"]  # loads a saved conversation from a path
     inputs: Sequence[str]  # files and folders that were read, never overwritten by /save
-    explained: Callable[[str], AbstractContextManager[None]]  # the errors of a question
+    explained: Callable[[str], AbstractContextManager[None]]  # adds a remedy to errors
     as_json: bool
     with_layers: bool
     warnings: list[str]
@@ -153,15 +156,16 @@ class Chat:
     saved: set[str] = field(default_factory=set)  # real paths that this conversation was saved to
 
     def run(self) -> None:
-        """Read lines until the input ends or /quit; an error ends only its turn.
+        """Read lines until the input ends or /quit is read; an error ends only its turn.
 
-        If standard input is not a terminal, errors set the exit status.
+        Raises:
+            Exit: a turn failed, and standard input is not a terminal; the exit status is 1.
         """
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not UTF-8
-        while (line := self._next()) not in ("", "/quit"):
+        while (line := self._next_line()) not in ("", "/quit"):
             try:
-                self._obey(line) if line.startswith("/") else self._answer(line)
+                self._run_command(line) if line.startswith("/") else self._answer(line)
             except OutOfMemoryError:
                 raise
             except SnapKVError as error:
@@ -170,8 +174,8 @@ class Chat:
         if self.has_failed and not sys.stdin.isatty():
             raise typer.Exit(FAILED)
 
-    def _next(self) -> str:
-        """The next line that is not blank; empty at the end of the input."""
+    def _next_line(self) -> str:
+        """Return the next line that is not blank, or an empty text at the end of the input."""
         while True:
             if sys.stdin.isatty():
                 sys.stderr.write("> ")
@@ -180,22 +184,21 @@ class Chat:
             if line.strip() or not line:
                 return line.strip()
 
-    def _obey(self, line: str) -> None:
+    def _run_command(self, line: str) -> None:
         commands = {
             "/stats": self._stats,
             "/drop": self._drop,
             "/save": self._save,
-            "/load": self._replace,
+            "/load": self._load,
             "/help": self._help,
         }
         name, _, argument = line.partition(" ")
         if name not in commands:
             known = [*commands, "/quit"]
-            # Nothing failed that was asked for, so the exit status stays 0.
-            self._note(
-                f"snapkv: command: expected one of {', '.join(known)}, got {name!r}"
-                f"{nearest(name, known)}"
-            )
+            # A mistyped command is no failure of a turn, so the exit status stays 0.
+            problem = f"expected one of {', '.join(known)}, got {name!r}"
+            remedy = f"Write {closest(name, known) or '/help'}"
+            self._note(f"snapkv: {wrong('command', problem, remedy)}")
             return
         commands[name](argument.strip())
 
@@ -218,8 +221,8 @@ class Chat:
         if self.as_json:
             from snapkv_app.cli.session import without  # imports torch
 
-            told = cache if self.with_layers else without(cache, "layers")
-            write_json({"stats": told}, indent=None)
+            stats = cache if self.with_layers else without(cache, "layers")
+            write_json({"stats": stats}, indent=None)
             return
         write(
             f"{cache.seen_tokens:,} tokens seen, {cache.chosen_tokens:,.0f} kept\n"
@@ -239,11 +242,13 @@ class Chat:
 
     def _save(self, argument: str) -> None:
         first, _, rest = argument.partition(" ")
-        forced = first == "--force"
-        path = _named(rest.strip() if forced else argument)
-        force = forced or os.path.realpath(path) in self.saved  # this conversation was saved there
+        is_forced = first == "--force"
+        path = _require_name(rest.strip() if is_forced else argument)
+        force = (
+            is_forced or os.path.realpath(path) in self.saved
+        )  # this conversation was saved there
         require_output("save", path, Output(), inputs=self.inputs, force=force)
-        if forced:  # the file may be anything
+        if is_forced:  # the existing file may be of any kind
             with replacing(Path(path)) as partial:
                 self.conversation.save(partial)
         else:
@@ -251,18 +256,16 @@ class Chat:
         self.saved.add(os.path.realpath(path))
         self._note(f"saved {path}")
 
-    def _replace(self, path: str) -> None:
-        if not os.path.isfile(_named(path)):
+    def _load(self, path: str) -> None:
+        if not os.path.isfile(_require_name(path)):
             got = "a folder" if os.path.isdir(path) else "no file"
-            raise InvalidArgumentError(
-                f"path: expected a saved conversation, got {got} at {path!r}; save one "
-                "with /save FILE"
-            )
+            problem = f"expected a saved conversation, got {got} at {path!r}"
+            raise wrong("path", problem, "Save one with /save FILE")
         self.conversation, self.warnings = self.load(path), []
         self.saved.clear()
         self._note(
-            f"loaded {path}: {self.conversation.tokens:,} tokens; it goes on with its own "
-            "documents and budget, not with those of the command line"
+            f"loaded {path}: {self.conversation.tokens:,} tokens; the conversation continues with "
+            "its own documents and budget, not with those of the command line"
         )
 
     def _help(self, _: str) -> None:
@@ -272,13 +275,18 @@ class Chat:
         )
 
     def _note(self, text: str) -> None:
-        """Print a line to standard error; answers go to standard output."""
+        """Print a line on standard error, since standard output is for answers."""
         sys.stderr.write(without_controls(" ".join(text.split())) + "\n")
         sys.stderr.flush()
 
 
-def _named(path: str) -> str:
+def _require_name(path: str) -> str:
+    """Return `path` if it can name a file.
+
+    Raises:
+        InvalidArgumentError: `path` is empty or contains a NUL byte.
+    """
     if not path or "\0" in path:
         got = repr(path) if path else "none"
-        raise InvalidArgumentError(f"path: expected the name of a file, got {got}; add one")
+        raise wrong("path", f"expected the name of a file, got {got}", "Add a name")
     return path

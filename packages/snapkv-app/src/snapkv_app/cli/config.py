@@ -1,4 +1,4 @@
-"""`snapkv config`: the defaults of options, and where each is set."""
+"""`snapkv config` shows the defaults of options, and where each default is set."""
 
 from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""`snapkv demo`: a question about a real document, from a compressed and from the full cache."""
+"""`snapkv demo` asks about a real document, with a compressed cache and with the full cache."""
 
 import gzip
 import shlex
@@ -25,22 +25,22 @@ EXAMPLES = {"demo": ("snapkv demo", "snapkv demo --budget 256")}
 
 QUESTION = "Which RFC requires the FNAME field to be Latin-1?"
 START = "The FNAME field is required to be Latin-1 by RFC"
-"""About the source of Python's gzip module, and how the answer begins."""
+"""The beginning of the answer to `QUESTION`, which the model continues."""
 
 CHARACTERS = 24_000
-"""How much of the source to read by default: nearly all of it."""
+"""The number of characters of the source that are read by default, which is nearly all of it."""
 
 NEXT = (
     "ask {} -q 'Whose minigzip.py is this based on?'",
     "chat {}",
     "plan --model llama-3.1-8b --context 120k --gpu-memory 80GB",
 )
-"""Commands to type next; the braces are the document."""
+"""Commands to type next; the document takes the place of the braces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(ModelOptions):
-    """The options of the demo; the defaults are those of `snapkv ask`."""
+    """The options of the demo, with the same defaults as `snapkv ask`."""
 
     budget: Annotated[
         Any,
@@ -51,7 +51,7 @@ class DemoOptions(ModelOptions):
     ] = AUTO
 
     def __post_init__(self) -> None:
-        """Also refuse a budget without room for the window."""
+        """Check also that the budget is larger than the window."""
         super().__post_init__()
         PolicyOptions(budget=self.budget)
 
@@ -60,7 +60,7 @@ class DemoOptions(ModelOptions):
 def demo(
     characters: Annotated[
         int,
-        typer.Option(help="How much of the document to read; the answer is in its first 10,000"),
+        typer.Option(help="Characters of the document to read; the answer is in the first 10,000"),
         WholeNumber(1),
     ] = CHARACTERS,
     *,
@@ -68,10 +68,10 @@ def demo(
 ) -> None:
     """Ask about the source of Python's gzip module, from a compressed and from the full cache.
 
-    It prints both answers, and the bytes and the time that the compressed cache saves.
+    The command prints both answers, and the bytes and the time that the compressed cache saves.
     """
     if options.model is None:
-        demo_file()  # refused before torch is imported
+        demo_file()  # raises, if the demo model is missing, before torch is imported
     announce_model(options.model)
     from snapkv.policies import FullCache, default_policy
     from snapkv.policies.default import method_name
@@ -88,25 +88,25 @@ def demo(
     write(f"{_label('document')}from the source of Python's gzip module, {tokens:,} tokens\n")
     write(f"{_label('question')}{QUESTION}\n")
 
-    def answered(label: str, who: Any) -> Any:
-        bits, _ = usual_bits(who, loaded.model)
+    def answer_with(label: str, method: Any) -> Any:
+        bits, _ = usual_bits(method, loaded.model)
         settings = GenerationSettings(max_new_tokens=12, stop_strings=("\n",))
         labels = iter([_label(label)])
 
-        def labelled(text: str) -> None:  # the label when the answer begins, behind the bar
+        def write_after_label(text: str) -> None:  # the label must not come before the bar is gone
             write(next(labels, "") + text)
 
-        with reading_progress(loaded.model, method_name(who.describe())) as bar:
-            on_text = bar.before(labelled)
-            given = answer(loaded, prompt, who, settings, quantize=bits, on_text=on_text)
+        with reading_progress(loaded.model, method_name(method.describe())) as bar:
+            on_text = bar.before(write_after_label)
+            found = answer(loaded, prompt, method, settings, quantize=bits, on_text=on_text)
         write("\n")
-        return given
+        return found
 
-    ours, full = answered("answer", policy), answered("full cache", FullCache())
-    write(f"{_saved(ours, full)}\n\nType next:\n")
+    ours, full = answer_with("answer", policy), answer_with("full cache", FullCache())
+    write(f"{_describe_savings(ours, full)}\n\nType next:\n")
     typed = sys.argv[0]
-    on_path = shutil.which("snapkv") or Path(typed).name != "snapkv"
-    program = "snapkv" if on_path else shlex.quote(typed)
+    is_on_path = shutil.which("snapkv") or Path(typed).name != "snapkv"
+    program = "snapkv" if is_on_path else shlex.quote(typed)
     say(Text(f"  {program} {line.format(shlex.quote(gzip.__file__))}") for line in NEXT)
     say_if_demo(loaded)
 
@@ -115,12 +115,12 @@ def _label(text: str) -> str:
     return f"{text:<13}"
 
 
-def _saved(ours: Any, full: Any) -> str:
-    """Say in one line what the compressed cache saves, and whether both answers are the same."""
-    held, whole = ours.cache.held_bytes, full.cache.held_bytes
-    said = f"Saved: {1 - held / whole:.0%} of the cache, {format_bytes(held)} instead of "
-    said += format_bytes(whole)
+def _describe_savings(ours: Any, full: Any) -> str:
+    """Return a line on what the compressed cache saves, and whether both answers are the same."""
+    held, full_bytes = ours.cache.held_bytes, full.cache.held_bytes
+    line = f"Saved: {1 - held / full_bytes:.0%} of the cache, {format_bytes(held)} instead of "
+    line += format_bytes(full_bytes)
     if ours.token_ms and full.token_ms:
-        said += f"; a token takes {ours.token_ms:.0f} ms instead of {full.token_ms:.0f} ms"
+        line += f"; a token takes {ours.token_ms:.0f} ms instead of {full.token_ms:.0f} ms"
     same = "the same" if ours.text == full.text else "another"
-    return f"{said}. The full cache gives {same} answer."
+    return f"{line}. The full cache gives {same} answer."

@@ -1,4 +1,4 @@
-"""The entry point, before anything heavy is imported."""
+"""The entry point of the program, which imports nothing that is slow to import."""
 
 import contextlib
 import os
@@ -10,16 +10,17 @@ from snapkv_app.cli.interrupts import say_interrupted, watch
 def main() -> None:
     """Run the command line and exit with its status.
 
-    0: done. 1: out of memory, a failed write to a file or standard output, or a bug of this
-    program. 2: bad input, named in one line on standard error. 3: `--check` found an answer that
-    differs from the full cache's. 130: interrupted.
+    The status is 0 for success; 1 if memory ran out, a write to a file or to standard output
+    failed, or the program has a bug; 2 for bad input, which one line on standard error explains;
+    3 if `--check` found an answer that differs from the answer of the full cache; and 130 after an
+    interruption.
     """
     # Set before torch is imported: waiting threads must not spin on the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     for name, mode in (("stdin", "r"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed: there is nothing to read, nobody is told
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 # as long as it runs
+        if getattr(sys, name) is None:  # the stream is closed
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 # open until the end
     watch()
     try:
         from snapkv_app.cli.app import run
@@ -27,12 +28,12 @@ def main() -> None:
         status = run(sys.argv[1:])
     except KeyboardInterrupt:
         status = say_interrupted(sys.argv[1:])
-    _let_go_of_output()
+    _discard_output()
     sys.exit(status)
 
 
-def _let_go_of_output() -> None:
-    """Discard unwritten output, which Python would try to write again at exit."""
+def _discard_output() -> None:
+    """Discard output that cannot be written, since Python would try to write it again at exit."""
     if sys.stdout is not None:
         try:
             sys.stdout.flush()

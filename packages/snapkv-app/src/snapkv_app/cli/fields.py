@@ -1,4 +1,4 @@
-"""Turn dataclasses into the options of a command: each field is one, with its metadata."""
+"""Turn the fields of dataclasses into the options of a command."""
 
 import copy
 import functools
@@ -22,26 +22,28 @@ Mark = TypeVar("Mark")
 def with_options(
     kind: type, *, settings: type | None = None, panel: str = "", hidden: Collection[str] = ()
 ) -> Callable[[Command], Command]:
-    """Give a command that takes `options`, a dataclass, every field of it as an option.
+    """Return a decorator that gives a command an option for each field of a dataclass.
 
-    Before the command begins, whole numbers such as 4k are read and output paths are checked.
+    The command gets an instance as `options`. Before it begins, whole numbers such as 4k are parsed
+    and output paths are checked.
 
     Args:
-        kind: the dataclass; its fields are annotated as typer wants it.
-        settings: another dataclass, passed as `settings`, see `field_options`; the first
-            line of its docstring is the help of a command that has none.
-        panel: the help panel that lists its fields.
-        hidden: fields of it that are not options.
+        kind: the dataclass, whose fields are annotated as typer expects it.
+        settings: another dataclass, of which the command gets an instance as `settings`; see
+            `field_options`. The first line of its docstring is the help of a command without a
+            docstring.
+        panel: the panel of the help that lists the fields of `settings`.
+        hidden: the fields of `settings` that are not options.
     """
     hints = get_type_hints(kind, include_extras=True)
-    shared = [_keyword(field.name, field.default, hints[field.name]) for field in fields(kind)]
-    more = field_options(settings, panel=panel, hidden=hidden) if settings else []
+    of_options = [_keyword(field.name, field.default, hints[field.name]) for field in fields(kind)]
+    of_settings = field_options(settings, panel=panel, hidden=hidden) if settings else []
 
-    def given_options(command: Command) -> Command:
+    def add_options(command: Command) -> Command:
         signature = inspect.signature(command)
         own = [p for p in signature.parameters.values() if p.name not in ("options", "settings")]
-        parameters = [_shown(p) for p in (*own, *more, *shared)]
-        outputs = {p.name: output for p in shared if (output := _mark(p, Output))}
+        parameters = [_with_metavar(p) for p in (*own, *of_settings, *of_options)]
+        outputs = {p.name: output for p in of_options if (output := _mark(p, Output))}
         numbers = {p.name: number for p in parameters if (number := _mark(p, WholeNumber))}
 
         @functools.wraps(command)
@@ -50,10 +52,10 @@ def with_options(
                 if given[name] is not None:
                     given[name] = number.read(name, str(given[name]))
             require_outputs(outputs, given)
-            options = kind(**{p.name: given.pop(p.name) for p in shared})
+            options = kind(**{p.name: given.pop(p.name) for p in of_options})
             if settings is not None:
-                own_settings = {p.name: given.pop(p.name) for p in more}
-                given["settings"] = from_options(settings, own_settings)
+                values = {p.name: given.pop(p.name) for p in of_settings}
+                given["settings"] = from_options(settings, values)
             command(**given, options=options)
 
         with_every_option.__doc__ = command.__doc__ or (settings.__doc__ or "").partition("\n")[0]
@@ -61,7 +63,7 @@ def with_options(
         with_every_option.__annotations__ = {p.name: p.annotation for p in parameters}
         return with_every_option
 
-    return given_options
+    return add_options
 
 
 def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
@@ -70,37 +72,42 @@ def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 
 def _mark(parameter: inspect.Parameter, kind: type[Mark]) -> Mark | None:
-    """The metadata of that kind in an option's type."""
+    """Return the mark of class `kind` in the annotation of an option, or None without one."""
     return next((each for each in get_args(parameter.annotation) if isinstance(each, kind)), None)
 
 
-def _shown(parameter: inspect.Parameter) -> inspect.Parameter:
-    """An option and its metavar in the help: a type in capitals, or the allowed words.
+def _with_metavar(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return an option whose help shows a type in capitals, or the allowed words.
 
-    A whole number is passed as text to `WholeNumber.read`, so that 4k works.
+    The type of a whole number becomes a text, which `WholeNumber.read` parses, so that 4k works.
     """
     hint, info, *marks = get_args(parameter.annotation) or (None, None)
     kinds = get_args(hint) or (hint,)
     if not isinstance(info, OptionInfo) or bool in kinds or hint is Any:
         return parameter
-    shown, default = copy.copy(info), parameter.default
+    shown_info, default = copy.copy(info), parameter.default
     if hint in (int, int | None):
-        shown.metavar = info.metavar or "INTEGER"
+        shown_info.metavar = info.metavar or "INTEGER"
         hint, marks = (str if hint is int else str | None), marks or [WholeNumber()]
         default = default if default in (None, parameter.empty) else str(default)
     elif not info.metavar:
         is_choice = get_origin(hint) is Literal
-        shown.metavar = "|".join(kinds) if is_choice else "NUMBER" if float in kinds else "TEXT"
-    return parameter.replace(annotation=Annotated[hint, shown, *marks], default=default)
+        shown_info.metavar = (
+            "|".join(kinds) if is_choice else "NUMBER" if float in kinds else "TEXT"
+        )
+    return parameter.replace(annotation=Annotated[hint, shown_info, *marks], default=default)
 
 
 def field_options(
     kind: type, *, panel: str, hidden: Collection[str] = ()
 ) -> list[inspect.Parameter]:
-    """A keyword parameter, in typer's form, for every field that the constructor takes.
+    """Return a keyword parameter, as typer expects it, for each field that the constructor takes.
 
-    Their help comes from ``Args:`` of the docstring. Tuples are texts with commas between their
-    items, see `from_options`. The `hidden` fields are left out.
+    The help of an option comes from ``Args:`` in the docstring of the class. A tuple is typed as a
+    text with commas between the items, see `from_options`. The `hidden` fields are left out.
+
+    Raises:
+        TypeError: a field has no default that the help could show.
     """
     hints, help_texts = get_type_hints(kind), documented_arguments(kind)
     parameters = []
@@ -130,7 +137,7 @@ def field_options(
 
 
 def _flags(field: Field[Any], hint: Any) -> tuple[str, ...]:
-    """The flag that a field's metadata gives, if another option uses the field's name."""
+    """Return the flag in the metadata of a field, which is needed if its name is already taken."""
     flag = field.metadata.get("flag")
     if flag is None:
         return ()
@@ -138,7 +145,7 @@ def _flags(field: Field[Any], hint: Any) -> tuple[str, ...]:
 
 
 def from_options(kind: type, given: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass from the values of the options of `field_options`."""
+    """Build an instance of a dataclass from the values of the options of `field_options`."""
     hints, values = get_type_hints(kind), dict(given)
     for name, text in given.items():
         if get_origin(hints[name]) is tuple:
@@ -155,9 +162,9 @@ def _items(name: str, text: str, kind: type) -> tuple[Any, ...]:
 
 
 def documented_arguments(kind: type) -> dict[str, str]:
-    """The text of each argument under ``Args:``, as one line.
+    """Return the text of each argument under ``Args:`` in the docstrings of a class and its bases.
 
-    Base classes are searched, too.
+    Each text is joined to one line, without a full stop at its end.
     """
     known = documented_arguments(kind.__base__) if kind.__base__ else {}
     text = inspect.cleandoc(vars(kind).get("__doc__") or "")

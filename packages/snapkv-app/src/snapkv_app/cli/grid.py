@@ -1,4 +1,4 @@
-"""Tables of all commands: nothing is cut off, however narrow the terminal is."""
+"""Tables for all commands, in which nothing is cut off, however narrow the terminal is."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,29 +14,31 @@ from snapkv.validation import without_controls
 from snapkv_app.cli.standard_output import write_drawn, write_json
 
 Cell = str | Text
-"""Content of a table cell. A str is shown literally: its brackets are not markup."""
+"""The content of a table cell. A str is shown literally, so its brackets are not markup."""
 
 _READABLE = 20
-"""Widest word of a cell or heading, in screen columns, that is not wrapped; longer ones are, for
+"""The width in screen columns up to which a word is not wrapped. Longer words are wrapped, for
 instance links or the parameters of a method."""
 
 _BORDER = 3
-"""Screen columns that a column of a table takes besides its text."""
+"""The number of screen columns that a column of a table takes in addition to its text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Rows under headings, laid out for the width of the screen.
+    """Rows under headings, which are laid out for the width of the screen.
 
-    A table if only very long words must be wrapped; else the transposed table, under the same
-    condition; else a paragraph per row, with a line per heading.
+    The rows become a table if it fits and only very long words must be wrapped. If it does not fit,
+    the transposed table is tried. If that does not fit either, each row becomes a paragraph with a
+    line for each heading.
 
     Attributes:
-        headings: one per column.
-        rows: as many cells each.
-        title: above it, or none.
-        caption: below it, or none.
-        left: how many of the first columns are left-aligned text; the others are numbers.
+        headings: one heading for each column.
+        rows: the rows, with one cell for each column.
+        title: the text above the table; may be empty.
+        caption: the text below the table; may be empty.
+        left: the number of columns, from the first, with left-aligned text; the other columns hold
+            numbers.
         ruled: whether to draw a line below the first row of a table.
     """
 
@@ -49,15 +51,15 @@ class Grid:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = [[_text(cell) for cell in line] for line in (self.headings, *self.rows)]
-        changed_over = [list(line) for line in zip(*lines, strict=True)]
-        for layout, columns, left in ((lines, changed_over, self.left), (changed_over, lines, 1)):
-            if widths := _widths(columns, options.max_width):
+        transposed = [list(line) for line in zip(*lines, strict=True)]
+        for layout, columns, left in ((lines, transposed, self.left), (transposed, lines, 1)):
+            if widths := _choose_widths(columns, options.max_width):
                 yield self._table(layout, widths, left)
                 return
         yield from self._paragraphs(lines)
 
     def _table(self, lines: Sequence[Sequence[Text]], widths: Sequence[int], left: int) -> Table:
-        table = Table(title=_folded(self.title), caption=_folded(self.caption))
+        table = Table(title=_wrapping(self.title), caption=_wrapping(self.caption))
         for place, (heading, width) in enumerate(zip(lines[0], widths, strict=True)):
             justify = "left" if place < left else "right"
             table.add_column(heading, width=width, justify=justify, overflow="fold")  # type: ignore[arg-type] # a Literal
@@ -67,27 +69,30 @@ class Grid:
 
     def _paragraphs(self, lines: Sequence[Sequence[Text]]) -> Iterator[Text]:
         if self.title:
-            yield _folded(self.title)
+            yield _wrapping(self.title)
         for line in lines[1:]:
             yield Text()
             for heading, cell in zip(lines[0], line, strict=True):
-                named = heading.plain.strip()
-                yield _folded(f"{named}: " if named else "", cell)
+                name = heading.plain.strip()
+                yield _wrapping(f"{name}: " if name else "", cell)
         if self.caption:
-            yield _folded(self.caption)
+            yield _wrapping(self.caption)
 
 
 def _text(cell: Cell) -> Text:
     return cell if isinstance(cell, Text) else Text(without_controls(cell))
 
 
-def _folded(*parts: Cell) -> Text:
-    """A text that is wrapped if it is too long for one line."""
+def _wrapping(*parts: Cell) -> Text:
+    """Join the parts to a text that is wrapped if it is too long for one line."""
     return Text.assemble(*parts, overflow="fold")
 
 
-def _widths(columns: Sequence[Sequence[Text]], screen: int) -> list[int]:
-    """The width of each column; None if headings or short words would be wrapped."""
+def _choose_widths(columns: Sequence[Sequence[Text]], screen: int) -> list[int]:
+    """Return the width of each column, or an empty list if `screen` columns are too few.
+
+    They are too few if headings or short words would have to be wrapped.
+    """
     widths, wanted = [], []
     for column in columns:
         words = _longest(word for cell in column for word in cell.plain.split())
@@ -96,10 +101,10 @@ def _widths(columns: Sequence[Sequence[Text]], screen: int) -> list[int]:
     left = screen - _BORDER * len(columns) - 1 - sum(widths)
     if left < 0:
         return []
-    # Share what is left, beginning with the columns that lack least.
-    hungry = sorted(range(len(columns)), key=lambda place: wanted[place] - widths[place])
-    for number, place in enumerate(hungry):
-        more = min(max(0, wanted[place] - widths[place]), -(-left // (len(hungry) - number)))
+    # Share the columns that are left, beginning with the column that needs the fewest.
+    by_need = sorted(range(len(columns)), key=lambda place: wanted[place] - widths[place])
+    for number, place in enumerate(by_need):
+        more = min(max(0, wanted[place] - widths[place]), -(-left // (len(by_need) - number)))
         widths[place] += more
         left -= more
     return widths
@@ -110,9 +115,9 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def show(grid: Grid | Text, *, soft_wrap: bool = False) -> None:
-    """Print on standard output; characters outside its encoding are escaped."""
+    """Print on standard output, and escape characters that its encoding does not have."""
     console = Console(soft_wrap=soft_wrap)
-    console.width = console.width or 80  # COLUMNS=0 says that nobody knows
+    console.width = console.width or 80  # COLUMNS=0 means that the width is unknown
     with console.capture() as drawn:
         console.print(grid)
     write_drawn(drawn.get())
@@ -130,7 +135,14 @@ def say(lines: Iterable[Text], *, to_errors: bool = False) -> None:
 def give(
     found: dict[str, Any], grid: Callable[[], Grid], *, as_json: bool, place: str = ""
 ) -> None:
-    """Print a result as one JSON object, or as a table and then the path of the full record."""
+    """Print a result as one JSON object, or as a table.
+
+    Args:
+        found: the JSON object.
+        grid: builds the table.
+        as_json: whether to print the object.
+        place: a line about where the full record is, which follows the table on standard error.
+    """
     if as_json:
         write_json(found)
         return

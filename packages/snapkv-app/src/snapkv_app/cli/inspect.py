@@ -1,4 +1,4 @@
-"""`snapkv inspect`: a page that shows what was kept of a document, and who voted for it."""
+"""`snapkv inspect` writes a page that shows the kept tokens of a document and their voters."""
 
 import contextlib
 from dataclasses import asdict, dataclass, replace
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from snapkv.cache.saving.writing import replace_file
-from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.errors import InvalidArgumentError, OutputError, wrong
 from snapkv.validation import DEFAULT_BUDGET
 from snapkv_app import text_files
 from snapkv_app.cli import panels
@@ -26,29 +26,27 @@ EXAMPLES = {
 }
 
 MOST_BUDGETS = 12
-"""Limit of budgets for the slider."""
+"""The largest number of budgets for the slider."""
 
 PARTS = (32, 16, 8, 4)
-"""Parts of the prompt that the budgets of the slider are where none are given."""
+"""The default budgets of the slider, each as a divisor of the length of the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(MethodOptions, WritingOptions):
-    """All options except the documents and the question."""
+    """The options of `inspect` except the documents and the question."""
 
     beside: Annotated[
         list[str] | None,
         panels.policy(
             help="Another method to compare, with parameters or a budget: streaming-llm, "
-            "snapkv:kernel_size=1, h2o@256; @128 is --policy with that budget; again for "
-            "more"
+            "snapkv:kernel_size=1, h2o@256; @128 is --policy with that budget; may be repeated"
         ),
     ] = None
     budgets: Annotated[
         str,
         panels.policy(
-            help="Budgets of the slider, each of which is another answer, separated by commas: "
-            "64,256,1k",
+            help="Budgets of the slider, separated by commas, with an answer for each: 64,256,1k",
             show_default="1/32, 1/16, 1/8 and 1/4 of the prompt",
         ),
     ] = ""
@@ -57,7 +55,11 @@ class InspectOptions(MethodOptions, WritingOptions):
     )
 
     def __post_init__(self) -> None:
-        """Also check the methods of --beside."""
+        """Check also the methods of ``--beside``.
+
+        Raises:
+            InvalidArgumentError: a method is unknown, or its budget is not a budget.
+        """
         super().__post_init__()
         for spec in specs(self.beside or []):
             name, at, budget = spec.partition("@")
@@ -66,17 +68,15 @@ class InspectOptions(MethodOptions, WritingOptions):
             try:
                 _ = token_budget(budget) if at else None
             except InvalidArgumentError as error:
-                raise InvalidArgumentError(
-                    f"beside: expected a method, or one with a budget as h2o@256, got {spec!r}; "
-                    f"{error}"
-                ) from None
+                problem = f"the budget of {spec!r} is not valid ({str(error).rstrip('.')})"
+                raise wrong("beside", problem, "Write for instance h2o@256") from None
 
 
 @with_options(InspectOptions)
 def inspect(files: panels.Documents, question: panels.Question, options: InspectOptions) -> None:
-    """Show on one page what was kept of documents, who voted for it, and the answers."""
+    """Write a page that shows the answers, the kept tokens and who voted for them."""
     require_question(question)
-    settings, sizes = options.settings(), _sizes(options)
+    settings, sizes = options.settings(), _read_budgets(options)
     read, warnings = text_files.read_noting(files)
 
     announce_model(options.model)
@@ -87,20 +87,20 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
 
     from snapkv.policies.default import method_name
     from snapkv_app.answering import prompt_ids
-    from snapkv_app.cli.changes import asked, explained_length
+    from snapkv_app.cli.changes import ask_command, explained_length
     from snapkv_app.cli.loading import answers_progress, load_model, say_if_demo
     from snapkv_app.cli.session import versions
     from snapkv_app.inspector import inspect_prompt
 
-    policies = [(method_name(policy.describe()), policy), *_beside(options, policy)]
+    policies = [(method_name(policy.describe()), policy), *_compared_policies(options, policy)]
     loaded = load_model(options)
     prompt = question_prompt(
         loaded.tokenizer, text_files.join(read), question, answer_start=options.answer_start
     )
-    with explained_length(loaded, question, settings, asked(files, question, options.model)):
+    with explained_length(loaded, question, settings, ask_command(files, question, options.model)):
         prompt_tokens = prompt_ids(loaded, prompt, settings).shape[1]
     if sizes is None:
-        budgets = _parts_of(options, prompt_tokens)
+        budgets = _default_budgets(options, prompt_tokens)
     with answers_progress("inspecting") as advance:
         found = inspect_prompt(loaded, prompt, policies, settings, budgets=budgets, on_step=advance)
     request = {
@@ -115,7 +115,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     page, target = found.page(request).html, Path(options.output)
     try:
         replace_file(target, page)
-    except OutputError:  # the answers took minutes: print them even if the page cannot be written
+    except OutputError:  # the answers took minutes, so they are printed even without the page
         write(f"full cache: {found.full.text.strip()}\n")
         for method in found.methods:
             write(f"{method.label}: {method.chosen.answer.text.strip()}\n")
@@ -124,43 +124,51 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     say_if_demo(loaded)
 
 
-def _sizes(options: InspectOptions) -> list[int] | None:
-    """The budgets that were asked for, each once, the smallest first; None if none were."""
+def _read_budgets(options: InspectOptions) -> list[int] | None:
+    """Parse the budgets of the slider, sorted and without duplicates; None if none is given.
+
+    Raises:
+        InvalidArgumentError: there are more than `MOST_BUDGETS`, or one is not a whole number.
+    """
     if not options.budgets:
         return None
     budgets = sorted(set(integers("budgets", options.budgets)))
     if len(budgets) > MOST_BUDGETS:
-        raise InvalidArgumentError(
-            f"budgets: expected at most {MOST_BUDGETS}, since each is an answer, got "
-            f"{len(budgets)}; leave some out"
-        )
+        problem = f"expected at most {MOST_BUDGETS}, since each is an answer, got {len(budgets)}"
+        raise wrong("budgets", problem, "Leave some out")
     return budgets
 
 
-def _parts_of(options: InspectOptions, prompt_tokens: int) -> list[tuple[str, Any]]:
-    """The method at parts of the prompt, but for those that it refuses, as below its window."""
+def _default_budgets(options: InspectOptions, prompt_tokens: int) -> list[tuple[str, Any]]:
+    """Return labels and policies that keep parts of the prompt, without too small budgets."""
     found = []
     for part in PARTS:
-        with contextlib.suppress(InvalidArgumentError):
+        with contextlib.suppress(InvalidArgumentError):  # the budget is smaller than the window
             found.append((f"1/{part}", _with_budget(options, prompt_tokens // part)))
     return found
 
 
 def _with_budget(options: InspectOptions, budget: Any) -> Any:
-    """The policy of the options with another budget; refused if `--set` sets one."""
+    """Build the policy of the options with another budget.
+
+    Raises:
+        InvalidArgumentError: ``--set`` sets the budget as well.
+    """
     from snapkv_app.cli.policy import build_policy
 
     for assignment in options.set_ or []:
         if assignment.partition("=")[0].rpartition(".")[2] in ("budget", "keep_ratio"):
-            raise InvalidArgumentError(
-                f"set: expected no budget together with other budgets of the same method, got "
-                f"{assignment!r}; pass --budget"
-            )
+            problem = f"{assignment!r} sets a budget, and other budgets of the method are compared"
+            raise wrong("set", problem, "Pass --budget instead")
     return build_policy(replace(options, budget=budget, keep_ratio=None))
 
 
-def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
-    """The methods of --beside: a label and a policy each."""
+def _compared_policies(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
+    """Build a label and a policy for each method of ``--beside``.
+
+    Raises:
+        InvalidArgumentError: a method that takes no budget, or has one already, is given another.
+    """
     from snapkv.policies.default import method_name
     from snapkv_app.cli.policy import named_policies
     from snapkv_app.inspector.ballots import scorer_of
@@ -175,10 +183,8 @@ def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
             found.append((label, _with_budget(options, token_budget(text))))
             continue
         if at and not takes_budget(*parsed(name)):
-            raise InvalidArgumentError(
-                f"beside: expected a budget only for a method without one, got "
-                f"{spec!r}; leave out @{text}"
-            )
+            problem = f"expected a budget only for a method without one, got {spec!r}"
+            raise wrong("beside", problem, f"Leave out @{text}")
         budget = token_budget(text) if at else usual
         found += named_policies([], [name or spec], [budget])
     return found

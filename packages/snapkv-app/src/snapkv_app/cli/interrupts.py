@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command with status 130, and leaves imports at once."""
+"""End a command with exit status 130 after Ctrl-C, at once if modules are being imported."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from types import FrameType
 INTERRUPTED = 130
 
 _CONTINUED = ("eval", "study", "medusa", "library add")
-"""First words of commands that continue where they stopped when they are run again."""
+"""The first words of commands that continue where they stopped if they are run again."""
 
 
 def watch() -> None:
@@ -20,20 +20,24 @@ def watch() -> None:
 
 
 def started() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt, so that work ends in order."""
+    """Let Ctrl-C raise KeyboardInterrupt from now on, so that open work is closed properly."""
     if signal.getsignal(signal.SIGINT) is _leave_imports:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def say_interrupted(arguments: Sequence[str]) -> int:
-    """Report the interruption, and whether the command can continue; the exit status."""
+    """Report the interruption on standard error, and whether the command can be continued.
+
+    Returns:
+        The exit status.
+    """
     with contextlib.suppress(OSError):
         print(_line(arguments), file=sys.stderr, flush=True)  # noqa: T201
     return INTERRUPTED
 
 
 def continues(arguments: Sequence[str]) -> bool:
-    """Whether a command continues where it stopped when it is run again."""
+    """Return whether the command continues where it stopped if it is run again."""
     typed = " ".join(arguments[:2])
     return any(f"{typed} ".startswith(f"{command} ") for command in _CONTINUED)
 
@@ -44,10 +48,10 @@ def _line(arguments: Sequence[str]) -> str:
 
 
 def _leave_imports(number: int, frame: FrameType | None) -> None:
-    """Exit at once while modules are imported.
+    """Exit at once if a module is being imported, and raise KeyboardInterrupt otherwise.
 
-    An interrupted import makes some libraries print a traceback that cannot be caught. Nothing has
-    begun at that point that must be cleaned up.
+    Some libraries print a traceback that cannot be caught if their import is interrupted. At this
+    point no work has begun that would have to be closed properly.
     """
     del number
     while frame is not None:

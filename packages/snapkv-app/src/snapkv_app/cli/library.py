@@ -1,4 +1,4 @@
-"""`snapkv library`: read documents once, for `snapkv ask --library`."""
+"""`snapkv library` manages folders of read documents, which `snapkv ask --library` uses."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.validation import format_bytes, require_choice, without_controls
 from snapkv_app.cli import panels
 from snapkv_app.cli.amounts import byte_count
@@ -38,11 +38,11 @@ EXAMPLES = {
 }
 
 _BITS = ("int4", "K8V4", "int8", "none")
-_AS_IT_IS = ""
-_VOTES = (
-    "warning: policy: {} keeps what the end of each document attends to, not what questions need, "
-    "and what it drops is lost; leave --policy out, or pass --policy across-layers "
-    "--set policy=kvzip"
+_METHOD_OF_LIBRARY = ""
+_END_VOTES = (
+    "warning: policy: {} keeps the tokens that the end of each document attends to, which may not "
+    "be the tokens that questions need, and the evicted tokens are lost. Leave --policy out, or "
+    "pass --policy across-layers --set policy=kvzip."
 )
 
 Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="The folder of the library")]
@@ -61,11 +61,11 @@ class LibraryFolder(Output):
 
 @dataclass(frozen=True, kw_only=True)
 class AddOptions(PolicyOptions):
-    """The options of `add`."""
+    """The options of `snapkv library add`."""
 
     to: Annotated[
         str,
-        panels.output(help="Folder of the library, created if missing"),
+        panels.output(help="Folder of the library, which is created if it is missing"),
         LibraryFolder(files=("library.json",)),
     ] = "snapkv-library"
     policy: Annotated[
@@ -74,7 +74,7 @@ class AddOptions(PolicyOptions):
             help="Method; `snapkv policies` lists them",
             show_default="the library's; full for a new one, which keeps everything",
         ),
-    ] = _AS_IT_IS
+    ] = _METHOD_OF_LIBRARY
     keep_ratio: Annotated[
         float | None,
         panels.policy(help="Instead of --budget, the fraction of a document to keep"),
@@ -82,21 +82,26 @@ class AddOptions(PolicyOptions):
     bits: Annotated[
         str | None,
         panels.policy(
-            help="Store it in int4, K8V4 or int8; none for the model's dtype",
+            help="Store keys and values in int4, K8V4 or int8; none for the model's dtype",
             show_default="the library's; int4 for a new one",
         ),
     ] = None
     json: panels.AsJson = False
 
     def __post_init__(self) -> None:
-        """Refuse parameters without a method, and unknown bits."""
+        """Check the bits, and that parameters are given only together with a method.
+
+        Raises:
+            InvalidArgumentError: the bits are unknown, or there are parameters without a method.
+        """
         super().__post_init__()
         if self.bits is not None:
             require_choice("bits", self.bits, _BITS)
-        if self.policy == _AS_IT_IS and (self.has_parameters or self.seed is not None):
-            raise InvalidArgumentError(
-                "policy: expected a method for its parameters, got parameters alone; pass for "
-                "instance --policy across-layers --set policy=kvzip"
+        if self.policy == _METHOD_OF_LIBRARY and (self.has_parameters or self.seed is not None):
+            raise wrong(
+                "policy",
+                "expected a method for its parameters, got parameters alone",
+                "Pass for instance --policy across-layers --set policy=kvzip",
             )
 
 
@@ -110,24 +115,24 @@ app = typer.Typer(
 @app.command()
 @with_options(AddOptions)
 def add(sources: panels.Documents, *, options: AddOptions) -> None:
-    """Read new and changed documents; remove those whose files were deleted."""
+    """Read new and changed documents, and remove documents whose files were deleted."""
     from snapkv_app import library_files
     from snapkv_app.library.library import Outcome
 
-    library = opened(options.to)
+    library = open_folder(options.to)
     library.require_unlocked()
     found = library_files.find(sources, library)
     policy, notices = None, found.notices
-    if found.texts or options.policy != _AS_IT_IS:
+    if found.texts or options.policy != _METHOD_OF_LIBRARY:
         announce_model(like(library, options).model)
-    if options.policy != _AS_IT_IS:
+    if options.policy != _METHOD_OF_LIBRARY:
         from snapkv.policies.base import ALL_QUERIES
         from snapkv_app.cli.policy import build_policy  # imports torch, after the checks above
 
         policy = build_policy(options)
         if not policy.needs_reconstruction_pass and 0 < policy.query_tokens < ALL_QUERIES:
-            notices = [*notices, _VOTES.format(policy.name)]
-    _tell(notices)
+            notices = [*notices, _END_VOTES.format(policy.name)]
+    _print_errors(notices)
     outcomes = [
         Outcome(name=name, what="failed", reason=reason) for name, reason in found.failed.items()
     ]
@@ -156,15 +161,15 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
         place=f"library: {library.path}",
     )
     failed = [each for each in outcomes if each.what == "failed"]
-    _tell([f"not read: {each.name}: {each.reason}" for each in failed])
+    _print_errors([f"not read: {each.name}: {each.reason}" for each in failed])
     if failed:
         raise typer.Exit(FAILED)
 
 
 @app.command(name="list")
 def list_(library: Place, json: panels.AsJson = False) -> None:
-    """List the documents with tokens, bytes, passages and source files."""
-    found = opened(library)
+    """List the documents of a library with their tokens, bytes, passages and source files."""
+    found = open_folder(library)
     about, records = found.required(), found.documents
     rows = [
         {name: value for name, value in asdict(record).items() if name != "text"}
@@ -180,8 +185,8 @@ def list_(library: Place, json: panels.AsJson = False) -> None:
 
 @app.command()
 def check(library: Place, json: panels.AsJson = False) -> None:
-    """Read every byte of all files and name those that are damaged; exit status 1 if any is."""
-    found = opened(library, quiet=True)
+    """Read all files of a library and name the damaged ones; exit with status 1 if any is."""
+    found = open_folder(library, quiet=True)
     faults = found.verify()
     documents = len(found.documents)
     if json:
@@ -198,16 +203,19 @@ def check(library: Place, json: panels.AsJson = False) -> None:
 @app.command()
 def limit(
     library: Place,
-    size: Annotated[str, typer.Argument(metavar="BYTES", help="Such as 20GiB; none: no limit")],
+    size: Annotated[
+        str, typer.Argument(metavar="BYTES", help="Bytes such as 20GiB, or none for no limit")
+    ],
     evict: Annotated[
-        bool, typer.Option("--evict", help="Remove documents now if more is stored")
+        bool,
+        typer.Option("--evict", help="Remove documents now if the library is larger than that"),
     ] = False,
     json: panels.AsJson = False,
 ) -> None:
-    """Limit the bytes of keys and values; the least recently used documents are removed."""
+    """Limit the bytes of keys and values, by removing the least recently used documents."""
     before = f"snapkv library limit {library} "
     most_bytes = None if size.lower() == "none" else byte_count("size", size, before)
-    gone = [entry.name for entry in opened(library).limit(most_bytes, evict=evict)]
+    gone = [entry.name for entry in open_folder(library).limit(most_bytes, evict=evict)]
     if json:
         write_json({"library": library, "max_bytes": most_bytes, "evicted": gone})
     else:
@@ -217,30 +225,32 @@ def limit(
 @app.command()
 def remove(
     library: Place,
-    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Names or files")],
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME", help="Names of documents, or their source files")
+    ],
     json: panels.AsJson = False,
 ) -> None:
-    """Remove documents from the library; their source files stay."""
-    gone = [record.name for record in opened(library).remove(names)]
+    """Remove documents from the library, but not their source files."""
+    gone = [record.name for record in open_folder(library).remove(names)]
     if json:
         write_json({"library": library, "removed": gone})
     else:
         write("".join(f"removed: {name}\n" for name in gone))
 
 
-def opened(folder: str, *, quiet: bool = False) -> "Library":
-    """The library in a folder; its warnings go to standard error."""
+def open_folder(folder: str, *, quiet: bool = False) -> "Library":
+    """Open the library in a folder; its warnings go to standard error, unless `quiet` is set."""
     from snapkv_app.library.library import Library
 
     def notice(line: str) -> None:
         if not quiet:
-            _tell([f"snapkv: warning: {line}"])
+            _print_errors([f"snapkv: warning: {line}"])
 
     return Library(folder, on_notice=notice)
 
 
 def like(library: "Library", options: Any) -> Any:
-    """The model options; their defaults describe the model that read the library."""
+    """Return the options with the model and dtype that read the library, where none is given."""
     about = library.about
     if about is None:
         return options
@@ -251,23 +261,22 @@ def like(library: "Library", options: Any) -> Any:
     )
 
 
-def _tell(lines: list[str]) -> None:
-    """Write lines to standard error."""
+def _print_errors(lines: list[str]) -> None:
     for line in lines:
         sys.stderr.write(f"{without_controls(line)}\n")
 
 
 def _outcomes_table(outcomes: "Sequence[Outcome]") -> Grid:
-    """A row per document that was added or removed."""
+    """Build a table with a row for each document that was added or removed, or failed."""
     rows = []
     for each in outcomes:
-        is_there = each.what not in ("failed", "dropped", "evicted")
+        is_stored = each.what not in ("failed", "dropped", "evicted")
         rows.append(
             (
                 each.name,
                 each.what,
-                f"{each.tokens:,}" if is_there else "-",
-                format_bytes(each.bytes) if is_there else "-",
+                f"{each.tokens:,}" if is_stored else "-",
+                format_bytes(each.bytes) if is_stored else "-",
                 f"{each.seconds:.1f}" if each.seconds else "-",
             )
         )
@@ -275,7 +284,7 @@ def _outcomes_table(outcomes: "Sequence[Outcome]") -> Grid:
 
 
 def _documents_table(about: "About", records: "Sequence[Record]") -> Grid:
-    """A row per document of a library."""
+    """Build a table with a row for each document of a library."""
     rows = [
         (
             record.name,
@@ -287,9 +296,9 @@ def _documents_table(about: "About", records: "Sequence[Record]") -> Grid:
         for record in records
     ]
     bits = "" if about.bits is None else f", in {about.codes}"
-    bound = "" if about.max_bytes is None else f"; at most {format_bytes(about.max_bytes)}"
+    limit = "" if about.max_bytes is None else f"; at most {format_bytes(about.max_bytes)}"
     return Grid(
         headings=("document", "tokens", "on disk", "passages", "from"),
         rows=tuple(rows),
-        caption=f"read by {about.who}, method {about.policy_in_words}{bits}{bound}",
+        caption=f"read by {about.who}, method {about.policy_in_words}{bits}{limit}",
     )

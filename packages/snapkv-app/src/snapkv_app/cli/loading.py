@@ -1,6 +1,6 @@
-"""Slow steps: load a model without messages of other libraries, and show progress bars.
+"""Load models without the messages of other libraries, and show the progress of slow steps.
 
-Bars are on standard error, and only on a terminal.
+Progress bars are shown on standard error, and only if that is a terminal.
 """
 
 import logging
@@ -39,44 +39,49 @@ from snapkv_app.reading import telling_of_reading
 _LOAD_OPTIONS = ("device", "dtype", "revision", "attn_implementation", "trust_remote_code")
 
 _OTHERS = ("Qwen/Qwen3-4B", "microsoft/Phi-4-mini-instruct", "HuggingFaceTB/SmolLM3-3B")
-"""Small models that answer, for a suggestion."""
+"""Small models to suggest, which give useful answers."""
 
 
 def load_model(options: ModelOptions) -> LoadedModel:
-    """Load the model that the options name."""
+    """Load the model of the options, and hide the messages of other libraries unless verbose."""
     begin(verbose=options.verbose)
     return load(**load_arguments(options))
 
 
 def load_arguments(options: ModelOptions) -> dict[str, Any]:
-    """The options as arguments of `load`."""
+    """Return the arguments of `load` for the options that are given."""
     given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}
     return given if options.model is None else given | {"name": options.model}
 
 
 def load_other(name: str, options: ModelOptions) -> LoadedModel:
-    """Load a draft model, on the device and in the dtype of the main model."""
+    """Load a draft model on the device and in the dtype of the main model.
+
+    Raises:
+        SnapKVError: the draft model cannot be loaded; the message begins with "assistant".
+    """
     announce(f"loading {name}")
     try:
         return load_model(replace(options, model=name, revision=None, attn_implementation=None))
-    except SnapKVError as error:  # the message names the main model's option
+    except SnapKVError as error:  # the message begins with the option of the main model
         raise type(error)(re.sub("^model: ", "assistant: ", str(error))) from error
 
 
 def say_if_demo(loaded: LoadedModel) -> None:
-    """Say on standard error what to expect of the demo model's answers, and what else to name."""
+    """If the demo model is loaded, warn on standard error that its answers are often wrong."""
     if loaded.name == DEMO:
         sys.stderr.write(
-            "snapkv: this is the demo model, a small one for trying the commands, whose answers "
-            f"are often wrong; name another with --model, such as {', '.join(_OTHERS[:-1])} or "
-            f"{_OTHERS[-1]}\n"
+            "snapkv: this is the demo model, a small model for trying the commands, whose answers "
+            f"are often wrong. Choose another one with --model, such as {', '.join(_OTHERS[:-1])} "
+            f"or {_OTHERS[-1]}.\n"
         )
 
 
 def begin(*, verbose: bool) -> None:
-    """Run a slow step: Ctrl-C ends it in order, and messages of other libraries are hidden.
+    """Prepare for a slow step: let Ctrl-C end it properly, and hide messages of other libraries.
 
-    Errors are still reported, and so is the progress of a download.
+    Errors of other libraries and the progress of downloads are still shown. With `verbose`, all
+    messages are shown.
     """
     started()
     converting = logging.getLogger(conversion.__name__)
@@ -95,7 +100,7 @@ def begin(*, verbose: bool) -> None:
 
 
 class _ToStandardError(logging.Handler):
-    """Messages of snapkv, a line each."""
+    """A handler that writes each message of snapkv as a line on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         sys.stderr.write(f"snapkv: {record.getMessage()}\n")
@@ -103,7 +108,7 @@ class _ToStandardError(logging.Handler):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingBar:
-    """The bar of `reading_progress`."""
+    """The bar that `reading_progress` shows."""
 
     bar: Progress
     task: TaskID
@@ -113,11 +118,11 @@ class ReadingBar:
         self.bar.update(self.task, completed=tokens, total=of_tokens, reached=reached)
 
     def next(self, description: str, done: int, total: int) -> None:
-        """Another text is read; `done` of `total` have been."""
+        """Begin anew for the next text, after `done` of `total` texts have been read."""
         self.bar.reset(self.task, description=f"{description}, {done + 1:,} of {total:,}")
 
     def before(self, on_text: TextSink) -> TextSink:
-        """A sink that removes the bar before the text of the answer."""
+        """Return a sink that removes the bar and then passes each text on to `on_text`."""
 
         def write(text: str) -> None:
             self.bar.stop()
@@ -142,10 +147,11 @@ def reading_progress(model: Any, label: str) -> Iterator[ReadingBar]:
 
 @contextmanager
 def answers_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show how many answers of a run are done.
+    """Show how many answers of a run are finished.
 
     Yields:
-        A function of the next answer's description, the answers done, and the total.
+        A function to call before each answer, with its description, the number of finished answers
+        and their total.
     """
     with _bar(
         TextColumn(label),
@@ -165,5 +171,5 @@ def answers_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
 
 def _bar(*columns: ProgressColumn) -> Progress:
     console = Console(stderr=True)
-    # Where a bar cannot be drawn over itself, rich would end a line at each word of an answer.
+    # On a terminal that cannot redraw a bar, rich would end a line at each word of an answer.
     return Progress(*columns, console=console, transient=True, disable=not console.is_interactive)

@@ -1,4 +1,4 @@
-"""The methods that a command line may name, without importing torch."""
+"""The methods and parameters that a command line may name, known without importing torch."""
 
 import contextlib
 import functools
@@ -10,13 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import SnapKVError, wrong
 from snapkv.validation import (
     AUTO,
     DEFAULT,
     FADING_SINKS,
     SMALL_WINDOW,
-    nearest,
+    closest,
     require_budget,
     require_choice,
     require_int,
@@ -25,54 +25,74 @@ from snapkv.validation import (
 from snapkv_app.cli.amounts import count, kernel, token_budget
 
 RECORD = Path(__file__).with_name("methods.json")
-"""Written by `python -m tests.cli.methods` from the classes; a test compares both."""
+"""The file that `python -m tests.cli.methods` writes; a test compares it with the classes."""
 
 
 @functools.cache
 def methods() -> dict[str, dict[str, Any]]:
-    """For every method by name: its `class`, `summary` and `parameters`.
+    """Return the `class`, the `summary` and the `parameters` of every method, by name.
 
-    Each parameter has a `type` and a `default`, as written on a command line.
+    Each parameter has a `type` and a `default`, as they are written on a command line.
     """
     found: dict[str, dict[str, Any]] = json.loads(RECORD.read_text("utf-8"))
     return found
 
 
 def known_method(name: str, argument: str = "policy") -> str:
-    """The name of a method, given as its name or its class; anything else is refused."""
+    """Return the name of the method that is given by its name or its class.
+
+    Args:
+        name: the name or class.
+        argument: the name of the argument, for the error.
+
+    Raises:
+        InvalidArgumentError: there is no such method.
+    """
     if name in methods():
         return name
-    of_class = {told["class"]: own for own, told in methods().items()}
-    if name in of_class:
-        return of_class[name]
-    raise InvalidArgumentError(
-        f"{argument}: expected one of {', '.join(methods())}, got {name!r}"
-        f"{nearest(name, methods()) or '; see snapkv policies, and --set for parameters'}"
-    )
+    by_class = {facts["class"]: own for own, facts in methods().items()}
+    if name in by_class:
+        return by_class[name]
+    problem = f"expected one of {', '.join(methods())}, got {name!r}"
+    close = closest(name, methods())
+    remedy = "See snapkv policies for the methods, and --set for their parameters"
+    raise wrong(argument, problem, f"Write {close}" if close else remedy)
 
 
 def specs(texts: Iterable[str]) -> list[str]:
-    """The policies in texts as ``snapkv:kernel_size=13,pooling=avg,h2o``; "none" names none."""
+    """Split texts such as ``snapkv:kernel_size=13,pooling=avg,h2o`` into one text per method.
+
+    The word none is left out.
+    """
     parts = [part for text in texts for part in re.split(r",(?!\s*[\w.-]+=)", text)]
     return [part.strip() for part in parts if part.strip() not in ("", "none")]
 
 
 def assignments(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Split ``NAME=VALUE`` texts into names, as Python writes them, and values."""
+    """Split ``NAME=VALUE`` texts into names, with underscores, and values.
+
+    Raises:
+        InvalidArgumentError: a text has no name or no value.
+    """
     found = []
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (name and equals):
-            raise InvalidArgumentError(
-                f"set: expected NAME=VALUE, got {text!r}; write for instance --set seed=1"
-            )
+            problem = f"expected NAME=VALUE, got {text!r}"
+            raise wrong("set", problem, "Write for instance --set seed=1")
         found.append((name.replace("-", "_"), value))
     return found
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A method, its own parameters, and the methods that it wraps by the parameters they are."""
+    """A method with its parameters, from which a policy can be built.
+
+    Attributes:
+        method: the name of the method.
+        own: the parameters of the method itself.
+        parts: the methods that it wraps, by the name of the parameter that takes each of them.
+    """
 
     method: str
     own: dict[str, Any]
@@ -80,94 +100,105 @@ class Chosen:
 
 
 def chosen(name: str, given: Mapping[str, Any]) -> Chosen:
-    """Choose a method; parameters that a wrapper lacks go to the methods that it wraps.
+    """Assign parameters to a method and to the methods that it wraps.
 
-    Every wrapped method that has a parameter gets it; ``part.parameter`` reaches only one of them.
+    A parameter that the method itself lacks goes to every wrapped method that has it. A parameter
+    written as ``part.parameter`` goes only to that wrapped method.
 
     Raises:
-        InvalidArgumentError: a parameter that none of them has.
+        InvalidArgumentError: none of the methods has a parameter, or a method is unknown.
     """
     known, parts = parameters(name), wrapped(name, given)
     own: dict[str, Any] = {}
-    meant: dict[str, dict[str, Any]] = {part: {} for part in parts}
+    inner: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for key, value in given.items():
         part, _, rest = key.partition(".")
         takers = [part for part, method in parts.items() if key in accepted(method)]
         if key in known:
             own[key] = value
         elif rest and part in parts:
-            meant[part][rest] = value
+            inner[part][rest] = value
         elif takers:
             for taker in takers:
-                meant[taker][key] = value
+                inner[taker][key] = value
         else:
             raise _unknown_parameter(key, value, list(parts.values()) or [name], known)
-    inner = {part: chosen(method, meant[part]) for part, method in parts.items()}
-    return Chosen(_of_record(name), own, inner)
+    chosen_parts = {part: chosen(method, inner[part]) for part, method in parts.items()}
+    return Chosen(_recorded_name(name), own, chosen_parts)
 
 
 def parameters(name: str) -> dict[str, Any]:
-    """The `type` and `default` of every own parameter of a method."""
-    found: dict[str, Any] = methods()[_of_record(name)]["parameters"]
+    """Return the `type` and the `default` of each parameter of a method itself."""
+    found: dict[str, Any] = methods()[_recorded_name(name)]["parameters"]
     return found
 
 
-def _of_record(name: str) -> str:
-    """The name of a method under which its own parameters are recorded."""
+def _recorded_name(name: str) -> str:
+    """Return the name under which the parameters of a method itself are recorded."""
     return "across-layers" if name == DEFAULT else known_method(name)
 
 
 def wrapped(name: str, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, str]:
-    """The parameters of a method that are methods, with the name of the method each one gets."""
+    """Return the names of the methods that a method wraps, by the parameter that takes each."""
     return {
-        part: str(given.get(part, told["default"]))
-        for part, told in parameters(name).items()
-        if told["type"].endswith("Policy")
+        part: str(given.get(part, facts["default"]))
+        for part, facts in parameters(name).items()
+        if facts["type"].endswith("Policy")
     }
 
 
 def accepted(name: str, given: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
-    """Parameters of a method and of the methods it wraps."""
+    """Return the parameters of a method and of the methods that it wraps."""
     parts = wrapped(name, given).values()
     return [*parameters(name), *(key for part in parts for key in accepted(part))]
 
 
 def takes_budget(name: str, given: Iterable[str]) -> bool:
-    """Whether a policy takes a budget and these parameters do not set it."""
+    """Return whether a method takes a budget that the given parameters do not set."""
     own = {parameter.rpartition(".")[2] for parameter in given}
     return "budget" in accepted(name) and not own & {"budget", "keep_ratio"}
 
 
 def parsed(spec: str) -> tuple[str, dict[str, Any]]:
-    """Split a text into the name of a policy and its parameters."""
+    """Split a text into the name of a method and its parameters.
+
+    Raises:
+        InvalidArgumentError: a parameter is not written as ``NAME=VALUE``, or is repeated.
+    """
     name, _, rest = spec.partition(":")
     given = [part for part in rest.split(",") if part.strip()]
     if not all("=" in part for part in given):
-        raise InvalidArgumentError(
-            f"policy: expected NAME or NAME:PARAMETER=VALUE,PARAMETER=VALUE, got {spec!r}; "
-            "write for instance snapkv:kernel_size=13"
-        )
+        problem = f"expected NAME or NAME:PARAMETER=VALUE,PARAMETER=VALUE, got {spec!r}"
+        raise wrong("policy", problem, "Write for instance snapkv:kernel_size=13")
     return name, typed_assignments(name, given)
 
 
 def typed_assignments(
     name: str, texts: Iterable[str], own: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """A method's own parameters, and those from ``NAME=VALUE`` texts, converted to their types."""
+    """Add the parameters in ``NAME=VALUE`` texts, converted to their types, to `own`.
+
+    Args:
+        name: the name of the method.
+        texts: the parameters, as ``NAME=VALUE``.
+        own: the parameters that options of their own have set.
+
+    Raises:
+        InvalidArgumentError: a parameter is given twice, or a text is not ``NAME=VALUE``.
+    """
     owners = [*methods(), *inner.values(), name] if (inner := wrapped(name)) else [name]
-    kinds = {key: told["type"] for each in owners for key, told in parameters(each).items()}
+    kinds = {key: facts["type"] for each in owners for key, facts in parameters(each).items()}
     given = dict(own)
     for parameter, text in assignments(texts):
         if parameter in given:
-            raise InvalidArgumentError(
-                f"{parameter}: expected it once, got {given[parameter]} and {text}; leave one out"
-            )
+            problem = f"expected one value, got {given[parameter]} and {text}"
+            raise wrong(parameter, problem, "Leave one of them out")
         given[parameter] = _typed(text, kinds.get(parameter.rpartition(".")[2], ""))
     return given
 
 
 def _typed(text: str, kind: str) -> Any:
-    """The text converted to a parameter's type; if that fails, the method reports it."""
+    """Convert the text to the type of a parameter; if that fails, the method reports it."""
     kinds = kind.split(" or ")
     if text.startswith(f"{AUTO}:"):
         return token_budget(text)
@@ -183,9 +214,12 @@ def _typed(text: str, kind: str) -> Any:
 
 
 def require_values(name: str, given: Mapping[str, Any]) -> None:
-    """Refuse wrong parameters of a method before torch is imported.
+    """Check the parameters of a method before torch is imported.
 
-    The method refuses them, too, and those that are not checked here.
+    The method checks them again, and it alone checks some of them.
+
+    Raises:
+        InvalidArgumentError: a parameter is unknown, or its value is wrong.
     """
     if name == DEFAULT:  # as `snapkv.policies.default.default_parameters`, which imports torch
         pooling = {} if given.get("kernel_size") is not None else {"pooling": "fading"}
@@ -195,10 +229,10 @@ def require_values(name: str, given: Mapping[str, Any]) -> None:
 
 def _require_values(found: Chosen) -> None:
     known, given = parameters(found.method), found.own
-    values = {name: told["default"] for name, told in known.items()} | given
-    for name, told in known.items():
-        if ", " in told["type"]:
-            require_choice(name, values[name], tuple(told["type"].split(", ")))
+    values = {name: facts["default"] for name, facts in known.items()} | given
+    for name, facts in known.items():
+        if ", " in facts["type"]:
+            require_choice(name, values[name], tuple(facts["type"].split(", ")))
     if "pooling" in known:
         require_pooling(values["pooling"], given.get("kernel_size"), given.get("decay"))
     if given.get("keep_ratio") is not None:
@@ -216,11 +250,13 @@ def _require_values(found: Chosen) -> None:
 
 def _unknown_parameter(
     name: str, value: Any, owners: list[str], others: Iterable[str]
-) -> InvalidArgumentError:
-    """The error for a parameter that none of the `owners` has; it may resemble one of `others`."""
+) -> SnapKVError:
+    """Build the error for a parameter that none of the `owners` has.
+
+    The error suggests similar names, among the parameters of the `owners` and the `others`.
+    """
     hints = list(dict.fromkeys(hint for owner in owners for hint in accepted(owner)))
-    return InvalidArgumentError(
-        f"{name}: expected a parameter of {' or '.join(owners)}, which has "
-        f"{', '.join(hints) or 'none'}, got {name}={value}; leave it out"
-        f"{nearest(name, [*hints, *others])}"
-    )
+    problem = f"expected a parameter of {' or '.join(owners)}, which has "
+    problem += f"{', '.join(hints) or 'none'}, got {name}={value}"
+    close = closest(name, [*hints, *others])
+    return wrong(name, problem, f"Write {close}" if close else "Leave it out")

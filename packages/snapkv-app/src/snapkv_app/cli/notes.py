@@ -1,4 +1,4 @@
-"""Notes after an answer: equal to the full cache's or not, and what to try next."""
+"""Notes after an answer: whether it equals the full cache's answer, and what to try next."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,28 +19,29 @@ from snapkv_app.cli.options import RunOptions
 from snapkv_app.cli.sources import Source
 
 DIFFERS = 3
-"""Exit status of `--check` where the answer is not the full cache's."""
+"""The exit status if `--check` finds an answer that differs from the full cache's answer."""
 
 SAME = "the compressed cache gives the full cache's answer"
 DIFFERENT = "the compressed cache gives another answer than the full cache"
-"""What `--compare` compared. Neither says whether an answer is right."""
+"""The results of `--compare`. Neither of them says whether an answer is right."""
 
 LITTLE_VOTE = 0.00125
-"""Little is lost if every dropped position had less than this share of the window's attention, on
-average over heads and layers, and all of them together less than `LITTLE_SUM`. Both are for prompts
-of 1,024 tokens, and are lower for longer ones, which dilute votes."""
+"""The largest share of the window's attention, on average over heads and layers, that a dropped
+position may have if little is to be lost. All dropped positions together must have less than
+`LITTLE_SUM`. Both numbers are for prompts of 1,024 tokens, and are lower for longer prompts, which
+dilute votes."""
 
 LITTLE_SUM = 0.15
-"""Share of all votes, for answers whose votes are spread over many positions."""
+"""The same for all dropped positions together, since votes may be spread over many positions."""
 
 
 def drops_nothing(report: Mapping[str, Any]) -> bool:
-    """Whether a cache holds all tokens."""
+    """Return whether the report describes a cache that holds all tokens."""
     return bool(report["kept_tokens"] >= report["seen_tokens"])
 
 
 def is_little_lost(report: Mapping[str, Any]) -> bool | None:
-    """Whether the lost votes are few enough to hardly change answers; None if not measured."""
+    """Return whether too few votes are lost to change answers often, or None if not measured."""
     if drops_nothing(report):
         return True
     share, peak = report.get("lost_votes"), report.get("lost_vote_peak")
@@ -50,8 +51,8 @@ def is_little_lost(report: Mapping[str, Any]) -> bool | None:
     return bool(peak * diluted < LITTLE_VOTE and share * diluted < LITTLE_SUM)
 
 
-def said_of_votes(report: Mapping[str, Any]) -> str:
-    """The table cell for the share of lost votes."""
+def format_lost_votes(report: Mapping[str, Any]) -> str:
+    """Return the table cell for the share of lost votes."""
     if drops_nothing(report):
         return "nothing was dropped"
     share = report.get("lost_votes")
@@ -60,13 +61,13 @@ def said_of_votes(report: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """A note after an answer.
+    """A note that is printed after an answer, or put into the JSON object.
 
     Attributes:
-        key: its name in the JSON object.
-        record: its value there.
+        key: the name of the note in the JSON object.
+        record: the value of the note in the JSON object.
         lines: the lines to print; may be empty.
-        status: exit status of the command.
+        status: the exit status of the command.
     """
 
     key: str
@@ -76,11 +77,11 @@ class Note:
 
 
 def notes_on(answers: Sequence[Answer], source: Source) -> list[Note]:
-    """Return the notes after an answer.
+    """Return the notes after an answer; for ``--check``, compute the full cache's answer first.
 
     Args:
-        answers: the compressed one and, to compare it, the full cache's.
-        source: of the answers.
+        answers: the answer of the compressed cache and, with ``--compare``, that of the full cache.
+        source: the source of the answers.
     """
     ours, *full = answers
     options, typed = source.options, source.typed
@@ -94,14 +95,15 @@ def notes_on(answers: Sequence[Answer], source: Source) -> list[Note]:
 
 
 def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[str]) -> Note:
-    """The share of lost votes and, if it is large, the command to type next.
+    """Return the share of lost votes and, if it is large, the command to type next.
 
-    That has a larger budget or, where the votes chose it, compares with the full cache, which
-    then says whether a larger one helps. There is none where that is compared anyway.
+    The command has a larger budget. If the votes have chosen the budget, the command compares with
+    the full cache instead, which shows whether a larger budget would help. There is no command if
+    the answers are compared already.
     """
     ours, *full = answers
     change, gain = larger_budget(options, ours), "for a larger budget"
-    if _is_chosen_by_votes(ours.policy):
+    if _has_auto_budget(ours.policy):
         change, gain = {"compare": True}, "to check it against the full cache"
     is_much = not full and is_little_lost(ours.cache) is False
     command = None if change is None or not is_much else changed_command(typed, change)
@@ -111,16 +113,16 @@ def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[s
     return Note(key="lost_votes", record=record | {"command": command}, lines=lines)
 
 
-def _is_chosen_by_votes(policy: Mapping[str, Any]) -> bool:
-    """Whether nobody has set the budget of a method, or of the one that it wraps."""
+def _has_auto_budget(policy: Mapping[str, Any]) -> bool:
+    """Return whether the votes choose the budget of a method, or of the method that it wraps."""
     budget, inner = policy.get("budget"), policy.get("policy")
     if isinstance(inner, Mapping):
-        return _is_chosen_by_votes(inner)
+        return _has_auto_budget(inner)
     return isinstance(budget, Mapping) and AUTO in budget
 
 
 def checked_note(answer: Answer, full: Answer, tokens: int) -> Note:
-    """Whether the first tokens of an answer are the full cache's."""
+    """Return the note on whether the first `tokens` of both answers are equal."""
     found = Comparison.of_first(answer, full, tokens)
     if found.first_difference is None:
         first = "token is" if tokens == 1 else f"{tokens:,} tokens are"
@@ -141,10 +143,10 @@ def checked_note(answer: Answer, full: Answer, tokens: int) -> Note:
 def compared_note(
     ours: Answer, full: Answer, options: RunOptions, typed: Sequence[str], exactly: Change
 ) -> Note:
-    """Whether two answers are equal and, if not, the command to try next."""
+    """Return the note on whether two answers are equal and, if not, the command to try next."""
     found = Comparison.of(ours, full)
-    is_told = not (found.same or options.temperature)  # sampled answers differ by chance
-    change = next_change(exactly, options, ours) if is_told else None
+    has_reason = not (found.same or options.temperature)  # sampled answers differ by chance
+    change = next_change(exactly, options, ours) if has_reason else None
     command = None if change is None else changed_command(typed, change)
     lines = [Text(SAME, "green") if found.same else Text(DIFFERENT, "bold red")]
     lines += [Text(f"next to try: {command}")] if command else []

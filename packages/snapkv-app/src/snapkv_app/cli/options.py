@@ -1,14 +1,14 @@
-"""The options that commands share, declared once."""
+"""The options that several commands have, each declared at one place."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.validation import (
     AUTO,
     DEFAULT,
-    nearest,
+    closest,
     require_device,
     require_dtype,
     require_share,
@@ -41,7 +41,7 @@ from snapkv_app.settings import GenerationSettings
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model, and where. None means that the option was not given."""
+    """The options that choose the model and its device; None for an option that is not given."""
 
     model: Annotated[
         str | None,
@@ -73,7 +73,12 @@ class ModelOptions:
     ] = False
 
     def __post_init__(self) -> None:
-        """Refuse missing files of models, unknown devices and dtypes before torch is imported."""
+        """Check the model, the device and the dtype before torch is imported.
+
+        Raises:
+            ModelNotFoundError: `model` names a file or folder that does not exist.
+            InvalidArgumentError: the device or the dtype is unknown.
+        """
         if self.model is not None:
             from snapkv_app.model_places import local_place  # imports the hub's client
 
@@ -99,7 +104,7 @@ OWN_FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions(ModelOptions):
-    """One method."""
+    """The options that choose the model and one method with its parameters."""
 
     policy: Annotated[
         str,
@@ -120,7 +125,7 @@ class PolicyOptions(ModelOptions):
     keep_ratio: panels.KeepRatio = None
     window_size: Annotated[
         int | None,
-        panels.policy(help="Last tokens of the prompt, which vote and are kept"),
+        panels.policy(help="Number of tokens at the end of the prompt that vote and are kept"),
         POSITIVE,
     ] = None
     kernel_size: Annotated[
@@ -131,16 +136,18 @@ class PolicyOptions(ModelOptions):
         ),
     ] = None
     pooling: Annotated[str | None, panels.policy(help="max, avg or fading")] = None
-    decay: Annotated[float | None, panels.policy(help="Factor per token of fading, 0.935")] = None
+    decay: Annotated[
+        float | None, panels.policy(help="Factor for each token of fading, such as 0.935")
+    ] = None
     group_reduce: Annotated[
-        str | None, panels.policy(help="mean, max, sum or none, over heads that share keys")
+        str | None, panels.policy(help="mean, max, sum or none, over the query heads of a KV head")
     ] = None
     window_reduce: Annotated[
         str | None, panels.policy(help="mean or max, over the queries of the window")
     ] = None
     set_: Annotated[
         list[str] | None,
-        panels.policy("--set", metavar="NAME=VALUE", help="Any other parameter of the method"),
+        panels.policy("--set", metavar="NAME=VALUE", help="Another parameter of the method"),
     ] = None
     seed: Annotated[
         int | None,
@@ -149,7 +156,11 @@ class PolicyOptions(ModelOptions):
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse wrong parameters before torch is imported and the model loaded."""
+        """Check the parameters of the method before torch is imported and the model is loaded.
+
+        Raises:
+            InvalidArgumentError: the method or a parameter is unknown, or a value is wrong.
+        """
         super().__post_init__()
         if self.policy:
             object.__setattr__(self, "policy", known_method(self.policy))
@@ -157,7 +168,7 @@ class PolicyOptions(ModelOptions):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The parameters that the options give to the method."""
+        """The parameters of the method that the options set."""
         given = {name: value for name in OWN_FLAGS if (value := getattr(self, name)) is not None}
         if self.kernel_size is not None:
             given["kernel_size"] = kernel(self.kernel_size)
@@ -170,31 +181,35 @@ class PolicyOptions(ModelOptions):
 
     @property
     def has_parameters(self) -> bool:
-        """Whether any parameter of a method is given."""
+        """Whether an option sets any parameter of the method."""
         return bool(self.set_) or any(getattr(self, name) is not None for name in OWN_FLAGS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions(PolicyOptions):
-    """One method, and how it answers."""
+    """The options that choose the model, one method, and how the answer is generated."""
 
     answer_start: Annotated[
         str, panels.answer(help="Text that the answer begins with; the model continues it")
     ] = ""
-    max_new_tokens: Annotated[int, panels.answer(help="Longest answer, in tokens")] = (
-        GenerationSettings.max_new_tokens
-    )
-    temperature: Annotated[float, panels.answer(help="Of sampling; 0 is greedy decoding")] = (
-        GenerationSettings.temperature
-    )
+    max_new_tokens: Annotated[
+        int, panels.answer(help="The largest number of tokens in the answer")
+    ] = GenerationSettings.max_new_tokens
+    temperature: Annotated[
+        float, panels.answer(help="The temperature of sampling; 0 is greedy decoding")
+    ] = GenerationSettings.temperature
 
     def __post_init__(self) -> None:
-        """Also refuse an `answer_start` that is not valid Unicode."""
+        """Check also that `answer_start` is valid Unicode.
+
+        Raises:
+            InvalidArgumentError: it is not.
+        """
         super().__post_init__()
         require_unicode("answer_start", self.answer_start)
 
     def settings(self) -> GenerationSettings:
-        """How to generate."""
+        """Return the settings of generation."""
         return GenerationSettings(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
@@ -204,7 +219,7 @@ class MethodOptions(PolicyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(MethodOptions):
-    """All options of `ask` and `generate` except the prompt."""
+    """The options of `ask`, `generate` and `chat`, except those for the prompt."""
 
     exact_bits: Annotated[
         bool,
@@ -216,16 +231,20 @@ class RunOptions(MethodOptions):
     ] = False
     protect: Annotated[
         list[str] | None,
-        panels.policy(metavar="TEXT", help="Text of the prompt that is kept whatever its votes"),
+        panels.policy(
+            metavar="TEXT", help="Text of the prompt that is always kept; may be repeated"
+        ),
     ] = None
     protect_first: Annotated[
-        int, panels.policy(help="First tokens of the prompt that are kept"), WholeNumber(0)
+        int,
+        panels.policy(help="Number of tokens at the start of the prompt that are always kept"),
+        WholeNumber(0),
     ] = 0
     protect_system: Annotated[
         bool | None,
         panels.policy(
             "--protect-system/--no-protect-system",
-            help="Keep the chat's system message",
+            help="Always keep the system message of the chat",
             show_default="in ask and chat, where it fits",
         ),
     ] = None
@@ -264,7 +283,13 @@ class RunOptions(MethodOptions):
     ] = False
 
     def __post_init__(self) -> None:
-        """Refuse an unknown prefill, and a check of sampled or of too many tokens."""
+        """Check also the assistant, the way to read the prompt, and ``--check``.
+
+        Raises:
+            ModelNotFoundError: `assistant` names a file or folder that does not exist.
+            InvalidArgumentError: the way to read is unknown, or ``--check`` is for sampled tokens
+                or for more tokens than are generated.
+        """
         super().__post_init__()
         if self.assistant is not None:
             from snapkv_app.model_places import local_place  # imports the hub's client
@@ -274,29 +299,26 @@ class RunOptions(MethodOptions):
         if self.check is None:
             return
         if self.temperature:
-            raise InvalidArgumentError(
-                f"check: expected temperature 0, since sampled tokens differ by chance, got "
-                f"{self.temperature}; leave temperature or check out"
-            )
+            problem = "expected temperature 0, since sampled tokens differ by chance, got "
+            problem += f"{self.temperature}"
+            raise wrong("check", problem, "Leave temperature or check out")
         if self.check > self.max_new_tokens:
-            raise InvalidArgumentError(
-                f"check: expected at most max_new_tokens={self.max_new_tokens}, got {self.check}; "
-                "check fewer, or raise max_new_tokens"
-            )
+            problem = f"expected at most max_new_tokens={self.max_new_tokens}, got {self.check}"
+            raise wrong("check", problem, "Check fewer tokens, or raise max_new_tokens")
 
     @property
     def reading(self) -> Prefill:
-        """How the prompt is read."""
+        """The way to read the prompt."""
         return read_prefill(self.prefill)
 
 
 DRAFTS = ("assistant", "prompt_lookup")
-"""The options that choose a source of drafts."""
+"""The options that choose how tokens are drafted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskOptions(RunOptions):
-    """The options of `ask`, which reads files or a library."""
+    """The options of `ask`, which reads files or uses a library."""
 
     passages: Annotated[
         int | None,
@@ -332,46 +354,48 @@ class AskOptions(RunOptions):
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse options that a library excludes, and options that need one."""
+        """Check also that options for a library come with one, and options for files without one.
+
+        Raises:
+            InvalidArgumentError: an option is for the other source, or `recompute` is out of range.
+        """
         super().__post_init__()
         if self.recompute is not None:
             require_share("recompute", self.recompute, "0.2")
         given: dict[str, Any]
         if self.library is None:
-            expected = "--library with it"
+            problem, remedy = "expected --library with it", "Pass --library, or leave it out"
             given = {"documents": self.documents, "recompute": self.recompute}
             given["allow_changed"] = self.allow_changed or None
         else:
-            expected = "none with --library"
+            problem, remedy = "expected none with --library", "Leave it out"
             given = {name: getattr(self, name) or None for name in (*DRAFTS, "protect_first")}
             given |= {"protect": self.protect, "protect_system": self.protect_system}
             given["passages"] = self.passages
             given["prefill"] = None if self.reading == Exact() else self.prefill
         for name, value in given.items():
             if value is not None:
-                raise InvalidArgumentError(
-                    f"{name}: expected {expected}, got {value}; leave it out"
-                )
+                raise wrong(name, f"{problem}, got {value}", remedy)
 
 
 StorageBits = Annotated[
     str,
     panels.sweep(
         metavar="exact|int8|int4|k8v4,...",
-        help="How all methods store keys and values: unquantized or in few bits; with commas for "
-        "more",
+        help="How all methods store keys and values: unquantized or in few bits; may be a list "
+        "with commas",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedOptions(ModelOptions):
-    """The methods that are compared."""
+    """The options that choose the model, and the methods and budgets to compare."""
 
     policy: Annotated[
         list[str] | None,
         panels.sweep(
-            help="Method, with parameters: snapkv:kernel_size=13; again or with commas for more",
+            help="Method, with parameters: snapkv:kernel_size=13; may be repeated",
             show_default=DEFAULT,
         ),
     ] = None
@@ -379,19 +403,23 @@ class ComparedOptions(ModelOptions):
         str,
         panels.sweep(
             metavar="INTEGER|auto|12%|64MiB,...",
-            help="Tokens kept per head and layer, or bytes, with commas for more",
+            help="Tokens kept per head and layer, or bytes; may be a list with commas",
         ),
     ] = "1024"
     bits: StorageBits = EXACT
 
     def __post_init__(self) -> None:
-        """Check names, budgets and bits; the methods check the values of their parameters."""
+        """Check the methods, budgets and bits before torch is imported.
+
+        The methods themselves check the values of their parameters later.
+
+        Raises:
+            InvalidArgumentError: a method, a parameter, a budget or a storage is not valid.
+        """
         super().__post_init__()
         if self.policy is not None and not all(text.strip(" ,") for text in self.policy):
-            raise InvalidArgumentError(
-                "policy: expected the name of a method, got an empty one; leave it out for the "
-                "default"
-            )
+            problem = "expected the name of a method, got an empty one"
+            raise wrong("policy", problem, "Leave the option out for the default method")
         for spec in specs(self.policy or ()):
             chosen(*parsed(spec))
         token_budgets(self.budget)
@@ -399,77 +427,94 @@ class ComparedOptions(ModelOptions):
 
     @property
     def prefills(self) -> list[tuple[str, Prefill]]:
-        """The ways to read prompts, by the texts that named them."""
+        """The ways to read prompts, each with the text that names it."""
         return read_prefills(["exact"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions(ComparedOptions):
-    """The methods that are compared, and the ways to read prompts."""
+    """The options that choose the methods to compare, and the ways to read prompts."""
 
     prefill: Annotated[
         list[str] | None,
         panels.sweep(
-            help="How prompts are read: exact, layer-by-layer, ...; again for more",
+            help="How prompts are read: exact, layer-by-layer, ...; may be repeated",
             show_default="exact",
         ),
     ] = None
 
     def __post_init__(self) -> None:
-        """Also check the ways to read prompts."""
+        """Check also the ways to read prompts.
+
+        Raises:
+            InvalidArgumentError: one of them is unknown, or is repeated.
+        """
         super().__post_init__()
         _ = self.prefills
 
     @property
     def prefills(self) -> list[tuple[str, Prefill]]:
-        """The ways to read prompts, by the texts that named them."""
+        """The ways to read prompts, each with the text that names it."""
         return read_prefills(self.prefill or ["exact"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(ComparedOptions):
-    """What every evaluation takes."""
+    """The options that every evaluation has."""
 
     baseline: Annotated[
         list[str] | None,
-        panels.sweep(help="A baseline at its default budget; none for none", show_default="full"),
+        panels.sweep(
+            help="Baseline, at its default budget; the word none for no baseline",
+            show_default="full",
+        ),
     ] = None
     json: panels.AsJson = False
 
 
 def read_prefill(text: str) -> Prefill:
-    """The `Prefill` that ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE`` names."""
+    """Parse a way to read prompts, ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE``.
+
+    Raises:
+        InvalidArgumentError: the name, a parameter or a value is not valid, or a parameter is
+            repeated.
+    """
     name, _, rest = text.partition(":")
     if name not in PREFILLS:
-        raise InvalidArgumentError(
-            f"prefill: expected one of {', '.join(PREFILLS)}, got {name!r}{nearest(name, PREFILLS)}"
-        )
+        problem = f"expected one of {', '.join(PREFILLS)}, got {name!r}"
+        raise wrong("prefill", problem, f"Write {closest(name, PREFILLS) or Exact.name}")
     kind = PREFILLS[name]
     given = [_prefill_parameter(kind, part) for part in rest.split(",") if part.strip()]
     if len(dict(given)) < len(given):
-        raise InvalidArgumentError(
-            f"prefill: expected every parameter once, got {text!r}; leave the repeated one out"
-        )
+        problem = f"expected every parameter once, got {text!r}"
+        raise wrong("prefill", problem, "Leave the repeated parameter out")
     return kind(**dict(given))
 
 
 def read_prefills(texts: Sequence[str]) -> list[tuple[str, Prefill]]:
-    """`read_prefill` of several texts, by those texts."""
+    """Parse several ways to read prompts, and return each with its text.
+
+    Raises:
+        InvalidArgumentError: a text is repeated, or is not valid.
+    """
     if len(set(texts)) < len(texts):
-        raise InvalidArgumentError(
-            f"prefill: expected every way of reading once, got {' '.join(texts)}; leave the "
-            "repeated one out"
-        )
+        problem = f"expected every way of reading once, got {' '.join(texts)}"
+        raise wrong("prefill", problem, "Leave the repeated one out")
     return [(text, read_prefill(text)) for text in texts]
 
 
 def _prefill_parameter(kind: type[Prefill], text: str) -> tuple[str, Any]:
+    """Parse one parameter of a way to read prompts.
+
+    Raises:
+        InvalidArgumentError: the parameter is unknown, or its value is not a whole number.
+    """
     name, equals, value = (part.strip() for part in text.partition("="))
     name = name.replace("-", "_")
     known = [field.name for field in fields(kind)]
     if not equals or name not in known:
-        raise InvalidArgumentError(
-            f"prefill: expected {kind.name} with {', '.join(known) or 'no parameters'} as "
-            f"NAME=VALUE, got {text!r}{nearest(name, known)}"
-        )
+        problem = f"expected {kind.name} with {', '.join(known) or 'no parameters'} as NAME=VALUE"
+        close = closest(name, known)
+        remedy = f"Write {close}" if close else "Leave the parameter out"
+        raise wrong("prefill", f"{problem}, got {text!r}", remedy)
     return name, count(name, value, f"--prefill {kind.name}:{name}=")

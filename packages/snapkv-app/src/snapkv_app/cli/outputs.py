@@ -1,7 +1,7 @@
-"""Output paths of commands: existing files need --force, and input files are never overwritten.
+"""Check the output paths of commands, so that no file is overwritten by mistake.
 
-The annotation of an option marks it as an output. Outputs are checked when the command is called,
-before anything slow.
+An existing file is replaced only with --force, and an input file never. A mark in the annotation of
+an option says that it names an output. Outputs are checked before the command does anything slow.
 """
 
 import contextlib
@@ -15,34 +15,35 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from snapkv.cache.saving.writing import foreign_files, is_stream
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app.cli import panels
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Marks an option that names a file, or a folder for files, written at the end.
+    """Marks an option that names a file, or a folder for files, to be written.
 
     Attributes:
-        files: names in the folder; empty if the option names one file.
-        beside: suffixes of its stem that give further files, such as "-budgets".
+        files: the names of the files in the folder; empty if the option names one file.
+        beside: the suffixes of the stem of the file that give the names of further files, such as
+            "-budgets".
     """
 
     is_added_to: ClassVar[bool] = False
-    """Whether a command continues what is there, which `--force` then must not delete."""
+    """Whether a command adds to existing files, which `--force` must not delete then."""
 
     files: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
 
     def targets(self, path: Path) -> list[Path]:
-        """The files that are written."""
+        """Return the files that are written for the value `path` of the option."""
         if self.files:
             return [path / name for name in self.files]
-        endings = self.beside if path.name else ()  # "." is refused as a folder below
+        endings = self.beside if path.name else ()  # the folder "." is refused later
         return [path, *(path.with_stem(f"{path.stem}{ending}") for ending in endings)]
 
     def is_own(self, path: Path) -> bool:
-        """Whether the existing path was written by this option and can be continued."""
+        """Return whether an existing path was written for this option, and can be added to."""
         with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
             return self._is_own(path)
         return False
@@ -51,16 +52,16 @@ class Output:
         return False
 
     def strangers(self, path: Path) -> list[str]:
-        """Other files that are there, because of which nothing may be written."""
+        """Return the names of foreign files in the folder, which forbid writing to it."""
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder(Output):
-    """Marks an option that names the folder of a run; the same run is continued there.
+    """Marks an option that names the folder of a run, in which the same run can be continued.
 
     Attributes:
-        key: of the first of its files, which identifies the run.
+        key: a key of the JSON object in the first file, by which such a folder is recognised.
     """
 
     is_added_to: ClassVar[bool] = True
@@ -71,15 +72,19 @@ class RunFolder(Output):
         return self.key in json.loads((path / self.files[0]).read_bytes())
 
     def strangers(self, path: Path) -> list[str]:
-        """Existing files that do not belong to a run."""
-        with contextlib.suppress(OSError):  # the caller says which folder to choose
+        """Return the names of existing files that do not belong to a run."""
+        with contextlib.suppress(OSError):  # the folder is missing or cannot be read
             return [] if self.is_own(path) else foreign_files(path, self.files)
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsFile(Output):
-    """Marks an option that names a file to which rows are added, JSON objects that have `key`."""
+    """Marks an option that names a file to which rows are added.
+
+    Attributes:
+        key: a key of the JSON object in each row, by which such a file is recognised.
+    """
 
     is_added_to: ClassVar[bool] = True
 
@@ -92,18 +97,18 @@ class RowsFile(Output):
 
 
 RESULTS = RunFolder(files=("run.json", "samples.jsonl", "summary.jsonl"), key="snapkv")
-"""The folder of an evaluation or a study."""
+"""The mark of an option that names the folder of an evaluation or a study."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WritingOptions:
-    """Options of every command that writes a file at its end."""
+    """The options of every command that writes a file at its end."""
 
-    force: Annotated[bool, panels.output("--force", help="Replace files that are there")] = False
+    force: Annotated[bool, panels.output("--force", help="Replace existing files")] = False
 
 
 def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -> Path:
-    """The folder for results: the given one, or one named after the run."""
+    """Return the given folder for results, or else a folder that is named after the run."""
     if given is not None:
         return Path(given)
     name = re.sub(r"[^\w.-]+", "-", model).strip("-")
@@ -111,7 +116,15 @@ def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -
 
 
 def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> None:
-    """Refuse to overwrite files that the command did not write."""
+    """Check that the command may write its outputs.
+
+    Args:
+        marked: the marks of the options that name outputs.
+        given: the values of all options.
+
+    Raises:
+        InvalidArgumentError: two options name the same file, or `require_output` refuses one.
+    """
     inputs = [text for name in given.keys() - marked.keys() for text in _texts(given[name])]
     taken: dict[str, str] = {}
     for name, output in marked.items():
@@ -121,107 +134,111 @@ def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> N
         for target in output.targets(Path(text)):
             real = os.path.realpath(target)
             if taken.setdefault(real, name) != name:
-                raise InvalidArgumentError(
-                    f"{name}: expected another file than that of {taken[real]}, got {text!r} for "
-                    "both; choose another name"
-                )
+                problem = f"expected another file than that of {taken[real]}, got {text!r} for both"
+                raise wrong(name, problem, "Choose another name")
 
 
 def require_output(
     name: str, text: str, output: Output, *, inputs: Iterable[str], force: bool
 ) -> None:
-    """Refuse an output that exists and is not the command's, or that cannot be written.
+    """Check that an output can be written, and that no other file would be lost.
 
     Args:
-        name: of the option.
-        text: its value.
-        output: what is written there.
+        name: the name of the option.
+        text: the value of the option.
+        output: the mark of the option.
         inputs: texts that may be paths of input files.
-        force: whether existing files may be replaced; input files never are.
+        force: whether existing files may be replaced. Input files are never replaced.
+
+    Raises:
+        InvalidArgumentError: the name is empty or not valid, the folder is missing or cannot be
+            written to or contains foreign files, or a file exists and may not be replaced.
     """
     if not text.strip():
-        raise InvalidArgumentError(f"{name}: expected a name, got an empty one; pass a name")
+        raise wrong(name, "expected a name, got an empty one", "Pass a name")
     path = Path(text)
     targets = [target for target in output.targets(path) if not is_stream(target)]
     if targets:
         _require_place(name, path, output)
     for target in targets:
-        if _is_there(name, target) and not output.is_own(path):
+        if _exists(name, target) and not output.is_own(path):
             _require_replaceable(name, target, output, inputs, force)
     if found := output.strangers(path):
-        raise InvalidArgumentError(
-            f"{name}: expected a new or empty folder, or that of the same run, got {text!r} with "
-            f"{found[0]!r} in it; choose another folder"
-        )
+        problem = "expected a new or empty folder, or that of the same run, got "
+        raise wrong(name, f"{problem}{text!r} with {found[0]!r} in it", "Choose another folder")
 
 
 def _require_place(name: str, path: Path, output: Output) -> None:
-    """Refuse a folder that is missing and is not created, or that cannot be written to."""
+    """Check that the folder of an output exists or will be created, and can be written to.
+
+    Raises:
+        InvalidArgumentError: it does not exist, or cannot be written to.
+    """
     folder = path if output.files else path.parent
-    if output.files or output.is_added_to:  # such folders are created
+    if output.files or output.is_added_to:  # the command creates the folder
         while not os.path.lexists(folder):
             folder = folder.parent
     elif not folder.is_dir():
-        raise InvalidArgumentError(
-            f"{name}: expected a file in an existing folder, got {str(path)!r}; make "
-            f"{str(folder)!r} first, or choose another place"
-        )
+        problem = f"expected a file in an existing folder, got {str(path)!r}"
+        raise wrong(name, problem, f"Create {str(folder)!r} first, or choose another place")
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise InvalidArgumentError(
-            f"{name}: expected a folder that can be written, got {str(folder)!r}: "
-            f"{error.strerror or error}; choose another place"
-        ) from error
+        problem = f"expected a folder that can be written, got {str(folder)!r}"
+        problem += f" ({error.strerror or error})"
+        raise wrong(name, problem, "Choose another place") from error
 
 
-def _is_there(name: str, target: Path) -> bool:
-    """Whether any file has that name, even a broken link."""
+def _exists(name: str, target: Path) -> bool:
+    """Return whether a file with that name exists, even if it is a broken link.
+
+    Raises:
+        InvalidArgumentError: the name is not valid, or is that of a folder.
+    """
     try:
         target.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise InvalidArgumentError(
-            f"{name}: expected a valid file name, got {str(target)!r}: "
-            f"{error.strerror or error}; choose another name"
-        ) from error
+        problem = f"expected a valid file name, got {str(target)!r} ({error.strerror or error})"
+        raise wrong(name, problem, "Choose another name") from error
     if target.is_dir():
-        raise InvalidArgumentError(
-            f"{name}: expected the name of a file, got the folder {str(target)!r}; name a file"
-        )
+        problem = f"expected the name of a file, got the folder {str(target)!r}"
+        raise wrong(name, problem, "Name a file")
     return True
 
 
 def _require_replaceable(
     name: str, target: Path, output: Output, inputs: Iterable[str], force: bool
 ) -> None:
-    if _is_read(target, inputs):
-        raise InvalidArgumentError(
-            f"{name}: expected a file that is not read, got {str(target)!r}, which is one of the "
-            "inputs; choose another name"
-        )
+    """Check that an existing file may be replaced.
+
+    Raises:
+        InvalidArgumentError: it is an input, or `force` is not set, or the command adds to files of
+            another kind.
+    """
+    if _is_input(target, inputs):
+        problem = f"the file {str(target)!r} is one of the inputs"
+        raise wrong(name, problem, "Choose another name")
     if output.is_added_to or not force:
         forced = "" if output.is_added_to else ", or pass --force to replace it"
-        raise InvalidArgumentError(
-            f"{name}: expected a new name, got {str(target)!r}, which is there already; choose "
-            f"another name{forced}"
-        )
+        problem = f"the file {str(target)!r} exists already"
+        raise wrong(name, problem, f"Choose another name{forced}")
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in the value of an option, which may be repeated or contain commas."""
+    """Yield each text in the value of an option, which may be repeated or contain commas."""
     for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, str):
             yield from filter(None, {each, *each.split(",")})
 
 
-def _is_read(target: Path, inputs: Iterable[str]) -> bool:
-    """Whether a file is one of the inputs, including files in folders and standard input.
+def _is_input(target: Path, inputs: Iterable[str]) -> bool:
+    """Return whether a file is an input, a file in a folder of inputs, or standard input.
 
-    Device and inode are compared, so that links are recognised.
+    The device and the inode are compared, so that links are recognised.
     """
-    with contextlib.suppress(OSError):  # a broken link, or the input is closed
+    with contextlib.suppress(OSError):  # a broken link, or standard input is closed
         status = target.stat()
         for text in inputs:
             with contextlib.suppress(OSError, ValueError, RuntimeError):  # not a path

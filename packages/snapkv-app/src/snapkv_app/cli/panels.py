@@ -1,4 +1,4 @@
-"""The panels of the help, each as a `typer.Option` listed in it, and shared options."""
+"""The panels of the help, each as a function that makes an option in it, and common options."""
 
 from functools import partial
 from typing import Annotated
@@ -17,8 +17,8 @@ device = partial(typer.Option, rich_help_panel="Device")
 task = partial(typer.Option, rich_help_panel="Task")
 output = partial(typer.Option, rich_help_panel="Output")
 
-FILES_AGAIN = "Text, source code, HTML, PDF or a folder; again for more"
-"""The help of `--document`."""
+FILES_AGAIN = "Text, source code, HTML, PDF or a folder; may be repeated"
+"""The help of `--document`, an option of other packages."""
 
 AsJson = Annotated[bool, output("--json", help="Print one JSON object")]
 KeepRatio = Annotated[

@@ -1,4 +1,4 @@
-"""`snapkv plan`: whether a model and its prompts fit, and what compression would change."""
+"""`snapkv plan` estimates whether a model and its prompts fit, and the gain of compression."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from snapkv.errors import InvalidArgumentError
-from snapkv.validation import format_bytes, nearest, require_dtype, require_int
+from snapkv.errors import InvalidArgumentError, wrong
+from snapkv.validation import closest, format_bytes, require_dtype, require_int
 from snapkv_app.cli import panels
 from snapkv_app.cli.amounts import (
     EXACT,
@@ -38,7 +38,9 @@ EXAMPLES = {
 class PlanOptions:
     """The options of `snapkv plan`."""
 
-    context: Annotated[str | None, panels.work(help="Prompt tokens, such as 32k or 1.5k")] = None
+    context: Annotated[
+        str | None, panels.work(help="Number of prompt tokens, such as 32k or 1.5k")
+    ] = None
     model: Annotated[
         str | None,
         panels.model(
@@ -58,10 +60,12 @@ class PlanOptions:
         ),
     ] = None
     trust_remote_code: Annotated[
-        bool, panels.model("--trust-remote-code", help="Run code of the model")
+        bool, panels.model("--trust-remote-code", help="Run code that comes with the model")
     ] = False
-    batch: Annotated[int, panels.work(help="Prompts in one batch"), POSITIVE] = 1
-    max_new_tokens: Annotated[int, panels.work(help="Longest answer, in tokens"), POSITIVE] = 128
+    batch: Annotated[int, panels.work(help="Number of prompts in one batch"), POSITIVE] = 1
+    max_new_tokens: Annotated[
+        int, panels.work(help="The largest number of tokens in an answer"), POSITIVE
+    ] = 128
     budget: Annotated[
         Any,
         panels.policy(
@@ -80,7 +84,9 @@ class PlanOptions:
     ] = EXACT
     keep_ratio: panels.KeepRatio = None
     window_size: Annotated[
-        int, panels.policy(help="Last tokens of the prompt, always kept"), POSITIVE
+        int,
+        panels.policy(help="Number of tokens at the end of the prompt that are always kept"),
+        POSITIVE,
     ] = 32
     gpu_memory: Annotated[
         str | None,
@@ -88,45 +94,55 @@ class PlanOptions:
             help="Device memory, such as 80GB or 24GiB, or a card: H100; shows what fits"
         ),
     ] = None
-    reserve: Annotated[str, panels.device(help="Taken by the driver and the allocator")] = "1GB"
+    reserve: Annotated[str, panels.device(help="Memory that the driver and the allocator need")] = (
+        "1GB"
+    )
     bandwidth: Annotated[
         str | None, panels.device(help="Memory bandwidth per second, such as 2TB: shows times")
     ] = None
     json: panels.AsJson = False
 
     def __post_init__(self) -> None:
-        """Refuse unknown dtypes before torch is imported."""
+        """Check the dtype before torch is imported.
+
+        Raises:
+            InvalidArgumentError: the dtype is unknown.
+        """
         if self.dtype is not None:
             require_dtype(self.dtype)
 
 
 def memory_of(text: str) -> int:
-    """Read the bytes of a device's memory: a number with a unit, or the name of a card."""
+    """Parse the memory of a device: bytes with a unit, or the name of a card.
+
+    Raises:
+        InvalidArgumentError: `text` is neither of them, or several cards have that name.
+    """
     found = card_bytes(text)
     if found is not None:
         return found
     try:
         return byte_count("gpu_memory", text)
     except InvalidArgumentError:
-        raise InvalidArgumentError(
-            "gpu_memory: expected bytes with a unit, such as 80GB or 24GiB, or a card such as H100 "
-            f"or RTX 4090, got {text!r}{nearest(text, CARDS)}; write for instance --gpu-memory 80GB"
+        raise wrong(
+            "gpu_memory",
+            "expected bytes with a unit, such as 80GB or 24GiB, or a card such as H100 or RTX "
+            f"4090, got {text!r}",
+            f"Write for instance --gpu-memory {closest(text, CARDS) or '80GB'}",
         ) from None
 
 
 @with_options(PlanOptions)
 def plan(*, options: PlanOptions) -> None:
-    """Estimate a long prompt's memory and what compression gains, from the configuration alone."""
+    """Estimate the memory of a long prompt and what compression gains, without the weights."""
     if options.shapes:
         shapes = {name: described(name) for name in SHAPES}
         give(shapes, lambda: shapes_table(shapes), as_json=options.json)
         return
     if options.context is None or "," in options.context:
         got = "none" if options.context is None else repr(options.context)
-        raise InvalidArgumentError(
-            f"context: expected one number of tokens, got {got}; write for instance "
-            "snapkv plan --model llama-3.1-8b --context 128k"
-        )
+        remedy = "Write for instance snapkv plan --model llama-3.1-8b --context 128k"
+        raise wrong("context", f"expected one number of tokens, got {got}", remedy)
     tokens = count("context", options.context)
     require_int("context", tokens, minimum=1)
     bits = one_storage(options.bits)
@@ -160,7 +176,7 @@ def plan(*, options: PlanOptions) -> None:
 
 
 def plan_table(plan: Plan) -> Grid:
-    """What a request needs with a full and with a compressed cache."""
+    """Build a table of what a request needs with the full cache and with a compressed cache."""
     columns = [_plan_cells(plan, needs) for needs in (plan.full, plan.compressed)]
     rows = [
         ("weights", *[format_bytes(plan.footprint.weights_bytes)] * 2),
@@ -177,7 +193,7 @@ def plan_table(plan: Plan) -> Grid:
 
 
 def shapes_table(shapes: Mapping[str, dict[str, Any]]) -> Grid:
-    """A row per published shape, see `snapkv_app.plan.shapes.described`."""
+    """Build a table with a row for each published shape, as `plan.shapes.described` returns it."""
     rows = [
         (
             name,
@@ -199,27 +215,28 @@ def shapes_table(shapes: Mapping[str, dict[str, Any]]) -> Grid:
 
 
 def _plan_title(plan: Plan) -> str:
-    asked = plan.request
-    prompts = f"{asked.batch:,} prompts" if asked.batch > 1 else "a prompt"
+    request = plan.request
+    prompts = f"{request.batch:,} prompts" if request.batch > 1 else "a prompt"
     return (
-        f"{plan.model}, {_stored_as(plan.footprint)}: {prompts} of {asked.context_tokens:,} "
-        f"tokens, {plan.kept_tokens:,.0f} kept{_in_bits(asked)}, answers of {asked.new_tokens:,}"
+        f"{plan.model}, {_describe_weights(plan.footprint)}: {prompts} of "
+        f"{request.context_tokens:,} tokens, {plan.kept_tokens:,.0f} kept{_in_bits(request)}, "
+        f"answers of {request.new_tokens:,}"
     )
 
 
-def _in_bits(asked: Request) -> str:
-    return "" if asked.codes is None else f" in {asked.codes}"
+def _in_bits(request: Request) -> str:
+    return "" if request.codes is None else f" in {request.codes}"
 
 
-def _stored_as(model: Footprint) -> str:
-    """The dtype, and the quantization of the weights if it is counted."""
+def _describe_weights(model: Footprint) -> str:
+    """Return the dtype of the weights, and their quantization if the plan counts it."""
     if model.quantization is None or not is_counted(model.quantization):
         return model.dtype
     return f"{model.dtype}, weights in {model.quantization}"
 
 
 def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
-    """A column of the plan's table."""
+    """Return the cells of a column of the plan's table, by the heading of their row."""
     cells = {
         "cache after the prompt": format_bytes(needs.cache_bytes),
         "prefill peak, weights excluded": format_bytes(needs.prefill_peak_bytes),
@@ -230,8 +247,8 @@ def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
         limit = None if positions is None else positions - plan.request.new_tokens
         in_pieces = needs.longest_prompt_in_pieces_tokens
         cells |= {
-            "longest prompt, read in one pass": _longest(needs.longest_prompt_tokens, limit),
-            "longest prompt, read in pieces": _longest(in_pieces, limit),
+            "longest prompt, read in one pass": _format_longest(needs.longest_prompt_tokens, limit),
+            "longest prompt, read in pieces": _format_longest(in_pieces, limit),
             "largest batch, prefill": f"{needs.largest_batch:,}",
             "largest batch, decoding": f"{needs.largest_decoding_batch:,}",
         }
@@ -241,8 +258,8 @@ def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
     return cells
 
 
-def _longest(tokens: int | None, limit: int | None) -> str:
-    """Tokens that fit, with a remark if the model's positions are the limit."""
+def _format_longest(tokens: int | None, limit: int | None) -> str:
+    """Return the number of tokens that fit, with a remark if only the positions limit them."""
     if not tokens:
         return "none"
     return f"{tokens:,} (all positions)" if tokens == limit else f"{tokens:,}"

@@ -1,4 +1,4 @@
-"""`snapkv policies`: the methods, their summaries and parameters."""
+"""`snapkv policies` lists the methods with their summaries and parameters."""
 
 import typer
 
@@ -14,7 +14,7 @@ def policies(json: panels.AsJson = False) -> None:
     if json:
         write_json(methods())
         return
-    for name, told in methods().items():
-        typer.echo(f"{name}: {told['summary']}")
-        for parameter, details in told["parameters"].items():
+    for name, facts in methods().items():
+        typer.echo(f"{name}: {facts['summary']}")
+        for parameter, details in facts["parameters"].items():
             typer.echo(f"    {parameter}={details['default']}  ({details['type']})")

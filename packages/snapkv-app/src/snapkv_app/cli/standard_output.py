@@ -1,4 +1,4 @@
-"""Standard output, whose errors name it, and standard error, which a command may hide."""
+"""Write to standard output with errors that name it, and hide standard error on request."""
 
 import contextlib
 import json
@@ -8,20 +8,25 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-from snapkv.errors import OutputError
+from snapkv.errors import OutputError, wrong
 from snapkv.validation import without_controls
 
 FAILED = 1
-"""Exit status of a command that finished although a part of its work failed."""
+"""The exit status of a command that ran to its end although a part of its work failed."""
 
 
 @contextlib.contextmanager
 def named_output() -> Iterator[None]:
-    """In this block, failed writes to standard output raise OutputError; flushed at the end."""
+    """Let failed writes to standard output raise OutputError in this block, and flush at its end.
+
+    Raises:
+        OutputError: standard output is closed, or cannot be written to.
+    """
     stream = sys.stdout
     if stream is None:
-        raise OutputError("output: expected an open standard output, got a closed one; open it")
-    sys.stdout = cast(Any, _Named(stream))
+        problem = "standard output is closed"
+        raise wrong("output", problem, "Open it, or redirect it to a file", OutputError)
+    sys.stdout = cast(Any, _NamedStream(stream))
     try:
         yield
         sys.stdout.flush()
@@ -30,12 +35,16 @@ def named_output() -> Iterator[None]:
 
 
 def has_written() -> bool:
-    """Return whether anything was written in the newest block of `named_output`."""
-    return _Named.has_written
+    """Return whether anything was written since the last block of `named_output` began."""
+    return _NamedStream.has_written
 
 
 def hide_messages(is_quiet: bool) -> bool:
-    """Discard what is written to standard error until `messages_shown` ends, if `is_quiet`."""
+    """If `is_quiet`, discard all messages on standard error until `messages_shown` ends.
+
+    Returns:
+        `is_quiet`, since an option calls this function.
+    """
     if is_quiet:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 # closed below
     return is_quiet
@@ -43,7 +52,7 @@ def hide_messages(is_quiet: bool) -> bool:
 
 @contextlib.contextmanager
 def messages_shown() -> Iterator[None]:
-    """Give standard error back after the block, in which a command may have hidden it."""
+    """Restore standard error after the block, in which `hide_messages` may have hidden it."""
     before: TextIO = sys.stderr
     try:
         yield
@@ -53,54 +62,59 @@ def messages_shown() -> Iterator[None]:
             hidden.close()
 
 
-class _Named:
-    """A stream whose errors say which stream failed."""
+class _NamedStream:
+    """A stream whose errors name it as the standard output."""
 
-    has_written = False  # by the newest stream of the process
+    has_written = False  # whether the newest instance has written anything
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        _Named.has_written = False
+        _NamedStream.has_written = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> Any:
-        _Named.has_written = True
-        return self._naming(self._stream.write, text)
+        _NamedStream.has_written = True
+        return self._call(self._stream.write, text)
 
     def flush(self) -> None:
-        self._naming(self._stream.flush)
+        self._call(self._stream.flush)
 
-    def _naming(self, call: Any, *arguments: str) -> Any:
+    def _call(self, call: Any, *arguments: str) -> Any:
+        """Call a method of the stream.
+
+        Raises:
+            OutputError: the stream cannot be written to.
+            BrokenPipeError: the reader of the stream has closed it, which is no error.
+        """
         try:
             return call(*arguments)
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise OutputError(
-                f"output: expected to write to standard output, got: {error.strerror or error}; "
-                "free disk space, or redirect it elsewhere"
-            ) from error
+            problem = f"standard output cannot be written ({error.strerror or error})"
+            remedy = "Free disk space, or redirect it elsewhere"
+            raise wrong("output", problem, remedy, OutputError) from error
 
 
 def write(text: str) -> None:
-    """Write to standard output; on a terminal, control characters are escaped."""
+    """Write to standard output, and escape control characters if it is a terminal."""
     write_drawn(without_controls(text) if sys.stdout.isatty() else text)
 
 
 def write_drawn(text: str) -> None:
-    """Write what may move a terminal's cursor; characters outside its encoding are escaped."""
+    """Write to standard output with control characters, and escape those it cannot encode."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
 
 
 def write_json(record: dict[str, Any], *, indent: int | None = 2) -> None:
-    """Write one JSON object to standard output; numbers of a list, such as tokens, on one line."""
+    """Write one JSON object to standard output, with each list of numbers on one line."""
     text = json.dumps(record, indent=indent)
     write(_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
 
 
 _NUMBERS = re.compile(r"(?<=\[)\n[-+.\deE,\s]+(?=\])")
-"""What is between the brackets of such a list; texts in JSON have no line breaks of their own."""
+"""Matches the numbers of a list in indented JSON. A text in JSON never contains a line break."""
