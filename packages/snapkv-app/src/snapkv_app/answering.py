@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
 
 from snapkv.cache.report import CacheReport
-from snapkv.errors import InvalidArgumentError, PromptTooLongError
+from snapkv.errors import PromptTooLongError, wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.device_memory import out_of_memory_explained
@@ -198,13 +198,15 @@ def require_positions(
         return
     remedies = []
     if prompt_tokens < max_tokens:
-        remedies.append(f"lower max_new_tokens to at most {max_tokens - prompt_tokens:,}")
+        remedies.append(f"or lower max_new_tokens to at most {max_tokens - prompt_tokens:,}")
     if new_tokens < max_tokens:
-        remedies.append(f"shorten the prompt to at most {max_tokens - new_tokens:,} tokens")
-    raise PromptTooLongError(
-        f"prompt: expected prompt and answer within the model's {max_tokens:,} positions, got a "
-        f"prompt of {about}{prompt_tokens:,} tokens and an answer of up to {new_tokens:,}; "
-        f"{', '.join([*remedies, 'or choose a model with more positions'])}"
+        remedies.append(f"or shorten the prompt to at most {max_tokens - new_tokens:,} tokens")
+    raise wrong(
+        "prompt",
+        f"the prompt of {about}{prompt_tokens:,} tokens and an answer of up to {new_tokens:,} do "
+        f"not fit into the model's {max_tokens:,} positions",
+        ", ".join(["Choose a model with more positions", *remedies]),
+        PromptTooLongError,
     )
 
 
@@ -390,9 +392,10 @@ def answers_together(
     The batch runs until its last answer has ended.
     """
     if settings.temperature:
-        raise InvalidArgumentError(
-            f"temperature: expected 0 for answers in a batch, got "
-            f"{settings.temperature}; ask the prompts one by one"
+        raise wrong(
+            "temperature",
+            f"expected 0 for answers in a batch, got {settings.temperature}",
+            "Ask the prompts one by one",
         )
     require_one_reading(policy, "ask the prompts one by one, with the question hidden from it")
     model, tokenizer = loaded.model, loaded.tokenizer
@@ -401,8 +404,8 @@ def answers_together(
     ids = _left_padded(rows, next(iter(ends), 0))
     cache = CompressedCache(model, loaded.completed(policy), quantize=quantize)
     advice = (
-        f"prompts: expected a batch that fits in the device memory, got {len(rows)} of up to "
-        f"{ids.shape[1]:,} tokens; answer fewer at once"
+        f"prompts: {len(rows)} prompts of up to {ids.shape[1]:,} tokens do not fit in the memory "
+        "of the device. Answer fewer of them at once."
     )
     with out_of_memory_explained(lambda: advice):
         output: Tensor = model.generate(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 
 _MARK = "\ufdd0"
 """No character: Unicode leaves it to programs. Where content has one, it is written twice."""
@@ -127,7 +127,9 @@ def _require_as_written(tokenizer: Any, pieces: Sequence[str], ids: Sequence[int
     """Refuse control tokens beyond the control words that are in the pieces."""
     written = sum(piece.count(word) for word in control_words(tokenizer) for piece in pieces)
     if control_tokens(tokenizer, ids) > written:
-        raise InvalidArgumentError(
-            "text: expected one that names control tokens of the model by their words, or not at "
-            "all, got one of which the tokenizer makes some of other words; leave those out"
+        raise wrong(
+            "text",
+            "the tokenizer turns other words of it than the model's control words into control "
+            "tokens",
+            "Remove those words from the text",
         )

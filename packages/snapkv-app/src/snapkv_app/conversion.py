@@ -20,7 +20,7 @@ import transformers.modeling_gguf_pytorch_utils as gguf_reading
 from transformers import AutoTokenizer
 
 from snapkv.cache_folder import cache_folder
-from snapkv.errors import InvalidArgumentError, SnapKVError, missing_package
+from snapkv.errors import SnapKVError, missing_package, wrong
 from snapkv.hf.checkpoint import load_complete
 from snapkv.validation import first_line
 from snapkv_app.packages import absent_for_gguf
@@ -69,10 +69,12 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
     try:
         _save(model, tokenizer, folder)
     except OSError as error:
-        raise InvalidArgumentError(
-            f"SNAPKV_CACHE_DIR: expected a folder with room for {path.name}, unpacked "
+        raise wrong(
+            "SNAPKV_CACHE_DIR",
+            f"expected a folder with room for {path.name}, unpacked "
             f"({model.num_parameters() * dtype.itemsize:,} bytes), got {error.strerror or error} "
-            f"in {folder.parent}; set SNAPKV_CACHE_DIR to another folder"
+            f"in {folder.parent}",
+            "Set SNAPKV_CACHE_DIR to another folder",
         ) from error
 
 
@@ -80,9 +82,10 @@ def _require_gguf(path: Path) -> None:
     with path.open("rb") as file:
         magic = file.read(len(_MAGIC))
     if magic != _MAGIC:
-        raise InvalidArgumentError(
-            f"model: expected a file that begins with {_MAGIC!r}, got {magic!r} in {path}; "
-            "it is not a GGUF file, or its download was not one: fetch it again"
+        raise wrong(
+            "model",
+            f"expected a file that begins with {_MAGIC!r}, got {magic!r} in {path}",
+            "Download it again, because it is not a GGUF file",
         )
 
 
@@ -104,10 +107,11 @@ def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     except SnapKVError:
         raise
     except Exception as error:  # a damaged file makes the reader raise whatever it trips over
-        raise InvalidArgumentError(
-            "model: expected a complete GGUF file of a decoder-only architecture that transformers "
-            f"can read, got {path}: {first_line(error)}; fetch it again, or use the original model "
-            "instead"
+        raise wrong(
+            "model",
+            "expected a complete GGUF file of a decoder-only architecture that transformers can "
+            f"read, got {path}: {first_line(error)}",
+            "Download it again, or use the original model instead",
         ) from error
     # The loader notes that the weights came out of a quantised file, and `save_pretrained` then
     # refuses; they are ordinary tensors by now.

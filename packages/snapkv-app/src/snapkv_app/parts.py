@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.policies.spans import Span
 from snapkv_app.prompts import Prompt
 from snapkv_app.protection import tokens_of
@@ -85,9 +85,10 @@ def turn(parts: Sequence[SpokenPart], number: int) -> list[SpokenPart]:
     """The question of that number, counted from one, and what stands before the next one."""
     asked = [place for place, part in enumerate(parts) if part.role == "user"]
     if not 1 <= number <= len(asked):
-        raise InvalidArgumentError(
-            f"drop: expected the number of one of the {len(asked)} turns so far, got {number}; "
-            "the first one is 1"
+        raise wrong(
+            "drop",
+            f"expected the number of one of the {len(asked)} turns so far, got {number}",
+            "Count the turns from 1",
         )
     begin, stop = asked[number - 1], [*asked, len(parts)][number]
     return list(parts[begin:stop])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from snapkv.errors import DocumentError
+from snapkv.errors import DocumentError, wrong
 from snapkv_app.library.records import Span, Text, lines_of, passages
 from snapkv_app.library.searching import ranked
 
@@ -53,9 +53,11 @@ def best_passages(
     texts = [documents[place].text[slice(*span)] for place, span in found]
     best = [found[place] for place in ranked(texts, question)]
     if not best:
-        raise DocumentError(
-            f"question: expected words of the documents, got {question!r}, which has none of them; "
-            "ask with other words"
+        raise wrong(
+            "question",
+            f"no word of {question!r} occurs in the documents",
+            "Use other words",
+            DocumentError,
         )
 
     def is_too_much(number: int) -> bool:

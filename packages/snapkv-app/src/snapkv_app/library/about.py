@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from snapkv.errors import InvalidArgumentError, LibraryError
+from snapkv.errors import LibraryError, wrong
 from snapkv.storage.bits import Bits, KVCodes
 from snapkv_app.control_words import (
     content_ids,
@@ -83,9 +83,11 @@ class About:
                 return cls(**{**found, "prefix_ids": tuple(found["prefix_ids"])})
         except (ValueError, LookupError, TypeError, AttributeError):
             version = None
-        raise LibraryError(
-            f"library: expected {place!r} to say {FORMAT!r}, got {version or 'something else'!r}; "
-            "choose another folder, or add the documents to a new one"
+        raise wrong(
+            "library",
+            f"expected the format {FORMAT!r} in {place!r}, got {version or 'something else'!r}",
+            "Choose another folder, or add the documents to a new one",
+            LibraryError,
         )
 
     def made_policy(self, tokenizer: Any) -> "Policy":
@@ -107,15 +109,19 @@ class About:
         """Refuse another model or tokenizer than the documents were read by."""
         if other.model != self.model:
             what = "" if other.who != self.who else " with other weights or settings"
-            raise LibraryError(
-                f"model: expected {self.who}, which read this library's documents, got "
-                f"{other.who}{what}; pass that model, or add the documents to another library"
+            raise wrong(
+                "model",
+                f"{self.who} has read this library's documents, got {other.who}{what}",
+                "Pass that model, or add the documents to another library",
+                LibraryError,
             )
         if other.tokenizer != self.tokenizer:
-            raise LibraryError(
-                f"tokenizer: expected the tokenizer and chat template of {self.who}, by which this "
-                f"library's documents were read, got others with {other.who}; pass those, or add "
-                "the documents to another library"
+            raise wrong(
+                "tokenizer",
+                f"this library's documents were read with the tokenizer and chat template of "
+                f"{self.who}, which those of {other.who} differ from",
+                "Pass the same tokenizer and template, or add the documents to another library",
+                LibraryError,
             )
 
     @property
@@ -130,9 +136,11 @@ class About:
         own_codes = self.codes or "none"
         for name, own, other in (("policy", self.policy, asked), ("bits", own_codes, codes)):
             if other is not None and other != own:
-                raise LibraryError(
-                    f"{name}: expected what this library's documents were read with, {_said(own)}, "
-                    f"got {_said(other)}; leave it out, or add the documents to another library"
+                raise wrong(
+                    name,
+                    f"this library's documents were read with {_said(own)}, got {_said(other)}",
+                    "Leave it out, or add the documents to another library",
+                    LibraryError,
                 )
 
 
@@ -196,9 +204,10 @@ def _around(tokenizer: Any, question: str) -> tuple[str, str]:
     text = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
     before, found, behind = text.partition(_DOCUMENTS)
     if not found:
-        raise InvalidArgumentError(
-            "tokenizer: expected a chat template that repeats the user's text, got one that "
-            "does not; set tokenizer.chat_template to None, or to another template"
+        raise wrong(
+            "tokenizer",
+            "its chat template does not repeat the user's text",
+            "Set tokenizer.chat_template to None or to another template",
         )
     return before, behind
 

@@ -22,6 +22,7 @@ from snapkv.errors import (
     LibraryError,
     OutputError,
     SnapKVError,
+    wrong,
 )
 from snapkv.validation import format_bytes
 from snapkv_app.library.about import About
@@ -88,9 +89,11 @@ class Folder:
             self._require_free()
             return None
         except OSError as error:
-            raise LibraryError(
-                f"library: expected a folder that can be read, got {str(self.path)!r}: "
-                f"{error.strerror}; choose another place"
+            raise wrong(
+                "library",
+                f"the folder {str(self.path)!r} cannot be read: {error.strerror}",
+                "Choose another place",
+                LibraryError,
             ) from error
 
     @property
@@ -108,10 +111,11 @@ class Folder:
             return
         strangers = sorted(file.name for file in self.path.iterdir() if not self._is_own(file))
         if strangers:
-            raise LibraryError(
-                f"library: expected a library, got the folder {str(self.path)!r} with "
-                f"{strangers[0]!r} in it, which is not one; name a library, or to add documents "
-                "a new or empty folder"
+            raise wrong(
+                "library",
+                f"the folder {str(self.path)!r} is not a library, and it contains {strangers[0]!r}",
+                "Name a library, or a new or empty folder to add documents to",
+                LibraryError,
             )
 
     def _is_own(self, file: Path) -> bool:
@@ -263,9 +267,12 @@ class Folder:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             who = path.read_text(errors="replace").strip()
-            raise LibraryError(
-                f"library: expected {str(self.path)!r} to be changed by one process at a time, got "
-                f"process {who or 'unknown'}, which changes it now; wait for it to end"
+            raise wrong(
+                "library",
+                f"only one process at a time can change {str(self.path)!r}, and process "
+                f"{who or 'unknown'} is changing it now",
+                "Wait until it has ended",
+                LibraryError,
             ) from error
         except OSError as error:
             with naming(path):
@@ -390,7 +397,7 @@ def _read_record(file: Path) -> Record | Fault:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_RECORD_BYTES:
             most = format_bytes(_MOST_RECORD_BYTES)
-            raise LibraryError(f"it is no file of at most {most}")
+            raise LibraryError(f"it is not a regular file of at most {most}")
         record = Record.from_json(file.read_text("utf-8", "replace"))
         if record.key == file.stem and re.fullmatch(_NAMES[_CACHES], record.cache):
             return record
@@ -409,7 +416,9 @@ def _require_own_record(file: Path) -> None:
     with naming(file):
         beginning = file.read_bytes()[: len(BEGINNING)]
     if beginning and beginning != BEGINNING.encode():
-        raise LibraryError(
-            f"library: expected a record of ours at {str(file)!r}, got somebody else's file, "
-            "which stays as it is; move it away"
+        raise wrong(
+            "library",
+            f"no library has written the file {str(file)!r}, so it is not replaced",
+            "Move it away",
+            LibraryError,
         )

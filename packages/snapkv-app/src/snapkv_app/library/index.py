@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import NamedTuple
 
-from snapkv.errors import LibraryError
+from snapkv.errors import LibraryError, wrong
 from snapkv.validation import printable
 from snapkv_app.library.folder import Fault, Folder
 from snapkv_app.library.records import WITHOUT_SPACES, Record, lines_of
@@ -302,9 +302,11 @@ def explained() -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise LibraryError(
-            f"library: expected an SQLite with full-text search (FTS5), got {error}; install a "
-            "Python whose sqlite3 has it"
+        raise wrong(
+            "library",
+            f"searching needs an SQLite with full-text search (FTS5), but it says: {error}",
+            "Install a Python whose sqlite3 module has FTS5",
+            LibraryError,
         ) from error
 
 

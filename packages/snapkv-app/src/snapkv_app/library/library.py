@@ -18,6 +18,7 @@ from snapkv.errors import (
     LibraryError,
     OutOfMemoryError,
     OutputError,
+    wrong,
 )
 from snapkv.validation import DEFAULT_RECOMPUTE, format_bytes, nearest, path_of, require_int
 from snapkv_app.library.about import About, question_ids
@@ -93,7 +94,11 @@ class Library:
 
     def __init__(self, folder: str | Path, *, on_notice: NoticeSink = _warn) -> None:
         if not str(folder).strip():
-            raise InvalidArgumentError("library: expected a folder, got an empty name; pass a name")
+            raise wrong(
+                "library",
+                "expected a folder, got an empty name",
+                "Pass a name",
+            )
         self.path = path_of("library", folder)
         self._folder = Folder(self.path)
         self._folder.about()
@@ -124,14 +129,17 @@ class Library:
         if about is None:
             self._folder.require_unlocked()
             if self._folder.was_begun:
-                raise LibraryError(
-                    f"library: expected a library, got the folder {str(self.path)!r}, in which no "
-                    "document was read to its end; run the same snapkv library add again, or "
-                    "delete the folder"
+                raise wrong(
+                    "library",
+                    f"no document of the folder {str(self.path)!r} was read to its end",
+                    "Run the same snapkv library add again, or delete the folder",
+                    LibraryError,
                 )
-            raise LibraryError(
-                f"library: expected a library, got none at {str(self.path)!r}; make one with "
-                "snapkv library add FILES --to FOLDER"
+            raise wrong(
+                "library",
+                f"there is no library at {str(self.path)!r}",
+                "Make one with snapkv library add FILES --to FOLDER",
+                LibraryError,
             )
         return about
 
@@ -222,10 +230,11 @@ class Library:
             going = SizeLimit(self._folder, entries, most_bytes).too_many()
             if going and not evict:
                 stored = format_bytes(sum(entry.bytes for entry in entries))
-                raise InvalidArgumentError(
-                    f"max_bytes: expected at least {stored}, what is stored, got "
-                    f"{format_bytes(most_bytes)}, for which {len(going)} of {len(entries)} "
-                    "documents have to go; pass evict=True (--evict) to let them"
+                raise wrong(
+                    "max_bytes",
+                    f"{stored} are stored, so a limit of {format_bytes(most_bytes)} would evict "
+                    f"{len(going)} of {len(entries)} documents",
+                    "Pass evict=True (--evict) to allow that",
                 )
             self._folder.begin(replace(self.required(), max_bytes=max_bytes))
             self._folder.remove(entry.key for entry in going)
@@ -240,8 +249,11 @@ class Library:
             OutputError: the folder cannot be written.
         """
         if isinstance(names, str):
-            raise InvalidTypeError(
-                f"names: expected a list of names, got {names!r}; pass [{names!r}]"
+            raise wrong(
+                "names",
+                f"expected a list of names, got {names!r}",
+                f"Pass [{names!r}]",
+                InvalidTypeError,
             )
         self.required()
         with self._changing():
@@ -271,8 +283,7 @@ class Library:
                 return own
             near = nearest(name, [entry.name for entry in index.entries()])
             raise LibraryError(
-                f"name: expected a document of the library, got {name!r}, which is not one"
-                f"{near or '; see snapkv library list'}"
+                f"name: the library has no document {name!r}{near or '. See snapkv library list.'}"
             )
 
         return self._passages.asked(found)
@@ -377,9 +388,9 @@ class Library:
         cache = blend(model, parts, policy, recompute=recompute, quantize=quantize)
         if not (cache.prompt_state.is_coming or policy is None or isinstance(policy, FullCache)):
             self._on_notice(
-                f"policy: {policy.name} drops nothing of these documents, whose heads or layers "
-                "hold different numbers of tokens since they were added; pass recompute=1, or "
-                "keep documents whole"
+                f"policy: {policy.name} evicts no tokens of these documents, because their heads "
+                "or layers have kept different numbers of tokens since they were added. Pass "
+                "recompute=1, or add the documents without evicting tokens"
             )
         asked = torch.tensor([question_ids(tokenizer, question, answer_start)])
         cache.expect_question(asked.shape[1])
@@ -521,7 +532,7 @@ class Library:
     def _mended(self, reader: "Reader", record: Record, fault: Fault) -> "Part":
         """Read a document with a damaged file again, and rewrite it if possible."""
         self._on_notice(
-            f"library: {record.name!r} is read again, its cache is damaged: {fault.reason}"
+            f"library: {record.name!r} is read again, because its cache is damaged: {fault.reason}"
         )
         part = reader.read(record)
         try:
@@ -529,7 +540,9 @@ class Library:
                 if self._folder.record(record.key) == record:
                     self._written(reader, record, part, record)
         except (LibraryError, OutputError) as error:
-            self._on_notice(f"library: {record.name!r} is not mended: {error}")
+            self._on_notice(
+                f"library: the damaged cache of {record.name!r} cannot be replaced: {error}"
+            )
         return part
 
 
@@ -546,14 +559,18 @@ def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
 
 def _require_some(hits: Sequence[Hit]) -> None:
     if not hits:
-        raise LibraryError(
-            "hits: expected at least one document, got none; ask with words that are in the "
-            "library's documents"
+        raise wrong(
+            "hits",
+            "expected at least one document, got none",
+            "Ask with words that are in the library's documents",
+            LibraryError,
         )
 
 
 def _gone(hit: Hit) -> LibraryError:
-    return LibraryError(
-        f"library: expected the document {hit.name!r} to be there, got none, since it was removed "
-        "or its record damaged meanwhile; search again"
+    return wrong(
+        "library",
+        f"the document {hit.name!r} was removed, or its record was damaged, after the search",
+        "Search again",
+        LibraryError,
     )

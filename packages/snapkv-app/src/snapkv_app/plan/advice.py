@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from snapkv.errors import OutOfMemoryError, UnsupportedModelError
+from snapkv.errors import OutOfMemoryError, UnsupportedModelError, wrong
 from snapkv.hf import device_memory
 from snapkv.hf.placement import device_of
 from snapkv.ops import TokenCost
@@ -63,9 +63,9 @@ def _is_eager(model: Any) -> bool:
 def weights_advice(model: Any, device: torch.device, available_bytes: int | None) -> str:
     """The error message if the weights do not fit; the model may be on the meta device."""
     return (
-        f"model: expected its weights to fit in the memory of {device}, got out of memory; they "
-        f"take {format_bytes(weights_bytes(model))}{_free(available_bytes)}; choose a smaller "
-        "model, another device, or dtype bfloat16"
+        f"model: its weights do not fit in the memory of {device}: they take "
+        f"{format_bytes(weights_bytes(model))}{_free(available_bytes)}. Choose a smaller model, "
+        "another device, or dtype bfloat16."
     )
 
 
@@ -86,16 +86,16 @@ def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -
         full = footprint.cache_bytes(prompt_tokens, prompt_tokens)
         fits = _would_fit(takes, prompt_tokens, available_bytes, footprint.max_positions)
         return (
-            f"; reading them takes about {format_bytes(takes(prompt_tokens))} plus weights of "
-            f"{format_bytes(weights_bytes(model))} (and a full cache would hold "
+            f": reading them takes about {format_bytes(takes(prompt_tokens))} besides the weights "
+            f"of {format_bytes(weights_bytes(model))} (and a full cache would take "
             f"{format_bytes(full)}){_free(available_bytes)}{fits}"
         )
 
     return (
-        f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {device_of(model)}, "
-        f"got out of memory{_estimated(model, estimate)}; "
-        f"{'choose sdpa attention, ' if _is_eager(model) else ''}shorten the prompt, or choose "
-        f"{'dtype bfloat16 or ' if model.dtype.itemsize > 2 else ''}a smaller model"
+        f"prompt: {prompt_tokens:,} tokens do not fit in the memory of "
+        f"{device_of(model)}{_estimated(model, estimate)}. "
+        f"{'Choose sdpa attention, shorten' if _is_eager(model) else 'Shorten'} the prompt, or "
+        f"choose {'dtype bfloat16 or ' if model.dtype.itemsize > 2 else ''}a smaller model."
     )
 
 
@@ -138,10 +138,12 @@ def require_room(name: str, outline: Any, device: torch.device) -> None:
     ):
         return
     dtype = str(outline.dtype).removeprefix("torch.")
-    raise OutOfMemoryError(
-        f"model: expected weights of at most {format_bytes(total)}, which is the memory of "
-        f"{device}, got {format_bytes(needed)} in {dtype} of {name}, nothing was loaded; "
-        f"{_what_fits(outline, needed, total)}choose a smaller model or another device"
+    raise wrong(
+        "model",
+        f"the weights of {name} take {format_bytes(needed)} in {dtype}, more than the memory of "
+        f"{device}, {format_bytes(total)}; nothing was loaded",
+        f"{_what_fits(outline, needed, total)}Choose a smaller model or another device",
+        OutOfMemoryError,
     )
 
 
@@ -149,13 +151,13 @@ def _what_fits(outline: Any, needed: int, total: int) -> str:
     """Suggest another dtype or the largest published model that fits in bfloat16; may be empty."""
     room = int(total * _SHARE)
     if needed * _WIDTH <= room * outline.dtype.itemsize:
-        return "with dtype bfloat16 it would fit; pass that, or "
+        return "With dtype bfloat16 they would fit. "
     fitting = [shape for shape in SHAPES.values() if shape.parameters * _WIDTH <= room]
     if not fitting:
         return ""
     largest = max(fitting, key=lambda shape: shape.parameters)
     takes = format_bytes(largest.parameters * _WIDTH)
-    return f"{largest.repository} would fit, with {takes} in bfloat16; "
+    return f"{largest.repository} would fit, with {takes} in bfloat16. "
 
 
 def footprint_of_loaded(model: Any) -> Footprint:

@@ -2,7 +2,7 @@
 
 import re
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 
 CARDS: dict[str, tuple[int, ...]] = {
     "H100": (80, 94), "H200": (141,), "H20": (96,), "H800": (80,), "GH200": (96, 144),
@@ -47,7 +47,11 @@ def card_bytes(name: str) -> int | None:
         (size,) = sizes
     if size not in sizes:
         named = " or ".join(f"{card}-{each}GB" for each in sizes)
-        raise InvalidArgumentError(f"gpu_memory: expected {named}, got {name!r}; pass one of them")
+        raise wrong(
+            "gpu_memory",
+            f"expected {named}, got {name!r}",
+            "Pass one of them",
+        )
     return size * 10**9
 
 

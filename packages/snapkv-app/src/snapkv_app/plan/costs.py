@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from snapkv.errors import BudgetTooSmallError, InvalidArgumentError
+from snapkv.errors import BudgetTooSmallError, wrong
 from snapkv.parameters import WithParameters
 from snapkv.storage.bits import KVCodes
 from snapkv.token_cost import TokenCost, share_of
@@ -60,23 +60,27 @@ class Request(metaclass=WithParameters):
         elif self.budget is None:
             object.__setattr__(self, "budget", DEFAULT_BUDGET)
         if self.budget == AUTO or isinstance(self.budget, dict):
-            raise InvalidArgumentError(
-                "budget: expected tokens or bytes, since a plan knows no votes of a prompt, got "
-                f"{self.budget!r}; pass for instance 1024 or 12%"
+            raise wrong(
+                "budget",
+                f"expected tokens or bytes, got {self.budget!r}, which depends on a prompt's votes",
+                "Pass, for instance, 1024 or 12%",
             )
         if self.budget is not None and self.budget_bytes is None:
             require_budget(self.budget, None, self.window_size)
         if self.bits is not None:
             object.__setattr__(self, "bits", KVCodes.of(self.bits))  # type: ignore[arg-type] # refuses other words
         if self.memory_bytes is not None and self.memory_bytes <= self.reserve_bytes:
-            raise InvalidArgumentError(
-                f"gpu_memory: expected more than the reserve of {self.reserve_bytes:,} bytes, got "
-                f"{self.memory_bytes:,}; pass more, or a smaller reserve"
+            raise wrong(
+                "gpu_memory",
+                f"expected more than the reserve of {self.reserve_bytes:,} bytes, got "
+                f"{self.memory_bytes:,}",
+                "Pass more, or a smaller reserve",
             )
         if self.bandwidth_bytes is not None and not self.bandwidth_bytes > 0:
-            raise InvalidArgumentError(
-                f"bandwidth: expected more than 0 bytes a second, got {self.bandwidth_bytes}; pass "
-                "for instance 2TB, or leave it out"
+            raise wrong(
+                "bandwidth",
+                f"expected more than 0 bytes a second, got {self.bandwidth_bytes}",
+                "Pass, for instance, 2TB, or leave it out",
             )
 
     @property

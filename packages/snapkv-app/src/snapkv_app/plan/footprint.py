@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -232,9 +232,12 @@ class _Text(dict[str, Any]):
     """The settings of a language model by name, where a missing one is refused."""
 
     def __missing__(self, name: str) -> Any:
-        raise MissingSettingError(
-            f"model: expected a config.json with {name}, which a plan for the family "
-            f"{self.get('model_type')} needs, got none; add it"
+        raise wrong(
+            "model",
+            f"its config.json has no {name}, which a plan for the family "
+            f"{self.get('model_type')} needs",
+            "Add that setting",
+            MissingSettingError,
         )
 
 
@@ -242,9 +245,12 @@ def _language_model(config: Mapping[str, Any]) -> _Text:
     """Take the settings of the language model out of a `config.json`."""
     text = _Text(config.get("text_config") or config)
     if (family := text.get("model_type")) not in FAMILIES:
-        raise UnsupportedModelError(
-            f"model: expected a family whose sizes plans know: {', '.join(sorted(FAMILIES))}; got "
-            f"{family!r}; load the model, and look at cache.report() after a prompt"
+        raise wrong(
+            "model",
+            f"the sizes of the family {family!r} are not known; known families are "
+            f"{', '.join(sorted(FAMILIES))}",
+            "Load the model, and look at cache.report() after a prompt",
+            UnsupportedModelError,
         )
     return text
 
@@ -253,9 +259,11 @@ def _dtype(config: Mapping[str, Any], text: _Text) -> str:
     found = (each.get(name) for each in (text, config) for name in ("dtype", "torch_dtype"))
     dtype = str(next(filter(None, found), "float32")).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
-        raise UnsupportedModelError(
-            f"model: expected a config.json whose dtype is one of {', '.join(ITEM_BYTES)}, got "
-            f"{dtype!r}; pass a dtype"
+        raise wrong(
+            "model",
+            f"expected one of the dtypes {', '.join(ITEM_BYTES)} in its config.json, got {dtype!r}",
+            "Pass a dtype",
+            UnsupportedModelError,
         )
     return dtype
 
@@ -265,9 +273,12 @@ def _kinds(text: _Text) -> list[str]:
     given = text.get("layer_types") or [_kind(text, at) for at in range(text["num_hidden_layers"])]
     kinds = [kind.replace("chunked", "sliding") for kind in given]
     if unknown := set(kinds) - set(_KINDS):
-        raise UnsupportedModelError(
-            f"model: expected layers of full, sliding, chunked or linear attention, got "
-            f"{', '.join(sorted(unknown))}; load it, and look at cache.report() after a prompt"
+        raise wrong(
+            "model",
+            "expected layers of full, sliding, chunked or linear attention, got "
+            f"{', '.join(sorted(unknown))}",
+            "Load it, and look at cache.report() after a prompt",
+            UnsupportedModelError,
         )
     return kinds
 
