@@ -1,4 +1,4 @@
-"""GGUF files, converted once to a folder that transformers opens in a moment.
+"""Convert GGUF files once to folders that transformers can load quickly.
 
 transformers can read a GGUF file, but unpacks every tensor each time (10-25 s for a 98 MB file).
 The unpacked model is saved to a cache folder, named after the file's name, size and content, so
@@ -39,16 +39,22 @@ _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding
 
 
 def convert_once(path: Path, dtype: torch.dtype) -> tuple[Path, str]:
-    """The folder of a GGUF file's model and tokenizer, and the hexadecimal SHA-256 of the file.
+    """Convert a GGUF file unless that was done before.
 
-    The folder is what `from_pretrained` takes, every tensor in it of that dtype; it is made if it
-    is not in the cache folder yet.
+    bfloat16 rounds by less than the error of a quantized file, and takes half the space of float32.
 
-    bfloat16 rounds by less than a quantized file has, and takes half the room of float32.
+    Several processes may convert the same file at the same time: each works in a folder of its own
+    and the first to finish moves it into place. An interrupted conversion leaves no folder behind
+    under the final name.
 
-    Several processes may convert the same file at the same time: each works in a folder of its
-    own and the first to finish moves it into place. An interrupted conversion leaves no folder
-    behind under the final name.
+    Returns:
+        The folder for `from_pretrained`, with tensors of `dtype`, and the hexadecimal SHA-256 of
+        the file.
+
+    Raises:
+        InvalidArgumentError: the file is not a complete GGUF file of a known architecture, or the
+            cache folder has no room.
+        MissingDependencyError: a package that reads GGUF files is not installed.
     """
     _require_gguf(path)
     with path.open("rb") as file:
@@ -90,7 +96,11 @@ def _require_gguf(path: Path) -> None:
 
 
 def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Read model and tokenizer out of a GGUF file, every tensor in that dtype."""
+    """Read model and tokenizer out of a GGUF file, with tensors of `dtype`.
+
+    Raises:
+        InvalidArgumentError: the file is damaged, or transformers cannot read it.
+    """
     _log.info("converting %s to a folder that opens in a moment; this is done once", path.name)
     try:
         with _bar_on_terminals():
@@ -121,7 +131,7 @@ def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _name_special_tokens(tokenizer: Any, path: Path) -> None:
-    """Give a tokenizer the special tokens of the file's header; transformers 5.17 mixes them up."""
+    """Set the special tokens of the file's header, which transformers 5.17 mixes up."""
     from gguf import GGUFReader
 
     header = GGUFReader(path).fields
@@ -134,7 +144,7 @@ def _name_special_tokens(tokenizer: Any, path: Path) -> None:
 
 @contextlib.contextmanager
 def _bar_on_terminals() -> Iterator[None]:
-    """Within this block transformers' bar of a GGUF file's tensors is for terminals only."""
+    """Show transformers' progress bar for GGUF files on terminals only, within this block."""
     gguf_reading.tqdm = functools.partial(_draw_progress, disable=None, leave=False)
     try:
         yield
@@ -143,7 +153,7 @@ def _bar_on_terminals() -> Iterator[None]:
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write the folder whole or not at all."""
+    """Write the folder completely or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / folder.name

@@ -265,8 +265,9 @@ class JoinedLayer:
         return found[:, chosen]
 
     def put(self, chosen: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Replace the stored states of tokens, in the heads that store them; changes the layer in
-        place.
+        """Replace the stored states of tokens in the heads that store them.
+
+        Changes the layer in place.
 
         Args:
             chosen: (n,) int64, tokens.

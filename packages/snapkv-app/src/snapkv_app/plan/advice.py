@@ -1,4 +1,4 @@
-"""Estimate the memory of a prompt or a model, and the error messages when it does not fit."""
+"""Estimate the memory of a prompt or a model, and write the messages if it does not fit."""
 
 import bisect
 import contextlib
@@ -32,7 +32,7 @@ _SCALE_BYTES = 4
 
 _WIDTH = torch.bfloat16.itemsize
 _SHARE = 0.8
-"""Share of the memory that the weights of a suggested model may take; the rest is for prompts."""
+"""The fraction of the memory that the weights of a suggested model may take."""
 
 
 def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
@@ -51,7 +51,7 @@ def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
 
 
 def _room(footprint: Footprint) -> int:
-    """Bytes of the append buffers, allocated at the first generated token."""
+    """Return the bytes of the append buffers, allocated at the first generated token."""
     return footprint.token_bytes * ROOM_TOKENS
 
 
@@ -61,7 +61,7 @@ def _is_eager(model: Any) -> bool:
 
 
 def weights_advice(model: Any, device: torch.device, available_bytes: int | None) -> str:
-    """The error message if the weights do not fit; the model may be on the meta device."""
+    """Write the message for weights that do not fit; `model` may be on the meta device."""
     return (
         f"model: its weights do not fit in the memory of {device}: they take "
         f"{format_bytes(weights_bytes(model))}{_free(available_bytes)}. Choose a smaller model, "
@@ -72,14 +72,20 @@ def weights_advice(model: Any, device: torch.device, available_bytes: int | None
 def prompt_memory_explained(
     model: Any, prompt_tokens: int
 ) -> contextlib.AbstractContextManager[None]:
-    """A block in which out-of-memory errors are explained for a prompt of that length."""
+    """Explain out-of-memory errors within this block for a prompt of `prompt_tokens` tokens."""
     free = device_memory.free_bytes(device_of(model))
     advice = functools.partial(prompt_advice, model, prompt_tokens, free)
     return device_memory.out_of_memory_explained(advice)
 
 
 def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -> str:
-    """The error message if a prompt does not fit; `available_bytes`: free before it, or None."""
+    """Write the message for a prompt that does not fit.
+
+    Args:
+        model: the model.
+        prompt_tokens: the number of tokens of the prompt.
+        available_bytes: the memory that was free before the prompt was read; None if unknown.
+    """
 
     def estimate(footprint: Footprint) -> str:
         takes = functools.partial(prompt_bytes, model, footprint)
@@ -100,7 +106,7 @@ def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -
 
 
 def _estimated(model: Any, estimate: Callable[[Footprint], str]) -> str:
-    """An estimate for the message; empty if the model does not run without its weights."""
+    """Return an estimate for the message; empty if the model's sizes are unknown."""
     try:
         return estimate(footprint_of_loaded(model))
     except UnsupportedModelError:
@@ -113,7 +119,7 @@ def _would_fit(
     available_bytes: int | None,
     most: int | None = None,
 ) -> str:
-    """How many tokens would fit, unless that contradicts the error or the model's positions."""
+    """Return how many tokens would fit; empty if that is unknown or contradicts the error."""
     if available_bytes is None:
         return ""
     fit = bisect.bisect_right(range(1, tokens + 1), available_bytes, key=takes)
@@ -125,9 +131,12 @@ def _free(available_bytes: int | None) -> str:
 
 
 def require_room(name: str, outline: Any, device: torch.device) -> None:
-    """Raise `OutOfMemoryError` if the weights are larger than the memory of the device.
+    """Raise if the weights are larger than the memory of the device.
 
-    Weights or devices of unknown size pass.
+    Weights and devices of unknown size pass.
+
+    Raises:
+        OutOfMemoryError: the weights are larger.
     """
     total = device_memory.total_bytes(device)
     needed = sum(stored_bytes(outline).values())
@@ -148,7 +157,7 @@ def require_room(name: str, outline: Any, device: torch.device) -> None:
 
 
 def _what_fits(outline: Any, needed: int, total: int) -> str:
-    """Suggest another dtype or the largest published model that fits in bfloat16; may be empty."""
+    """Suggest bfloat16 or the largest published model that fits in it; may be empty."""
     room = int(total * _SHARE)
     if needed * _WIDTH <= room * outline.dtype.itemsize:
         return "With dtype bfloat16 they would fit. "
@@ -161,7 +170,11 @@ def _what_fits(outline: Any, needed: int, total: int) -> str:
 
 
 def footprint_of_loaded(model: Any) -> Footprint:
-    """Compute the footprint of a loaded model; errors as in `footprint_of`."""
+    """Compute the footprint of a loaded model.
+
+    Raises:
+        UnsupportedModelError: as for `footprint_of`.
+    """
     dtype = str(model.dtype).removeprefix("torch.")
     return footprint_of(model.config.to_dict(), dtype=dtype)
 
@@ -189,10 +202,10 @@ def weights_bytes(model: Any) -> int:
 
 
 def stored_bytes(model: Any) -> dict[str, int]:
-    """Bytes of every parameter by name, as the checkpoint stores it.
+    """Return the bytes of every parameter by name, as the checkpoint stores it.
 
-    mxfp4 quantizes the projections of experts, as in gpt-oss; fp8 also all linear layers except the
-    output projection, as in DeepSeek-V3.
+    mxfp4 quantizes the projections of experts, as in gpt-oss; fp8 also quantizes all linear layers
+    except the output projection, as in DeepSeek-V3.
     """
     found = _packing(model.config)
     method, block = found.get("quant_method"), found.get("weight_block_size")
@@ -214,7 +227,7 @@ def stored_bytes(model: Any) -> dict[str, int]:
 
 
 def _packing(config: Any) -> dict[str, Any]:
-    """The configuration's quantization settings as a dictionary; empty without any."""
+    """Return the configuration's quantization settings as a dictionary; empty without any."""
     found = getattr(config, "quantization_config", None) or {}
     if isinstance(found, dict):
         return found
@@ -223,7 +236,7 @@ def _packing(config: Any) -> dict[str, Any]:
 
 
 def _scales(shape: Sequence[int], block: Sequence[int] | None) -> int:
-    """How many scales a weight of that shape has: one per block, or one per matrix."""
+    """Return the number of scales of a weight: one per block, or one per matrix."""
     *matrices, rows, columns = shape
     height, width = block or (rows, columns)
     return math.prod(matrices) * math.ceil(rows / height) * math.ceil(columns / width)
