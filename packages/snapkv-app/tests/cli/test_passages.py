@@ -103,7 +103,7 @@ def test_no_passages_are_advised_where_they_have_no_room(
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
     done = snapkv(command, long, *(() if command == "chat" else ("-q", question)), *more)
     assert done.status
-    assert "positions, got a prompt of" in done.err
+    assert "prompt: the prompt of" in done.err
     assert "--passages" not in done.err
 
 
