@@ -1,4 +1,4 @@
-"""Answering over a long prompt: generate, stream, time, and report what the cache held."""
+"""Answer questions about a long prompt: generate, stream, measure times, report the cache."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
 
 from snapkv.cache.report import CacheReport
-from snapkv.errors import InvalidArgumentError, PromptTooLongError
+from snapkv.errors import PromptTooLongError, wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.device_memory import out_of_memory_explained
@@ -36,10 +36,10 @@ TextSink = Callable[[str], None]
 """Called with the next piece of an answer."""
 
 _HALF = "\ufffd"
-"""What the tokens of an answer are decoded to where it is cut off within a character."""
+"""The text that tokens decode to if the answer ends within a character."""
 
 MOST_CHARACTERS_PER_TOKEN = 32
-"""A longer text is not counted whole to know that the model has too few positions for it."""
+"""A text with more characters per position is refused after tokenizing its beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +67,14 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A compressed answer and the full cache's."""
+    """The comparison of a compressed answer with the full cache's answer."""
 
     same: bool
     first_difference: int | None
 
     @classmethod
     def of(cls, answer: Answer, full: Answer) -> Self:
-        """Compare whole answers by their text."""
+        """Compare complete answers by their texts."""
         if answer.text == full.text:
             return cls(same=True, first_difference=None)
         return cls.of_tokens(answer.token_ids, full.token_ids)
@@ -87,7 +87,7 @@ class Comparison:
 
     @classmethod
     def of_first(cls, answer: Answer, full: Answer, tokens: int) -> Self:
-        """Compare the first so many tokens, or all if an answer is shorter."""
+        """Compare the first `tokens` tokens, or all if an answer is shorter."""
         return cls.of_tokens(answer.token_ids[:tokens], full.token_ids[:tokens])
 
 
@@ -106,8 +106,22 @@ def answer(
 ) -> Answer:
     """Read the prompt into a cache that the policy compresses, and generate the answer.
 
-    `on_text` is called with every finished piece of it, `answer_start` first; `on_prompt_end` after
-    the prompt, but not with `drafts`. `quantize` is as for `CompressedCache`.
+    Args:
+        loaded: model and tokenizer.
+        prompt: the text to continue.
+        policy: selects the tokens to keep.
+        settings: how the answer is generated.
+        drafts: the source of drafts; None for none.
+        protection: the tokens of the prompt that are always kept.
+        prefill: how the prompt is read; None for exactly, in one pass.
+        quantize: as for `CompressedCache`.
+        on_text: called with every finished piece of the answer, `answer_start` first.
+        on_prompt_end: called after the prompt, but not with `drafts`.
+
+    Raises:
+        PromptTooLongError: prompt and answer need more positions than the model has.
+        InvalidArgumentError: the policy cannot compress this prompt.
+        OutOfMemoryError: the device is full.
     """
     ids = prompt_ids(loaded, prompt, settings)
     policy = loaded.completed(policy)
@@ -142,7 +156,7 @@ def answer_ids(
     on_text: TextSink | None = None,
     **how: Any,
 ) -> tuple[Answer, Tensor]:
-    """The answer after (1, T) ids, see `continue_ids`, and all ids, (1, T + new)."""
+    """Return the answer after (1, T) ids, see `continue_ids`, and all ids, (1, T + new)."""
     prompt_tokens = ids.shape[1]
     watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings, answer_start)
     output = continue_ids(loaded, ids, cache, settings, streamer=watch, **how)
@@ -169,15 +183,18 @@ def answer_ids(
 
 
 def _stored_of(cache: CompressedCache, tokens: int) -> float:
-    """How many of the first tokens a one-row cache stores, mean over heads and layers."""
+    """Return how many of the first tokens a one-row cache stores, mean over heads and layers."""
     stored = [layer.stored_positions() for layer in cache.prompt_state.layers]
     return fmean(float(((at >= 0) & (at < tokens)).sum(-1).double().mean()) for at in stored)
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
-    """A prompt's tokens on the model's device, (1, T) int64; refused if too long.
+    """Return a prompt's tokens on the model's device, (1, T) int64.
 
-    Of a text that is far too long, only the beginning is tokenized, which is enough to know.
+    Of a text that is far too long, only the beginning is tokenized.
+
+    Raises:
+        PromptTooLongError: prompt and answer need more positions than the model has.
     """
     if loaded.max_tokens is not None:
         most = MOST_CHARACTERS_PER_TOKEN * loaded.max_tokens
@@ -192,19 +209,31 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings
 def require_positions(
     loaded: LoadedModel, prompt_tokens: int, settings: GenerationSettings, about: str = ""
 ) -> None:
-    """Refuse a prompt that leaves too few positions for the answer; `about` precedes its length."""
+    """Raise if a prompt leaves too few positions for the answer.
+
+    Args:
+        loaded: the model.
+        prompt_tokens: the number of tokens of the prompt.
+        settings: has the length of the answer.
+        about: words before the number of tokens in the message.
+
+    Raises:
+        PromptTooLongError: it does.
+    """
     max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
     if max_tokens is None or loaded.has_positions(prompt_tokens + new_tokens):
         return
     remedies = []
     if prompt_tokens < max_tokens:
-        remedies.append(f"lower max_new_tokens to at most {max_tokens - prompt_tokens:,}")
+        remedies.append(f"or lower max_new_tokens to at most {max_tokens - prompt_tokens:,}")
     if new_tokens < max_tokens:
-        remedies.append(f"shorten the prompt to at most {max_tokens - new_tokens:,} tokens")
-    raise PromptTooLongError(
-        f"prompt: expected prompt and answer within the model's {max_tokens:,} positions, got a "
-        f"prompt of {about}{prompt_tokens:,} tokens and an answer of up to {new_tokens:,}; "
-        f"{', '.join([*remedies, 'or choose a model with more positions'])}"
+        remedies.append(f"or shorten the prompt to at most {max_tokens - new_tokens:,} tokens")
+    raise wrong(
+        "prompt",
+        f"the prompt of {about}{prompt_tokens:,} tokens and an answer of up to {new_tokens:,} do "
+        f"not fit into the model's {max_tokens:,} positions",
+        ", ".join(["Choose a model with more positions", *remedies]),
+        PromptTooLongError,
     )
 
 
@@ -222,9 +251,21 @@ def continue_ids(
 ) -> Tensor:
     """Read (1, T) ids into a cache and generate the tokens after them: (1, T + new) int64.
 
-    The cache is empty or has seen the beginning of `ids`. It compresses after `context_tokens`
-    tokens, None: after the prompt. A policy with a second pass reads those tokens twice, later
-    turns once. `prefill` says how new tokens are read; None: exactly, in one pass.
+    Args:
+        loaded: model and tokenizer.
+        ids: the prompt.
+        cache: an empty cache, or one that has read the beginning of `ids`.
+        settings: how tokens are generated.
+        context_tokens: the cache is compressed after this many tokens; None for the whole prompt. A
+            policy with a second pass reads these tokens twice, and later turns once.
+        streamer: gets the generated tokens.
+        drafts: the source of drafts; None for none.
+        prefill: how new tokens are read; None for exactly, in one pass.
+        on_prompt_end: called after the prompt.
+
+    Raises:
+        InvalidArgumentError: the policy needs a second pass, and `context_tokens` is None.
+        OutOfMemoryError: the device is full.
     """
     model = loaded.model
     if context_tokens is None and not cache.get_seq_length():
@@ -250,9 +291,10 @@ def continue_ids(
 
 
 def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
-    """Keyword arguments of `generate` that override the checkpoint's.
+    """Return keyword arguments of `generate` that override those of the checkpoint.
 
-    One sequence, no beams, with a cache: only that is streamed, timed and reported.
+    They request one sequence without beams and with a cache, because nothing else can be streamed,
+    measured and reported.
     """
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None}
     if settings.temperature:
@@ -272,7 +314,7 @@ def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]
 
 
 def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
-    """Stop at strings; `generate` passes no tokenizer for them to a custom decoding method."""
+    """Build stopping criteria for strings, which `generate` cannot pass to a custom method."""
     stops = list(settings.stop_strings)
     return StoppingCriteriaList([StopStringCriteria(loaded.tokenizer, stops)] if stops else [])
 
@@ -284,7 +326,7 @@ def end_token_ids(model: Any, settings: GenerationSettings) -> list[int]:
 
 
 def _first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
-    """Where the first stop string of a text begins; None without one."""
+    """Return the position of the first stop string in a text; None without one."""
     return min((text.find(stop) for stop in stop_strings if stop in text), default=None)
 
 
@@ -297,7 +339,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class _CountingCache(CompressedCache):
-    """Counts forward passes."""
+    """A cache that counts forward passes."""
 
     passes = 0
 
@@ -309,9 +351,9 @@ class _CountingCache(CompressedCache):
 
 
 class _Stopwatch(TextStreamer):
-    """Passes finished text on, up to a stop string, and records the time of every token.
+    """A streamer that passes on finished text up to a stop string, and records every token's time.
 
-    The first token is preceded by `answer_start`: until then the prompt is read.
+    It passes on `answer_start` just before the first token.
     """
 
     def __init__(
@@ -384,15 +426,24 @@ def answers_together(
     settings: GenerationSettings,
     quantize: Quantize | None = None,
 ) -> list[str]:
-    """The texts of the answers; each equals that of its prompt alone, up to rounding.
+    """Answer prompts in one batch; each answer equals that of its prompt alone, up to rounding.
 
-    Shorter prompts are padded on the left, and every row is compressed separately.
-    The batch runs until its last answer has ended.
+    Shorter prompts are padded on the left, and every row is compressed separately. The batch runs
+    until its last answer has ended.
+
+    Returns:
+        The texts of the answers.
+
+    Raises:
+        InvalidArgumentError: the temperature is not 0, or the policy reads prompts twice.
+        PromptTooLongError: a prompt and its answer need more positions than the model has.
+        OutOfMemoryError: the batch does not fit in the memory of the device.
     """
     if settings.temperature:
-        raise InvalidArgumentError(
-            f"temperature: expected 0 for answers in a batch, got "
-            f"{settings.temperature}; ask the prompts one by one"
+        raise wrong(
+            "temperature",
+            f"expected 0 for answers in a batch, got {settings.temperature}",
+            "Ask the prompts one by one",
         )
     require_one_reading(policy, "Ask the prompts one by one, with the question hidden from it")
     model, tokenizer = loaded.model, loaded.tokenizer
@@ -401,8 +452,8 @@ def answers_together(
     ids = _left_padded(rows, next(iter(ends), 0))
     cache = CompressedCache(model, loaded.completed(policy), quantize=quantize)
     advice = (
-        f"prompts: expected a batch that fits in the device memory, got {len(rows)} of up to "
-        f"{ids.shape[1]:,} tokens; answer fewer at once"
+        f"prompts: {len(rows)} prompts of up to {ids.shape[1]:,} tokens do not fit in the memory "
+        "of the device. Answer fewer of them at once."
     )
     with out_of_memory_explained(lambda: advice):
         output: Tensor = model.generate(
@@ -425,6 +476,6 @@ def _left_padded(rows: Sequence[Tensor], pad: int) -> Tensor:
 
 
 def until_end(token_ids: list[int], ends: Sequence[int]) -> tuple[int, ...]:
-    """Generated tokens up to and including the first end token."""
+    """Return the generated tokens up to and including the first end token."""
     stops = [place for place, token in enumerate(token_ids) if token in ends]
     return tuple(token_ids[: stops[0] + 1] if stops else token_ids)

@@ -1,10 +1,10 @@
-"""What a person or a document says is read as text, even where it names a control token.
+"""Prevent the text of messages and documents from being read as control tokens.
 
-A chat template writes words, such as <|im_end|>, that become control tokens wherever they are.
-In a document they would end its message and begin another one. So such words are quoted before a
-template gets the text: a mark stands within each, templates copy it, and the tokenizer is handed
-the pieces between marks, none of which holds a control word of the content. Text without such words
-is one piece.
+A chat template writes words, such as <|im_end|>, that become control tokens wherever they are. In a
+document they would end its message and begin another one. So such words are quoted before a
+template gets the text: a mark is inserted into each of them, templates copy it, and the tokenizer
+receives the pieces between marks, none of which contains a control word of the content. Text
+without such words is one piece.
 """
 
 import re
@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 
 _MARK = "\ufdd0"
-"""No character: Unicode leaves it to programs. Where content has one, it is written twice."""
+"""A code point that is not a character; one that occurs in the content is doubled."""
 
 _SAMPLE = "a text"
 
 
 def control_words(tokenizer: Any) -> dict[str, int]:
-    """Words that are one token wherever they stand, and that token.
+    """Return the words that the tokenizer always turns into one control token, with that token.
 
-    They are the special tokens, and what else the chat template writes of the words that were added
-    to the vocabulary: some families do not call the tokens special that begin their turns.
+    They are the special tokens, and the added words that the chat template writes, because in some
+    model families the tokens that begin a turn are not special.
     """
     template = str(tokenizer.chat_template or "")
     return {
@@ -36,7 +36,7 @@ def control_words(tokenizer: Any) -> dict[str, int]:
 
 
 def quoted(tokenizer: Any, content: str) -> str:
-    """Content as a template may have it: marks stand within its control words."""
+    """Insert a mark into every control word of `content`, as a chat template needs it."""
     content = content.replace(_MARK, 2 * _MARK)
     words = [re.escape(word) for word in control_words(tokenizer) if word in content]
     if not words:
@@ -45,9 +45,10 @@ def quoted(tokenizer: Any, content: str) -> str:
 
 
 def unquoted(written: str) -> tuple[str, tuple[int, ...]]:
-    """A text that holds quoted content, without the marks; and before which characters they were.
+    """Remove the marks from a text that contains quoted content.
 
-    The places are ascending.
+    Returns:
+        The text, and the ascending positions of the characters that had a mark before them.
     """
     text: list[str] = []
     cuts, length = [], 0
@@ -68,19 +69,21 @@ def tokenized(
     special_tokens: bool = False,
     offsets: bool = False,
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """The tokens of a text, none of which lies over a cut; and where each is in it.
+    """Tokenize a text such that no token extends over a cut.
 
     Args:
-        tokenizer: of transformers.
-        text: what `unquoted` gives, or a beginning of it.
-        cuts: ascending; those after the text's end count for nothing.
-        special_tokens: whether those stand around it that the tokenizer puts around every text.
-        offsets: whether to say where each token begins and ends, which a fast tokenizer knows; a
-            token that is around the text has (0, 0).
+        tokenizer: a tokenizer of transformers.
+        text: the text that `unquoted` returns, or its beginning.
+        cuts: the ascending positions that it returns; those after the end of the text are ignored.
+        special_tokens: whether to add the tokens that the tokenizer puts around every text.
+        offsets: whether to return where each token begins and ends, which needs a fast tokenizer.
+
+    Returns:
+        The tokens, and their offsets if requested; those of tokens around the text are (0, 0).
 
     Raises:
-        InvalidArgumentError: the tokenizer makes a control token of what is no control word as it
-            stands in the text, for instance after it has normalized it.
+        InvalidArgumentError: the tokenizer turns something that is not a control word into a
+            control token, for instance after normalizing it.
     """
     before, after = special_tokens_around(tokenizer) if special_tokens else ([], [])
     places = [0, *(cut for cut in cuts if cut < len(text)), len(text)]
@@ -103,12 +106,12 @@ def tokenized(
 
 
 def content_ids(tokenizer: Any, content: str) -> list[int]:
-    """The tokens of content by itself."""
+    """Tokenize content that no chat template writes."""
     return tokenized(tokenizer, *unquoted(quoted(tokenizer, content)))[0]
 
 
 def special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens that a tokenizer puts before and after every text."""
+    """Return the tokens that a tokenizer puts before and after every text."""
     whole = tokenizer(_SAMPLE)["input_ids"]
     plain = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
     for place in range(len(whole) - len(plain) + 1):
@@ -118,16 +121,22 @@ def special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def control_tokens(tokenizer: Any, ids: Sequence[int]) -> int:
-    """How many of these tokens are control tokens; one for what is unknown is none."""
+    """Count the control tokens among `ids`, without the token for unknown words."""
     control = set(control_words(tokenizer).values()) - {tokenizer.unk_token_id}
     return sum(map(control.__contains__, ids))
 
 
 def _require_as_written(tokenizer: Any, pieces: Sequence[str], ids: Sequence[int]) -> None:
-    """Refuse control tokens beyond the control words that are in the pieces."""
+    """Raise if `ids` has more control tokens than the pieces have control words.
+
+    Raises:
+        InvalidArgumentError: it has.
+    """
     written = sum(piece.count(word) for word in control_words(tokenizer) for piece in pieces)
     if control_tokens(tokenizer, ids) > written:
-        raise InvalidArgumentError(
-            "text: expected one that names control tokens of the model by their words, or not at "
-            "all, got one of which the tokenizer makes some of other words; leave those out"
+        raise wrong(
+            "text",
+            "the tokenizer turns other words of it than the model's control words into control "
+            "tokens",
+            "Remove those words from the text",
         )

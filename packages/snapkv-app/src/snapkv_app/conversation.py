@@ -10,7 +10,7 @@ from torch import Tensor
 
 from snapkv.cache.layer import Turns
 from snapkv.cache.report import CacheReport
-from snapkv.errors import CacheFileError, CacheMismatchError, InvalidArgumentError
+from snapkv.errors import CacheFileError, CacheMismatchError, wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.placement import device_of
 from snapkv.kvzip import require_one_reading
@@ -151,9 +151,10 @@ class Conversation:
         tokens = after["dropped_tokens"] - before["dropped_tokens"]
         if not tokens:
             marks = f" (searched for {', '.join(MARKS)})" if what == "thinking" else ""
-            raise InvalidArgumentError(
-                f"drop: expected a part of the conversation that is still there, got {what!r}, "
-                f"which is not{marks}; pass thinking, document or the number of a turn"
+            raise wrong(
+                "drop",
+                f"the conversation has nothing left of {what!r} to drop{marks}",
+                "Pass thinking, document or the number of a turn",
             )
         freed = {name: before[name] - after[name] for name in ("held_bytes", "host_bytes")}
         return {
@@ -169,9 +170,10 @@ class Conversation:
             answers = [part.span for part in self._parts if part.role == "assistant"]
             return [span for answer in answers for span in self._thinking(*answer)]
         if not what.isdecimal() or not what.isascii() or len(what) > 9:
-            raise InvalidArgumentError(
-                f"drop: expected thinking, document or the number of a turn, got {what!r:.60}; say "
-                "for instance /drop 1"
+            raise wrong(
+                "drop",
+                f"expected thinking, document or the number of a turn, got {what!r:.60}",
+                "Type, for instance, /drop 1",
             )
         return [part.span for part in turn(self._parts, int(what))]
 
@@ -196,8 +198,10 @@ class Conversation:
     def save(self, path: str | Path) -> None:
         """Write the conversation to a file; see `CompressedCache.save`."""
         if self._ids is None:
-            raise InvalidArgumentError(
-                "save: expected a conversation with a question, got none yet; ask something first"
+            raise wrong(
+                "save",
+                "no question has been asked in this conversation yet",
+                "Ask a question first",
             )
         parts = [(ROLES.index(part.role), *part.span) for part in self._parts]
         told = torch.tensor(parts, dtype=torch.int64).view(-1, 3)
@@ -225,14 +229,19 @@ class Conversation:
         wanted = None if recall == NO_RECALL else recall
         cache, beside = CompressedCache.load_with(path, loaded.model, policy=own, recall=wanted)
         if recall == NO_RECALL and cache.options["turns"] == "recall":
-            raise CacheMismatchError(
-                f"recall: expected 'host', a folder or nothing for a conversation that was saved "
-                f"with recall, got {recall!r}; leave it out"
+            raise wrong(
+                "recall",
+                "the conversation was saved with recall, so expected 'host', a folder or None, got "
+                f"{recall!r}",
+                "Leave it out",
+                CacheMismatchError,
             )
         if "conversation" not in beside:
-            raise CacheFileError(
-                f"path: expected a saved conversation, got a cache without one at "
-                f"{str(path)!r}; load it with CompressedCache.load"
+            raise wrong(
+                "path",
+                f"the file {str(path)!r} contains a cache without a conversation",
+                "Load it with CompressedCache.load",
+                CacheFileError,
             )
         conversation = cls.__new__(cls)
         conversation._loaded, conversation._settings = loaded, settings

@@ -1,4 +1,4 @@
-"""GGUF files, converted once to a folder that transformers opens in a moment.
+"""Convert GGUF files once to folders that transformers can load quickly.
 
 transformers can read a GGUF file, but unpacks every tensor each time (10-25 s for a 98 MB file).
 The unpacked model is saved to a cache folder, named after the file's name, size and content, so
@@ -20,7 +20,7 @@ import transformers.modeling_gguf_pytorch_utils as gguf_reading
 from transformers import AutoTokenizer
 
 from snapkv.cache_folder import cache_folder
-from snapkv.errors import InvalidArgumentError, SnapKVError, missing_package
+from snapkv.errors import SnapKVError, missing_package, wrong
 from snapkv.hf.checkpoint import load_complete
 from snapkv.validation import first_line
 from snapkv_app.packages import absent_for_gguf
@@ -39,16 +39,22 @@ _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding
 
 
 def convert_once(path: Path, dtype: torch.dtype) -> tuple[Path, str]:
-    """The folder of a GGUF file's model and tokenizer, and the hexadecimal SHA-256 of the file.
+    """Convert a GGUF file unless that was done before.
 
-    The folder is what `from_pretrained` takes, every tensor in it of that dtype; it is made if it
-    is not in the cache folder yet.
+    bfloat16 rounds by less than the error of a quantized file, and takes half the space of float32.
 
-    bfloat16 rounds by less than a quantized file has, and takes half the room of float32.
+    Several processes may convert the same file at the same time: each works in a folder of its own
+    and the first to finish moves it into place. An interrupted conversion leaves no folder behind
+    under the final name.
 
-    Several processes may convert the same file at the same time: each works in a folder of its
-    own and the first to finish moves it into place. An interrupted conversion leaves no folder
-    behind under the final name.
+    Returns:
+        The folder for `from_pretrained`, with tensors of `dtype`, and the hexadecimal SHA-256 of
+        the file.
+
+    Raises:
+        InvalidArgumentError: the file is not a complete GGUF file of a known architecture, or the
+            cache folder has no room.
+        MissingDependencyError: a package that reads GGUF files is not installed.
     """
     _require_gguf(path)
     with path.open("rb") as file:
@@ -69,10 +75,12 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
     try:
         _save(model, tokenizer, folder)
     except OSError as error:
-        raise InvalidArgumentError(
-            f"SNAPKV_CACHE_DIR: expected a folder with room for {path.name}, unpacked "
+        raise wrong(
+            "SNAPKV_CACHE_DIR",
+            f"expected a folder with room for {path.name}, unpacked "
             f"({model.num_parameters() * dtype.itemsize:,} bytes), got {error.strerror or error} "
-            f"in {folder.parent}; set SNAPKV_CACHE_DIR to another folder"
+            f"in {folder.parent}",
+            "Set SNAPKV_CACHE_DIR to another folder",
         ) from error
 
 
@@ -80,14 +88,19 @@ def _require_gguf(path: Path) -> None:
     with path.open("rb") as file:
         magic = file.read(len(_MAGIC))
     if magic != _MAGIC:
-        raise InvalidArgumentError(
-            f"model: expected a file that begins with {_MAGIC!r}, got {magic!r} in {path}; "
-            "it is not a GGUF file, or its download was not one: fetch it again"
+        raise wrong(
+            "model",
+            f"expected a file that begins with {_MAGIC!r}, got {magic!r} in {path}",
+            "Download it again, because it is not a GGUF file",
         )
 
 
 def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Read model and tokenizer out of a GGUF file, every tensor in that dtype."""
+    """Read model and tokenizer out of a GGUF file, with tensors of `dtype`.
+
+    Raises:
+        InvalidArgumentError: the file is damaged, or transformers cannot read it.
+    """
     _log.info("converting %s to a folder that opens in a moment; this is done once", path.name)
     try:
         with _bar_on_terminals():
@@ -104,10 +117,11 @@ def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     except SnapKVError:
         raise
     except Exception as error:  # a damaged file makes the reader raise whatever it trips over
-        raise InvalidArgumentError(
-            "model: expected a complete GGUF file of a decoder-only architecture that transformers "
-            f"can read, got {path}: {first_line(error)}; fetch it again, or use the original model "
-            "instead"
+        raise wrong(
+            "model",
+            "expected a complete GGUF file of a decoder-only architecture that transformers can "
+            f"read, got {path}: {first_line(error)}",
+            "Download it again, or use the original model instead",
         ) from error
     # The loader notes that the weights came out of a quantised file, and `save_pretrained` then
     # refuses; they are ordinary tensors by now.
@@ -117,7 +131,7 @@ def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _name_special_tokens(tokenizer: Any, path: Path) -> None:
-    """Give a tokenizer the special tokens of the file's header; transformers 5.17 mixes them up."""
+    """Set the special tokens of the file's header, which transformers 5.17 mixes up."""
     from gguf import GGUFReader
 
     header = GGUFReader(path).fields
@@ -130,7 +144,7 @@ def _name_special_tokens(tokenizer: Any, path: Path) -> None:
 
 @contextlib.contextmanager
 def _bar_on_terminals() -> Iterator[None]:
-    """Within this block transformers' bar of a GGUF file's tensors is for terminals only."""
+    """Show transformers' progress bar for GGUF files on terminals only, within this block."""
     gguf_reading.tqdm = functools.partial(_draw_progress, disable=None, leave=False)
     try:
         yield
@@ -139,7 +153,7 @@ def _bar_on_terminals() -> Iterator[None]:
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write the folder whole or not at all."""
+    """Write the folder completely or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / folder.name

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app.models import LoadedModel
 
 
@@ -26,8 +26,10 @@ class DraftMethod:
 def prompt_lookup(tokens: int) -> DraftMethod:
     """Drafts the tokens that follow the same words in the prompt."""
     if tokens < 1:
-        raise InvalidArgumentError(
-            f"prompt_lookup: expected at least 1 token to draft, got {tokens}; pass 10"
+        raise wrong(
+            "prompt_lookup",
+            f"expected at least 1 token to draft, got {tokens}",
+            "Pass, for instance, 10",
         )
     return DraftMethod(name="prompt-lookup", options={"prompt_lookup_num_tokens": tokens})
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app.plan import Footprint, footprint_of
 from snapkv_app.plan.footprint import MissingSettingError
 from snapkv_app.plan.shapes import SHAPES, shape_of
@@ -64,10 +64,11 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         found = error
     if not isinstance(found, dict):
-        raise InvalidArgumentError(
-            f"model: expected an object in JSON in {file}, got "
-            f"{found if isinstance(found, Exception) else type(found).__name__}; download the "
-            "model again"
+        raise wrong(
+            "model",
+            f"expected an object in JSON in {file}, got "
+            f"{found if isinstance(found, Exception) else type(found).__name__}",
+            "Download the model again",
         )
     return found
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from snapkv.cache.saving.records import digest_of
-from snapkv.errors import DocumentError, LibraryError
+from snapkv.errors import DocumentError, LibraryError, wrong
 from snapkv.validation import printable
 from snapkv_app import text_files
 from snapkv_app.library.index import DocumentEntry
@@ -53,7 +53,7 @@ def find(sources: Sequence[str], library: Library) -> Found:
         there = {text.source for text in texts}
         for record in (each for each in before if each.source not in there):
             if _has_text(path_of_source(record.where)):
-                found.notices.append(f"kept: {record.name}: its file is there, but was not read")
+                found.notices.append(f"kept: {record.name}: its file exists, but was not read")
             else:
                 found.gone.append(record)
     return found
@@ -90,15 +90,19 @@ def search(library: Library, question: str, documents: int) -> tuple[list[Hit], 
     hits = library.search(question, documents)
     place = shlex.quote(str(library.path))
     if not hits and not library.documents:
-        raise DocumentError(
-            f"library: expected documents, got none in {str(library.path)!r}; add some with snapkv "
-            f"library add FILES --to {place}"
+        raise wrong(
+            "library",
+            f"the library {str(library.path)!r} has no documents",
+            f"Add some with snapkv library add FILES --to {place}",
+            DocumentError,
         )
     if not hits:
-        raise DocumentError(
-            f"question: expected words of the documents in {str(library.path)!r}, got "
-            f"{question!r}, which has none of them; ask with other words (snapkv library list "
-            f"{place} names the documents), or name files instead of --library"
+        raise wrong(
+            "question",
+            f"no word of {question!r} occurs in the documents of {str(library.path)!r}",
+            f"Use other words (snapkv library list {place} names the documents), or name files "
+            "instead of --library",
+            DocumentError,
         )
     return hits, 1000 * (time.perf_counter() - start)
 
@@ -119,11 +123,13 @@ def changed_sources(library: Library, hits: Sequence[Hit], *, is_allowed: bool) 
             changes[_typed_path(record)] = f"{hit.name} {change}"
     if changes and not is_allowed:
         add = shlex.join(["snapkv", "library", "add", *changes, "--to", str(library.path)])
-        raise LibraryError(
-            f"library: {' and '.join(changes.values())}; run {add}, or pass --allow-changed to "
-            "answer from what was read"
+        raise wrong(
+            "library",
+            " and ".join(changes.values()),
+            f"Run {add}, or pass --allow-changed to answer from the text that was read",
+            LibraryError,
         )
-    return [f"{change}; the answer is from what was read" for change in changes.values()]
+    return [f"{change}; the answer uses the text that was read" for change in changes.values()]
 
 
 def _change(record: Record) -> str | None:

@@ -19,7 +19,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError
 
-from snapkv.errors import InvalidArgumentError, ModelNotFoundError
+from snapkv.errors import ModelNotFoundError, wrong
 from snapkv.validation import nearest
 from snapkv_app.packages import DEMO, demo_file
 from snapkv_app.plan.shapes import SHAPES, shape_of
@@ -28,7 +28,7 @@ from snapkv_app.text_files import link_fault, where_to_look
 _ANY = f"{DEMO!r}, a .gguf file, a folder or a hub id"
 
 _TIMEOUT_SECONDS = 5
-"""How long the hub may take to answer."""
+"""The longest time that the hub may take to answer."""
 
 _WITHOUT_OWNER = frozenset(
     ("ctrl", "distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt", "xlnet")
@@ -41,7 +41,7 @@ class ModelPlace:
     """Where `from_pretrained` finds the files."""
 
     place: str  # a folder or a hub id
-    revision: str | None = None  # what the result says; None where the files say it themselves
+    revision: str | None = None  # for results; None if the loaded configuration has it
     on_hub: bool = False
 
 
@@ -71,12 +71,12 @@ def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model")
     path = demo_file() if name == DEMO else Path(name).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            got = f"the file {name}; pass the folder that holds the model's config.json"
+            got = f"the file {name}. Pass the folder that contains the model's config.json."
             raise not_found(got, "a .gguf file, a folder or a hub id", argument)
         return path
     if path.is_dir():
         if not (path / "config.json").is_file():
-            got = f"{name} without one; pass the folder that save_pretrained wrote"
+            got = f"{name} without one. Pass the folder that save_pretrained wrote."
             raise not_found(got, "a folder with a config.json", argument)
         return path
     fault, is_path = link_fault(path), name.startswith((".", "~", os.sep)) or name.count("/") > 1
@@ -87,8 +87,8 @@ def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model")
         return None
     hint = nearest(name, known_names(also))
     if (shape := shape_of(name)) is not None:
-        hint = f"; the weights of that shape are in {SHAPES[shape].repository}"
-    got = f"{name!r}, which is not one of them{hint}"
+        hint = f". The weights of that shape are in {SHAPES[shape].repository}."
+    got = f"{name!r}{hint}"
     raise not_found(got, f"{_ANY} such as Qwen/Qwen3-4B", argument)
 
 
@@ -120,9 +120,10 @@ def hub_options(
     """What to tell `from_pretrained` about the hub, which is not asked in vain."""
     name, options = source.place, {"revision": revision}
     if revision and not source.on_hub:
-        raise InvalidArgumentError(
-            f"revision: expected it with a hub id, got {revision!r} with files of this machine, "
-            "which have no revisions; leave it out"
+        raise wrong(
+            "revision",
+            f"only models of the hub have revisions, got {revision!r} with files of this machine",
+            "Leave it out",
         )
     if not source.on_hub or _is_reachable(name, revision):
         return options
@@ -132,7 +133,7 @@ def hub_options(
             why = "this process is offline (HF_HUB_OFFLINE)"
         raise not_found(
             f"{name!r}: it is not in the hub's cache on this machine, and {why}"
-            f"{nearest(name, known_names(also)) or '; pass the folder of a model that is here'}"
+            f"{nearest(name, known_names(also)) or '. Pass the folder of a model on this machine.'}"
         )
     return options | {"local_files_only": True}
 

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from snapkv.errors import (
-    InvalidArgumentError,
     MissingDependencyError,
     SnapKVError,
     UnsupportedModelError,
+    wrong,
 )
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.checkpoint import load_complete
@@ -158,9 +158,11 @@ def chosen_device(name: str) -> torch.device:
     try:
         torch.empty(0, device=name).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InvalidArgumentError(
-            f"device: expected auto, cpu or a device that torch {torch.__version__} has on this "
-            f"machine, such as cuda:0, got {name!r}; pass auto"
+        raise wrong(
+            "device",
+            f"expected auto, cpu or a device that torch {torch.__version__} has on this machine, "
+            f"such as cuda:0, got {name!r}",
+            "Pass auto",
         ) from error
     return torch.device(name)
 
@@ -189,9 +191,12 @@ def _outline(config: Any, trust_remote_code: bool, options: Mapping[str, Any]) -
     Without options it is in the dtype of the checkpoint.
     """
     if config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"model: expected a decoder-only model, got the encoder-decoder {config.model_type}; "
-            "its prompt is read by the encoder and is not in a key-value cache"
+        raise wrong(
+            "model",
+            f"expected a decoder-only model, got the encoder-decoder {config.model_type}, whose "
+            "prompt is not stored in a key-value cache",
+            "Choose a decoder-only model",
+            UnsupportedModelError,
         )
     own = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
     with torch.device("meta"):
@@ -210,9 +215,10 @@ def _explained(name: str) -> Iterator[None]:
     except (SnapKVError, torch.OutOfMemoryError, MemoryError):
         raise
     except SafetensorError as error:
-        raise InvalidArgumentError(
-            f"model: expected complete safetensors files in {name!r}, got {first_line(error)}; "
-            "download the model again"
+        raise wrong(
+            "model",
+            f"expected complete safetensors files in {name!r}, got {first_line(error)}",
+            "Download the model again",
         ) from error
     except OSError as error:
         raise not_found(

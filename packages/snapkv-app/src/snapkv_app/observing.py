@@ -17,7 +17,7 @@ from torch import Tensor
 from snapkv.cache.hybrid import HybridLayer
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.spans import protected_slots
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.placement import device_of
@@ -147,9 +147,10 @@ class RecordedPrompt:
         wanted = min(policy.query_tokens, self.prompt_tokens)
         recorded = states.queries.shape[2]
         if wanted > recorded:
-            raise InvalidArgumentError(
-                f"policy: expected {wanted} recorded queries for {policy!r}, got {recorded}; "
-                "record more of them"
+            raise wrong(
+                "policy",
+                f"expected {wanted} recorded queries for {policy!r}, got {recorded}",
+                "Record more queries",
             )
         return states.queries[:, :, recorded - wanted :]
 
@@ -167,9 +168,11 @@ def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> Recorde
 def _not_shown(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int, Any]:
     """The layers with contents that a policy is not shown: sliding windows and states."""
     if any(layer.stored_heads is not None for layer in shown):
-        raise UnsupportedModelError(
-            "model: expected keys and values that are stored as attention sees them where a prompt "
-            "is read once for several methods, got latent attention; read the prompt for each"
+        raise wrong(
+            "model",
+            "with latent attention, one reading of the prompt cannot serve several methods",
+            "Read the prompt again for each method",
+            UnsupportedModelError,
         )
     return {
         index: layer

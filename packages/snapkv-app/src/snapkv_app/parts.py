@@ -1,17 +1,17 @@
-"""Parts of a conversation: which of its tokens are whose, and which are thinking."""
+"""The parts of a conversation: which tokens belong to whom, and which are thinking."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.policies.spans import Span
 from snapkv_app.prompts import Prompt
 from snapkv_app.protection import tokens_of
 
 ROLES = ("system", "user", "assistant", "tool", "document")
-"""What a part of a conversation is, as saved ones number them; none has a tool's results now."""
+"""The kinds of parts; their order is saved in files. No part is a tool's result yet."""
 
 MARKS = {
     "<think>": "</think>",  # Qwen 3, DeepSeek R1, GLM 4.5, EXAONE 4, and most others
@@ -23,13 +23,13 @@ MARKS = {
     "<|channel|>analysis<|message|>": "<|end|>",  # gpt-oss
     "◁think▷": "◁/think▷",  # Kimi
 }
-"""What stands before and after a thought."""
+"""The marks before and after thinking, by model family."""
 
 _NEXT_MESSAGE = "<|start|>assistant"
-"""What gpt-oss begins its answer with when it has thought."""
+"""The beginning of an answer of gpt-oss after thinking."""
 
 _MOST_BYTES = 4
-"""Of a character in UTF-8, of which every token may have one."""
+"""The most bytes of a character in UTF-8; each may be in a token of its own."""
 
 _THOUGHT = re.compile(
     "|".join(
@@ -42,20 +42,20 @@ _THOUGHT = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class SpokenPart:
-    """Something that was said, and its tokens, what the template writes around it included."""
+    """The tokens of one part of a conversation and of the template around it."""
 
     role: str
     span: Span
 
 
 def tokens_between(offsets: Sequence[Span], start: int, stop: int) -> Span:
-    """The tokens that end between two characters."""
+    """Return the tokens that end between two characters."""
     within = [place for place, (_, end) in enumerate(offsets) if start < end <= stop]
     return (within[0], within[-1] + 1) if within else (0, 0)
 
 
 def generation_tokens(tokenizer: Any) -> int:
-    """How many tokens a chat template writes before an answer."""
+    """Return how many tokens a chat template writes before an answer."""
     if not tokenizer.chat_template:
         return 0
     turns = [{"role": "user", "content": "What?"}]
@@ -65,7 +65,7 @@ def generation_tokens(tokenizer: Any) -> int:
 
 
 def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[SpokenPart]:
-    """The parts of a prompt with one question about a document, where the tokenizer tells."""
+    """Return the parts of a prompt with a question; none if the tokenizer has no offsets."""
     if not getattr(tokenizer, "is_fast", False):
         return []
     offsets, own = prompt.offsets(tokenizer, "document", ""), prompt.system_characters
@@ -82,19 +82,24 @@ def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[Spoken
 
 
 def turn(parts: Sequence[SpokenPart], number: int) -> list[SpokenPart]:
-    """The question of that number, counted from one, and what stands before the next one."""
+    """Return the question with that number, from 1, and the parts before the next question.
+
+    Raises:
+        InvalidArgumentError: there is no question with that number.
+    """
     asked = [place for place, part in enumerate(parts) if part.role == "user"]
     if not 1 <= number <= len(asked):
-        raise InvalidArgumentError(
-            f"drop: expected the number of one of the {len(asked)} turns so far, got {number}; "
-            "the first one is 1"
+        raise wrong(
+            "drop",
+            f"expected the number of one of the {len(asked)} turns so far, got {number}",
+            "Count the turns from 1",
         )
     begin, stop = asked[number - 1], [*asked, len(parts)][number]
     return list(parts[begin:stop])
 
 
 def thinking(tokenizer: Any, ids: Sequence[int], start: int) -> list[Span]:
-    """The spans of thinking in the tokens of an answer, the first of which is at `start`."""
+    """Return the spans of thinking in the tokens `ids` of an answer that begins at `start`."""
     text, offsets = _decoded(tokenizer, ids)
     return [
         (start + begin, start + end)
@@ -104,7 +109,7 @@ def thinking(tokenizer: Any, ids: Sequence[int], start: int) -> list[Span]:
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[Span]]:
-    """The text of tokens, one by one; those that make a character together stand at its place."""
+    """Decode tokens one by one; those that make a character together get its offsets."""
     text, offsets, together = "", list[Span](), list[int]()
     for token in ids:
         together.append(token)

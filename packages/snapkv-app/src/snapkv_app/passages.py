@@ -1,24 +1,24 @@
-"""Documents longer than the model: the passages that fit a question best, as many as have room."""
+"""Select the passages of long documents that match a question best, as many as fit."""
 
 import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from snapkv.errors import DocumentError
+from snapkv.errors import DocumentError, wrong
 from snapkv_app.library.records import Span, Text, lines_of, passages
 from snapkv_app.library.searching import ranked
 
 Part = tuple[int, Span]
-"""The number of a document, and characters of its text."""
+"""The number of a document, and a range of characters in its text."""
 
 OMITTED = "\n\n[...]\n\n"
-"""Between passages that do not follow one another."""
+"""The text between passages that are not adjacent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A part of a document: a passage, or several without a gap."""
+    """The location of a passage in a document, or of several passages without a gap."""
 
     document: str
     lines: Span  # its first and last line, counted from 1
@@ -37,10 +37,14 @@ class Excerpts:
 def best_passages(
     documents: Sequence[Text], question: str, fits: Callable[[Sequence[Text]], bool]
 ) -> Excerpts:
-    """The passages of 200 words that fit the question best by BM25, as many as `fits` allows.
+    """Select the passages of 200 words that match a question best by BM25, as many as fit.
 
-    `fits` tells whether there is room for documents. It is asked about at most twice as much text
-    as there is room for, however long the documents are. One passage is taken in any case.
+    Args:
+        documents: the documents.
+        question: the question.
+        fits: returns whether there is room for the documents that it gets. It is called with at
+            most twice as much text as there is room for, however long the documents are. One
+            passage is selected in any case.
 
     Raises:
         DocumentError: no passage has a word of the question.
@@ -53,9 +57,11 @@ def best_passages(
     texts = [documents[place].text[slice(*span)] for place, span in found]
     best = [found[place] for place in ranked(texts, question)]
     if not best:
-        raise DocumentError(
-            f"question: expected words of the documents, got {question!r}, which has none of them; "
-            "ask with other words"
+        raise wrong(
+            "question",
+            f"no word of {question!r} occurs in the documents",
+            "Use other words",
+            DocumentError,
         )
 
     def is_too_much(number: int) -> bool:
@@ -79,7 +85,7 @@ def best_passages(
 
 
 def _joined(chosen: Iterable[Part]) -> list[Part]:
-    """The parts in the order of the text, without what several of them have."""
+    """Sort the parts in the order of the text, and merge those that overlap."""
     parts: list[Part] = []
     for place, (start, stop) in sorted(chosen):
         last, (begin, end) = parts[-1] if parts else (-1, (0, 0))
@@ -91,7 +97,7 @@ def _joined(chosen: Iterable[Part]) -> list[Part]:
 
 
 def _texts(documents: Sequence[Text], parts: Iterable[Part]) -> list[Text]:
-    """The documents that have parts, with these alone."""
+    """Return the documents that have parts, reduced to these."""
     found = []
     for place, own in groupby(parts, key=lambda part: part[0]):
         document = documents[place]

@@ -14,13 +14,13 @@ from snapkv.hf.cache_argument import cache_among
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEnd:
-    """A prompt that was read, and nothing after it."""
+    """A cache that has read a prompt and nothing after it."""
 
-    cache: CompressedCache  # what was kept of the prompt; an independent copy
+    cache: CompressedCache  # the compressed prompt; an independent copy
     logits: Tensor  # (1, 1, V), for the next token
 
     def branch(self) -> "PromptEnd":
-        """An independent copy: reading into one does not change the other."""
+        """Return an independent copy: reading into one does not change the other."""
         return PromptEnd(cache=copy.copy(self.cache), logits=self.logits)
 
 
@@ -31,10 +31,10 @@ PromptEndSink = Callable[[PromptEnd], None]
 def telling_of_prompt_end(
     model: Any, cache: CompressedCache, prompt_tokens: int, on_prompt_end: PromptEndSink | None
 ) -> Iterator[None]:
-    """In this block, a function is called once, at the end of the prompt.
+    """Call `on_prompt_end` once within this block, at the end of the prompt.
 
-    The prompt has one row and no drafts after it. The reported cache shares stored tensors with the
-    cache in use, which continues as usual.
+    The prompt must have one row and no drafts after it. The reported cache shares stored tensors
+    with the cache in use, which continues as usual.
     """
     if on_prompt_end is None:
         yield

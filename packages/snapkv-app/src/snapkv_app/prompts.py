@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv_app.control_words import quoted, tokenized, unquoted
 
 _ANSWER = "the-answer-so-far"
@@ -58,14 +58,16 @@ class Prompt:
         context, _ = self.encoded(tokenizer, end=self.context_characters)
         tokens = _alike(whole, context)
         if tokens == 0:
-            raise InvalidArgumentError(
-                "context: expected text before a question that is hidden, got no token of it; "
-                "add a document, or let the question vote"
+            raise wrong(
+                "context",
+                "the prompt has no token before the hidden question",
+                "Add a document, or let the question vote",
             )
         if tokens == len(whole):
-            raise InvalidArgumentError(
-                "question: expected text after the context that it is hidden from, got no token "
-                "of it; add a question, or leave context_characters out"
+            raise wrong(
+                "question",
+                "the prompt has no token after the context that the question is hidden from",
+                "Add a question, or leave context_characters out",
             )
         return tokens
 
@@ -89,18 +91,21 @@ class Prompt:
         """The same prompt, compressed before the question; everything after it is hidden, too."""
         place = self._question_place()
         if place < 0:
-            raise InvalidArgumentError(
-                f"question: expected to find it in the prompt to hide it, got a template that "
-                f"rewrites {self.question[:40]!r}; use the template none, or let the question vote"
+            raise wrong(
+                "question",
+                f"it cannot be hidden, because the template has rewritten {self.question[:40]!r}",
+                "Use the template none, or let the question vote",
             )
         return replace(self, context_characters=place)
 
     def offsets(self, tokenizer: Any, argument: str, remedy: str) -> list[tuple[int, int]]:
         """Where every token begins and ends in the text; refused for a tokenizer without them."""
         if not getattr(tokenizer, "is_fast", False):
-            raise InvalidArgumentError(
-                f"{argument}: expected a tokenizer that gives the offsets of its tokens, "
-                f"got {type(tokenizer).__name__}, which does not; {remedy}"
+            raise wrong(
+                argument,
+                "expected a tokenizer that reports the offsets of its tokens, got "
+                f"{type(tokenizer).__name__}",
+                remedy,
             )
         return self.encoded(tokenizer, offsets=True)[1]
 
@@ -128,17 +133,23 @@ class Prompt:
 
 def require_unicode(argument: str, text: str) -> None:
     """Raise where a text holds what no tokenizer takes: bytes that came in and are no UTF-8."""
-    if wrong := re.search(r"[\ud800-\udfff]", text):
-        raise InvalidArgumentError(
-            f"{argument}: expected Unicode text, got {text[wrong.start() :][:40]!r}, which begins "
-            "with a byte that is no UTF-8; write it in UTF-8"
+    if surrogate := re.search(r"[\ud800-\udfff]", text):
+        raise wrong(
+            argument,
+            f"expected Unicode text, got {text[surrogate.start() :][:40]!r}, which begins with a "
+            "byte that is not UTF-8",
+            "Encode it in UTF-8",
         )
 
 
 def require_question(question: str) -> None:
     """Raise if the question is empty or not valid Unicode."""
     if not question.strip():
-        raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
+        raise wrong(
+            "question",
+            "expected a question, got an empty text",
+            "Write a question",
+        )
     require_unicode("question", question)
 
 
@@ -166,8 +177,10 @@ def text_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
 def chat_prompt(tokenizer: Any, text: str, question: str = "", *, answer_start: str = "") -> Prompt:
     """One message of the user, up to the point where the model's turn begins."""
     if not tokenizer.chat_template:
-        raise InvalidArgumentError(
-            "chat: expected a model with a chat template, got one without; leave chat out"
+        raise wrong(
+            "chat",
+            "the model has no chat template",
+            "Leave chat out",
         )
     turns = [{"role": "user", "content": quoted(tokenizer, text)}]
     turn = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -189,9 +202,10 @@ def next_turn(tokenizer: Any, question: str) -> Prompt:
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     _, found, behind = text.partition(_ANSWER)
     if not found:
-        raise InvalidArgumentError(
-            "chat: expected a chat template that repeats earlier answers, got one that does not; "
-            "ask every question by itself"
+        raise wrong(
+            "chat",
+            "the model's chat template does not repeat earlier answers",
+            "Ask every question in a new conversation",
         )
     return Prompt.written(behind, question=question)
 

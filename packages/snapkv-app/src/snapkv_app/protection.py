@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from snapkv.cache.spans import layer_of_sizes
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, wrong
 from snapkv.ops import TokenCost
 from snapkv.policies import FullCache, Policy
 from snapkv.policies.budget import ByteBudget, budget_of
@@ -31,8 +31,10 @@ class Protection:
     def __post_init__(self) -> None:
         require_int("protect_first", self.first_tokens, minimum=0)
         if not all(text.strip() for text in self.texts):
-            raise InvalidArgumentError(
-                "protect: expected a text of the prompt, got an empty one; copy some of it"
+            raise wrong(
+                "protect",
+                "expected a text of the prompt, got an empty one",
+                "Copy some text of the prompt",
             )
 
     def spans(
@@ -56,9 +58,10 @@ class Protection:
             return []
         if not prompt.system_characters:
             if self.system:
-                raise InvalidArgumentError(
-                    "protect_system: expected a prompt with a system message, got one whose chat "
-                    "template writes none; leave it out"
+                raise wrong(
+                    "protect_system",
+                    "the chat template writes no system message into this prompt",
+                    "Leave it out",
                 )
             return []
         try:
@@ -85,9 +88,10 @@ def _occurrences(prompt: Prompt, text: str, tokenizer: Any) -> list[Span]:
         for span in tokens_of(offsets, *match.span())
     ]
     if not found:
-        raise InvalidArgumentError(
-            f"protect: expected a text that the prompt holds, got {text[:60]!r}, which is "
-            "nowhere in it; copy it from the prompt"
+        raise wrong(
+            "protect",
+            f"the prompt does not contain {text[:60]!r}",
+            "Copy it from the prompt",
         )
     return found
 
@@ -103,7 +107,7 @@ def tokens_of(offsets: Sequence[Span], start: int, stop: int) -> list[Span]:
 
 
 def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
-    return prompt.offsets(tokenizer, "protect", "pass --protect-first")
+    return prompt.offsets(tokenizer, "protect", "Pass --protect-first")
 
 
 def _has_room(policy: Policy, asked: list[Span], tokens: int, costs: Sequence[TokenCost]) -> bool:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.validation import require_int
 
 MIN_TEMPERATURE = 1e-3
@@ -26,18 +26,22 @@ class GenerationSettings:
         require_int("seed", self.seed, minimum=0)
         require_int("min_new_tokens", self.min_new_tokens, minimum=0)
         if self.min_new_tokens > self.max_new_tokens:
-            raise InvalidArgumentError(
-                f"min_new_tokens: expected at most max_new_tokens={self.max_new_tokens}, got "
-                f"{self.min_new_tokens}; pass a smaller number"
+            raise wrong(
+                "min_new_tokens",
+                f"expected at most max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}",
+                "Pass a smaller number",
             )
         if "" in self.stop_strings:
-            raise InvalidArgumentError(
-                "stop_strings: expected texts, got an empty one, which ends every answer at once; "
-                "leave it out"
+            raise wrong(
+                "stop_strings",
+                "an empty text would end every answer at once",
+                "Leave it out",
             )
         drawn = math.isfinite(self.temperature) and self.temperature >= MIN_TEMPERATURE
         if self.temperature != 0 and not drawn:
-            raise InvalidArgumentError(
-                f"temperature: expected 0, or a finite number of at least {MIN_TEMPERATURE}, got "
-                f"{self.temperature}; pass 0 for greedy decoding, or 1"
+            raise wrong(
+                "temperature",
+                f"expected 0, or a finite number of at least {MIN_TEMPERATURE}, got "
+                f"{self.temperature}",
+                "Pass 0 for greedy decoding, or 1 to sample",
             )

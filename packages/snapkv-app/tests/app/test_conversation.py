@@ -83,10 +83,10 @@ def test_a_saved_conversation_goes_on_and_recalls_from_where_it_is_told_to(tiny,
         assert loaded.cache.options["recall"] == told
         answers.append(loaded.ask("Who came that day?").token_ids)
     assert answers == [conversation.ask("Who came that day?").token_ids] * 2
-    with pytest.raises(CacheMismatchError, match="recall: expected 'host', a folder or nothing"):
+    with pytest.raises(CacheMismatchError, match=r"recall: .* expected 'host', a folder or None"):
         Conversation.load(tmp_path / "talk", tiny, SHORT, POLICY, recall="none")
     conversation.cache.save(tmp_path / "cache")
-    with pytest.raises(CacheFileError, match="path: expected a saved conversation"):
+    with pytest.raises(CacheFileError, match=r"path: .* contains a cache without a conversation"):
         Conversation.load(tmp_path / "cache", tiny, SHORT, POLICY)
 
 
@@ -121,7 +121,7 @@ def test_an_interrupted_turn_does_not_count(tiny):
 
 def test_what_cannot_be_asked_is_refused_and_changes_nothing(tiny):
     conversation = Conversation(tiny, POLICY, SHORT, document=DOCUMENT)
-    with pytest.raises(InvalidArgumentError, match="save: expected a conversation with a question"):
+    with pytest.raises(InvalidArgumentError, match="save: no question has been asked"):
         conversation.save("nowhere")
     with pytest.raises(InvalidArgumentError, match="question: expected a question"):
         conversation.ask("  ")
@@ -148,6 +148,8 @@ def test_turns_of_a_model_without_a_template_are_plain_text(demo):
             return turns[-1]["content"]
 
     assert next_turn(Plain(), "Who?").text == "\n\nQuestion: Who?\nAnswer:"
-    with pytest.raises(InvalidArgumentError, match="chat: expected a chat template that repeats"):
+    with pytest.raises(
+        InvalidArgumentError, match="chat: the model's chat template does not repeat"
+    ):
         next_turn(Forgetful(), "Who?")
     assert next_turn(demo.tokenizer, "Who?").text.startswith("<|im_end|>\n<|im_start|>user\nWho?")

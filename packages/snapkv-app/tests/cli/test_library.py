@@ -336,7 +336,7 @@ def test_damaged_file_is_named_not_used_and_read_again(snapkv, added):
     assert [each["path"] for each in record["damaged"]] == [str(file.relative_to(added))]
     question = "Tomatoes, the bank, the lease?"
     ask = ("ask", "--library", "lib", "-q", question, "--max-new-tokens", 2)
-    assert "is read again, its cache is damaged" in snapkv(*ask).err
+    assert "is read again, because its cache is damaged" in snapkv(*ask).err
     assert "damaged" not in snapkv(*ask).err
     assert snapkv("library", "check", "lib").status == 0
 
@@ -350,7 +350,7 @@ def test_name_that_is_not_utf8_is_recognised_kept_and_removed(snapkv, tiny_only,
     assert "skipped" in snapkv("library", "add", odd, "--to", "lib").out
     (here / odd).write_bytes(b"gr\xfc\xdfe")
     done = snapkv("library", "add", "notes", "--to", "lib")
-    assert "kept: notes/\\xff.txt: its file is there, but was not read" in done.err
+    assert "kept: notes/\\xff.txt: its file exists, but was not read" in done.err
     assert snapkv("library", "remove", "lib", odd).out == "removed: notes/\\xff.txt\n"
 
 
@@ -365,7 +365,7 @@ def test_remove_accepts_names_and_refuses_unknown_ones(snapkv, refused, added):
     garden = added / "papers" / ".." / "papers" / "garden.txt"
     assert snapkv("library", "remove", "lib", garden).out == "removed: papers/garden.txt\n"
     said = refused("ask", "--library", "lib", "-q", "roses")
-    assert "library: expected documents, got none in 'lib'; add some with" in said
+    assert "library: the library 'lib' has no documents. Add some with" in said
 
 
 def test_method_that_reads_twice_is_refused_for_questions(refused, added):

@@ -101,7 +101,7 @@ def test_passages_are_not_suggested_if_the_question_alone_is_too_long(
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
     done = snapkv(command, long, *(() if command == "chat" else ("-q", question)), *more)
     assert done.status
-    assert "positions, got a prompt of" in done.err
+    assert "prompt: the prompt of" in done.err
     assert "--passages" not in done.err
 
 

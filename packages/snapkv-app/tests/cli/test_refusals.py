@@ -43,7 +43,7 @@ REFUSED = {
         ("lib --assistant demo", "assistant: expected none with --library"),
         ("lib --prompt-lookup 3", "prompt_lookup: expected none"),
         ("lib --protect x", "protect: expected none with --library"),
-        ("none", "library: expected a library, got none at 'none'"),
+        ("none", "library: there is no library at 'none'"),
         ("''", "library: expected a folder, got an empty name"),
         ("papers", "library: expected a library, got the folder 'papers' with"),
     ],

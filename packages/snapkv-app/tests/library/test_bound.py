@@ -121,14 +121,14 @@ def test_a_document_that_does_not_fit_fails_by_name_and_nothing_goes_for_it(libr
     assert outcome.reason.startswith("max_bytes: expected at least ")
     assert there(library) == sizes
     assert len(list((library.path / "caches").iterdir())) == 3
-    with pytest.raises(InvalidArgumentError, match="raise it with snapkv library limit"):
+    with pytest.raises(InvalidArgumentError, match="Raise it with snapkv library limit"):
         library.limit(sizes["lease"] - 1)
-    with pytest.raises(InvalidArgumentError, match="for which 2 of 3 documents have to go; pass"):
+    with pytest.raises(InvalidArgumentError, match=r"would evict 2 of 3 documents. Pass"):
         library.limit(sizes["lease"])
     assert library.about.max_bytes == sum(sizes.values())
     gone = library.limit(sizes["lease"], evict=True)
     assert [entry.name for entry in gone] == ["loan", "garden"]
-    with pytest.raises(LibraryError, match="expected a library, got none"):
+    with pytest.raises(LibraryError, match="there is no library"):
         Library(library.path / "none").limit(1)
 
 
@@ -160,7 +160,7 @@ def test_a_library_has_no_bound_and_takes_one(library, tiny):
     with torch.no_grad():
         assert library.inputs(tiny.model, tiny.tokenizer, "Rent?", hits)
     file.write_text(file.read_text().replace(str(10**9), '"much"'))
-    with pytest.raises(LibraryError, match=r"expected .* to say 'snapkv library 2'"):
+    with pytest.raises(LibraryError, match=r"expected the format 'snapkv library 2'"):
         Library(library.path)
 
 

@@ -161,7 +161,7 @@ def test_others_ask_while_one_adds(tmp_path, loaded, adders):
 def test_a_second_adder_is_refused_and_told_of_the_first(library, tiny):
     with (
         library._folder.changing(),
-        pytest.raises(LibraryError, match=f"got process {os.getpid()}, which changes it now"),
+        pytest.raises(LibraryError, match=f"process {os.getpid()} is changing it now"),
     ):
         Library(library.path).add(tiny.model, tiny.tokenizer, TEXTS.items())
     assert Library(library.path).add(tiny.model, tiny.tokenizer, TEXTS.items())
@@ -181,5 +181,5 @@ def test_a_damaged_file_is_not_mended_while_another_process_adds(library, tiny, 
     file.write_bytes(file.read_bytes()[:-1])
     with library._folder.changing():
         library.inputs(tiny.model, tiny.tokenizer, "Rent?", hits)
-    assert "is not mended" in notices[1]
+    assert "cannot be replaced" in notices[1]
     assert len(library.verify()) == 1

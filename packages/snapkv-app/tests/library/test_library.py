@@ -206,14 +206,14 @@ def test_a_new_library_has_four_bits_and_one_that_is_there_its_own(library, tiny
 
 def test_another_model_or_tokenizer_is_refused_with_both(library, tiny):
     other = tiny_model("llama")
-    with pytest.raises(LibraryError, match=r"model: expected LlamaForCausalLM.*got .*other"):
+    with pytest.raises(LibraryError, match=r"model: .*LlamaForCausalLM.* has read.*got .*other"):
         library.add(other, tiny.tokenizer, TEXTS.items(), model_name="other")
     hits, halved = library.search("rent"), tiny_loaded(tiny.tokenizer).model.to(torch.bfloat16)
     with pytest.raises(LibraryError, match=r"float32\).*got .*bfloat16\)"):
         library.inputs(halved, tiny.tokenizer, "rent?", hits)
     plain = copy.deepcopy(tiny.tokenizer)
     plain.chat_template = None
-    with pytest.raises(LibraryError, match="tokenizer: expected the tokenizer and chat template"):
+    with pytest.raises(LibraryError, match="were read with the tokenizer and chat template"):
         library.inputs(tiny.model, plain, "rent?", hits)
 
 
@@ -223,7 +223,7 @@ def test_documents_that_are_none_or_gone_are_refused_in_both_ways_of_reading(lib
     for call in (library.inputs, library.token_ids):
         with pytest.raises(LibraryError, match="hits: expected at least one"):
             call(tiny.model, tiny.tokenizer, "Rent?", [])
-        with pytest.raises(LibraryError, match="expected the document 'lease' to be there"):
+        with pytest.raises(LibraryError, match="the document 'lease' was removed"):
             call(tiny.model, tiny.tokenizer, "Rent?", hits)
 
 
@@ -236,7 +236,7 @@ def test_a_policy_that_drops_nothing_of_parted_heads_is_said(tmp_path, tiny, not
         assert not notices
         library.inputs(tiny.model, tiny.tokenizer, "?", hits, policy=policy, recompute=recompute)
     assert len(notices) == 1
-    assert "policy: snapkv drops nothing of these documents" in notices[0]
+    assert "policy: snapkv evicts no tokens of these documents" in notices[0]
 
 
 @pytest.mark.parametrize("at", [-40, 3, None])
@@ -250,7 +250,7 @@ def test_a_damaged_cache_is_named_read_again_and_mended(library, tiny, notices, 
     inputs = library.inputs(tiny.model, tiny.tokenizer, "Rent?", hits, recompute=0)
     assert torch.equal(answered(tiny, inputs), right)
     assert len(notices) == 1
-    assert "'lease' is read again, its cache is damaged" in notices[0]
+    assert "'lease' is read again, because its cache is damaged" in notices[0]
     assert library.verify() == []
     assert len(caches(library)) == 3
     (library.path / "caches" / library.documents[0].cache).unlink()
@@ -308,7 +308,7 @@ def test_what_killed_adders_left_goes_and_what_is_not_ours_stays(library, tiny):
 @pytest.mark.parametrize("name", ["notes.txt", "library.json", "library.lock"])
 def test_a_folder_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path, name):
     (tmp_path / name).write_text("mine")
-    with pytest.raises(LibraryError, match="library: expected"):
+    with pytest.raises(LibraryError, match="library: "):
         Library(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
@@ -344,7 +344,7 @@ def test_a_record_of_somebody_else_is_not_replaced(library, tiny):
     file.write_text("mine")
     (outcome,) = library.add(tiny.model, tiny.tokenizer, loan)
     assert outcome.what == "failed"
-    assert "stays as it is" in outcome.reason
+    assert "it is not replaced" in outcome.reason
     assert file.read_text() == "mine"
 
 
@@ -363,16 +363,18 @@ def test_what_are_no_pairs_or_no_list_of_names_is_refused(library, tiny):
     with pytest.raises(InvalidTypeError, match="model: expected a transformers PreTrainedModel"):
         library.add(tiny, tiny.tokenizer, [("a", "Of some length.")])
     library.add(tiny.model, tiny.tokenizer, [("a", "Of some length.")])
-    with pytest.raises(InvalidTypeError, match=r"names: .*got 'a'; pass \['a'\]"):
+    with pytest.raises(InvalidTypeError, match=r"names: .*got 'a'\. Pass \['a'\]"):
         library.remove("a")
 
 
 def test_an_empty_text_and_two_texts_of_a_name_are_refused(library, tiny):
-    with pytest.raises(ValueError, match="text: expected a text, got an empty one in 'x'"):
+    with pytest.raises(ValueError, match="text: expected a text that is not empty in 'x'"):
         library.add(tiny.model, tiny.tokenizer, [("x", " \n")])
-    with pytest.raises(ValueError, match="got two under 'x'"):
+    with pytest.raises(ValueError, match="two different texts have the name 'x'"):
         library.add(tiny.model, tiny.tokenizer, [("x", "a"), ("x", "b")])
-    with pytest.raises(ValueError, match=r"text: expected Unicode text, got '\\ud800', half of"):
+    with pytest.raises(
+        ValueError, match=r"text: expected Unicode text, got half of a character, '\\ud800'"
+    ):
         library.add(tiny.model, tiny.tokenizer, [("x", "a\ud800")])
     for what in ("read", "skipped"):  # a name stays on its line
         documents = [("two\nlines \x1b[31mred", "Of some length.")]

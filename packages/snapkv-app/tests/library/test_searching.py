@@ -106,14 +106,14 @@ def test_where_the_index_cannot_be_written_or_is_no_index_one_in_memory_does(tmp
     for _ in range(2):
         assert found(Library(library.path, on_notice=notices.append))
     assert len(notices) == 2
-    assert "words.sqlite' cannot be used, file is not a database; delete it" in notices[0]
+    assert "words.sqlite' cannot be used: file is not a database. Delete it" in notices[0]
     assert [fault.name for fault in library.verify()] == ["words.sqlite"]
     library._folder.index_file.unlink()
     with closing(sqlite3.connect(library._folder.index_file)) as other:
         other.execute("create table spans(other)")
         other.execute(f"pragma user_version = {index._VERSION}")
     assert found(Library(library.path, on_notice=notices.append))
-    assert "words.sqlite' cannot be used, no such table" in notices.pop()
+    assert "words.sqlite' cannot be used: no such table" in notices.pop()
     with closing(sqlite3.connect(library._folder.index_file)) as other:
         other.execute("pragma user_version = 0")  # as an earlier version has left it
     assert found(Library(library.path, on_notice=pytest.fail))

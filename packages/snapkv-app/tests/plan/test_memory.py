@@ -44,17 +44,17 @@ def memory(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "total", "said"),
     [
-        (torch.float32, 20 * GIB, "with dtype bfloat16 it would fit; pass that, or choose"),
-        (torch.bfloat16, 13 * GIB, "Qwen/Qwen3-4B would fit, with 7.5 GiB in bfloat16; choose"),
-        (torch.float32, 2 * GIB, "Qwen/Qwen3-0.6B would fit, with 1.1 GiB in bfloat16; choose"),
-        (torch.bfloat16, GIB // 8, "nothing was loaded; choose a smaller model"),
+        (torch.float32, 20 * GIB, "With dtype bfloat16 they would fit. Choose"),
+        (torch.bfloat16, 13 * GIB, "Qwen/Qwen3-4B would fit, with 7.5 GiB in bfloat16. Choose"),
+        (torch.float32, 2 * GIB, "Qwen/Qwen3-0.6B would fit, with 1.1 GiB in bfloat16. Choose"),
+        (torch.bfloat16, GIB // 8, "nothing was loaded. Choose a smaller model"),
     ],
 )
 def test_what_would_fit_is_said(memory, dtype, total, said):
     memory(total)
     model = outline("llama-3.1-8b", dtype=dtype)
     takes = "15.0 GiB" if dtype == torch.bfloat16 else "29.9 GiB"
-    with pytest.raises(OutOfMemoryError, match=f"got {takes} in") as raised:
+    with pytest.raises(OutOfMemoryError, match=f"the weights of it take {takes} in") as raised:
         require_room("it", model, CPU)
     assert said in str(raised.value)
 
@@ -158,7 +158,7 @@ def test_advice_counts_windows_latents_and_room_as_they_are_stored(family):
     assert footprint.token_bytes == sum(full.values())
     fixed = prompt_bytes(model, footprint, 0) + footprint.sliding_bytes(300)
     assert fixed == 64 * sum(full.values()) + 23 * sum(sliding.values())
-    assert "a full cache would hold" in prompt_advice(model, 300, None)
+    assert "a full cache would take" in prompt_advice(model, 300, None)
 
 
 def test_a_model_that_cannot_be_outlined_is_advised_without_numbers(monkeypatch):
@@ -167,4 +167,4 @@ def test_a_model_that_cannot_be_outlined_is_advised_without_numbers(monkeypatch)
 
     monkeypatch.setattr("snapkv_app.plan.advice.footprint_of_loaded", fail)
     said = prompt_advice(tiny_model("llama"), 4000, 10**6)
-    assert "got out of memory; shorten the prompt" in said
+    assert "do not fit in the memory of cpu. Shorten the prompt" in said

@@ -213,9 +213,7 @@ def no_network(monkeypatch):
 @pytest.mark.parametrize("wrong", ["qwen3_8b", "nothing"])
 def test_a_misspelt_shape_is_refused_at_once(no_network, wrong):
     begin = time.monotonic()
-    with pytest.raises(
-        ModelNotFoundError, match=f"got '{wrong}', which is not one of them"
-    ) as raised:
+    with pytest.raises(ModelNotFoundError, match=f"got '{wrong}'") as raised:
         find_footprint(wrong)
     assert time.monotonic() - begin < 5
     assert ("did you mean" in str(raised.value)) == (wrong != "nothing")

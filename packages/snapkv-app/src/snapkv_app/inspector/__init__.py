@@ -1,4 +1,4 @@
-"""What methods keep of a prompt at several budgets, who voted for it, and what they answer."""
+"""Compare the tokens that methods keep at several budgets, their votes, and their answers."""
 
 from snapkv_app.inspector.record import Inspection, inspect_prompt
 

@@ -1,4 +1,4 @@
-"""Which of a prompt's last tokens voted for which of its tokens, over all heads and layers."""
+"""Find out which of a prompt's last tokens voted for which tokens, over all heads and layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from snapkv_app.observing import observed
 
 
 def scorer_of(policy: Policy) -> PrefixPolicy | None:
-    """The wrapped policy that scores the prefix."""
+    """Return the innermost policy, if it scores the prefix; None if it does not."""
     for name in ("policy", "prompt"):
         inner = getattr(policy, name, None)
         if isinstance(inner, Policy):
@@ -25,9 +25,12 @@ def scorer_of(policy: Policy) -> PrefixPolicy | None:
 
 
 def ballots(loaded: LoadedModel, ids: Tensor, policies: Sequence[Policy]) -> list[Ballot | None]:
-    """Who votes in each method for the tokens of a (1, T) prompt; None where nobody does.
+    """Count the votes of each policy for the tokens of a (1, T) prompt.
 
-    One layer is looked at after the other. Every query head counts the same.
+    One layer is evaluated after the other. Every query head counts the same.
+
+    Returns:
+        One ballot per policy; None for a policy that counts no votes.
     """
     scorers = [scorer_of(policy) for policy in policies]
     voting = [scorer if isinstance(scorer, SnapKV) else None for scorer in scorers]
@@ -54,10 +57,13 @@ def _ballot(scorer: SnapKV, votes: Tensor) -> Ballot:
 
 
 def layer_votes(scorer: SnapKV, layer: PromptLayer) -> Tensor:
-    """(W, T) float32 in main memory: what each voter would give every token if it voted alone.
+    """Compute what each voter would give every token of one layer if it voted alone.
 
-    That is its attention, pooled as the method pools votes, summed over the query heads. Nobody
-    votes for the window, which is kept anyway.
+    That is its attention, pooled as the method pools votes, and summed over the query heads. The
+    window gets no votes, because it is kept anyway.
+
+    Returns:
+        (W, T) float32, on the CPU.
     """
     queries = last_tokens(layer.queries, scorer.query_tokens)
     tokens = layer.keys.shape[2]

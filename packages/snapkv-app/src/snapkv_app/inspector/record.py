@@ -1,4 +1,4 @@
-"""Answer a question from the full cache and from those of several methods and budgets, for a page.
+"""Answer a question with the full cache and with several methods and budgets, for a page.
 
 The prompt is read once for all of them.
 """
@@ -26,21 +26,21 @@ from snapkv_app.protection import Protection
 from snapkv_app.settings import GenerationSettings
 
 CHOSEN = "chosen"
-"""Label of the budget that a method was asked with."""
+"""The label of the budget that was passed with a method."""
 
 _UNVOTED = "this method counts no votes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetRecord:
-    """One cache.
+    """The answer of a method at one budget, and the tokens that it keeps.
 
     Attributes:
-        label: its budget.
-        answer: from that cache.
-        said: what it keeps at the prompt's end, in words.
-        counts: (T,) int64, how many heads of all layers kept each token of the prompt.
-        heads: number of heads in all layers.
+        label: the budget.
+        answer: the answer from the compressed cache.
+        said: a sentence about the tokens that are kept at the end of the prompt.
+        counts: (T,) int64, the number of heads in all layers that keep each token of the prompt.
+        heads: the number of heads in all layers.
     """
 
     label: str
@@ -52,13 +52,13 @@ class BudgetRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRecord:
-    """A method at its budgets.
+    """The records of one method at all of its budgets.
 
     Attributes:
         label: its name on the page.
-        budgets: the least memory first.
-        chosen: the one of them that the method was asked with.
-        ballot: who voted for what; None where a method counts no votes.
+        budgets: its records, the least memory first.
+        chosen: the record of the budget that was passed with the method.
+        ballot: the votes for every token; None if the method counts no votes.
     """
 
     label: str
@@ -69,10 +69,10 @@ class MethodRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Everything the page shows.
+    """Everything that the page shows.
 
     Attributes:
-        question: what was asked; empty where nobody knows.
+        question: the question; empty if it is not known.
         pieces: the text of every token of the prompt.
         full: the answer of the full cache.
         methods: one record for every policy.
@@ -84,7 +84,7 @@ class Inspection:
     methods: list[MethodRecord]
 
     def page(self, request: dict[str, Any]) -> Page:
-        """The page.
+        """Build the page.
 
         Args:
             request: the model, `documents`, a list of names, and everything else that is needed to
@@ -194,10 +194,10 @@ def inspect_prompt(
 
 
 def prompt_texts(tokenizer: Any, prompt: Prompt) -> list[str]:
-    """One text per token; joined, they are the prompt's text.
+    """Return one text per token of the prompt; joined, they are the prompt's text.
 
     If several tokens make one character, the first one has it and the others are empty, as are
-    tokens that the tokenizer adds. If the tokenizer gives no offsets, see `token_texts`.
+    tokens that the tokenizer adds. If the tokenizer reports no offsets, see `token_texts`.
     """
     ids, offsets = prompt.encoded(tokenizer, offsets=tokenizer.is_fast)
     if not tokenizer.is_fast:

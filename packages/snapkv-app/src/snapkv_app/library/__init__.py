@@ -11,7 +11,11 @@ __all__ = ["Part", "blend", "joined_ids"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import names lazily: joining needs torch, listing documents does not."""
+    """Import a public name on first use: joining needs torch, listing documents does not.
+
+    Raises:
+        AttributeError: the package has no public name `name`.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "blending" if name == "blend" else "joining"

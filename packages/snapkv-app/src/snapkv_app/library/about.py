@@ -1,4 +1,4 @@
-"""What the documents of a library share: model, tokenizer, prompt template, policy, bits."""
+"""What all documents of a library share: model, tokenizer, prompt template, policy and bits."""
 
 import base64
 import hashlib
@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from snapkv.errors import InvalidArgumentError, LibraryError
+from snapkv.errors import LibraryError, wrong
 from snapkv.storage.bits import Bits, KVCodes
 from snapkv_app.control_words import (
     content_ids,
@@ -22,12 +22,12 @@ if TYPE_CHECKING:  # imports torch, which listing documents does not need
     from snapkv.policies import Policy
 
 LibraryBits = Bits | KVCodes | Literal["none"]
-"""In how many bits keys and values are stored; "none" for the model's own dtype."""
+"""The bits in which keys and values are stored; "none" for the model's own dtype."""
 
 FORMAT = "snapkv library 2"
 
 DEFAULT_BITS: Bits = "int4"
-"""Of a new library: `docs/results.md` shows what is lost by it."""
+"""The bits of a new library; `docs/results.md` compares its answers with those of 16 bits."""
 
 _DOCUMENTS = "the-documents-so-far"
 _SAMPLE = "Question: 2 tokenizers, one text?\n\tÄ 你好 \U0001f600"
@@ -42,7 +42,7 @@ class About:
     tokenizer: str  # digest of the tokenizer and its chat template
     prefix_ids: tuple[int, ...]  # the tokens before every document
     policy: dict[str, Any]  # the policy as a record
-    bits: "Bits | dict[str, Any] | None"  # bits, as given; None for the model's dtype
+    bits: "Bits | dict[str, Any] | None"  # as they were passed; None for the model's dtype
     max_bytes: int | None = None  # limit of all files of keys and values; None for none
 
     @classmethod
@@ -54,7 +54,19 @@ class About:
         bits: LibraryBits | None,
         model_name: str | None,
     ) -> Self:
-        """The record of a new library."""
+        """Build the description of a new library.
+
+        Args:
+            model: the model that will read the documents.
+            tokenizer: its tokenizer.
+            policy: selects the tokens to keep; None keeps all.
+            bits: the bits of stored keys and values; None for `DEFAULT_BITS`.
+            model_name: the model's name in error messages; None for the name it was loaded by.
+
+        Raises:
+            InvalidArgumentError: `bits` is unknown, or the chat template does not repeat the user's
+                text.
+        """
         from snapkv.hf.identity import identity_of
         from snapkv.policies import FullCache
 
@@ -73,7 +85,11 @@ class About:
 
     @classmethod
     def from_json(cls, content: bytes, place: str) -> Self:
-        """Read what `as_json` wrote; anything else, and other versions, are refused."""
+        """Build the description from what `as_json` has written.
+
+        Raises:
+            LibraryError: the content has another format or version.
+        """
         try:
             found = json.loads(content)
             version = found.pop("format")
@@ -83,9 +99,11 @@ class About:
                 return cls(**{**found, "prefix_ids": tuple(found["prefix_ids"])})
         except (ValueError, LookupError, TypeError, AttributeError):
             version = None
-        raise LibraryError(
-            f"library: expected {place!r} to say {FORMAT!r}, got {version or 'something else'!r}; "
-            "choose another folder, or add the documents to a new one"
+        raise wrong(
+            "library",
+            f"expected the format {FORMAT!r} in {place!r}, got {version or 'something else'!r}",
+            "Choose another folder, or add the documents to a new one",
+            LibraryError,
         )
 
     def made_policy(self, tokenizer: Any) -> "Policy":
@@ -95,44 +113,59 @@ class About:
 
     @property
     def who(self) -> str:
-        """The model by its name, class and dtype."""
+        """The name, the class and the dtype of the model."""
         return f"{self.model_name} ({self.model['class']}, {self.model['dtype']})"
 
     @property
     def policy_in_words(self) -> str:
-        """The policy with its parameters: full(), or snapkv(budget=1024, ...)."""
+        """The policy with its parameters, such as full() or snapkv(budget=1024)."""
         return _said(self.policy)
 
     def require_same(self, other: "About") -> None:
-        """Refuse another model or tokenizer than the documents were read by."""
+        """Raise unless `other` has the same model and tokenizer.
+
+        Raises:
+            LibraryError: the model or the tokenizer differs.
+        """
         if other.model != self.model:
             what = "" if other.who != self.who else " with other weights or settings"
-            raise LibraryError(
-                f"model: expected {self.who}, which read this library's documents, got "
-                f"{other.who}{what}; pass that model, or add the documents to another library"
+            raise wrong(
+                "model",
+                f"{self.who} has read this library's documents, got {other.who}{what}",
+                "Pass that model, or add the documents to another library",
+                LibraryError,
             )
         if other.tokenizer != self.tokenizer:
-            raise LibraryError(
-                f"tokenizer: expected the tokenizer and chat template of {self.who}, by which this "
-                f"library's documents were read, got others with {other.who}; pass those, or add "
-                "the documents to another library"
+            raise wrong(
+                "tokenizer",
+                f"this library's documents were read with the tokenizer and chat template of "
+                f"{self.who}, which those of {other.who} differ from",
+                "Pass the same tokenizer and template, or add the documents to another library",
+                LibraryError,
             )
 
     @property
     def codes(self) -> KVCodes | None:
-        """The codes of keys and values; None for the model's dtype."""
+        """The codes of stored keys and values; None if they are stored in the model's dtype."""
         return None if self.bits is None else KVCodes.of(self.bits, "bits")
 
     def require_same_keeping(self, policy: "Policy | None", bits: LibraryBits | None) -> None:
-        """Refuse a policy or bits that differ from the library's; None means the library's."""
+        """Raise unless `policy` and `bits` are those of the library; None accepts the library's.
+
+        Raises:
+            InvalidArgumentError: `bits` is unknown.
+            LibraryError: the policy or the bits differ.
+        """
         asked = None if policy is None else _as_read(policy)
         codes = None if bits is None else "none" if bits == "none" else KVCodes.of(bits, "bits")
         own_codes = self.codes or "none"
         for name, own, other in (("policy", self.policy, asked), ("bits", own_codes, codes)):
             if other is not None and other != own:
-                raise LibraryError(
-                    f"{name}: expected what this library's documents were read with, {_said(own)}, "
-                    f"got {_said(other)}; leave it out, or add the documents to another library"
+                raise wrong(
+                    name,
+                    f"this library's documents were read with {_said(own)}, got {_said(other)}",
+                    "Leave it out, or add the documents to another library",
+                    LibraryError,
                 )
 
 
@@ -145,14 +178,14 @@ def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
         return asdict(bits)
     if bits == "none":
         return None
-    KVCodes.of(bits, "bits")  # refuses what is none
+    KVCodes.of(bits, "bits")  # raises if they are unknown
     return bits
 
 
 def _said(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
-    if "data" in value:  # a gate, told from others by its weights
+    if "data" in value:  # a gate, which is identified by its weights
         return hashlib.sha256(base64.b64decode(value["data"])).hexdigest()[:16]
     given = {key: _said(part) for key, part in value.items() if key != "name" and part is not None}
     parameters = ", ".join(f"{key}={part}" for key, part in given.items())
@@ -163,19 +196,23 @@ def _said(value: Any) -> str:
 
 
 def _prefix_ids(tokenizer: Any) -> list[int]:
-    """The tokens before the first document: of the template, or special tokens."""
+    """Return the template's or the tokenizer's tokens before the first document."""
     if tokenizer.chat_template:
         return _ids(tokenizer, _around(tokenizer, "")[0])
     return special_tokens_around(tokenizer)[0]
 
 
 def document_ids(tokenizer: Any, name: str, text: str) -> list[int]:
-    """The tokens of a document: a line with its name, its text, and an empty line."""
+    """Return the tokens of a document: a line with its name, its text, and an empty line."""
     return content_ids(tokenizer, f"===== {name} =====\n{text}\n\n")
 
 
 def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[int]:
-    """The tokens after the last document, up to the answer."""
+    """Return the tokens after the last document, up to and including `answer_start`.
+
+    Raises:
+        InvalidArgumentError: the chat template does not repeat the user's text.
+    """
     if tokenizer.chat_template:
         behind = _around(tokenizer, quoted(tokenizer, question))[1]
         return _ids(tokenizer, behind + quoted(tokenizer, answer_start))
@@ -184,25 +221,32 @@ def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[
 
 
 def fingerprint_of(tokenizer: Any) -> str:
-    """A digest of a tokenizer and its template: SHA-256, in hexadecimal."""
+    """Return a SHA-256 digest of a tokenizer and its chat template, in hexadecimal."""
     ids = _ids(tokenizer, _SAMPLE)
-    told = json.dumps([tokenizer.chat_template, len(tokenizer), ids], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    identity = json.dumps([tokenizer.chat_template, len(tokenizer), ids], sort_keys=True)
+    return hashlib.sha256(identity.encode()).hexdigest()
 
 
 def _around(tokenizer: Any, question: str) -> tuple[str, str]:
-    """The chat template's text before the documents, and after them with the question."""
+    """Return the text that the chat template puts before the documents, and the text after them.
+
+    The text after them contains the question.
+
+    Raises:
+        InvalidArgumentError: the chat template does not repeat the user's text.
+    """
     turn = {"role": "user", "content": _DOCUMENTS + question}
     text = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
     before, found, behind = text.partition(_DOCUMENTS)
     if not found:
-        raise InvalidArgumentError(
-            "tokenizer: expected a chat template that repeats the user's text, got one that "
-            "does not; set tokenizer.chat_template to None, or to another template"
+        raise wrong(
+            "tokenizer",
+            "its chat template does not repeat the user's text",
+            "Set tokenizer.chat_template to None or to another template",
         )
     return before, behind
 
 
 def _ids(tokenizer: Any, written: str) -> list[int]:
-    """The tokens of what a template wrote, content in it `quoted`."""
+    """Return the tokens of a template's text, in which the content was quoted by `quoted`."""
     return tokenized(tokenizer, *unquoted(written))[0]

@@ -1,9 +1,9 @@
-"""One cache of several documents that were read separately, as if they had been read together.
+"""Join documents that were read separately in one cache, as if they had been read together.
 
-Every document is read once, by itself. Joining moves their keys to their new positions. A fraction
+Every document is read once, by itself. Joining rotates its keys to their new positions. A fraction
 of the tokens, those that the documents before them change most, is recomputed (CacheBlend, arXiv
 2405.16444), fewer in every layer. The result is an ordinary cache: a question is read, the end of
-the prompt votes, and the policy chooses.
+the prompt votes, and the policy selects tokens.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from snapkv.cache.restoring import restore, restore_chosen
 from snapkv.cache.slots import SlotMap
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.placement import device_of
@@ -29,10 +29,10 @@ from snapkv_app.library.joining import JoinedLayer, Part, join, joined_ids, requ
 from snapkv_app.library.recomputing import falling, require_recomputable
 from snapkv_app.library.recomputing import recompute as read_again
 
-_WHOLE = "keep the documents whole (FullCache)"
+_WHOLE = "add the documents with FullCache"
 
 Evenness = Literal["whole", "even", "uneven"]
-"""What joined documents hold: all tokens, equally many in all heads and layers, or not."""
+"""Which tokens the joined layers store: all of them, equally many in every head, or neither."""
 
 
 @torch.no_grad()
@@ -44,36 +44,36 @@ def blend(
     recompute: float = DEFAULT_RECOMPUTE,
     **options: Any,
 ) -> CompressedCache:
-    """A cache that has seen all documents, one after the other.
+    """Build a cache that has read all documents, one after the other.
 
         cache = blend(model, parts, SnapKV(1024))
         ids = torch.cat([joined_ids(parts), question], dim=1)
         model.generate(ids, past_key_values=cache, ...)
 
     The question is still a part of the prompt: it is read, votes on the documents, and the policy
-    compresses. If the parts' heads or layers hold different numbers of tokens (`AdaKV`,
-    `PyramidKV`), nothing more is compressed: the whole question is appended.
+    compresses. If the parts' heads or layers store different numbers of tokens (`AdaKV`,
+    `PyramidKV`), nothing more is compressed, and the whole question is appended.
 
     Tokens that a part has evicted are gone, unless `recompute=1`. If the question is shorter than
     the observation window, only its own queries vote.
 
     Args:
-        model: the model that has read the parts; all of its layers must be of full attention.
+        model: the model that has read the parts; all of its layers must have full attention.
         parts: the documents, in the order of the prompt.
-        policy: what is kept of them for the question; `snapkv.default_policy()` by default.
+        policy: selects the tokens to keep for the question; `snapkv.default_policy()` by default.
         recompute: the fraction of all N tokens that the second layer recomputes. It falls by a
-            constant factor from layer to layer, to a tenth in the last; from 0.5 on it falls less.
-            0: no forward pass at all. 1: read all tokens in all layers, which is exact.
+            constant factor from layer to layer, to a tenth in the last layer; above 0.5 it falls
+            less. 0 runs no forward pass at all. 1 reads all tokens in all layers, which is exact.
         options: as for `CompressedCache`.
 
     Raises:
-        CacheMismatchError: a part of another model, or with another prefix.
-        InvalidArgumentError: no part, a fraction out of range, or a policy or an option that does
-            not go with what the parts hold.
-        InvalidTypeError: a value of the wrong type.
-        PromptTooLongError: more tokens than the model has positions.
-        UnsupportedModelError: layers that are not compressed, keys that cannot be turned, or
-            attention that takes no masks.
+        CacheMismatchError: a part belongs to another model or has another prefix.
+        InvalidArgumentError: there is no part, `recompute` is out of range, or the policy or an
+            option is impossible with the tokens that the parts store.
+        InvalidTypeError: an argument has the wrong type.
+        PromptTooLongError: there are more tokens than the model has positions.
+        UnsupportedModelError: some layers are not compressed, the keys cannot be rotated, or the
+            attention implementation does not accept the masks.
     """
     recompute = require_share("recompute", recompute, str(DEFAULT_RECOMPUTE))
     require_joinable(model, parts)
@@ -87,7 +87,7 @@ def blend(
         require_recomputable(model)
     joined = join(model, parts)
     held = _held(joined)
-    if policy is None and held == "even":  # layers that hold a part of a text choose by themselves
+    if policy is None and held == "even":  # then every layer selects its tokens by itself
         cache = CompressedCache(model, by_layer(cache.policy), **options)
     _require_going_on(cache, held)
     if any(counts):
@@ -100,7 +100,11 @@ def blend(
 
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> None:
-    """Read the tokens into an empty cache; nothing is evicted before the question."""
+    """Read the tokens into an empty cache, without evicting any before the question.
+
+    Raises:
+        InvalidArgumentError: the policy needs a second reading of the prompt.
+    """
     _require_choice_behind(cache.policy)
     cache.expect_prompt(ids.shape[1] + 1)
     cache.expect_tokens(ids)
@@ -109,7 +113,7 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> None:
 
 
 def _held(joined: Sequence[JoinedLayer]) -> Evenness:
-    """What kind it is; by all layers, since they share the masks of a prompt that goes on."""
+    """Return which tokens the layers store: all of them, equally many in all heads, or neither."""
     if all(layer.is_whole for layer in joined):
         return "whole"
     alike = all(layer.is_even for layer in joined) and len({layer.slots for layer in joined}) == 1
@@ -117,10 +121,10 @@ def _held(joined: Sequence[JoinedLayer]) -> Evenness:
 
 
 def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Evenness) -> None:
-    """Put the documents into a new cache.
+    """Put the joined keys and values into a new cache.
 
-    If all heads hold equally many tokens, the cache is in the middle of a prompt, otherwise after
-    one.
+    If all heads store equally many tokens, the cache is in the middle of a prompt, so that the
+    question can still vote; otherwise it is after one.
     """
     for layer, one in zip(cache.prompt_state.layers, joined, strict=True):
         keys, values = one.key_states, one.value_states
@@ -137,44 +141,64 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Evenness)
 
 
 def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
-    """Raise unless the policy and the options of a new cache fit what it will hold."""
+    """Raise unless the policy and the options of a new cache allow what the parts store.
+
+    Raises:
+        InvalidArgumentError: the policy would have to select from tokens that it cannot select
+            from, or an option would need tokens that the parts have evicted.
+    """
     policy = cache.policy
     if held == "uneven":
         _refuse_options(cache, "protect", "recall", "quantize", "turns")
         if isinstance(policy, EvictingPolicy):
-            raise InvalidArgumentError(
-                f"policy: expected one that only compresses prompts where heads hold different "
-                f"numbers of tokens, got {policy.name}, which evicts after every token; use "
-                f"SnapKV, or {_WHOLE}"
+            raise wrong(
+                "policy",
+                f"{policy.name} evicts after every token, which is impossible where the heads "
+                "hold different numbers of tokens",
+                f"Use SnapKV, or {_WHOLE}",
             )
         return
     _require_choice_behind(policy)
     if policy.query_tokens == ALL_QUERIES:
-        raise InvalidArgumentError(
-            f"policy: expected one whose last queries vote, since the documents' queries are not "
-            f"held, got {policy.name}, which asks all of a prompt's; use SnapKV, or recompute=1"
+        raise wrong(
+            "policy",
+            f"{policy.name} needs the queries of the whole prompt, but those of the documents are "
+            "not stored",
+            "Use SnapKV, whose last queries vote, or pass recompute=1",
         )
     if held == "even":
         _refuse_options(cache, "protect", "recall")
         if not (policy.can_select_after_drops or isinstance(policy, FullCache)):
-            raise InvalidArgumentError(
-                f"policy: expected a method with a budget that can rate a part of what was read, "
-                f"such as SnapKV(budget=1024), where documents were compressed, got {policy!r}; "
-                f"use one of them, or {_WHOLE}"
+            raise wrong(
+                "policy",
+                f"the documents were compressed, and {policy!r} cannot select among the tokens "
+                "that were kept of a prompt",
+                f"Use a method with a budget, such as SnapKV(budget=1024), or {_WHOLE}",
             )
 
 
 def _require_choice_behind(policy: Policy) -> None:
+    """Raise if the policy reads prompts twice, because it could not read the question then.
+
+    Raises:
+        InvalidArgumentError: it does.
+    """
     require_one_reading(policy, "Compress the documents by it, and pass SnapKV for the question")
 
 
 def _refuse_options(cache: CompressedCache, *names: str) -> None:
+    """Raise if one of the named options of the cache is set.
+
+    Raises:
+        InvalidArgumentError: it is.
+    """
     usual = {"turns": "append"}
     for name in names:
         given = cache.options[name]
         if given is not None and given != usual.get(name):
-            raise InvalidArgumentError(
-                f"{name}: expected {usual.get(name, 'none')!r} where documents were compressed to "
-                f"numbers of tokens that cannot be chosen from again, got {given!r}; leave it out, "
-                f"or {_WHOLE}"
+            raise wrong(
+                name,
+                f"expected {usual.get(name, 'none')!r}, got {given!r}; the documents were "
+                "compressed, and no tokens can be selected from them again",
+                f"Leave it out, or {_WHOLE}",
             )

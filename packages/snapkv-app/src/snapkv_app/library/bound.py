@@ -2,23 +2,24 @@
 
 from collections.abc import Collection, Iterable
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 from snapkv.validation import format_bytes
 from snapkv_app.library.folder import Folder
 from snapkv_app.library.index import DocumentEntry
 
 
 class SizeLimit:
-    """The room that a limit leaves for new documents.
+    """The bytes that a library's limit leaves for new documents, and what must be evicted for them.
 
-    The caller must hold the folder's lock. A document that was never asked for counts from when it
-    was written. The one that was asked for last is never evicted, nor are those in `stay`.
+    The caller must hold the folder's lock. A document that no question has used counts as used when
+    it was written. The most recently used document is never evicted, and neither are those in
+    `stay`.
 
     Args:
-        folder: of the library.
-        entries: all documents of it.
-        most_bytes: that all files of keys and values may take together; `math.inf` for no bound.
-        stay: keys of documents that must stay.
+        folder: the folder of the library.
+        entries: all documents of the library.
+        most_bytes: the most bytes that all cache files may take together; `math.inf` for no limit.
+        stay: the keys of documents that must not be evicted.
 
     Attributes:
         evicted: the documents evicted so far.
@@ -37,14 +38,21 @@ class SizeLimit:
         self.evicted: list[DocumentEntry] = []
 
     def too_many(self, size: int = 0, key: str = "") -> list[DocumentEntry]:
-        """The documents to evict for a document of that many bytes.
+        """Return the documents that must be evicted before a document of `size` bytes is written.
+
+        Nothing is evicted yet.
+
+        Args:
+            size: the bytes of the new document's file.
+            key: its key; the document that it replaces is not counted.
 
         Raises:
-            InvalidArgumentError: they may not.
+            InvalidArgumentError: the document does not fit even if all others that may be evicted
+                are.
         """
         excess = self._held_bytes - self._bytes_of(key) + size - self._most_bytes
         if excess <= 0:
-            return []  # no file is looked at
+            return []  # without looking up when each document was used
         going = []
         for other in self._by_last_use(self._held.keys() - {key}):
             if excess <= 0:
@@ -55,15 +63,22 @@ class SizeLimit:
             least, got = (
                 format_bytes(int(n)) for n in (self._most_bytes + excess, self._most_bytes)
             )
-            raise InvalidArgumentError(
-                f"max_bytes: expected at least {least}, what the document that was asked for last "
-                f"and all that is added take, got {got}; raise it with snapkv library limit, or "
-                "remove documents"
+            raise wrong(
+                "max_bytes",
+                f"the limit is {got}, but the last used document and the documents that are being "
+                f"added take {least}",
+                "Raise it with snapkv library limit, or remove documents",
             )
         return going
 
     def admit(self, entry: DocumentEntry) -> list[DocumentEntry]:
-        """Count a written document; the documents to evict for it."""
+        """Count a document that was written, and return the documents to evict for it.
+
+        The caller must remove them.
+
+        Raises:
+            InvalidArgumentError: as for `too_many`.
+        """
         going = self.too_many(entry.bytes, entry.key)
         self._held_bytes += entry.bytes - self._bytes_of(entry.key)
         self._held[entry.key] = entry
@@ -76,7 +91,7 @@ class SizeLimit:
         return self._held[key].bytes if key in self._held else 0
 
     def _by_last_use(self, keys: Collection[str]) -> list[str]:
-        """Documents that may be evicted, the least recently used first."""
+        """Return those of `keys` that may be evicted, the least recently used first."""
         asked = {key: at for key in keys if (at := self._folder.asked_at(key)) is not None}
         last = max(asked, key=asked.__getitem__, default=None)
         free = [key for key in keys if key not in self._stay and key != last]

@@ -1,4 +1,4 @@
-"""A library's files: what is there is whole, whoever was killed while writing."""
+"""The files of a library, which stay complete even if a process is killed while it writes."""
 
 import contextlib
 import errno
@@ -22,6 +22,7 @@ from snapkv.errors import (
     LibraryError,
     OutputError,
     SnapKVError,
+    wrong,
 )
 from snapkv.validation import format_bytes
 from snapkv_app.library.about import About
@@ -35,32 +36,32 @@ _NAMES = {
     _CACHES: r"[0-9a-f]{24}-[0-9a-f]{16}-[0-9a-f]{8}\.safetensors",
     _ASKED: r"[0-9a-f]{24}",
 }
-"""Of our files, by the folder they lie in."""
+"""The names of a library's files, as regular expressions, by folder."""
 
 _PARTIAL = r"\.%s\.[0-9a-f]{32}\.partial"
-"""What `snapkv.cache.saving.writing` writes before a file has its name."""
+"""The name of an incomplete file that `snapkv.cache.saving.writing` writes."""
 
 _UNNAMED = r"\.tmp[0-9A-Za-z]{6}"
-"""What safetensors writes before that."""
+"""The name of an incomplete file that safetensors writes."""
 
 _RECORD = re.compile(_NAMES[_DOCUMENTS])
 
 _MOST_RECORD_BYTES = 1 << 28
-"""Of a text and what is known of it; any model's positions are fewer."""
+"""The largest record; no model has positions for a longer text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What is wrong with a document."""
+    """Damage to a file of a library."""
 
-    name: str  # of the document, or where its record is damaged, of that file
+    name: str  # of the document, or of the file if its record is damaged
     path: Path
     reason: str
 
     def as_notice(self) -> str:
-        """A line for a damaged record."""
+        """Return a line that reports a damaged record."""
         return (
-            f"library: {str(self.path)!r} cannot be used, {self.reason}; move it away and add its "
+            f"library: {str(self.path)!r} cannot be used: {self.reason}. Move it away and add its "
             "document again"
         )
 
@@ -68,10 +69,10 @@ class Fault:
 class Folder:
     """The files of a library.
 
-    ``library.json`` says how documents were read. Each document has a record in ``documents``, and
-    a file with its cache in ``caches``, under a name that nothing has had before. The record
-    is written when that file is complete, so a document is there if and only if its record is.
-    Readers need no lock: a file that is gone has a successor, which the record names.
+    ``library.json`` says how the documents were read. Each document has a record in ``documents``,
+    and a file with its cache in ``caches``, under a name that no file had before. The record is
+    written when the cache file is complete, so a document exists if and only if its record does.
+    Readers need no lock: if a cache file is gone, the record names its successor.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +81,11 @@ class Folder:
         self._changed: set[str] = set()
 
     def about(self) -> About | None:
-        """How documents were read; None where there is no library yet."""
+        """Return how the documents were read; None if there is no library yet.
+
+        Raises:
+            LibraryError: the folder cannot be read, contains other files, or has another format.
+        """
         file = self.path / _ABOUT
         try:
             return About.from_json(file.read_bytes(), str(file))
@@ -88,42 +93,49 @@ class Folder:
             self._require_free()
             return None
         except OSError as error:
-            raise LibraryError(
-                f"library: expected a folder that can be read, got {str(self.path)!r}: "
-                f"{error.strerror}; choose another place"
+            raise wrong(
+                "library",
+                f"the folder {str(self.path)!r} cannot be read: {error.strerror}",
+                "Choose another place",
+                LibraryError,
             ) from error
 
     @property
     def was_begun(self) -> bool:
-        """Whether anybody has begun to add documents."""
+        """Whether a process has begun to add documents."""
         return (self.path / _LOCK).exists()
 
     def begin(self, about: About) -> None:
-        """Make it the folder of a library; who does so must be the only one who changes it."""
+        """Make it the folder of a library; the caller must hold the lock."""
         replace_file(self.path / _ABOUT, about.as_json())
 
     def _require_free(self) -> None:
-        """Refuse a folder in which somebody else's files are."""
+        """Raise if the folder contains files that do not belong to a library.
+
+        Raises:
+            LibraryError: it does.
+        """
         if not self.path.is_dir():
             return
         strangers = sorted(file.name for file in self.path.iterdir() if not self._is_own(file))
         if strangers:
-            raise LibraryError(
-                f"library: expected a library, got the folder {str(self.path)!r} with "
-                f"{strangers[0]!r} in it, which is not one; name a library, or to add documents "
-                "a new or empty folder"
+            raise wrong(
+                "library",
+                f"the folder {str(self.path)!r} is not a library, and it contains {strangers[0]!r}",
+                "Name a library, or a new or empty folder to add documents to",
+                LibraryError,
             )
 
     def _is_own(self, file: Path) -> bool:
-        """Whether an adder that was killed may have left the file before there was a library."""
+        """Return whether a killed process may have left the file before the library existed."""
         if file.name == _LOCK:
             return file.is_file() and not file.read_bytes()[:20].strip(b"0123456789\n")
         return re.fullmatch(_PARTIAL % _NAMES[""], file.name) is not None
 
-    # Readers.
+    # Reading.
 
     def records(self) -> tuple[dict[str, Record], list[Fault]]:
-        """All documents by their keys, in the order of their names; and damaged records."""
+        """Return all documents by their keys, sorted by name, and the damaged records."""
         stamps = self.stamps()
         entries = [self._entry(key, stamps[key]) for key in sorted(stamps)]
         found = [entry for entry in entries if entry is not None]
@@ -133,16 +145,16 @@ class Folder:
         return named, [entry for entry in found if isinstance(entry, Fault)]
 
     def record(self, key: str) -> Record | None:
-        """The document of that key as it is now; None where it is gone, or damaged."""
+        """Return the current record of a document; None if it was removed or is damaged."""
         entry = self.entry(key)
         return entry if isinstance(entry, Record) else None
 
     def entry(self, key: str) -> Record | Fault | None:
-        """The document of that key, or what is wrong with its record; None where it is gone."""
+        """Return the current record of a document or its damage; None if it was removed."""
         return self._entry(key, self.stamp_of(key))
 
     def stamps(self) -> dict[str, str]:
-        """Of every record, by the document's key, what changes when it is written again."""
+        """Return a text for every document's key that changes whenever its record is written."""
         found = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for file in os.scandir(self.path / _DOCUMENTS):
@@ -152,14 +164,18 @@ class Folder:
         return found
 
     def stamp_of(self, key: str) -> str | None:
-        """That of one record; None where it is gone."""
+        """Return the text for one key, see `stamps`; None if the document was removed."""
         try:
             return _said(self._record_file(key).stat())
         except FileNotFoundError:
             return None
 
     def mark(self) -> str | None:
-        """The folder of records and when one came or went last; of another folder it is another."""
+        """Return a text that changes whenever a record is created or removed.
+
+        It consists of the inode of the folder of records and its time of modification. None if
+        there is no such folder.
+        """
         try:
             status = (self.path / _DOCUMENTS).stat()
         except FileNotFoundError:
@@ -167,15 +183,15 @@ class Folder:
         return f"{status.st_ino} {status.st_mtime_ns}"
 
     def settled(self) -> str | None:
-        """The mark, if no other change can get the same one; else None."""
+        """Return the mark if no later change can have the same mark; else None."""
         mark = self.mark()
         is_old = mark and int(mark.split()[1]) < time.time_ns() - SETTLED_NS
         return mark if is_old else None
 
     def new_mark(self) -> str | None:
-        """A mark that no change gets: a time that no clock of a file system has shown.
+        """Give the folder of records a time that no change has had, and return its mark.
 
-        By whoever is alone in changing it; None where times are too coarse for that.
+        The caller must hold the lock. None if the times of the file system are too coarse.
         """
         now = time.time_ns()
         with contextlib.suppress(OSError):
@@ -185,11 +201,11 @@ class Folder:
 
     @property
     def index_file(self) -> Path:
-        """What all records say, and where words are found, see `index`."""
+        """The file of the full-text index, which only repeats the records, see `index`."""
         return self.path / _INDEX
 
     def _entry(self, key: str, stamp: str | None) -> Record | Fault | None:
-        """What a record says, read again where its stamp has changed; None where it is gone."""
+        """Return a record or its damage, read again if its stamp has changed; None if removed."""
         if stamp is None:
             return None
         if self._known.get(key, ("",))[0] != stamp:
@@ -203,15 +219,20 @@ class Folder:
         return self.path / _CACHES / record.cache
 
     def fault_of(self, record: Record, *, checked: bool) -> Fault | None:
-        """What is wrong with a document's cache, by every byte if checked, or by its header."""
+        """Return the damage to a document's cache file; None if there is none.
+
+        Args:
+            record: the document.
+            checked: whether to read every byte of the file, or its header only.
+        """
         path = self.cache_file(record)
         reason = seal_fault(path, record.seal, checked=checked)
         return None if reason is None else Fault(name=record.name, path=path, reason=reason)
 
-    # When a document was asked for last: the time of an empty file.
+    # The last use of a document is the time of an empty file.
 
     def note_asked(self, key: str) -> None:
-        """Somebody asks for a document; where the folder cannot be written, nobody learns of it."""
+        """Record that a document is used now; does nothing if the folder is read-only."""
         place, now = self.path / _ASKED / key, time.time_ns()
         with contextlib.suppress(OSError):
             place.parent.mkdir(exist_ok=True)
@@ -219,20 +240,27 @@ class Folder:
             os.utime(place, ns=(now, now))
 
     def asked_at(self, key: str) -> int | None:
-        """When, in nanoseconds; None where nobody has."""
+        """Return when a question last used a document, in nanoseconds; None if none has."""
         return _time_of(self.path / _ASKED / key)
 
     def written_at(self, key: str) -> int:
         return _time_of(self._record_file(key)) or 0
 
-    # Who changes it is alone.
+    # Changing, under a lock.
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[set[str]]:
-        """Within this block nobody else changes the library; the folder is made.
+        """Hold the lock of the library within this block; creates the folder if necessary.
 
-        The lock says who changes it until all is done: so what a killed one has left is known.
-        Yields the keys of documents that have been written or removed so far.
+        The lock file contains the process id until the block ends, so the next process sees whether
+        this one was killed, and removes what it has left.
+
+        Yields:
+            The keys of the documents that have been written or removed so far.
+
+        Raises:
+            LibraryError: another process holds the lock.
+            OutputError: the folder cannot be written.
         """
         path = self.path / _LOCK
         with naming(path):
@@ -253,19 +281,32 @@ class Folder:
                 lock.truncate(0)
 
     def require_unlocked(self) -> None:
-        """Raise if another process changes the library now; nothing is written."""
+        """Raise if another process is changing the library now; nothing is written.
+
+        Raises:
+            LibraryError: it is.
+        """
         path = self.path / _LOCK
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as lock:
             self._take(lock.fileno(), path)
 
     def _take(self, descriptor: int, path: Path) -> None:
+        """Lock an open file.
+
+        Raises:
+            LibraryError: another process has locked it.
+            OutputError: it cannot be locked.
+        """
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             who = path.read_text(errors="replace").strip()
-            raise LibraryError(
-                f"library: expected {str(self.path)!r} to be changed by one process at a time, got "
-                f"process {who or 'unknown'}, which changes it now; wait for it to end"
+            raise wrong(
+                "library",
+                f"only one process at a time can change {str(self.path)!r}, and process "
+                f"{who or 'unknown'} is changing it now",
+                "Wait until it has ended",
+                LibraryError,
             ) from error
         except OSError as error:
             with naming(path):
@@ -274,9 +315,21 @@ class Folder:
     def write(
         self, text: Text, tokens: int, save: Callable[[Path], None], before: Record | None
     ) -> Record:
-        """Add a document, whose cache `save` writes to a file, or replace the one from `before`.
+        """Add a document, or replace the one whose record is `before`.
 
-        Where that fails, what was there still is, and what was written of the file goes.
+        If that fails, the former document is unchanged, and the new file is removed.
+
+        Args:
+            text: the document.
+            tokens: the number of its tokens, without the prefix.
+            save: writes its cache to the file that is passed.
+            before: the record of the document that is replaced; None for a new one or a damaged
+                record.
+
+        Raises:
+            InvalidArgumentError: raised by `save`.
+            LibraryError: a file that no library has written is at the place of the record.
+            OutputError: a file cannot be written.
         """
         self._changed.add(text.key)
         sha256 = digest_of(text.text)
@@ -315,7 +368,13 @@ class Folder:
         return record
 
     def remove(self, keys: Iterable[str]) -> list[Record]:
-        """Forget documents; records go first, so that nobody looks for a cache that is gone."""
+        """Remove documents, and return their records.
+
+        Every record is removed before its cache file, so that no reader looks for a missing file.
+
+        Raises:
+            OutputError: a record cannot be removed.
+        """
         keys = list(keys)
         self._changed.update(keys)
         records = [record for record in map(self.record, keys) if record is not None]
@@ -328,7 +387,7 @@ class Folder:
         return records
 
     def _clean(self) -> None:
-        """Remove what killed adders have left, under names of ours only."""
+        """Remove files that killed processes have left, but only those with a library's names."""
         records, damaged = self.records()
         unsure = {fault.path.stem for fault in damaged}
         used = {record.cache for record in records.values()}
@@ -352,7 +411,7 @@ class Folder:
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """The files of a folder with such names, sorted; none where there is no folder."""
+    """Return the files of a folder whose names match, sorted; none if it is missing."""
     try:
         return sorted(file for file in folder.iterdir() if re.fullmatch(name, file.name))
     except (FileNotFoundError, NotADirectoryError):
@@ -360,13 +419,13 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _unlink(file: Path) -> None:
-    """Remove a file that nobody needs."""
+    """Remove a file, if possible; nothing needs it any more."""
     with contextlib.suppress(OSError):
         file.unlink()
 
 
 def _write_if_room(file: IO[bytes], data: bytes) -> None:
-    """Write what can be missed: on a full disk, documents can still be removed."""
+    """Write data that may be missing: on a full disk, documents can still be removed."""
     try:
         file.write(data)
     except OSError as error:
@@ -390,7 +449,7 @@ def _read_record(file: Path) -> Record | Fault:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_RECORD_BYTES:
             most = format_bytes(_MOST_RECORD_BYTES)
-            raise LibraryError(f"it is no file of at most {most}")
+            raise LibraryError(f"it is not a regular file of at most {most}")
         record = Record.from_json(file.read_text("utf-8", "replace"))
         if record.key == file.stem and re.fullmatch(_NAMES[_CACHES], record.cache):
             return record
@@ -403,13 +462,19 @@ def _read_record(file: Path) -> Record | Fault:
 
 
 def _require_own_record(file: Path) -> None:
-    """Refuse to replace a file that no library has written."""
+    """Raise if a file that no library has written is at the place of a record.
+
+    Raises:
+        LibraryError: it is.
+    """
     if not os.path.lexists(file):
         return
     with naming(file):
         beginning = file.read_bytes()[: len(BEGINNING)]
     if beginning and beginning != BEGINNING.encode():
-        raise LibraryError(
-            f"library: expected a record of ours at {str(file)!r}, got somebody else's file, "
-            "which stays as it is; move it away"
+        raise wrong(
+            "library",
+            f"no library has written the file {str(file)!r}, so it is not replaced",
+            "Move it away",
+            LibraryError,
         )

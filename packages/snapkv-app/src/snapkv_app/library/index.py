@@ -1,4 +1,4 @@
-"""A library's index: SQLite, in a file that only repeats what the records say."""
+"""The full-text index of a library: a SQLite file that can be rebuilt from the records."""
 
 import contextlib
 import hashlib
@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import NamedTuple
 
-from snapkv.errors import LibraryError
+from snapkv.errors import LibraryError, wrong
 from snapkv.validation import printable
 from snapkv_app.library.folder import Fault, Folder
 from snapkv_app.library.records import WITHOUT_SPACES, Record, lines_of
 
 _BUSY_SECONDS = 20
-"""So long at most somebody waits for another one who brings the index up to date."""
+"""The longest wait for another process that is updating the index."""
 
 _VERSION = 3
 
@@ -28,27 +28,27 @@ create index spans_of on spans(key);
 create table mark(at);
 create virtual table passages using fts5(words, text unindexed, tokenize='porter unicode61');
 """
-"""A row of `passages` has the id of its span, the text of the passage, and the words that it is
-found by, which begin with the document's name.
+"""A row of `passages` has the id of its span, the text of the passage, and the words that find it,
+which begin with the document's name.
 
-`mark` has what `Folder.mark` says of the records, where the index knows them all.
+`mark` contains the `Folder.mark` of the records if the index contains all of them.
 """
 
 SINGLE = re.compile(f"[{WITHOUT_SPACES}]")
 _APART = "\x1f\\g<0>\x1f"
-"""In scripts without spaces every character is a word, between marks that are not words."""
+"""Separates the characters of scripts without spaces, so that each of them is a word."""
 
 _INVISIBLE = re.compile("[\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
-"""Soft hyphens, spaces and joiners without a width, and marks of the direction of writing."""
+"""Soft hyphens, zero-width spaces and joiners, and marks of the writing direction."""
 
 _HYPHENATED = re.compile(r"(\w+)[-\u2010][ \t]*\n\s*(\w+)")
 
 
 class DocumentEntry(NamedTuple):
-    """A document, without its text."""
+    """A document of a library, without its text."""
 
     key: str
-    name: str  # as in answers
+    name: str  # in answers
     source: str | None  # the file it was read from; None for a text that was given
     bytes: int  # of the file with its cache
 
@@ -61,10 +61,16 @@ _ENTRIES = "select key, name, source, bytes from documents"
 
 
 class Index:
-    """The documents and the passages of a library, in a file or in memory.
+    """The documents and passages of a library, in a file or in memory.
 
-    The records are what holds. Where their folder has changed, `update` compares their stamps with
-    those in the index, whoever has added, changed or removed documents, or was killed doing so.
+    The records are authoritative. If their folder has changed, `update` compares their stamps with
+    those in the index, no matter which process has added, changed or removed documents, or was
+    killed.
+
+    Args:
+        place: the file of the index, or ":memory:".
+        folder: the folder of the library.
+        on_notice: called with a line about every damaged record.
     """
 
     def __init__(self, place: str, folder: Folder, on_notice: Callable[[str], None]) -> None:
@@ -74,10 +80,15 @@ class Index:
     def close(self) -> None:
         self.connection.close()
 
-    # What it knows.
+    # Looking up documents.
 
     def entries(self, where: str = "", given: Iterable[str] = ()) -> list[DocumentEntry]:
-        """Documents in the order of their names, of which a condition holds."""
+        """Return documents, sorted by name.
+
+        Args:
+            where: an SQL condition; empty for all documents.
+            given: the values of its placeholders.
+        """
         asked = f"{_ENTRIES} {where and 'where ' + where} order by name"
         return [
             DocumentEntry(*row)
@@ -91,28 +102,29 @@ class Index:
         return self.entries(f"source in ({', '.join('?' * len(sources))})", sources)
 
     def below(self, place: str) -> list[DocumentEntry]:
-        """Those that were read from that file, or from below that folder."""
+        """Return the documents that were read from the file `place` or files in that folder."""
         inside = place.rstrip("/") + "/"
         until = inside[:-1] + chr(ord("/") + 1)
         return self.entries("source = ? or source >= ? and source < ?", [place, inside, until])
 
     def place_of(self, passage: int) -> tuple[str, int]:
-        """Its document's key, and where it starts in that."""
+        """Return the key of a passage's document, and the character where it starts."""
         return self.connection.execute(_PLACE, (passage,)).fetchone() or ("", 0)
 
     def is_of_now(self, key: str) -> bool:
-        """Whether a document's record is the one that the index knows."""
+        """Return whether the record of a document is unchanged since it was indexed."""
         known: tuple[str] | None = self.connection.execute(_STAMP, (key,)).fetchone()
         return known == (self._folder.stamp_of(key),)
 
-    # Bringing it up to date.
+    # Updating.
 
     def update(self, *, anew: bool = False) -> None:
-        """Read the records that are new or have changed, and forget those that are gone.
+        """Index the records that are new or have changed, and remove those that are gone.
 
-        With `anew` they are looked at even where none came or went.
+        Args:
+            anew: whether to look at all records even if none was created or removed.
         """
-        mark = self._folder.mark()  # before they are looked at
+        mark = self._folder.mark()  # taken before the records are read
         if not anew and mark and self.connection.execute(_MARK).fetchall() == [(mark,)]:
             return
         settled, stamps = self._folder.settled(), self._folder.stamps()
@@ -126,9 +138,9 @@ class Index:
             self._note(settled)
 
     def follow(self, keys: Iterable[str]) -> None:
-        """Read the records of these documents, which were changed since `update` and no others.
+        """Index the records of some documents, the only ones that have changed since `update`.
 
-        By whoever is alone in changing the folder.
+        The caller must hold the folder's lock.
         """
         mark = self._folder.new_mark()
         with self._changing():
@@ -173,22 +185,25 @@ class Index:
 
     @contextlib.contextmanager
     def unchanging(self) -> Iterator[None]:
-        """Within this block others do not write; a row may get another passage by that."""
+        """Prevent other connections from writing within this block.
+
+        Otherwise a row id could be given to another passage between two queries.
+        """
         self.connection.execute("begin")
         try:
             yield
         finally:
             self.connection.rollback()
 
-    # Whether it is whole.
+    # Checking.
 
     def holds_what_is_there(self) -> bool:
-        """Whether it says of every record that has not changed since what that says."""
+        """Return whether the index agrees with every record that has not changed since."""
         stamps, known = self._folder.stamps(), dict(self.connection.execute(_KNOWN))
         for key in (key for key, stamp in known.items() if stamps.get(key) == stamp):
             record = self._folder.record(key)
             if record is None:
-                continue  # it is named itself
+                continue  # a damaged record is reported by itself
             about = self.connection.execute(_ABOUT, (key,)).fetchall()
             own = self.connection.execute(_ROWS, (key,)).fetchall()
             said = (record.name, record.source, record.tokens, record.bytes)
@@ -216,7 +231,10 @@ _LONE = (
 
 
 def fault_of(folder: Folder) -> Fault | None:
-    """What is wrong with the file of a folder's index; None where there is none, or nothing."""
+    """Return the damage to the index file of a folder; None if it is missing or undamaged.
+
+    A file of another version is not damaged, because the next search replaces it.
+    """
     file = folder.index_file
     if not file.exists():
         return None
@@ -226,7 +244,7 @@ def fault_of(folder: Folder) -> Fault | None:
             whole = index.connection
             with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as own:
                 if _version_of(own) != _VERSION:
-                    return None  # the next search makes it again
+                    return None  # the next search creates it again
                 own.backup(whole)
             whole.execute("insert into passages(passages) values ('integrity-check')")
             (said,) = whole.execute("pragma integrity_check").fetchone()
@@ -239,12 +257,15 @@ def fault_of(folder: Folder) -> Fault | None:
         reason = None if cannot_be_written(error) else str(error)
     if reason is None:
         return None
-    remedy = f"{reason}; delete it, and the next search makes it again"
+    remedy = f"{reason}; delete it, and the next search will create it again"
     return Fault(name=file.name, path=file, reason=remedy)
 
 
 def _digest_of_words(index: sqlite3.Connection) -> str:
-    """Of every word and where it is; SQLite's own check misses some that are others."""
+    """Return a digest of every indexed word and its position.
+
+    SQLite's own integrity check misses some words that were changed into others.
+    """
     index.execute("create virtual table temp.words using fts5vocab(main, passages, instance)")
     digest = hashlib.sha256()
     for row in index.execute("select term, doc, offset from words"):
@@ -254,7 +275,10 @@ def _digest_of_words(index: sqlite3.Connection) -> str:
 
 
 def cannot_be_written(error: sqlite3.Error) -> bool:
-    """Whether nothing is wrong with the file itself: others own it or write to it, or no room."""
+    """Return whether an error has another cause than damage to the file.
+
+    Such causes are missing permissions, another process that is writing, and a full disk.
+    """
     kind = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return kind in (
         *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL),
@@ -281,7 +305,7 @@ def _version_of(index: sqlite3.Connection) -> int:
 
 
 def _make(index: sqlite3.Connection) -> None:
-    """Make the tables, in the place of those of another version."""
+    """Create the tables, and drop those of another version."""
     index.execute("begin immediate")
     try:
         if _version_of(index) != _VERSION:  # another one may have been faster
@@ -298,13 +322,19 @@ def _make(index: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Within this block what SQLite raises says what is missing."""
+    """Turn errors of SQLite within this block into an error that names the remedy.
+
+    Raises:
+        LibraryError: SQLite has raised an error.
+    """
     try:
         yield
     except sqlite3.Error as error:
-        raise LibraryError(
-            f"library: expected an SQLite with full-text search (FTS5), got {error}; install a "
-            "Python whose sqlite3 has it"
+        raise wrong(
+            "library",
+            f"searching needs an SQLite with full-text search (FTS5), but it says: {error}",
+            "Install a Python whose sqlite3 module has FTS5",
+            LibraryError,
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""Documents that were read apart, and what a cache's layers hold of them when they are joined.
+"""Documents that were read separately, and the keys and values of each layer once they are joined.
 
-A key knows its token's place by a rotation, and only distances matter to attention. So a document
-that begins at another place than it was read at has its keys turned by the difference; its values
-stay as they are.
+A key contains its token's position as a rotation, and attention depends on distances only. So if a
+document is moved to another position, its keys are rotated by the difference, and its values stay
+unchanged.
 """
 
 import functools
@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import (
     CacheMismatchError,
-    InvalidArgumentError,
     InvalidTypeError,
     PromptTooLongError,
     UnsupportedModelError,
+    wrong,
 )
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.model_parts import max_positions, rotations_of
@@ -33,15 +33,15 @@ class Part:
     """One document, read by itself after a prefix.
 
     Attributes:
-        input_ids: (1, T) integers, the prefix and the document.
-        cache: what has read them, and nothing else.
-        prefix_tokens: P, how many of the first tokens are the prefix, which all parts share.
+        input_ids: (1, T) integers, the tokens of the prefix and the document.
+        cache: the cache that has read these tokens, and nothing else.
+        prefix_tokens: the number of tokens of the prefix, which all parts have in common.
 
     Raises:
-        CacheMismatchError: the cache has seen other than T tokens, or padded ones.
-        InvalidArgumentError: not the tokens of one document, or none after the prefix; a cache
-            whose tokens lie off the device, or whose sinks were moved.
-        InvalidTypeError: a value of the wrong type.
+        CacheMismatchError: the cache has not read exactly T tokens, or has several rows or padding.
+        InvalidArgumentError: `input_ids` is not one row with tokens after the prefix, or the cache
+            has recall or has moved its sinks.
+        InvalidTypeError: an argument has the wrong type.
     """
 
     input_ids: Tensor
@@ -51,60 +51,78 @@ class Part:
     def __post_init__(self) -> None:
         ids, cache = self.input_ids, self.cache
         if not isinstance(ids, Tensor) or ids.is_floating_point():
-            raise InvalidTypeError(
-                f"input_ids: expected a tensor of integers, got {type(ids).__name__}; pass the ids "
-                "that the document's cache has read"
+            raise wrong(
+                "input_ids",
+                f"expected a tensor of integers, got {type(ids).__name__}",
+                "Pass the ids that the document's cache has read",
+                InvalidTypeError,
             )
         if not isinstance(cache, CompressedCache):
-            raise InvalidTypeError(
-                f"cache: expected a CompressedCache, got {type(cache).__name__}; read the document "
-                "with one"
+            raise wrong(
+                "cache",
+                f"expected a CompressedCache, got {type(cache).__name__}",
+                "Read the document with one",
+                InvalidTypeError,
             )
         require_int("prefix_tokens", self.prefix_tokens, minimum=0)
         if ids.ndim != 2 or len(ids) != 1 or ids.shape[1] <= self.prefix_tokens:
-            raise InvalidArgumentError(
-                f"input_ids: expected the tokens of one document after a prefix of "
-                f"{self.prefix_tokens}, got shape {tuple(ids.shape)}; make a Part of each document "
-                "that is not empty"
+            raise wrong(
+                "input_ids",
+                f"expected the tokens of one document after a prefix of {self.prefix_tokens}, got "
+                f"shape {tuple(ids.shape)}",
+                "Make a Part of each document that is not empty",
             )
         self._require_read()
 
     def _require_read(self) -> None:
-        """Refuse a cache that has not read these tokens and holds them at their places."""
+        """Raise unless the cache has read exactly these tokens, in one row, at their own positions.
+
+        Raises:
+            CacheMismatchError: the cache has read a different number of tokens, or has several rows
+                or padding.
+            InvalidArgumentError: the cache has recall, or has moved the keys of its sinks.
+        """
         layers, seen = self.cache.prompt_state.layers, self.cache.get_seq_length()
         if seen != self.tokens:
-            raise CacheMismatchError(
-                f"cache: expected one that has seen the {self.tokens:,} tokens of input_ids, got "
-                f"{seen:,} seen; read the document, and nothing after it"
+            raise wrong(
+                "cache",
+                f"it has read {seen:,} tokens, but input_ids has {self.tokens:,}",
+                "Read the document with it, and nothing after the document",
+                CacheMismatchError,
             )
         if any(len(layer.keys) != 1 or layer.slots.pads is not None for layer in layers):
-            raise CacheMismatchError(
-                "cache: expected one row without padding, got a batch or pads; read every document "
-                "by itself"
+            raise wrong(
+                "cache",
+                "expected one row without padding, got a batch or padded tokens",
+                "Read every document by itself",
+                CacheMismatchError,
             )
         if any(layer.offloaded.is_enabled for layer in layers):
-            raise InvalidArgumentError(
-                "cache: expected keys and values on the device, got a cache with recall; read the "
-                "document without recall"
+            raise wrong(
+                "cache",
+                "expected all keys and values on the device, got a cache with recall",
+                "Read the document without recall",
             )
         if any(layer.state.sink_keys is not None for layer in layers):
-            raise InvalidArgumentError(
-                f"cache: expected keys at their tokens' own positions, got those of "
-                f"{self.cache.policy.name}, whose sinks were moved; read the document with "
-                "StreamingLLM(positions='original') or another policy"
+            raise wrong(
+                "cache",
+                f"{self.cache.policy.name} has moved the keys of its sinks away from their tokens' "
+                "positions",
+                "Read the document with StreamingLLM(positions='original') or another policy",
             )
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """T, the number of tokens of the prefix and the document."""
         return int(self.input_ids.shape[1])
 
 
 def joined_ids(parts: Sequence[Part]) -> Tensor:
-    """(1, N) int64: the prefix once, and the documents in their order.
+    """Return the tokens of all parts in order, with the prefix only once: (1, N) int64.
 
     Raises:
-        InvalidArgumentError: no part.
+        InvalidArgumentError: there is no part.
+        InvalidTypeError: an element of `parts` is not a `Part`.
     """
     _require_some(parts)
     device = parts[0].input_ids.device
@@ -113,54 +131,83 @@ def joined_ids(parts: Sequence[Part]) -> Tensor:
 
 
 def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
-    """Refuse parts that cannot stand one after the other in a cache of this model."""
+    """Raise unless the parts can be joined in one cache of `model`.
+
+    Raises:
+        CacheMismatchError: a part belongs to another model, or has another prefix than the first.
+        InvalidArgumentError: there is no part, or a part has kept tokens per query head.
+        InvalidTypeError: an element of `parts` is not a `Part`.
+        PromptTooLongError: together the parts have more tokens than the model has positions.
+        UnsupportedModelError: some layers of the model do not have full attention.
+    """
     _require_some(parts)
     prefix = parts[0].input_ids[:, : parts[0].prefix_tokens].cpu()
     for number, part in enumerate(parts):
         if part.cache.model is not model:
-            raise CacheMismatchError(
-                f"parts: expected caches of the model that joins them, {_named(model)}, got one of "
-                f"{_named(part.cache.model)} in part {number}; load its cache for this model"
+            raise wrong(
+                "parts",
+                f"{_named(model)} cannot join part {number}, whose cache belongs to "
+                f"{_named(part.cache.model)}",
+                "Load that cache for this model",
+                CacheMismatchError,
             )
         if not torch.equal(part.input_ids[:, : part.prefix_tokens].cpu(), prefix):
-            raise CacheMismatchError(
-                f"parts: expected documents that were read after the same prefix of "
-                f"{prefix.shape[1]} tokens, got another one in part {number}; read it again after "
-                "that prefix"
+            raise wrong(
+                "parts",
+                f"part {number} does not begin with the prefix of {prefix.shape[1]} tokens that "
+                "the first part begins with",
+                "Read its document again after that prefix",
+                CacheMismatchError,
             )
         if any(
             each.keys.shape[1] != each.store.num_kv_heads for each in part.cache.prompt_state.layers
         ):
-            raise InvalidArgumentError(
-                f"parts: expected one set of tokens per KV head, got one per query head in part "
-                f"{number}, of {part.cache.policy.name}; read it with another group_reduce than "
-                "'none'"
+            raise wrong(
+                "parts",
+                f"{part.cache.policy.name} has kept tokens per query head in part {number}, but "
+                "only tokens that are kept per KV head can be joined",
+                "Read its document with a group_reduce other than 'none'",
             )
     cache = parts[0].cache
     if cache.is_hybrid:
-        raise UnsupportedModelError(
-            f"model: expected full attention in every layer where documents are joined, got "
-            f"{type(model).__name__}, some of whose layers keep the last tokens only, or none; "
-            "read its documents together"
+        raise wrong(
+            "model",
+            f"documents cannot be joined for {type(model).__name__}, because some of its layers "
+            "do not have full attention",
+            "Read its documents together",
+            UnsupportedModelError,
         )
     tokens, positions = int(joined_ids(parts).shape[1]), max_positions(model)
     if positions is not None and tokens > positions:
-        raise PromptTooLongError(
-            f"parts: expected at most {positions:,} tokens together, the positions that "
-            f"{type(model).__name__} has, got {tokens:,}; join fewer documents"
+        raise wrong(
+            "parts",
+            f"together they have {tokens:,} tokens, more than the {positions:,} positions of "
+            f"{type(model).__name__}",
+            "Join fewer documents",
+            PromptTooLongError,
         )
 
 
 def _require_some(parts: Sequence[Part]) -> None:
+    """Raise unless `parts` consists of at least one `Part`.
+
+    Raises:
+        InvalidArgumentError: it is empty.
+        InvalidTypeError: an element is not a `Part`.
+    """
     if not parts:
-        raise InvalidArgumentError(
-            "parts: expected at least one document, got none; pass [Part(...)]"
+        raise wrong(
+            "parts",
+            "expected at least one document, got none",
+            "Pass a list of Part objects",
         )
     for part in parts:
         if not isinstance(part, Part):
-            raise InvalidTypeError(
-                f"parts: expected documents as snapkv_app.library.Part, got {type(part).__name__}; "
-                "pass [Part(input_ids=..., cache=...)]"
+            raise wrong(
+                "parts",
+                f"expected documents as snapkv_app.library.Part, got {type(part).__name__}",
+                "Pass [Part(input_ids=..., cache=...)]",
+                InvalidTypeError,
             )
 
 
@@ -171,13 +218,13 @@ def _named(model: PreTrainedModel) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedLayer:
-    """What one layer holds of all N tokens.
+    """The keys and values of the N joined tokens in one layer.
 
     Attributes:
-        key_states: (1, H, S, D), turned to where their tokens are now.
+        key_states: (1, H, S, D), rotated to the tokens' positions in the joined text.
         value_states: (1, H, S, Dv).
-        places: (1, H, S) int64, which token every slot holds, ascending in every head; -1 in the
-            leading slots of a head that holds fewer than S.
+        places: (1, H, S) int64, the token in every slot, ascending in every head; -1 in the leading
+            slots of a head that stores fewer than S tokens.
         tokens: N.
     """
 
@@ -193,16 +240,23 @@ class JoinedLayer:
 
     @functools.cached_property
     def is_even(self) -> bool:
-        """Whether every head holds as many tokens as the others."""
+        """Whether every head stores equally many tokens."""
         return bool((self.places >= 0).all())
 
     @property
     def is_whole(self) -> bool:
-        """Whether every head holds all tokens."""
+        """Whether every head stores all tokens."""
         return self.slots == self.tokens and self.is_even
 
     def slots_of(self, chosen: Tensor) -> Tensor:
-        """(H, n) int64: in which slot every head holds (n,) tokens; -1 where it holds none."""
+        """Return the slot of each chosen token in every head.
+
+        Args:
+            chosen: (n,) int64, tokens.
+
+        Returns:
+            (H, n) int64; -1 where a head does not store the token.
+        """
         H, S = self.places.shape[1:]
         found = self.places.new_full((H, self.tokens + 1), -1)  # the last column is for no token
         slots = torch.arange(S, device=found.device).expand(H, -1)
@@ -211,11 +265,18 @@ class JoinedLayer:
         return found[:, chosen]
 
     def put(self, chosen: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Hold other states of (n,) tokens, (1, H, n, D), in heads that hold them; in place.
+        """Replace the stored states of tokens in the heads that store them.
+
+        Changes the layer in place.
+
+        Args:
+            chosen: (n,) int64, tokens.
+            keys: (1, H, n, D), their new keys.
+            values: (1, H, n, Dv), their new values.
 
         Returns:
-            (n,) float32: how far apart the old and the new states of a token lie. Squared
-            distances, summed over keys, values and the heads that hold it.
+            (n,) float32, how far the new states of each token are from the old ones: squared
+            distances, summed over keys, values and the heads that store the token.
         """
         slots = self.slots_of(chosen)
         heads, tokens = (slots >= 0).nonzero(as_tuple=True)
@@ -230,7 +291,11 @@ class JoinedLayer:
 
 
 def join(model: PreTrainedModel, parts: Sequence[Part]) -> list[JoinedLayer]:
-    """What every layer holds of the parts, the prefix once; refused where keys cannot be turned."""
+    """Join the stored keys and values of all parts, layer by layer, with the prefix only once.
+
+    Raises:
+        UnsupportedModelError: the keys of the model cannot be rotated to other positions.
+    """
     layers = range(len(parts[0].cache.layers))
     rotations = rotations_of(model, layers, "Read the documents in full with recompute=1")
     steps, end = [], parts[0].prefix_tokens
@@ -256,7 +321,7 @@ def join(model: PreTrainedModel, parts: Sequence[Part]) -> list[JoinedLayer]:
 def _moved(
     layer: CompressedLayer, rotation: Turn, *, prefix_tokens: int, step: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A part's keys, values and places, without its first tokens, moved on by `step` positions."""
+    """Return a part's keys, values and places without its prefix, moved by `step` positions."""
     keys, values = layer.store.padded()
     places = layer.stored_positions()
     left_out = int((places < prefix_tokens).sum(dim=-1).min())
@@ -270,7 +335,7 @@ def _moved(
 
 
 def _packed(keys: Tensor, values: Tensor, places: Tensor, tokens: int) -> JoinedLayer:
-    """Slots that hold no token stand in front of every head, as few as there must be."""
+    """Move empty slots to the front of every head, and drop those that all heads have in common."""
     held = places >= 0
     if not bool(held.all()):
         longest = int(held.sum(dim=-1).max())

@@ -18,6 +18,7 @@ from snapkv.errors import (
     LibraryError,
     OutOfMemoryError,
     OutputError,
+    wrong,
 )
 from snapkv.validation import DEFAULT_RECOMPUTE, format_bytes, nearest, path_of, require_int
 from snapkv_app.library.about import About, question_ids
@@ -49,11 +50,11 @@ What = Literal["read", "changed", "mended", "skipped", "failed", "dropped", "evi
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome for a document that was added.
+    """The outcome of adding one document.
 
     It is "read" (new), "changed" (another text), "mended" (its file was damaged), "skipped"
-    (unchanged) or "failed"; "dropped" if its source file was deleted, "evicted" if the limit left
-    no room for it.
+    (unchanged) or "failed"; "dropped" if its source file was deleted, and "evicted" if the limit
+    left no room for it.
     """
 
     name: str
@@ -93,7 +94,11 @@ class Library:
 
     def __init__(self, folder: str | Path, *, on_notice: NoticeSink = _warn) -> None:
         if not str(folder).strip():
-            raise InvalidArgumentError("library: expected a folder, got an empty name; pass a name")
+            raise wrong(
+                "library",
+                "expected a folder, got an empty name",
+                "Pass a name",
+            )
         self.path = path_of("library", folder)
         self._folder = Folder(self.path)
         self._folder.about()
@@ -102,19 +107,19 @@ class Library:
 
     @property
     def about(self) -> About | None:
-        """How its documents are read; None before the first `add`."""
+        """How the documents are read; None before the first `add`."""
         return self._folder.about()
 
     @property
     def documents(self) -> list[Record]:
-        """All documents, in the order of their names."""
+        """All documents, sorted by name."""
         records, faults = self._folder.records()
         for fault in faults:
             self._on_notice(fault.as_notice())
         return list(records.values())
 
     def required(self) -> About:
-        """How its documents are read.
+        """Return how the documents are read.
 
         Raises:
             LibraryError: there is no library yet; the message says if its first document is being
@@ -124,14 +129,17 @@ class Library:
         if about is None:
             self._folder.require_unlocked()
             if self._folder.was_begun:
-                raise LibraryError(
-                    f"library: expected a library, got the folder {str(self.path)!r}, in which no "
-                    "document was read to its end; run the same snapkv library add again, or "
-                    "delete the folder"
+                raise wrong(
+                    "library",
+                    f"no document of the folder {str(self.path)!r} was read to its end",
+                    "Run the same snapkv library add again, or delete the folder",
+                    LibraryError,
                 )
-            raise LibraryError(
-                f"library: expected a library, got none at {str(self.path)!r}; make one with "
-                "snapkv library add FILES --to FOLDER"
+            raise wrong(
+                "library",
+                f"there is no library at {str(self.path)!r}",
+                "Make one with snapkv library add FILES --to FOLDER",
+                LibraryError,
             )
         return about
 
@@ -222,10 +230,11 @@ class Library:
             going = SizeLimit(self._folder, entries, most_bytes).too_many()
             if going and not evict:
                 stored = format_bytes(sum(entry.bytes for entry in entries))
-                raise InvalidArgumentError(
-                    f"max_bytes: expected at least {stored}, what is stored, got "
-                    f"{format_bytes(most_bytes)}, for which {len(going)} of {len(entries)} "
-                    "documents have to go; pass evict=True (--evict) to let them"
+                raise wrong(
+                    "max_bytes",
+                    f"{stored} are stored, so a limit of {format_bytes(most_bytes)} would evict "
+                    f"{len(going)} of {len(entries)} documents",
+                    "Pass evict=True (--evict) to allow that",
                 )
             self._folder.begin(replace(self.required(), max_bytes=max_bytes))
             self._folder.remove(entry.key for entry in going)
@@ -240,8 +249,11 @@ class Library:
             OutputError: the folder cannot be written.
         """
         if isinstance(names, str):
-            raise InvalidTypeError(
-                f"names: expected a list of names, got {names!r}; pass [{names!r}]"
+            raise wrong(
+                "names",
+                f"expected a list of names, got {names!r}",
+                f"Pass [{names!r}]",
+                InvalidTypeError,
             )
         self.required()
         with self._changing():
@@ -249,7 +261,7 @@ class Library:
             return self._folder.remove(dict.fromkeys(entry.key for entry in asked))
 
     def _room(self, stay: set[str]) -> SizeLimit:
-        """What the library's bound leaves besides documents that stay."""
+        """Return the room that the limit of the library leaves if some documents must stay."""
         most_bytes = None if self.about is None else self.about.max_bytes
         if most_bytes is None:
             return SizeLimit(self._folder, (), math.inf)
@@ -257,13 +269,17 @@ class Library:
         return SizeLimit(self._folder, entries, most_bytes, stay)
 
     def below(self, place: str) -> list[DocumentEntry]:
-        """The documents that were read from that file, or from files in that folder."""
+        """Return the documents read from the file `place` or from files in that folder."""
         if self._folder.about() is None:
             return []
         return self._passages.asked(lambda index: index.below(place))
 
     def _entries_of(self, name: str) -> list[DocumentEntry]:
-        """The documents of that name or file; refused if there are none."""
+        """Return the documents with that name or source file.
+
+        Raises:
+            LibraryError: there are none.
+        """
 
         def found(index: Index) -> list[DocumentEntry]:
             own = [*index.named(name), *index.read_from(name, os.path.abspath(name))]
@@ -271,18 +287,14 @@ class Library:
                 return own
             near = nearest(name, [entry.name for entry in index.entries()])
             raise LibraryError(
-                f"name: expected a document of the library, got {name!r}, which is not one"
-                f"{near or '; see snapkv library list'}"
+                f"name: the library has no document {name!r}{near or '. See snapkv library list.'}"
             )
 
         return self._passages.asked(found)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Within this block nobody else changes the library, and it asks the index before it does.
-
-        That knows all changes at the end.
-        """
+        """Hold the lock of the library within this block, and update the index at its end."""
         with self._folder.changing() as changed:
             try:
                 yield
@@ -291,7 +303,7 @@ class Library:
                     self._passages.follow(changed)
 
     def verify(self) -> list[Fault]:
-        """What is damaged: every byte of all files is read.
+        """Read every byte of all files, and return the damage.
 
         Raises:
             LibraryError: there is no library.
@@ -303,16 +315,17 @@ class Library:
         return [*faults, *(fault for fault in found if fault is not None)]
 
     def search(self, question: str, documents: int = 3) -> list[Hit]:
-        """The documents with the passages that match a question best (BM25).
+        """Find the documents with the passages that match a question best (BM25).
 
         Args:
-            question: what is asked.
-            documents: how many to find at most.
+            question: the question.
+            documents: the largest number of documents to return.
 
         Returns:
             The best first, each with its best passage; empty if no word of the question occurs.
 
         Raises:
+            InvalidArgumentError: `documents` is less than 1.
             LibraryError: there is no library, or this Python's SQLite has no full-text search.
         """
         documents = require_int("documents", documents, minimum=1)
@@ -342,7 +355,7 @@ class Library:
         answer_start: str = "",
         quantize: "Quantize | None" = None,
     ) -> dict[str, Any]:
-        """What `model.generate` takes to answer a question about documents of this library.
+        """Build the arguments of `model.generate` for a question about documents of this library.
 
         A document whose file is damaged is read again from its text, and its file is rewritten if
         the folder is writable.
@@ -350,10 +363,10 @@ class Library:
         Args:
             model: the model that has read them.
             tokenizer: its tokenizer.
-            question: what is asked.
+            question: the question.
             hits: the documents, see `search`, in the order of the prompt.
-            policy: which tokens to keep for the question; `snapkv.default_policy()` by default.
-                A notice says if it cannot evict any, see `blending.blend`.
+            policy: selects the tokens to keep for the question; `snapkv.default_policy()` by
+                default. A notice says if it cannot evict any, see `blending.blend`.
             recompute: the fraction of tokens to recompute, see `blending.blend`.
             answer_start: text that the answer begins with.
             quantize: as for `CompressedCache`.
@@ -377,9 +390,9 @@ class Library:
         cache = blend(model, parts, policy, recompute=recompute, quantize=quantize)
         if not (cache.prompt_state.is_coming or policy is None or isinstance(policy, FullCache)):
             self._on_notice(
-                f"policy: {policy.name} drops nothing of these documents, whose heads or layers "
-                "hold different numbers of tokens since they were added; pass recompute=1, or "
-                "keep documents whole"
+                f"policy: {policy.name} evicts no tokens of these documents, because their heads "
+                "or layers have kept different numbers of tokens since they were added. Pass "
+                "recompute=1, or add the documents without evicting tokens"
             )
         asked = torch.tensor([question_ids(tokenizer, question, answer_start)])
         cache.expect_question(asked.shape[1])
@@ -396,9 +409,9 @@ class Library:
         *,
         answer_start: str = "",
     ) -> "Tensor":
-        """The `input_ids` of `inputs` without a cache, to read the documents in full.
+        """Return the `input_ids` of `inputs` without a cache, to read the documents in full.
 
-        Arguments and errors as in `inputs`.
+        Arguments and errors are those of `inputs`.
         """
         import torch
 
@@ -412,7 +425,7 @@ class Library:
         return torch.tensor([[token for part in ids for token in part]], device=device_of(model))
 
     def parts(self, model: "PreTrainedModel", tokenizer: Any, hits: Sequence[Hit]) -> "list[Part]":
-        """The documents with their caches, for `blending.blend`; errors as in `inputs`."""
+        """Load the documents with their caches, for `blending.blend`; errors as in `inputs`."""
         _require_some(hits)
         reader = self._reader(model, tokenizer)
         return [self._part(reader, hit) for hit in hits]
@@ -425,7 +438,12 @@ class Library:
         bits: "LibraryBits | None",
         model_name: str | None,
     ) -> "Reader":
-        """A reader for this library; the first document of a new one records these options."""
+        """Create a reader for this library; a new library will record these options.
+
+        Raises:
+            LibraryError: the model, tokenizer, policy or bits are not those of the library.
+            UnsupportedModelError: the model cannot be compressed correctly.
+        """
         from snapkv.hf.known_gates import with_known
         from snapkv_app.library.reader import Reader
 
@@ -436,13 +454,17 @@ class Library:
             return self._reader(model, tokenizer, model_name)
         about = About.of(model, tokenizer, policy, bits, model_name)
         reader = Reader(model, tokenizer, about)
-        reader.empty_cache()  # refuses what cannot be read
+        reader.empty_cache()  # raises if the model cannot be compressed
         return reader
 
     def _reader(
         self, model: "PreTrainedModel", tokenizer: Any, model_name: str | None = None
     ) -> "Reader":
-        """A reader like that of the documents; another model or tokenizer is refused."""
+        """Create a reader that reads documents as those of the library were read.
+
+        Raises:
+            LibraryError: there is no library, or the model or the tokenizer differs.
+        """
         from snapkv_app.library.reader import Reader
 
         about = self.required()
@@ -456,7 +478,7 @@ class Library:
         names: dict[str, set[str]],
         room: SizeLimit,
     ) -> Outcome:
-        """Read a text unless it is unchanged; `names`: documents by name."""
+        """Read and write a text unless it is unchanged; `names` maps names to documents' keys."""
         known = self._folder.record(text.key)
         what: What = "read"
         if known is not None and known.sha256 != digest_of(text.text):
@@ -487,7 +509,12 @@ class Library:
         before: Record | None,
         room: SizeLimit | None = None,
     ) -> Record:
-        """Write a document's cache; refused if the limit has no room for it."""
+        """Write a document's cache and its record.
+
+        Raises:
+            InvalidArgumentError: the limit has no room for it.
+            OutputError: a file cannot be written.
+        """
 
         def save(file: Path) -> None:
             reader.save(part, file)
@@ -500,7 +527,11 @@ class Library:
         return self._folder.write(text, tokens, save, before)
 
     def _part(self, reader: "Reader", hit: Hit) -> "Part":
-        """A document with its cache; where an adder has replaced it, the new one."""
+        """Load a document with its cache; if another process has replaced it, load the new one.
+
+        Raises:
+            LibraryError: the document was removed.
+        """
         record = self._folder.record(hit.key)
         if record is not None:
             self._folder.note_asked(hit.key)
@@ -521,7 +552,7 @@ class Library:
     def _mended(self, reader: "Reader", record: Record, fault: Fault) -> "Part":
         """Read a document with a damaged file again, and rewrite it if possible."""
         self._on_notice(
-            f"library: {record.name!r} is read again, its cache is damaged: {fault.reason}"
+            f"library: {record.name!r} is read again, because its cache is damaged: {fault.reason}"
         )
         part = reader.read(record)
         try:
@@ -529,12 +560,14 @@ class Library:
                 if self._folder.record(record.key) == record:
                     self._written(reader, record, part, record)
         except (LibraryError, OutputError) as error:
-            self._on_notice(f"library: {record.name!r} is not mended: {error}")
+            self._on_notice(
+                f"library: the damaged cache of {record.name!r} cannot be replaced: {error}"
+            )
         return part
 
 
 def _names(index: Index, texts: Iterable[Text]) -> dict[str, set[str]]:
-    """Which documents have the names of texts that are to come."""
+    """Return, for the name of every text, the keys of the documents that have that name."""
     return {text.name: {entry.key for entry in index.named(text.name)} for text in texts}
 
 
@@ -546,14 +579,18 @@ def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
 
 def _require_some(hits: Sequence[Hit]) -> None:
     if not hits:
-        raise LibraryError(
-            "hits: expected at least one document, got none; ask with words that are in the "
-            "library's documents"
+        raise wrong(
+            "hits",
+            "expected at least one document, got none",
+            "Ask with words that are in the library's documents",
+            LibraryError,
         )
 
 
 def _gone(hit: Hit) -> LibraryError:
-    return LibraryError(
-        f"library: expected the document {hit.name!r} to be there, got none, since it was removed "
-        "or its record damaged meanwhile; search again"
+    return wrong(
+        "library",
+        f"the document {hit.name!r} was removed, or its record was damaged, after the search",
+        "Search again",
+        LibraryError,
     )

@@ -1,4 +1,4 @@
-"""Read documents into separate caches, and load those again."""
+"""Read documents into separate caches, save these, and load them again."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.errors import CacheFileError, InvalidArgumentError, PromptTooLongError
+from snapkv.errors import CacheFileError, InvalidArgumentError, PromptTooLongError, wrong
 from snapkv.hf import saved
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.model_parts import max_positions
@@ -22,7 +22,7 @@ from snapkv_app.plan.advice import prompt_memory_explained
 
 
 class Reader:
-    """A model that reads documents the way a library says."""
+    """A model that reads documents in the way that a library's `About` describes."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, about: About) -> None:
         self.about = about
@@ -30,31 +30,46 @@ class Reader:
         self._policy = about.made_policy(tokenizer)
 
     def empty_cache(self, *, protect_prefix: bool = False) -> CompressedCache:
-        """A cache for one document; refused where the model cannot be compressed correctly.
+        """Create a cache for one document.
 
-        Where all heads keep the prefix, they still hold as many tokens each without it, since it
-        stands once before several documents.
+        If all heads keep the prefix (`protect_prefix`), they still store equally many tokens when
+        the prefix is cut off, which joined documents have only once.
+
+        Raises:
+            UnsupportedModelError: the model cannot be compressed correctly.
+            InvalidArgumentError: the policy cannot protect the prefix.
         """
         protect = [(0, len(self.about.prefix_ids))] if protect_prefix else None
         return CompressedCache(self._model, self._policy, protect=protect)
 
     def read(self, text: Text) -> Part:
-        """Read a document after the prefix; a policy that needs it gets a second reading."""
+        """Read a document after the prefix; some policies read it twice.
+
+        Raises:
+            PromptTooLongError: the document has too many tokens for the model.
+            OutOfMemoryError: the device is full.
+        """
         ids = self._ids(text)
         with prompt_memory_explained(self._model, ids.shape[1]):
             cache = self._filled(ids)
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
     def save(self, part: Part, path: Path) -> None:
-        """Write a document to a file, in the library's bits."""
+        """Write the cache of a document to a file, in the library's bits.
+
+        Raises:
+            CacheFileError: the file cannot be written.
+        """
         cache, beside = part.cache, {"input_ids": part.input_ids}
         codes, identity = self.about.codes, self.about.model
         saved.write(cache, cache.options, path, beside, codes, identity, sweep=False)
 
     def load(self, path: Path) -> Part:
-        """A document out of its file; refused unless that is as it was written, and read as text.
+        """Load the cache of a document from its file.
 
-        Versions before 0.3.0 read a document's control words as control tokens.
+        Raises:
+            CacheFileError: the file is missing or damaged, or the document contains control tokens,
+                as versions before 0.3.0 read it.
         """
         own = self._policy if self._policy.needs else None
         cache, beside = saved.read(
@@ -63,9 +78,11 @@ class Reader:
         ids = beside["input_ids"].to(device_of(self._model))
         read = ids[0, len(self.about.prefix_ids) :].tolist()
         if control_tokens(self._tokenizer, read):
-            raise CacheFileError(
-                f"path: expected a document that was read as text, got control tokens in {path}; "
-                "read the document again"
+            raise wrong(
+                "path",
+                f"the document in {path} contains control tokens, so it was not read as text",
+                "Read the document again",
+                CacheFileError,
             )
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
@@ -73,24 +90,31 @@ class Reader:
         return document_ids(self._tokenizer, text.name, text.text)
 
     def _ids(self, text: Text) -> Tensor:
-        """(1, T) int64, the prefix and the document."""
+        """Return the tokens of the prefix and the document, (1, T) int64.
+
+        Raises:
+            PromptTooLongError: the model has too few positions for them.
+        """
         own = self.own_ids(text)
         positions, tokens = max_positions(self._model), len(self.about.prefix_ids) + len(own)
         if positions is not None and tokens >= positions:
-            raise PromptTooLongError(
-                f"document: expected fewer tokens than the model's {positions:,} positions, got "
-                f"{tokens:,} in {text.name!r}; split it, read its best passages with snapkv ask "
-                "--passages 4k, or choose a model with more positions"
+            raise wrong(
+                "document",
+                f"{text.name!r} and the prefix have {tokens:,} tokens, but must have fewer than "
+                f"the model's {positions:,} positions",
+                "Split it, read its best passages with snapkv ask --passages 4k, or choose a "
+                "model with more positions",
+                PromptTooLongError,
             )
         return torch.tensor([[*self.about.prefix_ids, *own]], device=device_of(self._model))
 
     def _filled(self, ids: Tensor) -> CompressedCache:
-        """What has read the document; where the budget has room for the prefix, that stays."""
+        """Read the tokens into a new cache, which keeps the prefix if the budget allows it."""
         if self.about.prefix_ids and not isinstance(self._policy, FullCache):
             try:
                 return self._fill(self.empty_cache(protect_prefix=True), ids)
             except InvalidArgumentError:
-                pass  # so short a document, or so small a budget; what else is wrong is said below
+                pass  # the prefix does not fit the budget; other errors are raised again below
         return self._fill(self.empty_cache(), ids)
 
     def _fill(self, cache: CompressedCache, ids: Tensor) -> CompressedCache:

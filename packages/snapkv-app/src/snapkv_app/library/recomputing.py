@@ -1,14 +1,15 @@
-"""Reading again the tokens that another text before them changes most (CacheBlend).
+"""Recompute the tokens that the documents before them change most (CacheBlend).
 
-Of documents that were read apart, no token has seen those of the documents before its own. The
-first layer does not care: its keys and values depend on a token and its place alone. The second
-layer's keys and values, once the first has read all tokens together, show how much each token
-would change (arXiv 2405.16444, Sec. 4.3). Those that change most go on, at their places and over
-what is held of all others, and what they become takes the place of what was held. Every layer shows
-again which of them it changes most: only those reach the next one, and of the others that one and
-all after it keep what was held.
+If documents were read separately, no token has seen the documents before its own. The first layer
+is not affected: its keys and values depend only on a token and its position. Once the first layer
+has read all tokens together, the keys and values of the second layer show how much each token would
+change (arXiv 2405.16444, section 4.3). The tokens that change most are read by the following
+layers, at their own positions and over the stored keys and values of all other tokens, and their
+new keys and values replace the stored ones. Every layer measures again which of its tokens change
+most: only those reach the next layer. All other tokens keep their stored keys and values in that
+layer and in all later ones.
 
-The first two layers come out exact: their keys and values are those of all tokens read together.
+The first two layers are exact: their keys and values equal those of all tokens read together.
 """
 
 import functools
@@ -22,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.hf.attention import plain_name
 from snapkv.hf.cache_argument import passed
 from snapkv.prefill.decoder import (
@@ -37,23 +38,29 @@ from snapkv_app.library.joining import JoinedLayer
 IMPLEMENTATIONS = ("sdpa", "eager")
 
 _PIECE_TOKENS = 256
-"""Of more tokens the chosen ones are read in pieces, none of which looks at what is after it."""
+"""The most tokens that a layer reads at once; more are read in pieces of equal size."""
 
 _LAST = 0.1
-"""Of the tokens that the second layer reads again, so many are left in the last one."""
+"""The fraction of the second layer's recomputed tokens that the last layer recomputes, too."""
 
 States = tuple[Tensor, Tensor]
 """Keys and values, (1, H, N, D) and (1, H, N, Dv)."""
 
 
 def require_recomputable(model: PreTrainedModel) -> str:
-    """The name of the model's attention, which takes masks of any kind."""
+    """Return the name of the model's attention implementation, which must accept any mask.
+
+    Raises:
+        UnsupportedModelError: the implementation is neither sdpa nor eager.
+    """
     name = plain_name(model.config.get_text_config(decoder=True)._attn_implementation)
     if name not in IMPLEMENTATIONS:
-        raise UnsupportedModelError(
-            f"attn_implementation: expected {' or '.join(IMPLEMENTATIONS)} where tokens are "
-            f"recomputed over documents that were read apart, got {name!r}; load the model so, or "
-            "pass recompute=0"
+        raise wrong(
+            "attn_implementation",
+            f"expected {' or '.join(IMPLEMENTATIONS)} to recompute tokens of joined documents, got "
+            f"{name!r}",
+            f"Load the model with attn_implementation={IMPLEMENTATIONS[0]!r}, or pass recompute=0",
+            UnsupportedModelError,
         )
     return name
 
@@ -62,9 +69,22 @@ def require_recomputable(model: PreTrainedModel) -> str:
 def recompute(
     model: PreTrainedModel, input_ids: Tensor, layers: Sequence[JoinedLayer], counts: Sequence[int]
 ) -> list[JoinedLayer]:
-    """Read again the keys and values of the tokens that change most, and hold them in place.
+    """Recompute the keys and values of the tokens that change most, and replace the stored ones.
 
-    Of how many, `counts` says for every layer from the second on; it may fall, and never rises.
+    Changes `layers` in place.
+
+    Args:
+        model: the model that has read the documents.
+        input_ids: (1, N) int64, the tokens of all documents.
+        layers: the joined keys and values of every layer.
+        counts: the number of tokens that each layer from the second on reads; it may fall from
+            layer to layer, but must not rise.
+
+    Returns:
+        The layers.
+
+    Raises:
+        UnsupportedModelError: the model's attention or its decoder layers are not supported.
     """
     again = _SecondReading(layers, counts, model)
     forwards: dict[Any, Callable[..., Any]] = {
@@ -78,7 +98,7 @@ def recompute(
 
 
 class _SecondReading(Cache):
-    """What the layers hold, as the cache of a pass over all tokens of which few go on."""
+    """The cache of a pass that reads joined documents again, fewer tokens in every layer."""
 
     def __init__(
         self, layers: Sequence[JoinedLayer], counts: Sequence[int], model: PreTrainedModel
@@ -89,16 +109,21 @@ class _SecondReading(Cache):
         self._counts, self._implementation = counts, require_recomputable(model)
         self._query_heads = model.config.get_text_config(decoder=True).num_attention_heads
         self._second: States | None = None
-        self._start = self._stop = 0  # of the chosen tokens, those that a layer reads now
+        self._start = self._stop = 0  # the range of chosen tokens that the layer is reading now
         self._unheld: list[States] = []
-        self._changes: list[Tensor] = []  # of the tokens that the last layer has read
+        self._changes: list[Tensor] = []  # of the tokens that the previous layer has read
 
-    # What a layer attends to.
+    # The keys and values that a layer attends to.
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> States:
-        """Hold the new keys and values of a layer; returns those that it attends to."""
+        """Store the new keys and values of a layer, and return those that its queries attend to.
+
+        Raises:
+            ReadEnough: the layer needs no attention, because the rest of the pass would change
+                nothing.
+        """
         states = key_states, value_states
         if layer_idx == 0:
             self._hold(layer_idx, self._every_token(0), states)
@@ -109,14 +134,25 @@ class _SecondReading(Cache):
         return self._seen(layer_idx, states)
 
     def _hold(self, layer_idx: int, tokens: Tensor, states: States) -> Tensor:
-        """(n,) float32: how much that changes what is held of the tokens."""
+        """Replace the stored states of `tokens` in a layer.
+
+        Returns:
+            (n,) float32, how much the states of each token have changed.
+
+        Raises:
+            ReadEnough: it was the last layer.
+        """
         change = self.joined[layer_idx].put(tokens, *states)
         if layer_idx == len(self.joined) - 1:
             raise ReadEnough
         return change
 
     def _read_second(self, states: States) -> States:
-        """Choose when the layer is read by all tokens; the chosen ones then see all that were."""
+        """Store the second layer's states at the first call, return visible ones later.
+
+        Raises:
+            ReadEnough: it was the first call, which only measures how much each token changes.
+        """
         if self._second is None:
             self._second, self.chosen = states, self._every_token(1)
             self._changes = [self._hold(1, self.chosen, states)]
@@ -125,7 +161,7 @@ class _SecondReading(Cache):
         return keys[:, :, : self._end(1)], values[:, :, : self._end(1)]
 
     def _seen(self, layer_idx: int, states: States) -> States:
-        """What is held, and after it of the chosen tokens what some head does not hold."""
+        """Return a layer's stored states, then the new states that some head does not store."""
         held, end = self.joined[layer_idx], self._end(layer_idx)
         keys, values = held.key_states[:, :, :end], held.value_states[:, :, :end]
         if self._missing(held) is None:
@@ -135,7 +171,7 @@ class _SecondReading(Cache):
         return torch.cat([keys, *new_keys], dim=2), torch.cat([values, *new_values], dim=2)
 
     def _missing(self, held: JoinedLayer) -> Tensor | None:
-        """(H, m) bool: which chosen tokens so far each head does not hold; None where it does."""
+        """Return which chosen tokens each head lacks, (H, m) bool, or None if no head lacks any."""
         assert self.chosen is not None
         if held.is_whole:
             return None
@@ -143,7 +179,7 @@ class _SecondReading(Cache):
         return missing[:, : self._stop] if bool(missing.any()) else None
 
     def _end(self, layer_idx: int) -> int:
-        """After which slot of a layer nothing is visible to the tokens that are read now."""
+        """Return the number of leading slots in a layer that the current tokens may attend to."""
         last = int(self._reading[-1])
         held = self.joined[layer_idx]
         if layer_idx == 1 or held.is_whole:
@@ -152,7 +188,7 @@ class _SecondReading(Cache):
 
     @property
     def _reading(self) -> Tensor:
-        """(m,) the chosen tokens that a layer reads now."""
+        """(m,) int64, the chosen tokens that the layer is reading now."""
         assert self.chosen is not None
         return self.chosen[self._start : self._stop]
 
@@ -160,7 +196,7 @@ class _SecondReading(Cache):
         places = self.joined[layer_idx].places
         return torch.arange(self.joined[0].tokens, device=places.device)
 
-    # Which tokens reach a layer.
+    # The tokens that reach a layer.
 
     def read_layer(
         self,
@@ -170,7 +206,11 @@ class _SecondReading(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """A layer's forward, from the second layer on, of the tokens that reach it."""
+        """Run the `forward` of a layer, from the second one on, for the tokens that reach it.
+
+        Raises:
+            ReadEnough: no later layer has any token to read.
+        """
         tokens = self.joined[0].tokens
         require_by_token(args, kwargs, tokens)
         if self.chosen is None:
@@ -184,7 +224,11 @@ class _SecondReading(Cache):
         return self._read_pieces(layer_idx, forward, hidden_states, kwargs)
 
     def _narrowed(self, hidden_states: Tensor, count: int) -> Tensor:
-        """Of the tokens that have reached a layer, the `count` that the last one changed most."""
+        """Reduce the hidden states to the `count` tokens that the previous layer has changed most.
+
+        Raises:
+            ReadEnough: `count` is 0.
+        """
         assert self.chosen is not None
         if not count:
             raise ReadEnough
@@ -202,7 +246,7 @@ class _SecondReading(Cache):
         hidden_states: Tensor,
         others: dict[str, Any],
     ) -> Any:
-        """The chosen tokens in pieces, none of which looks at what comes after its last one."""
+        """Run a layer on the chosen tokens in pieces, so that the masks stay small."""
         outputs, count = [], hidden_states.shape[1]
         size = math.ceil(count / math.ceil(count / _PIECE_TOKENS))
         self._unheld = []
@@ -222,7 +266,10 @@ class _SecondReading(Cache):
         return torch.cat(outputs, dim=1)
 
     def _visible(self, layer_idx: int) -> Tensor:
-        """(1, 1 or Hq, m, S) bool: what stands at a token's own place or before it."""
+        """Return the mask of the current tokens: (1, 1 or Hq, m, S) bool.
+
+        A token sees the tokens at and before its own position.
+        """
         held, end = self.joined[layer_idx], self._end(layer_idx)
         if layer_idx == 1 or held.is_whole:
             return (self._every_token(layer_idx)[:end] <= self._reading[:, None])[None, None]
@@ -242,10 +289,11 @@ class _SecondReading(Cache):
 
 
 def falling(share: float, tokens: int, layers: int) -> list[int]:
-    """How many of N tokens every layer from the second on reads again: a share, falling to a tenth.
+    """Return how many of `tokens` tokens each layer from the second on recomputes.
 
-    By the same factor from layer to layer. From half of the tokens on it falls less, so that of all
-    tokens none is left out: what is read grows with the share without a jump, in every layer.
+    The second layer recomputes `share` of them. From layer to layer the number falls by a constant
+    factor, down to a tenth of that in the last layer. For shares above one half it falls less, and
+    for a share of 1 not at all, so that the work grows steadily with the share.
     """
     steps = max(layers - 2, 1)
     last = _LAST ** min(1.0, 2 * (1 - share))
@@ -253,6 +301,10 @@ def falling(share: float, tokens: int, layers: int) -> list[int]:
 
 
 def most_changed(deviation: Tensor, count: int) -> Tensor:
-    """(n,) int64, ascending: which of (N,) deviations are largest; of equal ones the first."""
+    """Select the `count` largest of (N,) deviations; of equal ones, the first.
+
+    Returns:
+        (n,) int64, their indices in ascending order.
+    """
     order = deviation.sort(descending=True, stable=True).indices
     return order[:count].sort().values

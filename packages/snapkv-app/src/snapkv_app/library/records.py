@@ -1,4 +1,4 @@
-"""The texts of a library: as they are given, and with what is known of them once they are read."""
+"""The texts that are added to a library, and the records of those that were read."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self, get_type_hints
 
 from snapkv.cache.saving.records import digest_of, from_record, record_of
-from snapkv.errors import InvalidArgumentError, InvalidTypeError, LibraryError
+from snapkv.errors import InvalidTypeError, LibraryError, wrong
 
 PASSAGE_WORDS = 200
 OVERLAP_WORDS = 50
@@ -19,24 +19,31 @@ WITHOUT_SPACES = (
     "\u2e80-\u2fdf\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
     "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
-"""Characters of Chinese, Japanese and Korean, each of which counts as a word, for a pattern."""
+"""Chinese, Japanese and Korean characters, as a character class of a regular expression.
+
+Each of them counts as a word, because these scripts put no spaces between words."""
 
 _WORD = re.compile(f"[{WITHOUT_SPACES}]|[^\\s{WITHOUT_SPACES}]+")
 
 Span = tuple[int, int]
-"""Half-open, in characters."""
+"""The first character of a range and the first one after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text that a library is given.
+    """A text to add to a library.
 
     Attributes:
-        name: what answers call it.
-        text: all of it; not empty.
-        source: the file it comes from, as an absolute path; None for a text that was given. Adding
-            the same source again, or without one the same name, replaces the document.
+        name: the name of the document in answers.
+        text: the whole text; not empty.
+        source: the absolute path of the file that contains the text; None for a text without a
+            file. If a document with the same source, or without a source the same name, is added
+            again, it replaces the earlier one.
         stamp: the `file_stamp` of that file when the text was read; empty if it is unknown.
+
+    Raises:
+        InvalidArgumentError: `name` or `text` is empty or is not valid Unicode.
+        InvalidTypeError: `name` or `text` is not a string.
     """
 
     name: str
@@ -48,55 +55,64 @@ class Text:
         for argument in ("name", "text"):
             value = getattr(self, argument)
             if not isinstance(value, str):
-                raise InvalidTypeError(
-                    f"{argument}: expected a text, got {type(value).__name__}; pass a str"
+                raise wrong(
+                    argument,
+                    f"expected a text, got {type(value).__name__}",
+                    "Pass a str",
+                    InvalidTypeError,
                 )
             if not value.strip():
-                raise InvalidArgumentError(
-                    f"{argument}: expected a text, got an empty one in {self.name!r}; leave the "
-                    "document out"
+                raise wrong(
+                    argument,
+                    f"expected a text that is not empty in {self.name!r}, got {value[:20]!r}",
+                    "Leave the document out",
                 )
             try:
                 value.encode()
             except UnicodeEncodeError as error:
-                raise InvalidArgumentError(
-                    f"{argument}: expected Unicode text, got {value[error.start]!r}, half of a "
-                    f"character, in {self.name!r}; decode it with errors='replace'"
+                raise wrong(
+                    argument,
+                    f"expected Unicode text, got half of a character, {value[error.start]!r}, in "
+                    f"{self.name!r}",
+                    "Decode it with errors='replace'",
                 ) from error
 
     @property
     def key(self) -> str:
-        """What files of this document are named by."""
-        told = f"text\0{self.name}" if self.source is None else f"file\0{self.source}"
-        return digest_of(told)[:_KEY_DIGITS]
+        """A digest of the source or the name, which begins the names of this document's files."""
+        identity = f"text\0{self.name}" if self.source is None else f"file\0{self.source}"
+        return digest_of(identity)[:_KEY_DIGITS]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Text):
-    """A document of a library: a text that was read, and the file with what is kept of it.
+    """A document of a library: a text that was read, and the name of the file with its cache.
 
-    `About` says who read it, and how. The file holds its token ids with keys and values: `Reader`
-    makes a `Part` of them, which other parts can join, and `stored` what an engine puts into its
-    blocks. There it is `CachedPrefix` of `snapkv_vllm`, which everybody may use who may name it.
+    The library's `About` says which model has read it, and how. The cache file contains the token
+    ids, keys and values: `Reader` makes a `Part` of them, which can be joined with other parts, and
+    an engine that serves models can load them into its blocks (`CachedPrefix` of `snapkv_vllm`).
     """
 
     size: int  # bytes of the text in UTF-8
-    sha256: str  # of them
+    sha256: str  # of these bytes
     chunks: tuple[Span, ...]  # its passages for retrieval
-    tokens: int  # that the model has read, the library's prefix not counted
+    tokens: int  # of the document, without the library's prefix
     bytes: int  # of the file with its cache
     cache: str  # the name of that file
-    seal: str  # the digest that the file must have
+    seal: str  # the digest that an undamaged file has
 
     def as_json(self) -> str:
-        """The file's content, with a digest of itself."""
+        """Return the content of the record's file, with a digest of itself."""
         return record_of(asdict(self))
 
     @classmethod
     def from_json(cls, content: str) -> Self:
-        """The record that `as_json` has written; refused where it has changed since.
+        """Build the record from what `as_json` has written.
 
-        Records of 0.3.0 have no stamp.
+        Records that version 0.3.0 has written have no stamp.
+
+        Raises:
+            LibraryError: the content has been changed or is not a record.
         """
         body = {"stamp": ""} | from_record(content)
         kinds = get_type_hints(cls) | {"chunks": list}
@@ -106,18 +122,21 @@ class Record(Text):
             raise LibraryError("it is not what was written")
         pairs = [tuple(chunk) for chunk in body["chunks"] if isinstance(chunk, list)]
         if [list(map(type, pair)) for pair in pairs] != [[int, int]] * len(body["chunks"]):
-            raise LibraryError("its passages are no spans of characters")
+            raise LibraryError("its passages are not spans of characters")
         return cls(**{**body, "chunks": tuple(pairs)})
 
 
 SETTLED_NS = 2_000_000_000
-"""No file system's clock is coarser."""
+"""The coarsest clock of any file system, in nanoseconds: later changes have another time."""
 
 
 def file_stamp(status: os.stat_result) -> str:
-    """Size and times of a regular file, which change with its content; empty for other files.
+    """Return the size and the times of a regular file, which change when its content changes.
 
-    The time of the last status change is among them, since programs can set the other one back.
+    The time of the last status change is one of them, because programs can reset the other time.
+
+    Returns:
+        A text with the three numbers; empty for anything but a regular file.
     """
     if not stat.S_ISREG(status.st_mode):
         return ""
@@ -125,39 +144,62 @@ def file_stamp(status: os.stat_result) -> str:
 
 
 def settled_stamp(status: os.stat_result) -> str:
-    """The `file_stamp` of a file that is being read; empty if a later change could get the same."""
+    """Return the `file_stamp` of a file, if no later change can have the same one.
+
+    Returns:
+        The stamp; empty if the file was changed so recently that another change could get the same
+        times.
+    """
     is_old = max(status.st_mtime_ns, status.st_ctime_ns) < time.time_ns() - SETTLED_NS
     return file_stamp(status) if is_old else ""
 
 
 def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
-    """The texts, under names that stay on their line; one that is given twice counts once."""
+    """Turn documents into texts, without those that are given twice.
+
+    Args:
+        documents: `Text` objects, or pairs of a name and a text.
+
+    Returns:
+        The texts in order. Line breaks and other unprintable characters of their names become
+        spaces.
+
+    Raises:
+        InvalidArgumentError: two different texts have the same source or the same name, or a text
+            is empty.
+        InvalidTypeError: a document is neither a `Text` nor a pair.
+    """
     found: dict[str, Text] = {}
     for each in documents:
         text = each if isinstance(each, Text) else _of_pair(each)
         printable = (letter if letter.isprintable() else " " for letter in text.name)
         text = replace(text, name="".join(printable))
         if found.setdefault(text.key, text).text != text.text:
-            raise InvalidArgumentError(
-                f"documents: expected one text under a name, got two under {text.name!r}; give one "
-                "of them another name"
+            raise wrong(
+                "documents",
+                f"two different texts have the name {text.name!r}",
+                "Give one of them another name",
             )
     return list(found.values())
 
 
 def _of_pair(given: Any) -> Text:
     if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise InvalidTypeError(
-            f"documents: expected a Text or a pair of a name and a text, got {given!r:.60}; of a "
-            "dict pass its items()"
+        raise wrong(
+            "documents",
+            f"expected a Text or a pair of a name and a text, got {given!r:.60}",
+            "Pass the items() of a dict",
+            InvalidTypeError,
         )
     return Text(name=given[0], text=given[1])
 
 
 def passages(text: str) -> list[Span]:
-    """Where passages of 200 words are; each begins with the last 50 words of the one before.
+    """Split a text into passages of 200 words, each of which repeats the last 50 of the one before.
 
-    Together they hold every word. The last one is shorter; a text without words has none.
+    Returns:
+        The span of every passage in characters; the last passage may be shorter. A text without
+        words has no passages.
     """
     words = [found.span() for found in _WORD.finditer(text)]
     spans = []
@@ -170,7 +212,7 @@ def passages(text: str) -> list[Span]:
 
 
 def lines_of(text: str, span: Span) -> Span:
-    """The first and the last line that a span touches, counted from 1."""
+    """Return the numbers of the first and the last line that a span of `text` touches, from 1."""
     start, stop = span
     first = text.count("\n", 0, start) + 1
     return first, first + text.count("\n", start, stop)

@@ -1,4 +1,4 @@
-"""Finding the documents of a library that fit a question."""
+"""Find the documents of a library that match a question."""
 
 import contextlib
 import math
@@ -33,44 +33,63 @@ _COMMON = (
     "there these they this to was will with"
 )
 _STOPWORDS = frozenset(_COMMON.split())
-"""Lucene's, which nothing is found by."""
+"""Words that are too common to search for, as in Lucene."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hit:
-    """A document that was found, by the passage that fits best."""
+    """A document that matches a question, with the passage that matches best."""
 
-    key: str  # what the library knows it by
-    name: str  # what answers call it
+    key: str  # of the document in the library
+    name: str  # of the document in answers
     score: float  # BM25
     span: Span  # of the passage, in characters of the text
-    lines: Span  # its first and last line, counted from 1
+    lines: Span  # the first and the last line of the passage, counted from 1
     passage: str
     tokens: int  # of the whole document
 
 
 class Passages:
-    """A library's index, in its folder; where that cannot be written or is damaged, in memory."""
+    """The full-text index of a library, in a file of its folder.
+
+    If that file cannot be written or is damaged, an index in memory is used instead.
+
+    Args:
+        folder: the folder of the library.
+        on_notice: called with a line about every file that cannot be used.
+    """
 
     def __init__(self, folder: Folder, on_notice: Callable[[str], None]) -> None:
         self._folder, self._on_notice = folder, on_notice
         self._memory: Index | None = None
-        self._lock = threading.Lock()  # of that in memory; a file has its own
+        self._lock = threading.Lock()  # for the index in memory; SQLite locks files itself
 
     def best(self, question: str, documents: int) -> list[Hit]:
-        """The best passage of each of the best documents, of those that have a word of it."""
+        """Return the best passage of each of the best documents, ordered by score.
+
+        Only passages that contain a word of `question` count.
+
+        Raises:
+            LibraryError: this Python's SQLite has no full-text search.
+        """
 
         def found(index: Index) -> list[Hit]:
             hits = _best(index, question, documents)
             if all(index.is_of_now(hit.key) for hit in hits):
                 return hits
-            index.update(anew=True)  # a record was changed in its place, or meanwhile
+            index.update(anew=True)  # a record was overwritten, or changed during the search
             return _best(index, question, documents)
 
         return self.asked(found)
 
     def asked(self, ask: Callable[[Index], Found]) -> Found:
-        """What the index answers when it is up to date; asked again where its file fails."""
+        """Bring the index up to date, and return the result of calling `ask` with it.
+
+        If the index file fails, `ask` is called again with an index in memory.
+
+        Raises:
+            LibraryError: this Python's SQLite has no full-text search.
+        """
         file = self._folder.index_file
         if self._memory is None:
             try:
@@ -80,8 +99,8 @@ class Passages:
             except sqlite3.Error as error:
                 if not cannot_be_written(error):
                     self._on_notice(
-                        f"library: {str(file)!r} cannot be used, {error}; delete it, and the next "
-                        "search makes it again"
+                        f"library: {str(file)!r} cannot be used: {error}. Delete it, and the next "
+                        "search will create it again"
                     )
         with self._lock, explained():
             self._memory = self._memory or Index(":memory:", self._folder, self._on_notice)
@@ -89,7 +108,7 @@ class Passages:
             return ask(self._memory)
 
     def follow(self, keys: Iterable[str]) -> None:
-        """Have the index know what has become of these documents, or leave that to a search."""
+        """Update the index for some documents; if that fails, the next search does it."""
         with contextlib.suppress(sqlite3.Error):
             if self._memory is not None:
                 return
@@ -117,7 +136,11 @@ def _best(index: Index, question: str, documents: int) -> list[Hit]:
 
 
 def ranked(passages: Sequence[str], question: str) -> list[int]:
-    """The numbers of the passages that have a word of the question, the best by BM25 first."""
+    """Return the numbers of the passages with a word of the question, the best by BM25 first.
+
+    Raises:
+        LibraryError: this Python's SQLite has no full-text search.
+    """
     rows = [(place, as_indexed(text), text) for place, text in enumerate(passages)]
     with explained(), closing(opened(":memory:")) as index:
         index.executemany("insert into spans(id) values (?)", [(place,) for place, *_ in rows])
@@ -128,16 +151,16 @@ def ranked(passages: Sequence[str], question: str) -> list[int]:
 def _ranked(
     index: sqlite3.Connection, question: str, order: Callable[[int], Any]
 ) -> list[tuple[int, float]]:
-    """The passages that have a word of the question, and their BM25, the best first.
+    """Return the row ids and BM25 scores of the passages with a word of the question.
 
-    Equal ones are in that order: in an index of documents by their keys, whenever those were added.
-
-    SQLite weighs a word that is in half of the passages or more with nothing, which in a few
-    documents is most of them; Lucene's weight, log(1 + (N - n + 0.5) / (n + 0.5)), is always above
-    zero. So every word is asked for by itself, and its share weighed again.
+    The best comes first. Passages with equal scores are sorted by the value that `order` returns
+    for their row ids, so that the result does not depend on when each document was added.
     """
     (total,) = index.execute("select count(*) from spans").fetchone()
     scores: dict[int, float] = defaultdict(float)
+    # SQLite's weight of a word that is in half of the passages or more is nearly zero, and in a
+    # library of a few documents most words are. Lucene's weight, log(1 + (N - n + 0.5) / (n +
+    # 0.5)), is always positive. So each word is searched for separately and weighted again.
     for word in _words(question):
         rows = index.execute(_FOUND, (f'"{as_indexed(word)}"',)).fetchall()
         odds = (total - len(rows) + 0.5) / (len(rows) + 0.5)
@@ -153,10 +176,11 @@ def _ranked(
 
 
 def _words(question: str) -> list[str]:
-    """Runs of letters, digits, `_` and marks on them, such as the vowels of Hindi.
+    """Return the words of a question to search for, each once and without stopwords.
 
-    Of Chinese, Japanese and Korean, whose words are not told by spaces, every two neighbours; the
-    letter after an apostrophe, as in "what's", is no word.
+    A word is a run of letters, digits, `_` and marks on letters, such as the vowels of Hindi. Of
+    Chinese, Japanese and Korean, which put no spaces between words, every pair of neighbouring
+    characters is a word. The letter after an apostrophe, as in "what's", is not a word.
     """
     text = _CONTRACTED.sub(" ", folded(question).lower())
     kept = (each if each == "_" or unicodedata.category(each)[0] in "LNM" else " " for each in text)
@@ -170,7 +194,7 @@ _RUN = re.compile(f"[{WITHOUT_SPACES}]+|[^\\s{WITHOUT_SPACES}]+")
 
 
 def _words_of(run: str) -> Iterator[str]:
-    """The run, or every two neighbours of it where its script has no spaces."""
+    """Yield the run, or its pairs of neighbouring characters if its script has no spaces."""
     if not SINGLE.match(run):
         yield run
         return

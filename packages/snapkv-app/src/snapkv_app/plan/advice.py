@@ -1,4 +1,4 @@
-"""Estimate the memory of a prompt or a model, and the error messages when it does not fit."""
+"""Estimate the memory of a prompt or a model, and write the messages if it does not fit."""
 
 import bisect
 import contextlib
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from snapkv.errors import OutOfMemoryError, UnsupportedModelError
+from snapkv.errors import OutOfMemoryError, UnsupportedModelError, wrong
 from snapkv.hf import device_memory
 from snapkv.hf.placement import device_of
 from snapkv.ops import TokenCost
@@ -32,7 +32,7 @@ _SCALE_BYTES = 4
 
 _WIDTH = torch.bfloat16.itemsize
 _SHARE = 0.8
-"""Share of the memory that the weights of a suggested model may take; the rest is for prompts."""
+"""The fraction of the memory that the weights of a suggested model may take."""
 
 
 def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
@@ -51,7 +51,7 @@ def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
 
 
 def _room(footprint: Footprint) -> int:
-    """Bytes of the append buffers, allocated at the first generated token."""
+    """Return the bytes of the append buffers, allocated at the first generated token."""
     return footprint.token_bytes * ROOM_TOKENS
 
 
@@ -61,46 +61,52 @@ def _is_eager(model: Any) -> bool:
 
 
 def weights_advice(model: Any, device: torch.device, available_bytes: int | None) -> str:
-    """The error message if the weights do not fit; the model may be on the meta device."""
+    """Write the message for weights that do not fit; `model` may be on the meta device."""
     return (
-        f"model: expected its weights to fit in the memory of {device}, got out of memory; they "
-        f"take {format_bytes(weights_bytes(model))}{_free(available_bytes)}; choose a smaller "
-        "model, another device, or dtype bfloat16"
+        f"model: its weights do not fit in the memory of {device}: they take "
+        f"{format_bytes(weights_bytes(model))}{_free(available_bytes)}. Choose a smaller model, "
+        "another device, or dtype bfloat16."
     )
 
 
 def prompt_memory_explained(
     model: Any, prompt_tokens: int
 ) -> contextlib.AbstractContextManager[None]:
-    """A block in which out-of-memory errors are explained for a prompt of that length."""
+    """Explain out-of-memory errors within this block for a prompt of `prompt_tokens` tokens."""
     free = device_memory.free_bytes(device_of(model))
     advice = functools.partial(prompt_advice, model, prompt_tokens, free)
     return device_memory.out_of_memory_explained(advice)
 
 
 def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -> str:
-    """The error message if a prompt does not fit; `available_bytes`: free before it, or None."""
+    """Write the message for a prompt that does not fit.
+
+    Args:
+        model: the model.
+        prompt_tokens: the number of tokens of the prompt.
+        available_bytes: the memory that was free before the prompt was read; None if unknown.
+    """
 
     def estimate(footprint: Footprint) -> str:
         takes = functools.partial(prompt_bytes, model, footprint)
         full = footprint.cache_bytes(prompt_tokens, prompt_tokens)
         fits = _would_fit(takes, prompt_tokens, available_bytes, footprint.max_positions)
         return (
-            f"; reading them takes about {format_bytes(takes(prompt_tokens))} plus weights of "
-            f"{format_bytes(weights_bytes(model))} (and a full cache would hold "
+            f": reading them takes about {format_bytes(takes(prompt_tokens))} besides the weights "
+            f"of {format_bytes(weights_bytes(model))} (and a full cache would take "
             f"{format_bytes(full)}){_free(available_bytes)}{fits}"
         )
 
     return (
-        f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {device_of(model)}, "
-        f"got out of memory{_estimated(model, estimate)}; "
-        f"{'choose sdpa attention, ' if _is_eager(model) else ''}shorten the prompt, or choose "
-        f"{'dtype bfloat16 or ' if model.dtype.itemsize > 2 else ''}a smaller model"
+        f"prompt: {prompt_tokens:,} tokens do not fit in the memory of "
+        f"{device_of(model)}{_estimated(model, estimate)}. "
+        f"{'Choose sdpa attention, shorten' if _is_eager(model) else 'Shorten'} the prompt, or "
+        f"choose {'dtype bfloat16 or ' if model.dtype.itemsize > 2 else ''}a smaller model."
     )
 
 
 def _estimated(model: Any, estimate: Callable[[Footprint], str]) -> str:
-    """An estimate for the message; empty if the model does not run without its weights."""
+    """Return an estimate for the message; empty if the model's sizes are unknown."""
     try:
         return estimate(footprint_of_loaded(model))
     except UnsupportedModelError:
@@ -113,7 +119,7 @@ def _would_fit(
     available_bytes: int | None,
     most: int | None = None,
 ) -> str:
-    """How many tokens would fit, unless that contradicts the error or the model's positions."""
+    """Return how many tokens would fit; empty if that is unknown or contradicts the error."""
     if available_bytes is None:
         return ""
     fit = bisect.bisect_right(range(1, tokens + 1), available_bytes, key=takes)
@@ -125,9 +131,12 @@ def _free(available_bytes: int | None) -> str:
 
 
 def require_room(name: str, outline: Any, device: torch.device) -> None:
-    """Raise `OutOfMemoryError` if the weights are larger than the memory of the device.
+    """Raise if the weights are larger than the memory of the device.
 
-    Weights or devices of unknown size pass.
+    Weights and devices of unknown size pass.
+
+    Raises:
+        OutOfMemoryError: the weights are larger.
     """
     total = device_memory.total_bytes(device)
     needed = sum(stored_bytes(outline).values())
@@ -138,28 +147,34 @@ def require_room(name: str, outline: Any, device: torch.device) -> None:
     ):
         return
     dtype = str(outline.dtype).removeprefix("torch.")
-    raise OutOfMemoryError(
-        f"model: expected weights of at most {format_bytes(total)}, which is the memory of "
-        f"{device}, got {format_bytes(needed)} in {dtype} of {name}, nothing was loaded; "
-        f"{_what_fits(outline, needed, total)}choose a smaller model or another device"
+    raise wrong(
+        "model",
+        f"the weights of {name} take {format_bytes(needed)} in {dtype}, more than the memory of "
+        f"{device}, {format_bytes(total)}; nothing was loaded",
+        f"{_what_fits(outline, needed, total)}Choose a smaller model or another device",
+        OutOfMemoryError,
     )
 
 
 def _what_fits(outline: Any, needed: int, total: int) -> str:
-    """Suggest another dtype or the largest published model that fits in bfloat16; may be empty."""
+    """Suggest bfloat16 or the largest published model that fits in it; may be empty."""
     room = int(total * _SHARE)
     if needed * _WIDTH <= room * outline.dtype.itemsize:
-        return "with dtype bfloat16 it would fit; pass that, or "
+        return "With dtype bfloat16 they would fit. "
     fitting = [shape for shape in SHAPES.values() if shape.parameters * _WIDTH <= room]
     if not fitting:
         return ""
     largest = max(fitting, key=lambda shape: shape.parameters)
     takes = format_bytes(largest.parameters * _WIDTH)
-    return f"{largest.repository} would fit, with {takes} in bfloat16; "
+    return f"{largest.repository} would fit, with {takes} in bfloat16. "
 
 
 def footprint_of_loaded(model: Any) -> Footprint:
-    """Compute the footprint of a loaded model; errors as in `footprint_of`."""
+    """Compute the footprint of a loaded model.
+
+    Raises:
+        UnsupportedModelError: as for `footprint_of`.
+    """
     dtype = str(model.dtype).removeprefix("torch.")
     return footprint_of(model.config.to_dict(), dtype=dtype)
 
@@ -187,10 +202,10 @@ def weights_bytes(model: Any) -> int:
 
 
 def stored_bytes(model: Any) -> dict[str, int]:
-    """Bytes of every parameter by name, as the checkpoint stores it.
+    """Return the bytes of every parameter by name, as the checkpoint stores it.
 
-    mxfp4 quantizes the projections of experts, as in gpt-oss; fp8 also all linear layers except the
-    output projection, as in DeepSeek-V3.
+    mxfp4 quantizes the projections of experts, as in gpt-oss; fp8 also quantizes all linear layers
+    except the output projection, as in DeepSeek-V3.
     """
     found = _packing(model.config)
     method, block = found.get("quant_method"), found.get("weight_block_size")
@@ -212,7 +227,7 @@ def stored_bytes(model: Any) -> dict[str, int]:
 
 
 def _packing(config: Any) -> dict[str, Any]:
-    """The configuration's quantization settings as a dictionary; empty without any."""
+    """Return the configuration's quantization settings as a dictionary; empty without any."""
     found = getattr(config, "quantization_config", None) or {}
     if isinstance(found, dict):
         return found
@@ -221,7 +236,7 @@ def _packing(config: Any) -> dict[str, Any]:
 
 
 def _scales(shape: Sequence[int], block: Sequence[int] | None) -> int:
-    """How many scales a weight of that shape has: one per block, or one per matrix."""
+    """Return the number of scales of a weight: one per block, or one per matrix."""
     *matrices, rows, columns = shape
     height, width = block or (rows, columns)
     return math.prod(matrices) * math.ceil(rows / height) * math.ceil(columns / width)

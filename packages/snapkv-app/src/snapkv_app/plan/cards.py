@@ -1,8 +1,8 @@
-"""Memory of well-known accelerator cards, by the names that people call them."""
+"""The memory of well-known accelerator cards, by the names in everyday use."""
 
 import re
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import wrong
 
 CARDS: dict[str, tuple[int, ...]] = {
     "H100": (80, 94), "H200": (141,), "H20": (96,), "H800": (80,), "GH200": (96, 144),
@@ -16,25 +16,25 @@ CARDS: dict[str, tuple[int, ...]] = {
     "MI210": (64,), "MI250": (128,), "MI250X": (128,), "MI300A": (128,), "MI300X": (192,),
     "MI325X": (256,), "MI355X": (288,),
 }  # fmt: skip
-"""The memories that each card is sold with, in GB of 10^9 bytes. Drivers report no less."""
+"""The memory sizes in which each card is sold, in GB of 10^9 bytes; drivers report no less."""
 
 _USUAL = {"H100": 80}
-"""The memory that is meant by a name that is said of several."""
+"""The usual memory of a card that is sold with several."""
 
 _ADDED = r"nvidia|geforce|rtx|tesla|amd|instinct|radeon|sxm\d?|pcie|nvl|hbm\d?e?|[\s_-]"
-"""What people write around the name of a card."""
+"""The words that people add to the name of a card."""
 
 
 def card_bytes(name: str) -> int | None:
     """Return the bytes of memory of a card, such as "H100", "A100-80GB" or "RTX 4090".
 
-    Upper and lower case, the maker and the kind of slot make no difference.
+    Case, the maker and the kind of slot make no difference.
 
     Returns:
         The bytes; None if no such card is known.
 
     Raises:
-        InvalidArgumentError: the card is sold with several memories, or with another one.
+        InvalidArgumentError: the card is sold with several memories and `name` has none of them.
     """
     known = {_plain(card): card for card in sorted(CARDS, key=len, reverse=True)}  # L40S before L4
     found = re.fullmatch(rf"({'|'.join(known)})(?:(\d+)g(?:i?b)?)?", _plain(name))
@@ -47,7 +47,11 @@ def card_bytes(name: str) -> int | None:
         (size,) = sizes
     if size not in sizes:
         named = " or ".join(f"{card}-{each}GB" for each in sizes)
-        raise InvalidArgumentError(f"gpu_memory: expected {named}, got {name!r}; pass one of them")
+        raise wrong(
+            "gpu_memory",
+            f"expected {named}, got {name!r}",
+            "Pass one of them",
+        )
     return size * 10**9
 
 

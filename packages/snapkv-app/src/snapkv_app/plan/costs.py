@@ -1,11 +1,11 @@
-"""The bytes that one request's prompt and cache take, full or compressed."""
+"""The bytes of a request's prompt and cache, full or compressed."""
 
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from snapkv.errors import BudgetTooSmallError, InvalidArgumentError
+from snapkv.errors import BudgetTooSmallError, wrong
 from snapkv.parameters import WithParameters
 from snapkv.storage.bits import KVCodes
 from snapkv.token_cost import TokenCost, share_of
@@ -21,23 +21,26 @@ from snapkv.validation import (
 from snapkv_app.plan.footprint import Footprint, FullLayer
 
 PIECE_TOKENS = 4096
-"""Tokens per piece when a prompt is read in pieces."""
+"""The number of tokens per piece when a prompt is read in pieces."""
 
 ROOM_TOKENS = 64
-"""Tokens that an append buffer has room for beyond the one that made it grow, see
-`snapkv.storage.tail`."""
+"""The spare tokens of an append buffer that has just grown, see `snapkv.storage.tail`."""
 
 _MOST_TOKENS = 2**27
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(metaclass=WithParameters):
-    """The request to plan: a batch of prompts of one length, and their answers.
+    """The request to plan: a batch of prompts of equal length, and their answers.
 
     Attributes:
         budget: tokens kept per layer and head, or bytes such as "12%" or "64MiB"; 1024 without a
             `keep_ratio`, which is a share of the tokens before the window.
         bits: of keys and values, such as "int4" or "K8V4"; None for unquantized.
+
+    Raises:
+        InvalidArgumentError: a value is out of range or contradicts another.
+        InvalidTypeError: a value has the wrong type.
     """
 
     context_tokens: int
@@ -60,55 +63,63 @@ class Request(metaclass=WithParameters):
         elif self.budget is None:
             object.__setattr__(self, "budget", DEFAULT_BUDGET)
         if self.budget == AUTO or isinstance(self.budget, dict):
-            raise InvalidArgumentError(
-                "budget: expected tokens or bytes, since a plan knows no votes of a prompt, got "
-                f"{self.budget!r}; pass for instance 1024 or 12%"
+            raise wrong(
+                "budget",
+                f"expected tokens or bytes, got {self.budget!r}, which depends on a prompt's votes",
+                "Pass, for instance, 1024 or 12%",
             )
         if self.budget is not None and self.budget_bytes is None:
             require_budget(self.budget, None, self.window_size)
         if self.bits is not None:
-            object.__setattr__(self, "bits", KVCodes.of(self.bits))  # type: ignore[arg-type] # refuses other words
+            object.__setattr__(self, "bits", KVCodes.of(self.bits))  # type: ignore[arg-type] # raises for other words
         if self.memory_bytes is not None and self.memory_bytes <= self.reserve_bytes:
-            raise InvalidArgumentError(
-                f"gpu_memory: expected more than the reserve of {self.reserve_bytes:,} bytes, got "
-                f"{self.memory_bytes:,}; pass more, or a smaller reserve"
+            raise wrong(
+                "gpu_memory",
+                f"expected more than the reserve of {self.reserve_bytes:,} bytes, got "
+                f"{self.memory_bytes:,}",
+                "Pass more, or a smaller reserve",
             )
         if self.bandwidth_bytes is not None and not self.bandwidth_bytes > 0:
-            raise InvalidArgumentError(
-                f"bandwidth: expected more than 0 bytes a second, got {self.bandwidth_bytes}; pass "
-                "for instance 2TB, or leave it out"
+            raise wrong(
+                "bandwidth",
+                f"expected more than 0 bytes a second, got {self.bandwidth_bytes}",
+                "Pass, for instance, 2TB, or leave it out",
             )
 
     @property
     def codes(self) -> KVCodes | None:
-        """The parsed bits."""
+        """The codes of keys and values; None for unquantized."""
         assert not isinstance(self.bits, str)
         return self.bits
 
     @property
     def budget_bytes(self) -> dict[str, float | int] | None:
-        """The share or the bytes of the budget, see `byte_budget`; None for tokens."""
+        """The budget as a share or a number of bytes, see `byte_budget`; None for tokens."""
         return byte_budget(self.budget) if isinstance(self.budget, str) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The bytes of a request to a model; `compressed` chooses between the two kinds of cache."""
+    """The bytes of a request to a model; `compressed` selects the compressed or the full cache."""
 
     footprint: Footprint
     request: Request
 
     @cached_property
     def layer_costs(self) -> list[TokenCost]:
-        """What a token costs in each compressed layer."""
+        """The bytes of a token in each compressed layer."""
         model, bits = self.footprint, self.request.codes
         return [token_cost(layer, bits) for layer in model.full_layers]
 
     def kept(self, prompt_tokens: int, *, at_least: bool = True) -> list[int]:
-        """Count the tokens that each compressed layer keeps of a prompt.
+        """Return how many tokens each compressed layer keeps of a prompt.
+
+        Args:
+            prompt_tokens: the length of the prompt.
+            at_least: whether a layer keeps the window if the budget is too small for it.
 
         Raises:
-            BudgetTooSmallError: too few bytes for the window, unless `at_least`.
+            BudgetTooSmallError: the budget is too small for the window, and `at_least` is False.
         """
         asked, layers = self.request, len(self.footprint.full_layers)
         window, given = min(asked.window_size, prompt_tokens), asked.budget_bytes
@@ -131,7 +142,7 @@ class Costs:
         return found
 
     def cache(self, tokens: int, new_tokens: int, compressed: bool) -> int:
-        """Bytes of one request's cache after its prompt and some tokens of the answer."""
+        """Return the bytes of one request's cache after its prompt and `new_tokens` more tokens."""
         model, seen = self.footprint, tokens + new_tokens
         if not compressed:
             return model.cache_bytes(seen, seen)
@@ -140,10 +151,10 @@ class Costs:
         return held + model.other_bytes(seen)
 
     def answering(self, tokens: int, compressed: bool) -> int:
-        """Memory of one request's cache when its answer is complete.
+        """Return the bytes of one request's cache when its answer is complete.
 
-        It includes append buffers, and in sliding layers the token that has just left the window.
-        With codes it is an upper limit.
+        They include append buffers, and in sliding layers the token that has just left the window.
+        With codes they are an upper limit.
         """
         model, new = self.footprint, self.request.new_tokens
         held = model.other_bytes(tokens + new, behind=1)
@@ -156,11 +167,12 @@ class Costs:
         return held
 
     def prefill_peak(self, tokens: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Peak bytes of one request's prefill, weights excluded.
+        """Return the peak bytes of one request's prefill, without the weights.
 
-        A compressed cache holds all keys and values of one layer at a time. In transformers' cache,
-        sliding layers hold a whole pass until the next one. In pieces, that cache copies a layer to
-        append to it; a compressed one holds all hidden states and reads sliding layers at once.
+        A compressed cache stores all keys and values of one layer at a time. In transformers'
+        cache, sliding layers store all tokens of a pass until the next one. When it reads in
+        pieces, that cache copies a layer to append to it, while a compressed one stores all hidden
+        states and reads sliding layers in one pass.
         """
         model = self.footprint
         piece = min(tokens, PIECE_TOKENS) if in_pieces else tokens
@@ -177,23 +189,23 @@ class Costs:
         return cache + layer + hidden + activations
 
     def total(self, tokens: int, batch: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Peak bytes of a request, weights included."""
+        """Return the peak bytes of a batch of requests, including the weights."""
         reading = self.prefill_peak(tokens, compressed, in_pieces=in_pieces)
         answering = self.answering(tokens, compressed)
         return self.footprint.weights_bytes + batch * max(reading, answering)
 
     def least_total(self, tokens: int, batch: int, compressed: bool) -> int:
-        """Peak bytes of a request whose prompt is read in the way that takes less memory."""
+        """Return the peak bytes of a batch that is read in the way that takes less memory."""
         ways = (False, True)
         return min(self.total(tokens, batch, compressed, in_pieces=way) for way in ways)
 
     def step(self, tokens: int, batch: int, compressed: bool) -> int:
-        """Bytes that the decoding step of the last token of every answer reads."""
+        """Return the bytes that the decode step for the last token of every answer reads."""
         model, new = self.footprint, self.request.new_tokens
         return model.read_bytes(batch) + batch * self.cache(tokens, new, compressed)
 
     def longest(self, room: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Tokens of the longest prompt that fits in the memory and the model's positions."""
+        """Return the length of the longest prompt that fits the memory and the positions."""
         positions, batch = self.footprint.max_positions, self.request.batch
         most = _MOST_TOKENS if positions is None else positions - self.request.new_tokens
         return bisect.bisect_right(
@@ -203,7 +215,7 @@ class Costs:
         )
 
     def _parts(self, kept: Sequence[int], new_tokens: int) -> Iterator[tuple[FullLayer, int, int]]:
-        """For each layer: bytes of its codes, and tokens besides them, unquantized.
+        """Yield each layer, the bytes of its codes, and the number of its unquantized tokens.
 
         Generated tokens are quantized in whole blocks.
         """
@@ -217,13 +229,13 @@ class Costs:
 
 
 def token_cost(layer: FullLayer, bits: KVCodes | None) -> TokenCost:
-    """Return what a token costs in a layer; codes assume states in the range of 16-bit scales."""
+    """Return the bytes of a token in a layer; scales of codes are assumed to fit in 16 bits."""
     cost = TokenCost(full_bytes=layer.token_bytes, block_bytes=layer.token_bytes)
     if bits is None:
         return cost
     group = bits.group_size
-    # Each channel of a block's keys has a scale and a least number of 16 bits; of its values each
-    # token has them for every group of channels, the last of which is filled up.
+    # Each channel of a block's keys has a scale and a minimum of 16 bits each. Of its values, each
+    # token has them for every group of channels, and the last group is padded.
     keys = layer.key_width * (group * bits.keys // 8 + 4)
     width = min(group, layer.value_width)
     groups = group * -(-layer.value_width // width)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import UnsupportedModelError, wrong
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -68,12 +68,12 @@ _WINDOW = "sliding_window"
 
 
 class MissingSettingError(UnsupportedModelError):
-    """A `config.json` leaves out a setting, for which transformers has a default."""
+    """A `config.json` lacks a setting for which transformers has a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingLayer:
-    """A sliding layer: it stores the last tokens only, compressed or not."""
+    """A sliding-window layer, which stores the last tokens only, compressed or not."""
 
     token_bytes: int
     most_tokens: int  # tokens stored between passes
@@ -91,7 +91,7 @@ class FullLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes and floating-point operations of a model, for any prompt."""
+    """The bytes and floating-point operations of a model, for any prompt."""
 
     weights_bytes: int  # as in the checkpoint; shared weights count once
     embedding_bytes: int  # a step reads one row of it; 0 if shared with the output projection
@@ -113,37 +113,37 @@ class Footprint:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a stored token, sum over the full-attention layers."""
+        """The bytes of a stored token, summed over the full-attention layers."""
         return sum(layer.token_bytes for layer in self.full_layers)
 
     @property
     def layer_token_bytes(self) -> int:
-        """Bytes of one token in the largest layer."""
+        """The bytes of one token in the largest layer."""
         layers: list[FullLayer | SlidingLayer] = [*self.full_layers, *self.sliding_layers]
         return max((layer.token_bytes for layer in layers), default=0)
 
     @property
     def layers(self) -> int:
-        """All layers, also those that have a state only."""
+        """The number of all layers, including those that have only a state."""
         return len(self.full_layers) + len(self.sliding_layers) + self.other_layers
 
     def cache_bytes(self, stored_tokens: int, seen_tokens: int) -> int:
-        """Bytes of one request's cache with that many tokens stored in full-attention layers."""
+        """Return the bytes of one request's cache with `stored_tokens` in full-attention layers."""
         return self.token_bytes * stored_tokens + self.other_bytes(seen_tokens)
 
     def other_bytes(self, seen_tokens: int, behind: int = 0) -> int:
-        """Bytes of one request's uncompressed layers; arguments as in `sliding_bytes`."""
+        """Return the bytes of one request's uncompressed layers; see `sliding_bytes`."""
         return self.sliding_bytes(seen_tokens, behind) + self.state_bytes
 
     def sliding_bytes(self, seen_tokens: int, behind: int = 0) -> int:
-        """Bytes of the sliding layers, with that many tokens beyond the window."""
+        """Return the bytes of the sliding layers with `behind` tokens beyond the window."""
         return sum(
             layer.token_bytes * min(layer.most_tokens + behind, seen_tokens)
             for layer in self.sliding_layers
         )
 
     def read_bytes(self, batch: int) -> int:
-        """Bytes of weights that a step reads; of experts, those that a batch likely visits."""
+        """Return the bytes of weights that a step reads, of experts only those likely used."""
         read = self.weights_bytes - self.embedding_bytes
         if not self.experts:
             return read
@@ -151,7 +151,7 @@ class Footprint:
         return read - int(self.expert_bytes * unvisited)
 
     def prompt_flops(self, tokens: int) -> int:
-        """Operations of a prefill; attention is causal, so half of all pairs count."""
+        """Return the operations of a prefill; causal attention computes half of all pairs."""
         return self.token_flops * tokens + self.pair_flops * tokens**2 // 2
 
 
@@ -224,27 +224,41 @@ def footprint_of(
 
 
 def is_counted(quantization: str | None) -> bool:
-    """Whether the size of such weights is known; other ones count in the model's dtype."""
+    """Return whether the size of such weights is known; others count in the model's dtype."""
     return quantization is None or quantization in PACKED_BYTES
 
 
 class _Text(dict[str, Any]):
-    """The settings of a language model by name, where a missing one is refused."""
+    """The settings of a language model by name.
+
+    Raises:
+        MissingSettingError: a setting that is looked up is missing.
+    """
 
     def __missing__(self, name: str) -> Any:
-        raise MissingSettingError(
-            f"model: expected a config.json with {name}, which a plan for the family "
-            f"{self.get('model_type')} needs, got none; add it"
+        raise wrong(
+            "model",
+            f"its config.json has no {name}, which a plan for the family "
+            f"{self.get('model_type')} needs",
+            "Add that setting",
+            MissingSettingError,
         )
 
 
 def _language_model(config: Mapping[str, Any]) -> _Text:
-    """Take the settings of the language model out of a `config.json`."""
+    """Return the settings of the language model in a `config.json`.
+
+    Raises:
+        UnsupportedModelError: its family is not in `FAMILIES`.
+    """
     text = _Text(config.get("text_config") or config)
     if (family := text.get("model_type")) not in FAMILIES:
-        raise UnsupportedModelError(
-            f"model: expected a family whose sizes plans know: {', '.join(sorted(FAMILIES))}; got "
-            f"{family!r}; load the model, and look at cache.report() after a prompt"
+        raise wrong(
+            "model",
+            f"the sizes of the family {family!r} are not known; known families are "
+            f"{', '.join(sorted(FAMILIES))}",
+            "Load the model, and look at cache.report() after a prompt",
+            UnsupportedModelError,
         )
     return text
 
@@ -253,21 +267,30 @@ def _dtype(config: Mapping[str, Any], text: _Text) -> str:
     found = (each.get(name) for each in (text, config) for name in ("dtype", "torch_dtype"))
     dtype = str(next(filter(None, found), "float32")).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
-        raise UnsupportedModelError(
-            f"model: expected a config.json whose dtype is one of {', '.join(ITEM_BYTES)}, got "
-            f"{dtype!r}; pass a dtype"
+        raise wrong(
+            "model",
+            f"expected one of the dtypes {', '.join(ITEM_BYTES)} in its config.json, got {dtype!r}",
+            "Pass a dtype",
+            UnsupportedModelError,
         )
     return dtype
 
 
 def _kinds(text: _Text) -> list[str]:
-    """Return the kind of each layer's attention, one of `_KINDS`."""
+    """Return the kind of each layer's attention, one of `_KINDS`.
+
+    Raises:
+        UnsupportedModelError: a layer has another kind.
+    """
     given = text.get("layer_types") or [_kind(text, at) for at in range(text["num_hidden_layers"])]
     kinds = [kind.replace("chunked", "sliding") for kind in given]
     if unknown := set(kinds) - set(_KINDS):
-        raise UnsupportedModelError(
-            f"model: expected layers of full, sliding, chunked or linear attention, got "
-            f"{', '.join(sorted(unknown))}; load it, and look at cache.report() after a prompt"
+        raise wrong(
+            "model",
+            "expected layers of full, sliding, chunked or linear attention, got "
+            f"{', '.join(sorted(unknown))}",
+            "Load it, and look at cache.report() after a prompt",
+            UnsupportedModelError,
         )
     return kinds
 
@@ -287,13 +310,15 @@ def _kind(text: _Text, layer: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Attention:
-    """Sizes of one attention, full or sliding.
+    """The sizes of one attention layer, full or sliding.
 
     Attributes:
-        heads: whose keys and values are stored, of `key_width` and `value_width`.
-        states: numbers of one token in queries and attention output.
-        activations: numbers of one token at the widest point.
-        numbers: in its matrices.
+        heads: the number of heads whose keys and values are stored.
+        key_width: the numbers of one key.
+        value_width: the numbers of one value.
+        states: the numbers of one token in queries and attention output.
+        activations: the numbers of one token at the widest point.
+        numbers: the numbers in its matrices.
     """
 
     heads: int
@@ -335,7 +360,7 @@ def _attention(text: _Text) -> _Attention:
 def _linear(text: _Text, size: int) -> tuple[int, int]:
     """Return the bytes of a linear layer's state, and the numbers in its matrices.
 
-    The state is in float32, that of its convolution in the model's dtype.
+    The state is in float32, and that of its convolution in the model's dtype.
     """
     hidden = text["hidden_size"]
     if text["model_type"] == "kimi_linear":  # the two gates are of low rank
@@ -353,14 +378,14 @@ def _linear(text: _Text, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _MLP:
-    """Sizes of the MLPs of a model.
+    """The sizes of the MLPs of a model.
 
     Attributes:
-        experts: of a layer; 0 without experts.
-        chosen: experts that a token visits.
-        width: the inner width, or that of all visited experts together.
-        numbers: in the matrices of all layers.
-        expert_numbers: in those of the experts, which is a part of `numbers`.
+        experts: the number of experts per layer; 0 without experts.
+        chosen: the number of experts that a token uses.
+        width: the inner width, or the sum over all experts that a token uses.
+        numbers: the numbers in the matrices of all layers.
+        expert_numbers: the part of `numbers` that belongs to experts.
     """
 
     experts: int

@@ -17,21 +17,22 @@ LAYER_MS = 0.17
 8B model in bfloat16 on an H100 80GB HBM3 (docs/results/gpu.jsonl), 5.1 of them bytes."""
 
 GPU_BANDWIDTH_BYTES = 3e12
-"""Bytes per second of the same card, for gains on a GPU where no bandwidth is given."""
+"""The bytes per second of the same card, for estimates without a given bandwidth."""
 
 _FELT = 1.5
-"""The speed-up from which on a reader of an answer notices."""
+"""The smallest speed-up that a reader of an answer notices."""
 
 _WORTH_SAYING = 1.1
-"""A smaller speed-up does not count as help."""
+"""The smallest speed-up that counts as help."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheNeeds:
-    """The needs of a kind of cache; fields about what fits are None without a memory size.
+    """What a request needs with one kind of cache.
 
-    "In pieces" means `snapkv.prefill` for the compressed cache, ``prefill_chunk_size`` for the full
-    one. The model's positions are not considered.
+    The fields about what fits are None without a memory size. "In pieces" means `snapkv.prefill`
+    for the compressed cache, and ``prefill_chunk_size`` for the full one. The model's positions are
+    not considered.
     """
 
     cache_bytes: int  # of the batch, after the prompts
@@ -50,16 +51,18 @@ class CacheNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The figures of a request to a named model, made by `plan`.
+    """The figures of a request to a model, computed by `plan`.
 
     Attributes:
-        kept_tokens: of a prompt, mean over the compressed layers; 0 without such layers.
-        full: what transformers' own cache needs.
-        compressed: what the compressed cache needs.
-        decode_speedup: upper limit of the decoding speed-up, from the bytes that a step reads.
-        prefill_share: estimated share of the prefill in the time of a request with the full cache.
-        request_speedup: estimated upper limit of the speed-up of a whole request.
-        verdict: sentences, of which the first one answers "will it help?".
+        kept_tokens: the tokens kept of a prompt, mean over the compressed layers; 0 without such
+            layers.
+        full: the needs of transformers' own cache.
+        compressed: the needs of the compressed cache.
+        decode_speedup: the upper limit of the decoding speed-up, from the bytes that a step reads.
+        prefill_share: the estimated share of the prefill in the time of a request with the full
+            cache.
+        request_speedup: the estimated upper limit of the speed-up of a whole request.
+        verdict: sentences; the first one answers whether compression will help.
     """
 
     model: str
@@ -79,11 +82,11 @@ def plan(model: str, footprint: Footprint, request: Request) -> Plan:
 
     Args:
         model: the name that the plan shows.
-        footprint: of the model, see `snapkv_app.footprints.find_footprint`.
+        footprint: the sizes of the model, see `snapkv_app.footprints.find_footprint`.
         request: the prompts, the answers, the budget and the device.
 
     Raises:
-        BudgetTooSmallError: a budget of bytes is too small for this prompt.
+        BudgetTooSmallError: a budget in bytes is too small for this prompt.
     """
     costs = Costs(footprint=footprint, request=request)
     kept = costs.kept(request.context_tokens, at_least=False)
@@ -107,14 +110,14 @@ def plan(model: str, footprint: Footprint, request: Request) -> Plan:
 
 
 def gpu_step_ms(costs: Costs, batch: int, *, compressed: bool) -> float:
-    """Estimate the time of the last decoding step of a batch on a GPU, as one graph."""
+    """Estimate the time of a batch's last decode step on a GPU, captured as one graph."""
     read = costs.step(costs.request.context_tokens, batch, compressed)
     bandwidth = costs.request.bandwidth_bytes or GPU_BANDWIDTH_BYTES
     return LAYER_MS * costs.footprint.layers + 1000 * read / bandwidth
 
 
 def batch_of_speedup(costs: Costs, speedup: float) -> int | None:
-    """Return the first batch that a GPU decodes faster by that factor; None beyond 1,024."""
+    """Return the smallest batch that is decoded `speedup` times as fast; None above 1,024."""
     for batch in range(1, 1025):
         full, compressed = (gpu_step_ms(costs, batch, compressed=each) for each in (False, True))
         if full >= speedup * compressed:
@@ -137,7 +140,7 @@ def _needs(costs: Costs, compressed: bool) -> CacheNeeds:
 
 
 def _fitting(costs: Costs, compressed: bool) -> dict[str, Any]:
-    """What fits in the memory; empty without a memory size."""
+    """Return what fits in the memory; empty without a memory size."""
     asked, weights = costs.request, costs.footprint.weights_bytes
     if asked.memory_bytes is None:
         return {}

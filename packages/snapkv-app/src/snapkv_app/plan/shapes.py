@@ -1,7 +1,7 @@
-"""Published models by name, for plans and benchmarks, from their `config.json`.
+"""The published sizes of models by name, for plans and benchmarks.
 
-`shapes.toml` repeats them, positions included; `tests/plan/test_shapes.py` builds each model from
-its configuration and compares.
+`shapes.toml` repeats the models' `config.json`, including positions; `tests/plan/test_shapes.py`
+builds each model from its configuration and compares.
 """
 
 import tomllib
@@ -15,7 +15,7 @@ from snapkv_app.plan.footprint import Footprint, footprint_of
 
 @dataclass(frozen=True)
 class Shape:
-    """The published shape of a model."""
+    """The published sizes of a model."""
 
     repository: str
     family: str
@@ -23,7 +23,7 @@ class Shape:
     config: dict[str, Any]
 
     def footprint(self, dtype: str | None = None) -> Footprint:
-        """Compute the shape's footprint, in bfloat16 unless another dtype is named."""
+        """Compute the footprint of the model, in bfloat16 unless `dtype` is another one."""
         config = {"dtype": "bfloat16", "model_type": self.family, **self.config}
         return footprint_of(config, dtype=dtype, parameters=self.parameters)
 
@@ -42,16 +42,17 @@ SHAPES: dict[str, Shape] = dict(_published())
 
 
 def shape_of(name: str) -> str | None:
-    """The shape of a name or repository, ignoring case; None if unknown."""
+    """Return the shape with that name or repository, ignoring case; None if it is unknown."""
     known = {shape: shape for shape in SHAPES}
     known |= {of.repository.lower(): shape for shape, of in SHAPES.items()}
     return known.get(name.lower())
 
 
 def described(shape: str) -> dict[str, Any]:
-    """Sizes of a shape's cache and weights; `kv_bytes_per_token` in 16 bits, for long prompts.
+    """Describe the sizes of a shape's cache and weights.
 
-    Latent attention stores one latent of `head_dim` numbers for all heads.
+    `kv_bytes_per_token` is for 16 bits and long prompts. For latent attention, `head_dim` is the
+    size of the one latent that is stored for all heads.
     """
     published = SHAPES[shape]
     model = published.footprint()
