@@ -38,7 +38,7 @@ ALL_QUERIES = sys.maxsize
 
 @dataclass(frozen=True)
 class Policy(metaclass=WithParameters):
-    """Decides which tokens of the prompt a layer keeps.
+    """The base class of all methods that decide which tokens of the prompt a layer keeps.
 
     Attributes:
         per_head_budget: whether heads of a row may keep different numbers of tokens.
@@ -93,7 +93,7 @@ class Policy(metaclass=WithParameters):
 
     @property
     def per_query_head(self) -> bool:
-        """Whether each query head can keep its own positions, even if it shares a KV head."""
+        """Whether the query heads that share a KV head can each keep their own positions."""
         return False
 
     @abstractmethod

@@ -100,7 +100,7 @@ class FastGen(EvictingPolicy):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The names of what the method needs: token ids, and the tokenizer if no ids were given."""
+        """What the method needs: the token ids, and a tokenizer unless all ids were passed."""
         known = self.special_ids is not None and self.punctuation_ids is not None
         return frozenset({"token_ids"} if known else {"token_ids", "tokenizer"})
 

@@ -143,8 +143,12 @@ class SnapKV(PrefixPolicy):
 
         Unlike in `score`, votes below the mean of their head are not raised.
 
+        Returns:
+            (B, H, P) float32: infinity for positions that must be kept, minus infinity for padding.
+
         Raises:
-            InvalidArgumentError: the votes are NaN.
+            InvalidArgumentError: the votes are NaN, which is only checked if `window_reduce` is
+                "mean".
         """
         if self.window_reduce == "mean":
             return super().compute_shares(prefix)

@@ -22,12 +22,12 @@ DeferredChecks = list[DeferredCheck]
 
 
 def run_checks(checks: Sequence[DeferredCheck]) -> None:
-    """Run all checks that had to wait for the GPU.
+    """Run all checks whose numbers are still on the device.
 
-    The numbers of all checks are copied to the host at once.
+    The numbers of all checks are copied to the host at once, which waits for a GPU.
 
     Args:
-        checks: the checks, whose functions raise whatever their authors chose if a number is wrong.
+        checks: the checks. Each one raises an error of its own if its numbers are wrong.
     """
     if not checks:
         return

@@ -55,7 +55,7 @@ class StreamingLLM(SplitBudget):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The names of what the method needs: the rotation, if it moves attention sinks."""
+        """What the method needs: the rotation, if there are attention sinks to move."""
         return frozenset({"rotation"} if self._moved_tokens else ())
 
     @property

@@ -244,7 +244,8 @@ class OffloadedTokens:
 
         Args:
             tokens: how many of the first tokens are offloaded afterwards, at least.
-            whole: a dense store of every token that the layer has seen.
+            whole: a dense store of every token that the layer has seen; not read if no token is
+                missing.
 
         Raises:
             OutOfMemoryError: there is no room.

@@ -111,7 +111,11 @@ def tiles(inputs: TailInputs, most: int = 64) -> dict[str, int]:
 
     Args:
         inputs: the arguments of the attention call.
-        most: the most keys for heads of up to 128 channels; half of it for wider ones.
+        most: the most queries or keys for heads of up to 128 channels; half of it for wider ones.
+            For float32 it is always 16.
+
+    Returns:
+        The constants of the kernel: TILE, the rows of queries, and KEYS.
     """
     (_, Hq, Q, D), H = inputs.queries.shape, inputs.tail_keys.shape[1]
     if max(D, inputs.tail_values.shape[3]) > 128:
