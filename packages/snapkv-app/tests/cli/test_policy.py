@@ -202,7 +202,7 @@ def test_policies_lists_every_method_and_parameter(snapkv):
     assert "    kernel_size=7  (int or pair of int or None)" in done.out
     assert "    pooling=max  (max, avg, fading)" in done.out
     default, _, others = done.out.partition("\nsnapkv: ")
-    assert default.startswith("default: One budget for all layers, spent by the largest fading")
+    assert default.startswith("default: Return the default method, which shares one budget")
     assert "\n    budget=auto  (int or auto or bytes or None)\n" in default
     assert "\n    budget=1024  (int or auto or bytes or None)\n" in others
     listed = json.loads(snapkv("policies", "--json").out)

@@ -11,7 +11,10 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 
 def is_faster_in_parts(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return whether `attend_in_parts` can run here and is faster: on Hopper, without gradients."""
+    """Return whether `attend_in_parts` can be used for these tensors and is faster.
+
+    It is faster on GPUs of the Hopper generation or later, and it computes no gradients.
+    """
     if not queries.is_cuda or torch.cuda.get_device_capability(queries.device) < (9, 0):
         return False
     if torch.is_grad_enabled() and any(each.requires_grad for each in (queries, keys, values)):
@@ -22,7 +25,7 @@ def is_faster_in_parts(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
-    """Let the last Q of S tokens attend causally, each up to itself.
+    """Compute the causal attention of the last tokens to all tokens.
 
     Args:
         queries: (B, Hq, Q, D), Q < S.
@@ -43,10 +46,10 @@ def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
 def _cudnn(
     queries: Tensor, keys: Tensor, values: Tensor, is_causal: bool, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Run cuDNN's attention.
+    """Compute attention with cuDNN.
 
     Returns:
-        (B, Hq, Q, Dv), and its log-sum-exp of B * Hq * Q numbers.
+        (B, Hq, Q, Dv), and the logarithm of the softmax's denominator as B * Hq * Q numbers.
     """
     attended = torch.ops.aten._scaled_dot_product_cudnn_attention(
         queries, keys, values, None, True, 0.0, is_causal, scale=scaling

@@ -35,11 +35,12 @@ def implementation(
     kernels: str,
     obstacle: Callable[[], str | None],
 ) -> Callable[..., _Result]:
-    """Return the implementation named `impl`; for "auto" the kernel, or `fitting` if it cannot run.
+    """Return the function that implements an operation.
 
     Args:
         operation: name of the operation, which is also the kernel's name in its module.
-        impl: "auto", "triton" or a key of `in_torch`.
+        impl: "auto", "triton" or a key of `in_torch`. "auto" takes the kernel if it can run, else
+            `fitting`, and logs the choice once.
         states: a tensor of the call, whose device decides for "auto".
         in_torch: the implementations in torch by name.
         fitting: the key of `in_torch` for "auto" if the kernel cannot run.
@@ -65,7 +66,7 @@ def implementation(
 
 
 def triton_obstacle(states: Tensor) -> str | None:
-    """Return why a kernel cannot run on these keys, values or queries, or None."""
+    """Return the reason why a kernel cannot be used with these tensors, or None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "without the package triton"
     if not states.is_cuda and not INTERPRETED:
@@ -86,5 +87,5 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def say_once(operation: str, impl: str, device: str) -> None:
-    """Log which implementation "auto" has chosen, the first time only."""
+    """Log which implementation has been chosen, but only once for each device."""
     _log.info("%s on %s: impl='auto' chose %r", operation, device, impl)

@@ -7,5 +7,13 @@ from torch import Tensor
 
 
 def on_device(numbers: Any, device: torch.device) -> Tensor:
-    """Return nested lists of integers as an int64 tensor; `torch.tensor` would wait for a GPU."""
+    """Copy integers to the device without waiting for a GPU.
+
+    Args:
+        numbers: an integer, or lists of integers, which may be nested.
+        device: where the result is made.
+
+    Returns:
+        An int64 tensor.
+    """
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

@@ -19,12 +19,12 @@ def redundancy(
     pad_tokens: Tensor | None = None,
     most_cosines: int = MOST_COSINES,
 ) -> Tensor:
-    """Return how similar the other keys of a head are to each key, as shares that add up to 1.
+    """Compute how similar each key is to the other keys of its head.
 
     The cosines of a key to all others of its head are averaged, and the averages of all keys go
-    through a softmax. Of the keys that are similar to another one, the newest are exempt: their
-    cosines to it count as 0. So of keys that repeat each other the newest is the least redundant.
-    Computed in blocks of rows, so that no (S, S) matrix is ever held.
+    through a softmax, so that they add up to 1. Of the keys that are similar to another one, the
+    newest are exempt: their cosines to it count as 0. So of keys that repeat each other the newest
+    is the least redundant. Computed in blocks of rows, so that no (S, S) matrix is ever held.
 
     Args:
         keys: (B, H, S, D).

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def scoring(states: Tensor) -> Iterator[None]:
-    """Turn gradients off within this block, and autocast, so that float32 stays float32."""
+    """Turn off gradients and autocast within this block, so that float32 stays float32."""
     device = states.device.type
     with contextlib.ExitStack() as within:
         within.enter_context(torch.no_grad())
@@ -21,7 +21,7 @@ def scoring(states: Tensor) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
-    """What a model's attention does to its scores before and in the softmax.
+    """The options of a model that determine how attention scores are computed.
 
     Attributes:
         scaling: factor on the products, usually ``D ** -0.5``.
@@ -34,14 +34,17 @@ class ScoreOptions:
     sink_logits: Tensor | None = None
 
     def scores(self, products: Tensor) -> Tensor:
-        """Return the scores of products of queries and keys; changes `products` in place."""
+        """Convert the products of queries and keys into attention scores.
+
+        Changes `products` in place.
+        """
         scores = products.mul_(self.scaling)
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
 @dataclass(frozen=True)
 class AttentionStates:
-    """Queries and keys of one layer, and how the model's attention scores them.
+    """The queries and keys of one layer, and the options of the model's attention.
 
     Attributes:
         queries: (B, Hq, N, D), the queries of the last N tokens, after rotary embedding.

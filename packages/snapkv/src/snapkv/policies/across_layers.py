@@ -25,7 +25,7 @@ from snapkv.policies.states import PromptLayer, Selection
 
 @dataclass(frozen=True)
 class AcrossLayers(AroundScores):
-    """Shares one budget out among the heads of all layers: the best scores of a row win.
+    """Shares one budget among all heads of all layers, so that the best scores of a prompt win.
 
     KVzip, `KVzipPress` of kvpress and DefensiveKV (arXiv 2510.13334) select in this way; kvpress
     masks the other tokens and still holds them. Here layers and heads hold different numbers of
@@ -71,7 +71,10 @@ class AcrossLayers(AroundScores):
 
     @property
     def shares(self) -> bool:
-        """Whether what a layer keeps depends on the other layers, and not on its votes alone."""
+        """Whether the number of tokens that a layer keeps depends on the other layers.
+
+        It does not if the votes choose the budget.
+        """
         return not isinstance(self.policy.allocation, AutoBudget)
 
     @functools.cached_property
@@ -79,16 +82,19 @@ class AcrossLayers(AroundScores):
         return self.policy.is_layer_independent
 
     def even_counts(self, layer: PromptLayer) -> list[int]:
-        """Return how many tokens a head keeps on average, its window included: one number per row.
+        """Return the number of tokens that a head keeps on average, one number for each row.
+
+        The window is included.
 
         Raises:
             InvalidArgumentError: the tokens that must be kept do not fit into the budget.
+            BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
         """
         prefix = self.policy.prefix(layer)
         return list(map(operator.add, self.policy.counts(prefix), prefix.window_tokens))
 
     def score_layer(self, layer: PromptLayer, even: Sequence[Sequence[int]]) -> Tensor:
-        """Score every position of `layer` so that the scores of all layers can be compared.
+        """Compute scores of all positions that can be compared with those of other layers.
 
         If the budget leaves no room beside the sinks in some layer, every head of that row keeps
         the same number of positions, and the others get minus infinity.
@@ -125,19 +131,22 @@ class AcrossLayers(AroundScores):
         return ranked
 
     def _cost_of_blocks(self, layer: PromptLayer) -> TokenCost | None:
-        """Return the cost of a block of codes if a budget in bytes buys whole blocks, else None."""
+        """Return the cost of a block of codes if a budget in bytes buys whole blocks, or None."""
         cost = layer.cost if isinstance(self.policy.allocation, ByteBudget) else None
         return None if cost is None or cost.block_tokens == 1 else cost
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        """Keep in every head the window and as many positions as a budget by votes needs there.
+        """Select the positions to keep in one layer, if the votes choose the budget.
+
+        Every head keeps its window and as many positions as it needs.
 
         Returns:
             The selection, or None if no head drops a position.
 
         Raises:
             InvalidArgumentError: the budget is shared between layers, which a single layer cannot
-                do; or the tokens that must be kept do not fit.
+                do; or the tokens that must be kept do not fit; or the policy returned scores of
+                another shape or dtype, or NaN.
         """
         budget, prefix = self.policy.allocation, self._prefix(layer)
         if not isinstance(budget, AutoBudget):
@@ -171,7 +180,7 @@ class AcrossLayers(AroundScores):
 
 
 def in_blocks(ranked: Tensor, block_tokens: int) -> Tensor:
-    """Replace each score of a layer by the mean score of the block its token would be stored in.
+    """Replace each score by the average score of the block in which its token would be stored.
 
     A head fills its blocks with its best tokens first. A token that would be in a partly filled
     block gets minus infinity, because that block costs as much as a full one.
@@ -194,9 +203,10 @@ def in_blocks(ranked: Tensor, block_tokens: int) -> Tensor:
 
 
 def best_entries(scores: Tensor, totals: Sequence[int]) -> Tensor:
-    """Return which scores are among the best `totals[row]` of their row.
+    """Return a mask of the best entries of each row.
 
-    Of equal scores the earlier layer, head and position wins. A score of minus infinity never does.
+    If scores are equal, the earlier layer, head and position wins. A score of minus infinity never
+    wins. An entry is True if it is among the best `totals[row]`.
 
     Args:
         scores: (B, N) float32, the scores of all layers, one layer after the other.

@@ -17,7 +17,7 @@ from snapkv.validation import require_ratio
 
 @dataclass(frozen=True)
 class AdaKV(AroundScores):
-    """Shares the budget of a layer out among its heads, by the scores of another policy.
+    """Shares the budget of a layer among its heads, according to the scores of another policy.
 
     The best-scored positions of all heads of a layer together decide how many positions each head
     keeps. A head is guaranteed `safeguard` of its even share. The counts add up exactly, where the
@@ -47,11 +47,16 @@ class AdaKV(AroundScores):
         require_ratio("safeguard", self.safeguard)
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        """Keep the window in every head, and as many positions before it as its share allows.
+        """Select the window, and the best positions before it with a budget for each head.
 
         Returns:
             The selection, in which heads keep different numbers of tokens; None if everything fits.
             If there is a single head, the selection of `policy`.
+
+        Raises:
+            InvalidArgumentError: the tokens that must be kept do not fit; or the policy returned
+                scores of another shape or dtype, or NaN.
+            BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
         """
         prefix = self.policy.prefix(layer, per_head_budget=True)
         means = self.policy.counts(prefix)
@@ -71,7 +76,7 @@ class AdaKV(AroundScores):
         return self.policy.can_select_after_drops
 
     def _head_budgets(self, prefix: Prefix, scores: Tensor, means: list[int]) -> list[list[int]]:
-        """Return how many positions each head keeps: B lists of H numbers.
+        """Return the number of positions that each head keeps: B lists of H numbers.
 
         Args:
             prefix: the positions before the window.

@@ -10,12 +10,12 @@ from snapkv.policies.states import PromptLayer, VotesAtStake
 
 
 class AroundScores(Policy):
-    """Wraps a method that scores the prefix; a subclass selects positions by these scores."""
+    """A policy that wraps another policy, and selects positions by its scores."""
 
     policy: PrefixPolicy
 
     def _require_scoring(self, hint: str = "") -> None:
-        """Raise unless `policy` scores a prefix and keeps its best scores.
+        """Check that the wrapped policy scores the prefix and keeps its best scores.
 
         Args:
             hint: an addition to the remedy if `policy` is of the wrong type.

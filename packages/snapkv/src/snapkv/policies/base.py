@@ -38,7 +38,7 @@ ALL_QUERIES = sys.maxsize
 
 @dataclass(frozen=True)
 class Policy(metaclass=WithParameters):
-    """Decides what a layer keeps once the prompt has been read.
+    """The base class of all methods that decide which tokens of the prompt a layer keeps.
 
     Attributes:
         per_head_budget: whether heads of a row may keep different numbers of tokens.
@@ -48,7 +48,7 @@ class Policy(metaclass=WithParameters):
     per_head_budget: ClassVar[bool] = False
 
     def __call__(self, model: Any) -> NoReturn:
-        """Raise, because a policy is given to a cache and not called with a model as in kvpress.
+        """Raise an error, because a policy is not called with a model as a press of kvpress is.
 
         Raises:
             InvalidTypeError: always.
@@ -60,26 +60,32 @@ class Policy(metaclass=WithParameters):
     @property
     @abstractmethod
     def query_tokens(self) -> int:
-        """How many of the prompt's last queries `select` needs."""
+        """The number of queries that `select` needs, counted from the end of the prompt."""
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the method needs beside the layer's keys and values."""
+        """The names of everything that the method needs in addition to keys and values."""
         return frozenset()
 
     @property
     def needs_reconstruction_pass(self) -> bool:
-        """Whether the prompt must be read with `snapkv.kvzip.read_context`, before any question."""
+        """Whether the model must read the prompt a second time before any question.
+
+        The prompt is read with `snapkv.kvzip.read_context` then.
+        """
         return "reconstruction_pass" in self.needs
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
-        """Return the method with token ids of `tokenizer`; itself if it looks at no tokens."""
+        """Return a copy of the policy that knows the token ids of `tokenizer`.
+
+        A policy that does not look at token ids returns itself.
+        """
         del tokenizer
         return self
 
     @property
     def most_tokens(self) -> int | None:
-        """The largest number of prompt tokens that a layer and head keeps, or None.
+        """The largest number of prompt tokens that a head of a layer can keep, or None.
 
         None if there is no limit, or if heads of a row keep different numbers of tokens.
         """
@@ -87,7 +93,7 @@ class Policy(metaclass=WithParameters):
 
     @property
     def per_query_head(self) -> bool:
-        """Whether the query heads of one KV head may each keep their own positions."""
+        """Whether the query heads that share a KV head can each keep their own positions."""
         return False
 
     @abstractmethod
@@ -100,21 +106,27 @@ class Policy(metaclass=WithParameters):
 
     @property
     def promised_window(self) -> int:
-        """How many of the prompt's last tokens `select` keeps in every head; 0 if none."""
+        """The number of tokens at the end of the prompt that every head keeps, or 0."""
         return 0
 
     @property
     def can_select_stacked(self) -> bool:
-        """Whether `select` accepts several layers stacked as rows, see `PromptLayer.stack`."""
+        """Whether `select` can handle several layers at once, which are stacked as rows.
+
+        See `PromptLayer.stack`.
+        """
         return False
 
     @property
     def can_select_after_drops(self) -> bool:
-        """Whether `select` is right if tokens inside the prompt have been dropped before."""
+        """Whether `select` still works after tokens inside the prompt have been dropped."""
         return False
 
     def require_protection(self, spans: Spans) -> None:
-        """Raise unless the method keeps `LayerStates.protected` and its budget can hold `spans`.
+        """Check that the method can protect the tokens in `spans`.
+
+        It must keep `LayerStates.protected`, and its budget must be large enough. The default
+        raises always.
 
         Raises:
             InvalidArgumentError: the method cannot protect tokens, or `spans` cannot fit.
@@ -124,7 +136,7 @@ class Policy(metaclass=WithParameters):
         raise wrong("protect", problem, "Use SnapKV(budget=1024), or leave protect out")
 
     def require_room(self, layer: PromptLayer) -> None:
-        """Raise in the first layer if some layer cannot hold all protected tokens.
+        """Check in the first layer that every layer can hold all protected tokens.
 
         This looks at sizes only, before any score is computed. The default accepts everything.
 
@@ -134,20 +146,27 @@ class Policy(metaclass=WithParameters):
         del layer
 
     def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake | None:
-        """Return the votes of the window that `select` may drop; None for methods without votes."""
+        """Return the votes of the window on the prefix, or None if the method does not vote."""
         del layer
         return None
 
     def describe(self) -> dict[str, Any]:
-        """Return the method's name and parameters as JSON, including those of a wrapped method."""
+        """Return the name and the parameters of the method as JSON values.
+
+        The parameters of a wrapped method are included.
+        """
         return self._describe_with("describe")
 
     def as_saved(self) -> dict[str, Any]:
-        """Return `describe` with everything that a file needs to build the method again."""
+        """Return everything that a file needs to create the method again, as JSON values."""
         return self._describe_with("as_saved")
 
     def _describe_with(self, how: str) -> dict[str, Any]:
-        """Return the name and parameters, calling the method `how` of parameters that have it."""
+        """Return the name and the parameters of the method.
+
+        Args:
+            how: the name of the method to call on parameters that have it, such as "describe".
+        """
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         describers = {
             name: getattr(value, how, None) or getattr(value, "describe", None)
@@ -160,9 +179,9 @@ class Policy(metaclass=WithParameters):
 
 
 class EvictingPolicy(Policy):
-    """A policy that also evicts during decoding, so that the cache never outgrows its budget.
+    """A policy that also evicts tokens during decoding, so that the cache never exceeds its budget.
 
-    Its scores of the slots move with them: `Selection.scores` at the end of the prompt,
+    Its scores of the slots move with the slots: `Selection.scores` at the end of the prompt,
     `DecodeStep.scores` and `Eviction.scores` from step to step. Its notes on the heads stay the
     same: `Selection.head_notes`, `DecodeStep.head_notes`.
     """
@@ -170,34 +189,40 @@ class EvictingPolicy(Policy):
     @property
     @abstractmethod
     def max_decode_tokens(self) -> int | None:
-        """How many tokens a layer may hold during decoding; None if heads differ in it."""
+        """The largest number of tokens that a layer can hold during decoding.
+
+        None if heads may hold different numbers.
+        """
 
     @property
     def history_tokens(self) -> int:
-        """How many of the last queries `evict` needs; 0 for those of its step only.
+        """The number of previous queries that `evict` needs; 0 if it only needs those of its step.
 
         The layer keeps these queries: (B, Hq, history, D) beside its keys and values.
         """
         return 0
 
     def note(self, layer: PromptLayer) -> Tensor | None:
-        """Return initial scores of every prompt token.
+        """Return the scores that the tokens of the prompt have when decoding begins.
 
         Returns:
-            (B, H, T) float32, or None if not needed.
+            (B, H, T) float32, or None if the method needs no scores.
         """
         return None
 
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection:
-        """Select the positions of the prompt to keep, even if all of them fit."""
+        """Select the positions of the prompt to keep; unlike other policies, never return None."""
 
     @abstractmethod
     def evict(self, step: DecodeStep) -> Eviction:
-        """Select the slots to keep after a decode step, whose tokens are already stored."""
+        """Select the slots to keep after a decode step.
+
+        The new tokens of the step are already stored and can be dropped, too.
+        """
 
     def _require_whole_spans(self, spans: Spans, room: int, beside: str) -> None:
-        """Raise unless `room` holds `spans` in full, because later tokens may also lie in them.
+        """Check that all tokens in `spans` fit, even those that are yet to be generated.
 
         Args:
             spans: the positions to protect.

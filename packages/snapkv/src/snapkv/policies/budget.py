@@ -46,12 +46,15 @@ kept, minus infinity for padding."""
 
 
 def dilution(tokens: float) -> float:
-    """Return by how much a vote counts more in a prompt of `tokens` tokens; 1 for short prompts."""
+    """Return the factor by which the votes in a long prompt are increased.
+
+    It is 1 for prompts of up to `UNDILUTED_TOKENS` tokens.
+    """
     return max(1.0, tokens / UNDILUTED_TOKENS)
 
 
 class Budget(metaclass=WithParameters):
-    """How many positions before its window every row of a layer keeps.
+    """Decides how many positions before the window each row of a layer keeps.
 
     Attributes:
         key: the key under which a file stores a budget of this kind.
@@ -61,40 +64,50 @@ class Budget(metaclass=WithParameters):
 
     @property
     def most_tokens(self) -> int | None:
-        """The largest number of tokens that a layer keeps, window included, or None."""
+        """The largest number of tokens that a layer can keep, or None if there is no limit.
+
+        The window is included.
+        """
         return None
 
     def require_valid(self, window_size: int, sink_tokens: int) -> None:
-        """Raise unless the budget holds the window, the sinks and what every layer must keep.
+        """Check that the budget is large enough for the window and the attention sinks.
 
         Raises:
             InvalidTypeError: a value has the wrong type.
-            InvalidArgumentError: a value is out of range, or the budget is too small.
+            InvalidArgumentError: a value is out of range, or the budget is too small for what every
+                layer must keep.
         """
         require_int("window_size", window_size, minimum=1)
         require_int("sink_tokens", sink_tokens, minimum=0)
 
     @abstractmethod
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
-        """Return how many positions of its prefix each row keeps, at most all of them: B numbers.
+        """Return the number of positions that each row keeps before its window.
 
-        The number holds for every head; it is the mean if heads have budgets of their own.
+        Every head of the row keeps this number; if heads have budgets of their own, it is their
+        mean.
 
         Args:
             prefix: the positions before the window.
             votes: computes the votes; None to count as if every position was voted for.
+
+        Returns:
+            B numbers, none larger than the row's number of positions.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Return the budget's parameters as JSON values."""
+        """Return the parameters of the budget as JSON values."""
         return {self.key: asdict(self)}  # type: ignore[call-overload] # every kind is a dataclass
 
     @classmethod
     def _from_description(cls, budget: dict[str, Any]) -> Self:
-        """Build the budget from a dict that `describe` has made.
+        """Create a budget from a dictionary that `describe` returned.
 
         Raises:
-            InvalidArgumentError: the dict has another key, or unknown fields.
+            InvalidArgumentError: the dict has another key, or unknown fields; or a value is out of
+                range.
+            InvalidTypeError: a value has the wrong type.
         """
         known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         own = budget.get(cls.key)
@@ -109,7 +122,12 @@ class Budget(metaclass=WithParameters):
 
 @dataclass(frozen=True)
 class TokenBudget(Budget):
-    """A number of tokens, window included, or the fraction of the prefix to keep."""
+    """A budget that is a number of tokens, or a fraction of the prompt.
+
+    Attributes:
+        tokens: the number of tokens, window included, or None.
+        keep_ratio: the fraction of the prefix to keep, or None.
+    """
 
     tokens: int | None
     keep_ratio: float | None
@@ -122,7 +140,7 @@ class TokenBudget(Budget):
         require_budget(self.tokens, self.keep_ratio, window_size, sink_tokens)
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
-        """Return how many positions each row keeps before its window: B numbers.
+        """Return the number of positions that each row keeps before its window.
 
         With a number of tokens that number less the window, but no more than the row has; with
         `keep_ratio` that fraction of the row's prefix, but at least its sinks.
@@ -136,7 +154,7 @@ class TokenBudget(Budget):
 
 @dataclass(frozen=True, kw_only=True)
 class AutoBudget(Budget):
-    """A budget that keeps every position the window looked at.
+    """A budget that keeps every position that the window looks at.
 
     A layer keeps the smallest number at which every head keeps all positions whose pooled vote is
     more than `lost_vote` of the window's attention. In a prompt longer than 1,024 tokens this bound
@@ -166,10 +184,13 @@ class AutoBudget(Budget):
 
     @classmethod
     def read(cls, budget: object) -> object:
-        """Return the budget that "auto" or a dict of `describe` stands for, else `budget` itself.
+        """Return the budget that the user has asked for, or `budget` if it is of another kind.
+
+        "auto" and a dictionary of `describe` are converted.
 
         Raises:
             InvalidArgumentError: a dict describes no such budget.
+            InvalidTypeError: a value in the dict has the wrong type.
         """
         if budget == AUTO:
             return cls()
@@ -189,9 +210,13 @@ class AutoBudget(Budget):
             raise wrong("budget, most", problem, "Raise most or lower least")
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
-        """Return for each row what its most demanding head needs, within `least` and `most`.
+        """Return the number of positions that the most demanding head of each row needs.
 
-        If heads have budgets of their own, the mean of what they need, rounded up.
+        If heads have budgets of their own, return the mean of the heads, rounded up. The numbers
+        are at least `least`, and at most what `most` and the row's length allow.
+
+        Raises:
+            InvalidArgumentError: the policy returned scores of another shape or dtype, or NaN.
         """
         wanted = prefix.lengths
         if votes is not None and prefix.slots:
@@ -207,7 +232,7 @@ class AutoBudget(Budget):
         ]
 
     def count_required(self, shares: Tensor) -> Tensor:
-        """Count the positions of every head whose votes are too high to be lost.
+        """Count the positions of each head that have too many votes to be dropped.
 
         Args:
             shares: (B, H, P) float32, as `Votes` returns them.
@@ -222,7 +247,7 @@ class AutoBudget(Budget):
 
 @dataclass(frozen=True, kw_only=True)
 class ByteBudget(Budget):
-    """A budget in bytes: as many tokens as their keys and values fit into it at the prompt's end.
+    """A budget in bytes, which holds as many tokens as fit into it at the end of the prompt.
 
     Everything counts: codes with their scales, and what is not quantized. So with `quantize` the
     same bytes hold more tokens. Tokens after the prompt come on top, as with a budget of tokens.
@@ -256,11 +281,14 @@ class ByteBudget(Budget):
 
     @classmethod
     def read(cls, budget: object) -> object:
-        """Return the budget that "12%", "64MiB" or a dict of `describe` stands for, else `budget`.
+        """Return the budget that the user has asked for, or `budget` if it is of another kind.
+
+        A text such as "12%" or "64MiB" and a dictionary of `describe` are converted.
 
         Raises:
             InvalidArgumentError: the text names no bytes or a share out of range, or a dict
                 describes no such budget.
+            InvalidTypeError: a value in the dict has the wrong type.
         """
         if isinstance(budget, str):
             found = byte_budget(budget)
@@ -270,7 +298,9 @@ class ByteBudget(Budget):
         return budget
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
-        """Return how many positions fit beside the window, but at least the sinks.
+        """Return the number of positions that fit into the budget next to the window.
+
+        The sinks are always included.
 
         Raises:
             InvalidArgumentError: it is not known how many bytes a token takes.
@@ -292,7 +322,9 @@ class ByteBudget(Budget):
         ]
 
     def tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:
-        """Return how many tokens of a row fit into one layer; it may be more than the row has.
+        """Return the number of tokens of a row that fit into one layer.
+
+        It may be more than the row has.
 
         Args:
             cost: what a token costs in bytes.
@@ -311,7 +343,7 @@ class ByteBudget(Budget):
 
 
 def require_tokens(policy: Any) -> None:
-    """Raise if a policy that evicts during decoding has a budget in bytes.
+    """Check that the budget of an evicting policy is not in bytes.
 
     Raises:
         InvalidArgumentError: the budget is in bytes.
@@ -322,17 +354,25 @@ def require_tokens(policy: Any) -> None:
 
 
 def budget_of(policy: Any) -> int | AutoBudget | ByteBudget | None:
-    """Return the budget of a policy or of the policy it wraps; None if there is none."""
+    """Return the budget of a policy, or of the policy that it wraps.
+
+    Returns:
+        The budget, or None if there is none.
+    """
     while hasattr(policy, "policy"):
         policy = policy.policy
     return getattr(policy, "budget", None)
 
 
 def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
-    """Round `shares`, which add up to `total`, to integers that also do.
+    """Round numbers to integers that have the same sum.
 
-    Every share is rounded down. The slots that are left go to the largest remainders; of equal
-    remainders to the smaller share, then to the first.
+    Every number is rounded down. What is left of `total` goes to the numbers with the largest
+    remainders; of equal remainders to the smaller number, then to the first.
+
+    Args:
+        shares: numbers that add up to `total`.
+        total: the sum.
     """
     whole = [math.floor(share + 1e-9) for share in shares]
     order = sorted(
@@ -345,7 +385,14 @@ def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def linear_budgets(bottom: float, top: float, mean: int, num_layers: int) -> tuple[int, ...]:
-    """Return one budget per layer, linear from `bottom` to `top`, whose mean is exactly `mean`."""
+    """Return a budget for each layer, which increases or decreases linearly with depth.
+
+    Args:
+        bottom: the budget of the first layer, before rounding.
+        top: the budget of the last layer, before rounding.
+        mean: the exact mean of the result.
+        num_layers: how many layers there are.
+    """
     steps = max(num_layers - 1, 1)
     shares = [bottom - (bottom - top) * depth / steps for depth in range(num_layers)]
     if num_layers == 1:
@@ -354,7 +401,7 @@ def linear_budgets(bottom: float, top: float, mean: int, num_layers: int) -> tup
 
 
 def counts_of_best(ranked: Tensor, totals: list[int]) -> Tensor:
-    """Count how many of a row's best scores are in each head.
+    """Count how many of the best scores of a row belong to each head.
 
     Args:
         ranked: (B, H, P) float32.

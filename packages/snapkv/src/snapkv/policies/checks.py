@@ -50,7 +50,7 @@ _FAULTS = (
 
 
 def select(policy: Policy, layer: PromptLayer, layers: Sequence[int]) -> Selection | None:
-    """Return what a policy selects from a layer, checked if its class is not the library's own.
+    """Select positions with a policy, and check the result if the policy is a user's own.
 
     The library's own methods are checked by tests instead, because the check costs a GPU some
     thirty launches for each group of layers. If something is wrong, the first positions replace the
@@ -61,8 +61,11 @@ def select(policy: Policy, layer: PromptLayer, layers: Sequence[int]) -> Selecti
         layer: one layer, or several that are stacked as rows.
         layers: the indices of those layers.
 
+    Returns:
+        The selection, or None to keep everything.
+
     Raises:
-        InvalidArgumentError: the policy returns something else than a selection of this layer.
+        InvalidArgumentError: the policy returned something else than a selection of this layer.
             Wrong numbers are refused here too if `layer.deferred_checks` is None, else when those
             checks run.
     """
@@ -89,7 +92,11 @@ def select(policy: Policy, layer: PromptLayer, layers: Sequence[int]) -> Selecti
 
 
 def _problem_of(policy: Policy, layer: PromptLayer, made: object) -> tuple[str, str] | None:
-    """Return what is wrong that the host knows, with a remedy; None if nothing is."""
+    """Describe the first problem with a selection that can be found without waiting for a GPU.
+
+    Returns:
+        The problem and its remedy, or None if there is no problem.
+    """
     if not isinstance(made, Selection):
         kind = type(made).__name__
         return f"a {kind}", "Return a Selection, or None to keep everything"
@@ -126,7 +133,7 @@ def _problem_of(policy: Policy, layer: PromptLayer, made: object) -> tuple[str, 
 
 
 def _is_count(made: object, shape: Sequence[int]) -> bool:
-    """Return whether `made` is a tensor of integers of that shape."""
+    """Return whether an object is a tensor of integers with the given shape."""
     if not isinstance(made, Tensor) or made.is_floating_point() or made.dtype == torch.bool:
         return False
     return tuple(made.shape) == tuple(shape)
@@ -139,10 +146,10 @@ def _shown(made: object) -> str:
 
 
 def _faults_of(window: int, layer: PromptLayer, made: Selection) -> Tensor:
-    """Return which of `_FAULTS` each row has.
+    """Return a mask of the faults that each row of the selection has.
 
     Returns:
-        (faults, B) bool.
+        (faults, B) bool, in the order of `_FAULTS`.
     """
     indices, tokens, none = made.keep_indices, layer.keys.shape[2], made.keep_indices.new_zeros(1)
     kept, device = indices.shape[2], indices.device
@@ -171,7 +178,7 @@ def _faults_of(window: int, layer: PromptLayer, made: Selection) -> Tensor:
 
 
 def _judge(policy: Policy, layers: Sequence[int], tokens: int, faults: Sequence[float]) -> None:
-    """Raise for the first of `_FAULTS` that was found.
+    """Raise an error if a fault was found in any layer.
 
     Args:
         policy: the policy that selected.

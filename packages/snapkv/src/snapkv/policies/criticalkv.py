@@ -66,7 +66,7 @@ class CriticalKV(AroundScores, PrefixPolicy):
 
     @property
     def sink_tokens(self) -> int:
-        """The sinks of the policy, which count towards the first share."""
+        """The number of attention sinks of the wrapped policy, counted in the first share."""
         return self.policy.sink_tokens
 
     @property
@@ -77,7 +77,9 @@ class CriticalKV(AroundScores, PrefixPolicy):
         return self.policy.counts(prefix)
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Score positions so that the policy's best come first, then the others by value.
+        """Compute scores that put the best positions of the wrapped policy first.
+
+        The other positions follow in the order of score times value.
 
         Returns:
             (B, Hkv, P) float32; Hq heads if the policy scores query heads.
@@ -85,6 +87,9 @@ class CriticalKV(AroundScores, PrefixPolicy):
         Raises:
             UnsupportedModelError: the output projection does not take the heads' values side by
                 side.
+            InvalidArgumentError: the policy returned scores of another shape or dtype, or NaN; or
+                the tokens that must be kept do not fit.
+            BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
         """
         prefix = self.prefix(layer)
         scores = self.policy.compute_scores(prefix)
@@ -100,25 +105,28 @@ class CriticalKV(AroundScores, PrefixPolicy):
 
 
 def absolute_sum(states: Tensor) -> Tensor:
-    """Return the L1 norm over the last axis."""
+    """Return the sum of the absolute values over the last axis."""
     return states.abs().sum(dim=-1)
 
 
 def projected_norms(
     layer: PromptLayer, prefix_tokens: int, norm: Callable[[Tensor], Tensor] = absolute_sum
 ) -> Tensor:
-    """Compute the norm of ``W_O v`` for the first `prefix_tokens` positions; L1 as in CriticalKV.
+    """Compute how much the value of each position adds to the output of the layer.
+
+    It is the norm of ``W_O v`` for each query head.
 
     Args:
         layer: a layer with `output_weight`.
-        prefix_tokens: P, how many positions.
-        norm: computes the norm over the last axis.
+        prefix_tokens: P, how many of the first positions.
+        norm: computes the norm over the last axis; the L1 norm as in CriticalKV by default.
 
     Returns:
         (B, Hq, P) float32.
 
     Raises:
-        UnsupportedModelError: the output projection does not take the heads' values side by side.
+        UnsupportedModelError: the output projection does not take the heads' values side by side,
+            or `layer` has none.
     """
     heads, size = layer.queries.shape[1], layer.values.shape[-1]
     weight = layer.output_weight
@@ -139,15 +147,16 @@ def projected_norms(
 
 
 def _to_12_bits(norms: Tensor) -> Tensor:
-    """Round to 12 bits, so that equal tokens have equal norms whatever their values' last bits.
+    """Round the norms to 12 bits, so that equal tokens have equal norms.
 
-    If their votes are equal too, the lower position wins, in a batch as in a single row.
+    The last bits of their values may differ in a batch. If their votes are equal too, the lower
+    position wins, in a batch as in a single row.
     """
     high = norms * (2**12 + 1)
     return high - (high - norms)
 
 
 def _raised(scores: Tensor, pads: Tensor | None) -> Tensor:
-    """Raise the scores of each head so that none is negative."""
+    """Increase the scores of each head so that the lowest score is not negative."""
     real = scores if pads is None else scores.masked_fill(pads[..., : scores.shape[-1]], 0.0)
     return scores - real.amin(dim=-1, keepdim=True).clamp(max=0.0)

@@ -20,7 +20,7 @@ be on either side of the positions that the end of the text looks at."""
 
 
 def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of the default's `SnapKV`.
+    """Return the parameters of the `SnapKV` policy that the default method uses.
 
     Its votes are the largest of any query and head. A `kernel_size` asks for pooling over
     neighbours, so it replaces fading. A budget that these votes choose has its own bound, because
@@ -42,10 +42,10 @@ def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
 def default_policy(
     budget: int | str | AutoBudget | ByteBudget | None = None, **given: Any
 ) -> AcrossLayers:
-    """Return the default method: one budget for all layers, spent by the largest fading votes.
+    """Return the default method, which shares one budget among all layers.
 
-    It is `AcrossLayers` around `SnapKV` with a small window, whose votes fade and are the largest
-    of any query and head, as in DefensiveKV (arXiv 2510.13334).
+    It is `AcrossLayers` around `SnapKV` with a small window. The votes fade along the prompt, and
+    of all queries and heads the largest vote counts, as in DefensiveKV (arXiv 2510.13334).
 
     Args:
         budget: tokens kept per KV head and layer on average, window included, "auto", or bytes as
@@ -60,10 +60,11 @@ def default_policy(
 
 
 def adapt_to_question(policy: Policy, question_tokens: int | None) -> Policy:
-    """Return the default method with a question's tokens as voters; another policy is unchanged.
+    """Return the default method, changed so that all tokens of the question vote.
 
-    The voters are all tokens from the question's first one to the prompt's end, but no fewer than
-    the window, because a question may name what it asks for well before its end.
+    Another policy is returned unchanged. The voters are all tokens from the question's first one to
+    the prompt's end, but no fewer than the window, because a question may name what it asks for
+    well before its end.
 
     Args:
         policy: any policy.
@@ -82,15 +83,21 @@ def adapt_to_question(policy: Policy, question_tokens: int | None) -> Policy:
 
 
 def by_layer(policy: Policy) -> Policy:
-    """Return the method inside `AcrossLayers`, so that layers share nothing; else `policy`."""
+    """Return the policy that `AcrossLayers` wraps, so that layers do not share a budget.
+
+    Another policy is returned unchanged.
+    """
     return policy.policy if isinstance(policy, AcrossLayers) else policy
 
 
 def method_name(described: Mapping[str, Any]) -> str:
-    """Return the name that users know a policy by, from what `Policy.describe` returned.
+    """Return the name of a policy as users know it.
 
     It is `DEFAULT` if the policy differs from the default only in its budget and its voters. The
-    paper's name gets the addition ", fading" if votes fade.
+    name of a policy whose votes fade ends with ", fading".
+
+    Args:
+        described: what `Policy.describe` returned.
     """
     usual, own = default_policy().describe(), described.get("policy")
     free = {name: usual["policy"][name] for name in ("budget", "keep_ratio", "voters")}

@@ -19,7 +19,7 @@ _POSITIONS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class ExpectedAttention(PrefixPolicy):
-    """Keeps the positions that a query at a future position is expected to attend to.
+    """Keeps the positions that future queries are expected to attend to.
 
     The queries of a head before rotary embedding are taken as normally distributed, with the mean
     and the covariance of the prompt's queries; the rotary embedding is averaged over the next
@@ -57,7 +57,7 @@ class ExpectedAttention(PrefixPolicy):
         require_int("future_tokens", self.future_tokens, minimum=1)
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return expected attention times value norm.
+        """Compute the expected attention of each position, times the norm of its value.
 
         Returns:
             (B, Hkv, P) float32; zero for the sinks.
@@ -73,7 +73,9 @@ class ExpectedAttention(PrefixPolicy):
         return scores[..., :prefix_tokens]
 
     def _expected_logits(self, layer: PromptLayer) -> Tensor:
-        """Return logarithms of each key's expected unnormalised attention.
+        """Compute the logarithm of the attention that each key is expected to receive.
+
+        The attention is not normalised.
 
         Returns:
             (B, Hq, T) float32.
@@ -89,7 +91,11 @@ class ExpectedAttention(PrefixPolicy):
         return torch.stack(logits, dim=1)
 
     def _future_queries(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
-        """Return the mean (B, Hq, D) and covariance (B, Hq, D, D) of queries after the prompt."""
+        """Return the mean and the covariance of the queries that are expected after the prompt.
+
+        Returns:
+            (B, Hq, D) and (B, Hq, D, D) float32.
+        """
         assert layer.rotation is not None
         mean, covariance = self._raw_queries(layer)
         size = mean.shape[-1]
@@ -102,7 +108,10 @@ class ExpectedAttention(PrefixPolicy):
         return mean, covariance
 
     def _raw_queries(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
-        """Return mean and covariance of the prompt's queries before rotary embedding."""
+        """Return the mean and the covariance of the queries of the prompt.
+
+        The rotary embedding is removed first.
+        """
         assert layer.rotation is not None
         count = layer.queries.shape[2]
         behind = torch.arange(count, device=layer.queries.device) - count
@@ -121,9 +130,12 @@ class ExpectedAttention(PrefixPolicy):
 def _average_rotation(
     rotation: Callable[[Tensor, Tensor], Tensor], tokens: int, size: int, device: torch.device
 ) -> Tensor:
-    """Return the mean rotation over positions 0 to `tokens` - 1 as a (D, D) float32 matrix.
+    """Return the average rotation over the first `tokens` positions as a matrix.
 
     Row i is the i-th unit vector, rotated and averaged. The layers of a model share the result.
+
+    Returns:
+        (D, D) float32.
     """
     basis = torch.eye(size, dtype=torch.float32, device=device)
     total = torch.zeros_like(basis)

@@ -25,7 +25,7 @@ TokenIds = tuple[int | tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class FastGen(EvictingPolicy):
-    """Profiles every head at the end of the prompt and keeps the kinds of tokens it attends to.
+    """Finds out which kinds of tokens each head attends to, and keeps only these kinds.
 
     Each head takes the first of these choices that recovers its attention over the prompt, and
     keeps it during decoding (Sec. 3): special tokens; punctuation too; the tokens that received
@@ -77,9 +77,9 @@ class FastGen(EvictingPolicy):
             require_token_ids(name, getattr(self, name))
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
-        """Return a copy that has the special and punctuation ids of `tokenizer`.
+        """Return a copy that knows the special tokens and the punctuation of `tokenizer`.
 
-        Ids that were given stay.
+        Ids that the user has passed are not replaced.
         """
         special, punctuation = self.special_ids, self.punctuation_ids
         return replace(
@@ -89,7 +89,10 @@ class FastGen(EvictingPolicy):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return the name and parameters, with the number of token ids instead of the ids."""
+        """Return the name and the parameters as JSON values.
+
+        Token ids are replaced by their number.
+        """
         described = super().describe()
         for name in ("special_ids", "punctuation_ids"):
             described[name] = None if described[name] is None else len(described[name])
@@ -97,15 +100,15 @@ class FastGen(EvictingPolicy):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The ids of all tokens, and the tokenizer if the ids to look for are not given."""
+        """What the method needs: the token ids, and a tokenizer unless all ids were passed."""
         known = self.special_ids is not None and self.punctuation_ids is not None
         return frozenset({"token_ids"} if known else {"token_ids", "tokenizer"})
 
     def require_protection(self, spans: Spans) -> None:
-        """Accept all spans: there is no budget, and every head keeps them beside its own tokens."""
+        """Accept any spans, because there is no budget that they could exceed."""
 
     def select(self, layer: PromptLayer) -> Selection:
-        """Choose for every head which kinds of tokens it keeps, and select these tokens."""
+        """Decide which kinds of tokens each head keeps, and select these tokens."""
         if self.recovery == 1:
             return Selection.keep_all(layer)
         tokens = layer.row_tokens
@@ -130,9 +133,10 @@ class FastGen(EvictingPolicy):
         return Selection.of_mask(kept, per_head_budget=own, scores=scores, head_notes=notes)
 
     def evict(self, step: DecodeStep) -> Eviction:
-        """Apply every head's choice to the tokens it holds and to those of this step.
+        """Select the slots that each head keeps after a decode step.
 
-        Adds the attention of this step to the scores.
+        Every head keeps the kinds of tokens that it chose at the end of the prompt. The attention
+        of this step is added to the scores.
         """
         if step.head_notes is None:
             return Eviction()
@@ -150,7 +154,11 @@ class FastGen(EvictingPolicy):
         return Eviction.of_mask(kept, scores=scores)
 
     def _kinds(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return which tokens are special, and which are punctuation: both (B, N) bool."""
+        """Return which tokens are special tokens and which are punctuation.
+
+        Returns:
+            Two (B, N) bool tensors.
+        """
         assert token_ids is not None
         assert self.special_ids is not None
         assert self.punctuation_ids is not None
@@ -164,7 +172,7 @@ class FastGen(EvictingPolicy):
         columns: Tensor,
         kinds: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Return the cheapest choice of every head that recovers enough attention.
+        """Return the first choice of each head that recovers enough attention.
 
         Two sums per token are enough, so the (queries x keys) matrix is never held: the attention
         that a token received, and the part of it from queries for which the token is not recent.
@@ -193,14 +201,17 @@ class FastGen(EvictingPolicy):
         return enough.long().argmax(dim=-1)
 
     def _frequent(self, received: Tensor, candidates: Tensor, tokens: Tensor) -> Tensor:
-        """Return which candidates received most attention, as many as `frequent_ratio` says."""
+        """Return a mask of the candidates that received the most attention.
+
+        Their number is `frequent_ratio` of `tokens`.
+        """
         wanted = _part_of(tokens, self.frequent_ratio).expand(len(received)).tolist()
         return candidates & ops.mask_best(received.masked_fill(~candidates, -math.inf), wanted)
 
     def _kept(
         self, scores: Tensor, columns: Tensor, seen_tokens: int, tokens: Tensor, notes: Tensor
     ) -> Tensor:
-        """Return which slots every head keeps by its choice.
+        """Return a mask of the slots that each head keeps.
 
         Args:
             scores: (B, H, S) float32, infinite if a token is protected or of a kind that its head
@@ -221,7 +232,7 @@ class FastGen(EvictingPolicy):
 
 
 def _of_kept_kinds(choice: Tensor, special: Tensor, punctuation: Tensor) -> Tensor:
-    """Return which tokens a head keeps because of their kind alone.
+    """Return a mask of the tokens that each head keeps because of their kind.
 
     Returns:
         (B, H, N) bool.
@@ -231,7 +242,7 @@ def _of_kept_kinds(choice: Tensor, special: Tensor, punctuation: Tensor) -> Tens
 
 
 def _part_of(tokens: Tensor, ratio: float) -> Tensor:
-    """Return that fraction of `tokens`, rounded down, at least one.
+    """Return a fraction of the number of tokens, rounded down, but at least 1.
 
     Returns:
         (B,) int64.
@@ -240,7 +251,7 @@ def _part_of(tokens: Tensor, ratio: float) -> Tensor:
 
 
 def _pads(states: LayerStates) -> Tensor:
-    """Return the leading padding of each row.
+    """Return the number of padding tokens at the start of each row.
 
     Returns:
         (B or 1, 1, 1) int64.
@@ -251,16 +262,17 @@ def _pads(states: LayerStates) -> Tensor:
 
 
 def special_tokens(tokenizer: Any) -> TokenIds:
-    """Return the ids of all tokens that the tokenizer calls special, chat markers among them."""
+    """Return the ids of all special tokens of a tokenizer, including chat markers."""
     added = tokenizer.added_tokens_decoder.items()
     marked = {index for index, token in added if token.special}
     return tuple(sorted(marked | set(tokenizer.all_special_ids)))
 
 
 def punctuation_tokens(tokenizer: Any) -> TokenIds:
-    """Return the ids of all tokens whose text is Unicode punctuation and white space around it.
+    """Return the ids of all tokens that consist of punctuation, with or without white space.
 
-    Every id of the vocabulary is decoded, so variants with a space and single bytes are included.
+    Punctuation is what Unicode calls so. Every id of the vocabulary is decoded, so variants with a
+    space and single bytes are included.
     """
     special = set(special_tokens(tokenizer))
     ids = sorted(set(tokenizer.get_vocab().values()) - special)
@@ -295,9 +307,9 @@ def require_token_ids(argument: str, ids: object) -> None:
 
 
 def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:
-    """Return which of the tokens are in `wanted`.
+    """Return a mask of the tokens that are in `wanted`.
 
-    Every token of a marker is included where its tokens follow each other.
+    All tokens of a marker are included if they follow each other.
 
     Args:
         token_ids: (B, N) int64.

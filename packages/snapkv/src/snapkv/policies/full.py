@@ -10,7 +10,7 @@ from snapkv.policies.states import PromptLayer, Selection
 
 @dataclass(frozen=True)
 class FullCache(Policy):
-    """Keeps every token, as transformers' own cache does."""
+    """Keeps all tokens, like the cache of transformers."""
 
     name: ClassVar[str] = "full"
     query_tokens: ClassVar[int] = 0

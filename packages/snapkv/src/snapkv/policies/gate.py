@@ -36,7 +36,9 @@ _SIZES = ("layers", "heads", "key_size", "value_size")
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Weights of a linear map per layer and KV head, from `features` to log-scores.
+    """The weights of a linear model that predicts how much attention each token will receive.
+
+    There is one set of weights per layer and KV head, and one weight per number of `features`.
 
     Attributes:
         layers: layers with full attention.
@@ -70,7 +72,18 @@ class Gate:
 
     @classmethod
     def of(cls, weights: Tensor, key_size: int, value_size: int, model: str = "") -> Self:
-        """Build a gate from (layers, heads, features) weights of any dtype."""
+        """Create a gate from a tensor of weights.
+
+        Args:
+            weights: (layers, heads, features) of any dtype.
+            key_size: channels of a head's keys.
+            value_size: channels of a head's values.
+            model: as in `Gate`.
+
+        Raises:
+            InvalidArgumentError: there are more or fewer weights than features, or some are not
+                finite in float16.
+        """
         layers, heads, _ = weights.shape
         data = weights.detach().cpu().to(torch.float16).contiguous().view(torch.uint8)
         sizes = {"layers": layers, "heads": heads, "key_size": key_size, "value_size": value_size}
@@ -87,11 +100,11 @@ class Gate:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 digest of the weights."""
+        """The SHA-256 hash of the weights as a hexadecimal string."""
         return hashlib.sha256(self.data).hexdigest()
 
     def log_scores(self, layer: PromptLayer) -> Tensor:
-        """Predict the log-score of every token of a layer.
+        """Predict the logarithm of the score of each token in a layer.
 
         The scores of padding mean nothing.
 
@@ -107,10 +120,10 @@ class Gate:
         return torch.cat(parts, dim=2)[..., 0]
 
     def _require_shapes(self, layer: PromptLayer) -> None:
-        """Raise unless the layer is of a model with this gate's layers, heads and head sizes.
+        """Check that the layer has the sizes that the gate was fitted to.
 
         Raises:
-            InvalidArgumentError: a size differs.
+            InvalidArgumentError: the number of layers or heads, or the size of a head, differs.
         """
         own = (self.layers, self.heads, self.key_size, self.value_size)
         got = (layer.num_layers, *layer.keys.shape[1::2], layer.values.shape[3])
@@ -120,38 +133,45 @@ class Gate:
             raise wrong("gate", problem, "Pass the gate of this model")
 
     def describe(self) -> str:
-        """Return the first 16 characters of the digest."""
+        """Return the first 16 characters of the hash of the weights."""
         return self.digest[:16]
 
     def as_saved(self) -> dict[str, Any]:
-        """Return sizes, model and weights as JSON values."""
+        """Return the sizes, the model and the weights as JSON values.
+
+        The weights are text in base64. `read_gate` reads the result.
+        """
         sizes = {name: getattr(self, name) for name in _SIZES}
         return sizes | {"model": self.model, "data": base64.b64encode(self.data).decode()}
 
     def as_file(self) -> bytes:
-        """Return the bytes of a safetensors file of this gate."""
+        """Return the contents of a safetensors file with this gate."""
         flat = torch.frombuffer(bytearray(self.data), dtype=torch.float16)
         metadata = {name: str(getattr(self, name)) for name in _SIZES}
         metadata |= {"format": FORMAT, "model": self.model, "sha256": self._seal()}
         return save({"weights": flat.view(self.layers, self.heads, -1)}, metadata)
 
     def _seal(self) -> str:
-        """Return the digest of everything in a file of this gate, weights and metadata."""
+        """Return the hash of the weights and all metadata, to detect a damaged file."""
         metadata = repr([getattr(self, name) for name in (*_SIZES, "model")])
         return hashlib.sha256(metadata.encode() + self.data).hexdigest()
 
 
 def feature_count(key_size: int, value_size: int) -> int:
-    """Return how many numbers `features` gives for each token."""
+    """Return the number of features that a gate reads for each token."""
     return 2 * key_size + value_size + 6
 
 
 def features(layer: PromptLayer, part: slice) -> Tensor:
-    """Compute what a gate reads from the slots of `part`.
+    """Compute the features of the tokens in the given slots.
 
     The features are the key before rotary embedding, its squares, the value, and the logarithms of
     both norms; then log(i + 1), i / N and log(N - i), if the token is number i, from 0, of the N
     tokens of its row; and 1.
+
+    Args:
+        layer: a layer with `rotation`.
+        part: the slots.
 
     Returns:
         (B, Hkv, slots, features) float32.
@@ -174,12 +194,15 @@ def features(layer: PromptLayer, part: slice) -> Tensor:
 
 
 def _pieces(slots: int) -> list[slice]:
-    """Cut `slots` slots into ranges that are small enough for `features` to take little memory."""
+    """Split the slots into ranges, so that their features do not take too much memory."""
     return [slice(at, min(at + _AT_ONCE, slots)) for at in range(0, slots, _AT_ONCE)]
 
 
 def read_gate(given: object) -> Gate:
-    """Return the gate that a user has given, as an object, a file name or a dict of `as_saved`.
+    """Return the gate that the user has passed.
+
+    Args:
+        given: a gate, the name of a file, or a dictionary that `Gate.as_saved` returned.
 
     Raises:
         InvalidArgumentError: the file cannot be read, is larger than 16 MiB, or holds no whole
@@ -199,7 +222,7 @@ def read_gate(given: object) -> Gate:
 
 
 def _gate_in(path: Path) -> Gate:
-    """Read the gate in a file.
+    """Read a gate from a file.
 
     Raises:
         InvalidArgumentError: the file cannot be read, is too large, or holds no whole gate.
@@ -228,7 +251,7 @@ def _gate_in(path: Path) -> Gate:
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """Return the metadata in the header of a safetensors file."""
+    """Return the metadata of a safetensors file."""
     size = int.from_bytes(content[:8], "little")
     found: dict[str, str] = json.loads(content[8 : 8 + size])["__metadata__"]
     return found
@@ -236,7 +259,11 @@ def _metadata(content: bytes) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _reading(place: str) -> Iterator[None]:
-    """Turn every error of reading a gate into one InvalidArgumentError that names the `place`."""
+    """Convert all errors in this block to an error that says which gate cannot be read.
+
+    Raises:
+        InvalidArgumentError: an error was raised within the block.
+    """
     try:
         yield
     except InvalidArgumentError:

@@ -14,7 +14,7 @@ from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLaye
 
 @dataclass(frozen=True)
 class H2O(SplitBudget):
-    """Keeps the tokens that received most attention so far, and the most recent ones.
+    """Keeps the tokens that have received the most attention so far, and the most recent ones.
 
     A token's score is the attention it has received from every query since the start of the prompt,
     summed in float32 and averaged over the query heads that share a KV head (the paper has no such
@@ -47,7 +47,7 @@ class H2O(SplitBudget):
         split_budget(self, "heavy", default_recent=lambda budget: (budget + 1) // 2)
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Return the attention that every slot receives from the queries.
+        """Compute the attention that each slot receives from the queries.
 
         Returns:
             (B, Hkv, S) float32.
@@ -59,12 +59,12 @@ class H2O(SplitBudget):
         return self.rate(layer)
 
     def select(self, layer: PromptLayer) -> Selection:
-        """Keep the heavy hitters of the whole prompt and its last tokens."""
+        """Select the tokens of the prompt with the most attention, and the most recent ones."""
         scores = self.rate(layer)
         return Selection.of(layer, self._heaviest(layer, scores), scores=scores)
 
     def evict(self, step: DecodeStep) -> Eviction:
-        """Add the attention of this step to the scores, and drop the lightest older tokens."""
+        """Add the attention of this step to the scores, and drop the lowest-scored tokens."""
         assert step.scores is not None
         scores = step.scores + self.rate(step)
         return Eviction(keep_indices=self._heaviest(step, scores), scores=scores)
@@ -74,7 +74,7 @@ class H2O(SplitBudget):
         return self.keep(states, scores, kept)
 
     def require_protection(self, spans: Spans) -> None:
-        """Raise unless the spans fit among the heavy hitters.
+        """Check that the protected tokens fit into the budget for heavy hitters.
 
         Raises:
             InvalidArgumentError: the spans have more tokens than there are heavy hitters.

@@ -12,16 +12,20 @@ from snapkv.policies.states import PromptLayer
 
 @dataclass(frozen=True)
 class KeyDiff(PrefixPolicy):
-    """Keeps the positions whose keys are least like the average key; needs no attention.
+    """Keeps the positions whose keys are least similar to the average key.
 
-    The score of a position is minus the cosine between its key and the mean of all normalised keys
-    of the head. The paper also evicts while it reads the prompt in blocks; here, as in kvpress, the
-    whole prompt is read and compressed at its end. The window is kept as in SnapKV, which neither
-    of them does.
+    No attention is computed. The score of a position is minus the cosine between its key and the
+    mean of all normalised keys of the head. The paper also evicts while it reads the prompt in
+    blocks; here, as in kvpress, the whole prompt is read and compressed at its end. The window is
+    kept as in SnapKV, which neither of them does.
 
     Args:
         budget, keep_ratio, window_size: as in `PrefixPolicy`.
         sink_tokens: first tokens that every head keeps; 0, since neither paper nor kvpress has any.
+
+    Raises:
+        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a value is out of range.
     """
 
     name: ClassVar[str] = "keydiff"
@@ -33,10 +37,10 @@ class KeyDiff(PrefixPolicy):
 
     @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return minus the cosine to the mean key.
+        """Compute how different each key is from the average key of its head.
 
         Returns:
-            (B, Hkv, P) float32.
+            (B, Hkv, P) float32, minus the cosine.
         """
         directions = F.normalize(layer.keys.float(), dim=-1)
         if layer.pads is not None:

@@ -15,7 +15,7 @@ from snapkv.policies.states import PromptLayer
 
 @dataclass(frozen=True)
 class KVzap(PrefixPolicy):
-    """Predicts with a fitted gate what `KVzip(plus=True)` would keep, without its second reading.
+    """Predicts which tokens `KVzip(plus=True)` would keep, without reading the text twice.
 
     The idea is KVzap's: a linear map per layer to the logarithms of the scores of KVzip+, here
     fitted by ridge regression (`snapkv study fit-gate`). The authors' map reads the hidden state
@@ -53,7 +53,7 @@ class KVzap(PrefixPolicy):
             object.__setattr__(self, "gate", read_gate(self.gate))
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return the predicted logarithm of the score of KVzip+.
+        """Predict the logarithm of the score that KVzip+ would give to each position.
 
         Returns:
             (B, Hkv, P) float32.

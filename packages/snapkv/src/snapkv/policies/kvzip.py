@@ -22,7 +22,7 @@ _QUERIES_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class KVzip(PrefixPolicy):
-    """Lets the model repeat the text piece by piece, and keeps what its queries attend to most.
+    """Lets the model repeat the text piece by piece, and keeps the tokens that it attends to most.
 
     A position's score is the highest attention that any query of the repetition pays it, in any
     head of the group. No question takes part, so the selection serves questions that are not known
@@ -64,12 +64,12 @@ class KVzip(PrefixPolicy):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """A second reading; with `plus` the layer's output projection, too."""
+        """What the method needs: a second reading, and with `plus` the output weights."""
         needs: frozenset[Need] = frozenset({"reconstruction_pass"})
         return needs | {"output_weight"} if self.plus else needs
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return the highest attention received in the second reading.
+        """Return the highest attention that each position received in the second reading.
 
         Returns:
             (B, Hkv, P) float32.
@@ -90,11 +90,11 @@ def most_attention(
     query_norms: Tensor | None = None,
     value_norms: Tensor | None = None,
 ) -> Tensor:
-    """Return the most attention that any of the last queries pays to each of the first positions.
+    """Return the highest attention that each position receives from any of the last queries.
 
     Args:
         seen: a layer; its queries are those of the last keys.
-        tokens: how many positions.
+        tokens: how many of the first positions.
         query_norms: (B, N) float32, the norm that the attention of each of the N queries is divided
             by.
         value_norms: (B, Hq, tokens) float32, the norm that the attention to each position is

@@ -13,7 +13,9 @@ from snapkv.validation import require_int
 
 @dataclass(frozen=True)
 class LagKV(PrefixPolicy):
-    """Keeps the tokens that vary most, measured by the piece after theirs; needs no attention.
+    """Keeps the tokens that vary most compared with the next piece of the text.
+
+    No attention is computed.
 
     After the sinks a prompt is cut into pieces of `lag_size` tokens. The channels of a piece are
     scaled by the lowest and the highest value that each has in the next piece, the lag. The
@@ -56,10 +58,10 @@ class LagKV(PrefixPolicy):
 
     @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return ranks or ratings in [0, 1], above 1 for tokens without lag.
+        """Compute the rank of each token in its piece, or its rating.
 
         Returns:
-            (B, Hkv, P).
+            (B, Hkv, P) float32 in [0, 1], above 1 for tokens without a lag, which are kept first.
         """
         B, T = layer.keys.shape[0], layer.keys.shape[2]
         scores = layer.keys.new_zeros(B, layer.num_kv_heads, T, dtype=torch.float32)
@@ -76,7 +78,10 @@ class LagKV(PrefixPolicy):
         return scores[..., : T - self.window_size]
 
     def _ratings(self, states: Tensor) -> Tensor:
-        """Rate how much the tokens of (H, T, D) `states` vary.
+        """Compute how much each token varies over its channels, compared with the next piece.
+
+        Args:
+            states: (H, T, D) keys or values of one row.
 
         Returns:
             (H, pieces, lag_size) float32.
@@ -94,7 +99,10 @@ class LagKV(PrefixPolicy):
 
 
 def _ranked(ratings: Tensor) -> Tensor:
-    """Return the rank of each rating in its piece as a fraction; equal ranks go by the rating."""
+    """Convert ratings to ranks within each piece, as fractions of the piece's size.
+
+    If two ranks in different pieces are equal, the better rating is higher.
+    """
     order = ratings.argsort(dim=-1, descending=True, stable=True)
     rank = ratings.shape[-1] - 1 - order.argsort(dim=-1)
     return (rank + ratings) / ratings.shape[-1]

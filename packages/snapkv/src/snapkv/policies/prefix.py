@@ -15,7 +15,11 @@ from snapkv.policies.states import DeferredChecks, PromptLayer, Selection, run_c
 
 
 def _require_number(name: str, highest: Sequence[float]) -> None:
-    """Raise if the highest score of a method is NaN.
+    """Raise an error if a policy has returned NaN.
+
+    Args:
+        name: the name of the policy.
+        highest: one number, the highest score.
 
     Raises:
         InvalidArgumentError: `highest` holds NaN.
@@ -27,7 +31,7 @@ def _require_number(name: str, highest: Sequence[float]) -> None:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The positions before the window of a layer that has read the whole prompt.
+    """The positions of a prompt that come before the observation window.
 
     Attributes:
         window_size: the last tokens of the prompt, which every head keeps.
@@ -43,26 +47,24 @@ class Prefix:
 
     @functools.cached_property
     def slots(self) -> int:
-        """How many slots are before the window, padding included."""
+        """The number of slots before the window, including padding."""
         return max(0, self.layer.keys.shape[2] - self.window_size)
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """How many tokens of each row are before the window, without padding: B numbers."""
+        """The number of tokens of each row before the window, without padding."""
         return [max(0, tokens - self.window_size) for tokens in self.layer.row_lengths]
 
     @property
     def sinks(self) -> list[int]:
-        """How many attention sinks each row has: B numbers."""
+        """The number of attention sinks in each row."""
         return [min(self.sink_tokens, tokens) for tokens in self.lengths]
 
     @functools.cached_property
     def must_stay(self) -> Tensor | None:
-        """Which positions every head keeps whatever their scores.
+        """A mask of the positions that every head must keep, whatever their scores.
 
-        Shape: (B, 1 or H, P) bool.
-
-        None if there are none beside the sinks.
+        Shape: (B, 1 or H, P) bool; None if there are none beside the sinks.
         """
         layer, slots = self.layer, self.slots
         if layer.protected is None:
@@ -71,22 +73,27 @@ class Prefix:
         return sinks | layer.protected[..., :slots]
 
     def keeps_all(self, kept: list[int]) -> bool:
-        """Return whether rows that keep `kept` positions each drop nothing but shared padding."""
+        """Return whether nothing is dropped except for padding that all rows have.
+
+        Args:
+            kept: how many positions each row keeps.
+        """
         return not self.slots or (self.slots <= max(kept) and kept == self.lengths)
 
     @functools.cached_property
     def required_counts(self) -> list[int]:
-        """How many positions must be kept: B numbers, each the largest count over the row's heads.
+        """The number of positions that must be kept in each row.
 
-        An empty list if no position is protected.
+        It is the largest number over the heads of the row. The list is empty if no position is
+        protected.
         """
         must_stay = self.must_stay
         return [] if must_stay is None else must_stay.sum(dim=-1).amax(dim=-1).tolist()
 
     def check_scores(self, scores: Tensor, name: str) -> Tensor:
-        """Return `scores`, or raise if a user's method returned something else than scores.
+        """Check the scores that a policy has returned, and return them.
 
-        That no score is NaN is checked here too if `layer.deferred_checks` is None, else later.
+        Whether a score is NaN is checked here too if `layer.deferred_checks` is None, else later.
 
         Args:
             scores: what `PrefixPolicy.score` returned, to be (B, H, P) floating point.
@@ -115,7 +122,9 @@ class Prefix:
         return scores
 
     def mark_required(self, scores: Tensor) -> Tensor:
-        """Replace the scores of required positions by infinity, and of padding by minus infinity.
+        """Return the scores with infinity for all positions that must be kept.
+
+        Padding gets minus infinity.
 
         Args:
             scores: (B, H, P) float32, which stays unchanged.
@@ -128,7 +137,10 @@ class Prefix:
         return scores if pads is None else ops.fill_first(scores, 0, -math.inf, pads)
 
     def select_best(self, scores: Tensor, kept: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """Select the positions that must be kept and the best others, as `ops.keep_best` does."""
+        """Return the indices of the positions that must be kept and of the best others.
+
+        The arguments and the result are those of `ops.keep_best`.
+        """
         return ops.keep_best(
             scores,
             kept,
@@ -138,7 +150,12 @@ class Prefix:
         )
 
     def select(self, scores: Tensor, kept: list[int]) -> Selection:
-        """Select the window and the `kept` best positions of each row, as many in every head."""
+        """Select the window and the best positions before it, the same number in every head.
+
+        Args:
+            scores: (B, H, P) float32.
+            kept: how many positions each row keeps before its window.
+        """
         best = self.select_best(scores, kept)
         tokens, window = self.layer.keys.shape[2], self._window(best)
         keep_indices, padding_slots = torch.cat([best, window], dim=-1), None
@@ -150,7 +167,7 @@ class Prefix:
         )
 
     def select_by_head(self, scores: Tensor, kept: list[list[int]]) -> Selection:
-        """Select the best positions of each head, whose numbers are in `kept`, and the window.
+        """Select the window and the best positions before it, a different number in each head.
 
         Args:
             scores: (B, H, P) float32.
@@ -177,5 +194,5 @@ class Prefix:
 
     @property
     def window_tokens(self) -> list[int]:
-        """How many tokens of each row are in the window: B numbers."""
+        """The number of tokens of each row that are in the window."""
         return list(map(operator.sub, self.layer.row_lengths, self.lengths))

@@ -21,14 +21,16 @@ _Score = TypeVar("_Score", bound=Callable[..., Any])
 
 
 def of_any_layer(score: _Score) -> _Score:
-    """Mark a `score` that does not depend on the layer, so that layers may be passed as rows."""
+    """Mark a `score` method as independent of the layer, so that layers can be stacked as rows."""
     vars(score)["of_any_layer"] = True
     return score
 
 
 @dataclass(frozen=True)
 class PrefixPolicy(Policy):
-    """Keeps the window and the best-scored positions before it; subclasses compute the scores.
+    """Keeps the window and the positions before it that have the best scores.
+
+    Subclasses compute the scores.
 
     Args:
         budget: tokens kept per KV head and layer, window included; 1024 if neither is given. "auto"
@@ -72,15 +74,16 @@ class PrefixPolicy(Policy):
 
     @property
     def sink_tokens(self) -> int:
-        """How many first tokens each head keeps as attention sinks, counted in the budget.
+        """The number of first tokens that each head keeps as attention sinks.
 
-        0 here; a method with sinks declares a parameter of this name.
+        They count towards the budget. 0 here; a method with sinks declares a parameter of this
+        name.
         """
         return 0
 
     @functools.cached_property
     def allocation(self) -> Budget:
-        """The budget as an object that computes how many positions each layer keeps."""
+        """The budget as an object that can compute the number of positions to keep."""
         if isinstance(self.budget, Budget):
             return self.budget
         return TokenBudget(self.budget, self.keep_ratio)  # type: ignore[arg-type] # never a text
@@ -95,17 +98,23 @@ class PrefixPolicy(Policy):
 
     @abstractmethod
     def score(self, layer: PromptLayer) -> Tensor:
-        """Score the prefix.
+        """Compute a score for each position before the window.
 
         Returns:
             (B, num_kv_heads or Hq, T - window_size) float32, higher is better.
         """
 
     def compute_scores(self, prefix: Prefix) -> Tensor:
-        """Return `score` after a check of its shape and dtype; an empty prefix is not scored.
+        """Compute the scores of the prefix, and check their shape and dtype.
+
+        `score` is not called for an empty prefix.
+
+        Returns:
+            (B, H, P) float32, as `score` returns them.
 
         Raises:
-            InvalidArgumentError: the method returned another shape or dtype, or NaN.
+            InvalidArgumentError: the method returned another shape or dtype, or NaN. NaN is found
+                later if `layer.deferred_checks` is a list.
         """
         layer = prefix.layer
         if prefix.slots:
@@ -114,12 +123,17 @@ class PrefixPolicy(Policy):
         return layer.keys.new_zeros(len(layer.keys), heads, 0, dtype=torch.float32)
 
     def summed_weights(self, layer: PromptLayer) -> int:
-        """Return how many attention weights a score is the sum of; 1 if it is no sum."""
+        """Return the number of attention weights that are added up in one score.
+
+        It is 1 if a score is not a sum.
+        """
         del layer
         return 1
 
     def compute_shares(self, prefix: Prefix) -> Tensor:
-        """Return votes as shares of the window's attention, and other scores unchanged.
+        """Compute the share of the window's attention that each position receives.
+
+        Scores that are not votes are returned as they are, except for the marked positions.
 
         Returns:
             (B, H, P) float32: infinity for positions that must be kept, minus infinity for padding.
@@ -130,11 +144,11 @@ class PrefixPolicy(Policy):
         return prefix.mark_required(self.compute_scores(prefix) / self.summed_weights(prefix.layer))
 
     def prefix(self, layer: PromptLayer, *, per_head_budget: bool = False) -> Prefix:
-        """Return the positions of the layer before the window."""
+        """Return the positions of the layer that come before the window."""
         return Prefix(layer, self.window_size, self.sink_tokens, per_head_budget)
 
     def counts(self, prefix: Prefix) -> list[int]:
-        """Return how many positions each row keeps before its window: B numbers.
+        """Return the number of positions that each row keeps before its window.
 
         Raises:
             InvalidArgumentError: the positions that must be kept do not fit. (Checked in the first
@@ -146,37 +160,51 @@ class PrefixPolicy(Policy):
         return self.allocation.counts(prefix, self.compute_shares)
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        """Keep the sinks, the best of the prefix and the window; None if everything fits."""
+        """Select the window, the attention sinks and the best positions before the window.
+
+        Returns:
+            The selection, or None if everything fits.
+
+        Raises:
+            InvalidArgumentError: the positions that must be kept do not fit; or `score` returned
+                another shape or dtype, or NaN.
+            BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
+        """
         prefix = self.prefix(layer)
         kept = self.counts(prefix)
         return None if prefix.keeps_all(kept) else prefix.select(self.compute_scores(prefix), kept)
 
     @property
     def is_layer_independent(self) -> bool:
-        """Whether `score` is marked with `of_any_layer`."""
+        """Whether the `score` method is marked as independent of the layer."""
         return getattr(type(self).score, "of_any_layer", False)
 
     @functools.cached_property
     def can_select_stacked(self) -> bool:
-        """Whether the score does not depend on the layer."""
+        """Whether several layers can be passed to `select` at once, stacked as rows."""
         return self.is_layer_independent and self.keeps_the_best
 
     @property
     def keeps_the_best(self) -> bool:
-        """Whether positions are selected by their scores alone."""
+        """Whether the positions are selected by their scores alone."""
         return type(self).select is PrefixPolicy.select
 
     @property
     def can_select_after_drops(self) -> bool:
-        """Whether the scores allow it, and the budget does not depend on the prompt's length."""
+        """Whether `select` still works after tokens inside the prompt have been dropped.
+
+        The scores must allow it, and the budget must not depend on the length of the prompt.
+        """
         return self.scores_after_drops and self.most_tokens is not None
 
     def require_protection(self, spans: Spans) -> None:
-        """Raise if no compressed prompt can hold `spans`, or if a subclass selects in another way.
+        """Check that the budget can hold all tokens in `spans`.
+
+        Only spans that no compressed prompt can hold are refused here.
 
         Raises:
-            InvalidArgumentError: `spans` have more tokens than the budget holds, or cannot be
-                protected.
+            InvalidArgumentError: `spans` have more tokens than the budget holds, or a subclass that
+                selects in another way cannot protect tokens.
         """
         if not self.keeps_the_best:
             super().require_protection(spans)
@@ -186,7 +214,7 @@ class PrefixPolicy(Policy):
                 self._require_fits(spans.tokens, room)
 
     def require_room(self, layer: PromptLayer) -> None:
-        """Raise in the first layer if some layer cannot hold all protected tokens.
+        """Check in the first layer that every layer can hold all protected tokens.
 
         Raises:
             InvalidArgumentError: the tokens that must be kept do not fit.
@@ -194,7 +222,11 @@ class PrefixPolicy(Policy):
         self._require_room(self.prefix(layer))
 
     def _require_room(self, prefix: Prefix) -> None:
-        """Raise unless the last layer, which keeps least, holds the positions that must be kept."""
+        """Check that the last layer, which has the smallest budget, can hold all protected tokens.
+
+        Raises:
+            InvalidArgumentError: the tokens that must be kept do not fit.
+        """
         last = prefix.layer.at_depth(prefix.layer.num_layers - 1)
         rooms = self.allocation.counts(replace(prefix, layer=last), None)
         for tokens, room in zip(prefix.required_counts, rooms, strict=False):

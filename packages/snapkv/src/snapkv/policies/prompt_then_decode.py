@@ -14,7 +14,7 @@ from snapkv.policies.tova import TOVA
 
 @dataclass(frozen=True)
 class PromptThenDecode(EvictingPolicy):
-    """Compresses the prompt by one method and evicts by another during decoding.
+    """Compresses the prompt with one policy, and evicts tokens during decoding with another one.
 
     The second method scores all tokens of the prompt before the first one drops any (H2O: the
     attention that every token received), and the scores stay with the tokens that are kept. If
@@ -56,7 +56,7 @@ class PromptThenDecode(EvictingPolicy):
         self._require_room(self.prompt.most_tokens, self.decode.max_decode_tokens)
 
     def _require_room(self, most: int | None, room: int | None) -> None:
-        """Raise unless the tokens that `prompt` keeps fit into what `decode` holds.
+        """Check that the tokens that `prompt` keeps fit into the budget of `decode`.
 
         Args:
             most: the most tokens that `prompt` keeps, None if unknown.
@@ -113,7 +113,9 @@ class PromptThenDecode(EvictingPolicy):
         self.prompt.require_room(layer)
 
     def select(self, layer: PromptLayer) -> Selection:
-        """Select with `prompt`, and score every token of the whole prompt with `decode`.
+        """Select positions with `prompt`, and compute the initial scores with `decode`.
+
+        The scores are those of all tokens of the prompt, including dropped ones.
 
         Returns:
             The selection of `prompt`, or all positions if that is None, with the scores of
@@ -140,7 +142,7 @@ class PromptThenDecode(EvictingPolicy):
 
 
 def _with_queries(layer: PromptLayer, query_tokens: int) -> PromptLayer:
-    """Return the layer with its last `query_tokens` queries only."""
+    """Return the layer with only the last `query_tokens` queries."""
     start = max(0, layer.queries.shape[2] - query_tokens)
     return replace(layer, queries=layer.queries[:, :, start:]) if start else layer
 

@@ -13,7 +13,7 @@ from snapkv.validation import require_int
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """SnapKV inside each layer, with budgets that fall linearly with depth.
+    """SnapKV inside each layer, with budgets that decrease linearly from layer to layer.
 
     The mean over the layers is the budget: the top layer keeps ``(budget - window) / beta`` of the
     prefix, the bottom layer what the mean then requires, and no layer more than there is. The
@@ -51,7 +51,7 @@ class PyramidKV(SnapKV):
 
     @property
     def most_tokens(self) -> int | None:
-        """The most that the bottom layer keeps of a long prompt, almost twice the budget."""
+        """The largest number of tokens that the bottom layer can keep, almost twice the budget."""
         mean = super().most_tokens
         return None if mean is None else self.window_size + 2 * (mean - self.window_size)
 
@@ -62,7 +62,13 @@ class PyramidKV(SnapKV):
 
 @dataclass(frozen=True)
 class LayerBudget(Budget):
-    """A budget that falls linearly with depth, around the mean over all layers."""
+    """A budget that decreases linearly from the bottom layer to the top layer.
+
+    Attributes:
+        mean: the mean over all layers.
+        beta: how steep the decrease is, as in `PyramidKV`.
+        published: whether to round as the authors do.
+    """
 
     mean: Budget
     beta: int
@@ -70,7 +76,7 @@ class LayerBudget(Budget):
 
     @property
     def most_tokens(self) -> int | None:
-        """The mean over the layers."""
+        """The average over all layers, not the largest number of any layer."""
         return self.mean.most_tokens
 
     def require_valid(self, window_size: int, sink_tokens: int) -> None:
@@ -87,7 +93,7 @@ class LayerBudget(Budget):
         ]
 
     def _of_layers(self, mean: int, own: int, prefix: Prefix, sinks: int) -> Sequence[int]:
-        """Return the budget of every layer for one row, from the bottom layer to the top one.
+        """Return the budget of each layer for one row, from the bottom to the top.
 
         Args:
             mean: the mean over the layers.
@@ -106,7 +112,7 @@ class LayerBudget(Budget):
 def exact_budgets(
     mean: int, prefix_tokens: int, num_layers: int, beta: int, least: int = 0
 ) -> tuple[int, ...]:
-    """Return linear budgets of the layers that add up to exactly ``mean * num_layers``.
+    """Return linear budgets whose average over all layers is exactly `mean`.
 
     The top layer gets ``mean / beta`` or `least`, unless the bottom one would exceed the prefix.
     """
@@ -115,7 +121,10 @@ def exact_budgets(
 
 
 def published_budgets(mean: int, prefix_tokens: int, num_layers: int, beta: int) -> list[int]:
-    """Return the authors' budgets: rounded down at every step, so that they add up to more."""
+    """Return the budgets as the authors of PyramidKV compute them.
+
+    Every step is rounded down, so the budgets add up to more than ``mean * num_layers``.
+    """
     if num_layers == 1:
         return [mean]
     top = mean // beta

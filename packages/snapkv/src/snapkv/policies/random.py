@@ -13,7 +13,7 @@ from snapkv.validation import require_int
 
 @dataclass(frozen=True)
 class Random(PrefixPolicy):
-    """Keeps the window and positions drawn at random, each head its own.
+    """Keeps the window and random positions before it, which are different in each head.
 
     The draw depends on `seed`, the layer and the position counted from the end of the prompt, so
     the same prompt keeps the same positions on every run, alone or in a padded batch.
@@ -41,7 +41,11 @@ class Random(PrefixPolicy):
         require_int("seed", self.seed, minimum=0, maximum=None)
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return uniform random numbers, (B, Hkv, P) float32, the same for every row."""
+        """Return a random number for each position, the same for every row.
+
+        Returns:
+            (B, Hkv, P) float32, uniform in [0, 1).
+        """
         batch, prompt_tokens = layer.keys.shape[0], layer.keys.shape[2]
         seed = (self.seed * 100_003 + layer.layer_idx) % 2**63  # what a generator accepts
         generator = torch.Generator().manual_seed(seed)

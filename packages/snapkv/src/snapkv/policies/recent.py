@@ -16,16 +16,20 @@ from snapkv.validation import DEFAULT_BUDGET, require_int
 
 
 class BestAndRecent(EvictingPolicy):
-    """Evicts at the prompt's end and during decoding; subclasses score and count tokens."""
+    """A policy that keeps the most recent tokens and the best of the older tokens.
+
+    It evicts at the end of the prompt and during decoding. Subclasses compute the scores and the
+    number of tokens to keep.
+    """
 
     @property
     @abstractmethod
     def recent_tokens(self) -> int:
-        """How many of the last tokens are always kept."""
+        """The number of tokens at the end that are always kept."""
 
     @abstractmethod
     def rate(self, states: LayerStates) -> Tensor:
-        """Score every slot.
+        """Compute a score for each slot.
 
         The scores of the recent tokens are not used.
 
@@ -34,12 +38,22 @@ class BestAndRecent(EvictingPolicy):
         """
 
     def of_prompt(self, tokens: int, states: LayerStates) -> int:
-        """Return how many of a row's tokens are kept at the end of the prompt."""
+        """Return the number of tokens of a row to keep at the end of the prompt.
+
+        Args:
+            tokens: how many tokens the row has.
+            states: the layer.
+        """
         assert self.max_decode_tokens is not None
         return min(tokens, self.max_decode_tokens)
 
     def of_step(self, tokens: int, states: LayerStates) -> int:
-        """Return how many of a row's tokens are kept after a decode step."""
+        """Return the number of tokens of a row to keep after a decode step.
+
+        Args:
+            tokens: how many tokens the row holds.
+            states: the layer.
+        """
         return self.of_prompt(tokens, states)
 
     def select(self, layer: PromptLayer) -> Selection:
@@ -60,7 +74,12 @@ class BestAndRecent(EvictingPolicy):
         return Eviction(keep_indices=keep_indices, padding_slots=keep_indices.shape[-1] - own)
 
     def keep(self, states: LayerStates, scores: Tensor, kept: list[int]) -> Tensor:
-        """Select `kept[row]` slots of every row: the recent ones and the best of the older.
+        """Select the recent slots and the best of the older slots.
+
+        Args:
+            states: the layer.
+            scores: (B, H, S) float32.
+            kept: how many slots each row keeps, the recent ones included.
 
         Returns:
             (B, H, max(kept)) int64, ascending; rows that keep fewer start with padding.
@@ -78,7 +97,10 @@ class BestAndRecent(EvictingPolicy):
 
 
 class SplitBudget(BestAndRecent):
-    """A method whose budget has an older and a recent part, see `split_budget`."""
+    """A policy that splits its budget into older tokens and recent tokens.
+
+    `split_budget` completes the parameters.
+    """
 
     budget: int | None
     recent: int | None
@@ -95,10 +117,13 @@ class SplitBudget(BestAndRecent):
 
 
 def split_budget(policy: Any, first: str, *, default_recent: Callable[[int], int]) -> None:
-    """Complete a frozen policy's `budget`, `first` and `recent`, of which two determine the third.
+    """Compute the missing parts of a budget that consists of older and recent tokens.
+
+    Changes the fields `budget`, `first` and `recent` of `policy` in place; two of them determine
+    the third.
 
     Args:
-        policy: the policy being built; its three fields are set.
+        policy: the frozen policy being built.
         first: the name of the older part, which may be 0; the recent one is at least 1.
         default_recent: returns the recent part of a budget if only the budget is given.
 

@@ -21,7 +21,7 @@ from snapkv.validation import (
 
 @dataclass(frozen=True)
 class RKV(BestAndRecent):
-    """Keeps tokens that the last queries attend to and that no newer key repeats.
+    """Keeps the tokens that the last queries attend to, unless a newer token has a similar key.
 
     Whenever a head holds `evict_every` tokens more than its budget, it is cut back to the budget:
     the last `window_size` tokens stay, and the best of those before them by ``mix_lambda *
@@ -88,7 +88,7 @@ class RKV(BestAndRecent):
 
     @property
     def max_decode_tokens(self) -> int:
-        """The budget and the tokens that come until the next eviction."""
+        """The largest number of tokens that a layer can hold, right before the next eviction."""
         return self.budget + self.evict_every - 1
 
     def of_prompt(self, tokens: int, states: LayerStates) -> int:
@@ -103,7 +103,7 @@ class RKV(BestAndRecent):
         return super().select(layer)
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Return importance minus redundancy, weighted.
+        """Compute the importance of each slot minus its redundancy, both weighted.
 
         Returns:
             (B, num_kv_heads, S) float32.

@@ -18,7 +18,7 @@ from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int, requi
 
 @dataclass(frozen=True)
 class Scissorhands(BestAndRecent):
-    """Drops many tokens at once: those that were least often above the uniform attention lately.
+    """Drops many tokens at once: those that have least often received much attention lately.
 
     Whenever a head holds more than its budget, it counts for every token how many of the last
     `history` queries paid it more attention than the uniform level. It keeps the `recent` last
@@ -70,7 +70,10 @@ class Scissorhands(BestAndRecent):
         self._check_room(self.recent + (self.drop or 1))
 
     def _check_room(self, least: int) -> None:
-        """Raise unless the lowest layer holds at least `least` tokens.
+        """Check that the lowest layer, which has the smallest budget, can hold enough tokens.
+
+        Args:
+            least: how many tokens it must hold.
 
         Raises:
             InvalidArgumentError: its budget is smaller.
@@ -111,7 +114,9 @@ class Scissorhands(BestAndRecent):
         return tokens if tokens <= budget else min(tokens - self._layer_drop(budget), budget)
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Rank tokens by how often they were above the uniform level; of equal ones the newer wins.
+        """Rank the tokens by how often they received more attention than the uniform level.
+
+        If two counts are equal, the newer token ranks higher.
 
         Returns:
             (B, num_kv_heads, S) float32 ranks.
@@ -129,7 +134,7 @@ class Scissorhands(BestAndRecent):
         return counts.argsort(dim=-1, stable=True).argsort(dim=-1).float()
 
     def require_protection(self, spans: Spans) -> None:
-        """Raise unless the lowest layer holds `spans` right after an eviction.
+        """Check that the lowest layer can hold all protected tokens right after an eviction.
 
         Raises:
             InvalidArgumentError: the spans have too many tokens.
@@ -147,5 +152,11 @@ class Scissorhands(BestAndRecent):
 
 
 def layer_budgets(budget: int, gamma: float, num_layers: int) -> tuple[int, ...]:
-    """Return budgets that rise linearly from the bottom layer to the top and keep their mean."""
+    """Return a budget for each layer, which increases from the bottom layer to the top layer.
+
+    Args:
+        budget: the mean over the layers.
+        gamma: as in `Scissorhands`.
+        num_layers: how many layers there are.
+    """
     return linear_budgets(budget * (1 - gamma), budget * (1 + gamma), budget, num_layers)

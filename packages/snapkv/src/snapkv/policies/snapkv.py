@@ -34,7 +34,7 @@ most."""
 
 @dataclass(frozen=True)
 class SnapKV(PrefixPolicy):
-    """The last queries of the prompt vote; each head keeps the clusters with most votes.
+    """Lets the last queries of the prompt vote, and keeps the positions with the most votes.
 
     The attention of the last `window_size` queries to the prefix is summed (Eq. 2), combined over
     the query heads that share a KV head, and pooled so that the neighbours of a strong position are
@@ -113,7 +113,7 @@ class SnapKV(PrefixPolicy):
 
     @functools.cached_property
     def lift(self) -> ops.Lift:
-        """How votes are pooled along the prefix."""
+        """The way in which votes are pooled along the prefix."""
         if self.pooling == "fading":
             assert self.decay is not None
             return ops.Fading(self.decay)
@@ -122,36 +122,56 @@ class SnapKV(PrefixPolicy):
 
     @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
-        """Return the pooled votes of the window.
+        """Return the pooled votes of the observation window.
+
+        With ``window_reduce="max"`` the votes of a head are at least about their mean.
 
         Returns:
-            (B, Hkv, P) float32; Hq heads for "none".
+            (B, Hkv, P) float32; Hq heads for ``group_reduce="none"``.
         """
         lifted, _ = layer.compute_once(self._voting, self._vote)
         return lifted if self.window_reduce == "mean" else self._raised_to_mean(lifted, layer)
 
     @functools.cached_property
     def _voting(self) -> tuple[Hashable, ...]:
-        """The parameters that the votes depend on, as a key for `PromptLayer.compute_once`."""
+        """The parameters on which the votes depend, as a key for `PromptLayer.compute_once`."""
         reduced = self.window_reduce, self.group_reduce
         return (self.window_size, self.query_tokens, *reduced, self.lift, self.sink_tokens)
 
     def compute_shares(self, prefix: Prefix) -> Tensor:
-        """Return the votes as shares of attention, without raising any to its head's mean."""
+        """Compute the share of the window's attention that each position receives.
+
+        Unlike in `score`, votes below the mean of their head are not raised.
+
+        Returns:
+            (B, H, P) float32: infinity for positions that must be kept, minus infinity for padding.
+
+        Raises:
+            InvalidArgumentError: the votes are NaN, which is only checked if `window_reduce` is
+                "mean".
+        """
         if self.window_reduce == "mean":
             return super().compute_shares(prefix)
         largest, _ = prefix.layer.compute_once(self._voting, self._vote)
         return prefix.mark_required(largest / self.summed_weights(prefix.layer))
 
     def pool(self, votes: Tensor, layer: PromptLayer) -> Tensor:
-        """Return the pooled votes, in the shape of `votes`; the votes of sinks stay as they are."""
+        """Pool the votes along the prefix, except for the votes on attention sinks.
+
+        Args:
+            votes: (B, H, P) float32, which stays unchanged.
+            layer: the layer of the votes.
+
+        Returns:
+            The pooled votes in the shape of `votes`; those on sinks are unchanged.
+        """
         if not self.sink_tokens:
             return self.lift.pool(votes)
         lifted = self.lift.pool(ops.fill_first(votes, self.sink_tokens, 0.0, layer.pad_tokens))
         return votes.where(layer.is_among_first(self.sink_tokens, votes.shape[-1]), lifted)
 
     def _vote(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
-        """Count the votes of the window.
+        """Count the votes of the observation window.
 
         Returns:
             The pooled votes in the shape of `score`, and their sum over the queries before pooling.
@@ -178,13 +198,13 @@ class SnapKV(PrefixPolicy):
         return self._of_stored_heads(largest, layer), summed
 
     def _of_stored_heads(self, votes: Tensor, layer: PromptLayer) -> Tensor:
-        """Reduce votes of query heads if several heads of keys share one stored latent."""
+        """Combine the votes of all query heads if they share one stored latent."""
         if layer.stored_heads is None:
             return votes
         return ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)
 
     def _raised_to_mean(self, votes: Tensor, layer: PromptLayer) -> Tensor:
-        """Raise votes below the mean of their head nearly up to it, in the same order.
+        """Raise all votes that are below the mean of their head, and keep their order.
 
         So a head that attends evenly to many positions counts as much in total as one that looks
         sharply at a few. The mean leaves out sinks, which get most votes, and positions from the
@@ -201,7 +221,7 @@ class SnapKV(PrefixPolicy):
 
     @torch.no_grad()
     def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake:
-        """Return the votes as sums over the window, whatever `window_reduce` is."""
+        """Return the sum of the votes over the window, even if `window_reduce` is "max"."""
         return VotesAtStake(
             votes=layer.compute_once(self._voting, self._vote)[1],
             weights=layer.queries.shape[2] * self._heads_summed(layer),
@@ -209,7 +229,10 @@ class SnapKV(PrefixPolicy):
         )
 
     def summed_weights(self, layer: PromptLayer) -> int:
-        """Return how many attention weights a vote sums: over voters, and over heads for "sum"."""
+        """Return the number of attention weights that are added up in one vote.
+
+        These are the weights of all voters, and with "sum" those of all heads of a group.
+        """
         queries = layer.queries.shape[2] if self.window_reduce == "mean" else 1
         return queries * self._heads_summed(layer)
 

@@ -18,7 +18,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Spans:
-    """Spans of a row's own positions over the whole conversation, without padding.
+    """Ranges of positions in a conversation, not counting padding.
 
     Attributes:
         parts: half-open spans, ascending; no two of them touch.
@@ -28,11 +28,11 @@ class Spans:
 
     @classmethod
     def of(cls, argument: str, given: object) -> Self:
-        """Build spans from what a user has given; spans that overlap or touch are merged.
+        """Create spans from pairs of positions, and merge spans that overlap or touch.
 
         Args:
             argument: the name of the argument, for errors.
-            given: pairs of positions.
+            given: pairs of positions, as the user has passed them.
 
         Raises:
             InvalidTypeError: `given` is no sequence of pairs of integers.
@@ -49,15 +49,15 @@ class Spans:
         return cls(tuple(merged))
 
     def union(self, other: "Spans") -> "Spans":
-        """Return the positions that either of them covers."""
+        """Return the positions that are in at least one of the two."""
         return Spans.of("spans", self.parts + other.parts)
 
     def overlap(self, other: "Spans") -> "Spans":
-        """Return the positions that both of them cover."""
+        """Return the positions that are in both of the two."""
         return self.without(self.without(other))
 
     def without(self, other: "Spans") -> "Spans":
-        """Return the positions that `other` does not cover, in time linear in the parts."""
+        """Return the positions that are not in `other`, in linear time."""
         left: list[Span] = []
         gone = deque(other.parts)
         for start, stop in self.parts:
@@ -73,15 +73,17 @@ class Spans:
 
     @property
     def tokens(self) -> int:
-        """How many positions the spans cover."""
+        """The number of positions in all spans together."""
         return sum(stop - start for start, stop in self.parts)
 
     def among_first(self, tokens: int) -> int:
-        """Return how many of the first `tokens` positions the spans cover."""
+        """Return the number of the first `tokens` positions that are in a span."""
         return sum(max(0, min(stop, tokens) - start) for start, stop in self.parts)
 
     def cover(self, positions: Tensor) -> Tensor:
-        """Return which positions lie in a span; the work does not grow with the number of spans.
+        """Return a mask of the positions that are in a span.
+
+        The work does not grow with the number of spans.
 
         Args:
             positions: whole numbers of any shape; negative ones, such as those of padding, lie in
@@ -98,7 +100,7 @@ class Spans:
 
 
 def require_span(argument: str, span: Any) -> Span:
-    """Return `span` as a pair of positions, the first below the second.
+    """Check that `span` is a pair of positions, and return it as a tuple.
 
     Raises:
         InvalidTypeError: `span` is no pair, or holds something that is no integer.
@@ -116,7 +118,7 @@ def require_span(argument: str, span: Any) -> Span:
 
 
 def require_room(policy: str, tokens: int, room: int, place: str) -> None:
-    """Raise if `tokens` protected tokens are more than `room`.
+    """Check that there is enough room for all protected tokens.
 
     Args:
         policy: the name of the method.

@@ -22,12 +22,12 @@ DeferredChecks = list[DeferredCheck]
 
 
 def run_checks(checks: Sequence[DeferredCheck]) -> None:
-    """Copy the numbers of all checks to the host at once, and let each check judge its own.
+    """Run all checks whose numbers are still on the device.
 
-    This waits for a GPU.
+    The numbers of all checks are copied to the host at once, which waits for a GPU.
 
     Args:
-        checks: the checks, whose functions may raise.
+        checks: the checks. Each one raises an error of its own if its numbers are wrong.
     """
     if not checks:
         return
@@ -40,7 +40,9 @@ def run_checks(checks: Sequence[DeferredCheck]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStates(AttentionStates):
-    """The states of one layer that a policy gets, at the end of the prompt or after a decode step.
+    """The tensors of one layer that a policy receives.
+
+    A policy receives them at the end of the prompt or after a decode step.
 
     Attributes:
         queries: (B, Hq, N, D), after rotary embedding and query norm.
@@ -64,7 +66,7 @@ class LayerStates(AttentionStates):
 
     @property
     def leading_padding(self) -> Tensor | None:
-        """How many leading slots of each row hold no token.
+        """The number of slots at the start of each row that hold no token.
 
         Shape: (B,) int64, or None.
         """
@@ -72,12 +74,12 @@ class LayerStates(AttentionStates):
 
     @property
     def without_empty_slots(self) -> AttentionStates:
-        """The same states, in which leading slots without a token count as padding."""
+        """The same queries and keys, with empty slots at the start marked as padding."""
         return AttentionStates(self.queries, self.keys, self.score_options, self.leading_padding)
 
     @property
     def row_tokens(self) -> Tensor:
-        """How many slots of each row hold a token.
+        """The number of slots in each row that hold a token.
 
         Shape: (B,) int64 on the device.
         """
@@ -86,7 +88,10 @@ class LayerStates(AttentionStates):
 
     @functools.cached_property
     def row_lengths(self) -> list[int]:
-        """`row_tokens` as B numbers on the host; this waits for a GPU only if there is padding."""
+        """The number of tokens in each row, as a list of integers.
+
+        This waits for a GPU if there is padding.
+        """
         B, total = self.keys.shape[0], self.keys.shape[2]
         if self.leading_padding is None:
             return [total] * B
@@ -94,13 +99,13 @@ class LayerStates(AttentionStates):
 
     @property
     def num_kv_heads(self) -> int:
-        """How many heads the cache stores, each of which keeps its own positions."""
+        """The number of heads in the cache, each of which keeps its own positions."""
         return self.keys.shape[1] if self.stored_heads is None else self.stored_heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLayer(LayerStates):
-    """The states of one layer at the end of the prompt.
+    """The tensors of one layer at the end of the prompt.
 
     Attributes:
         queries: the last ``policy.query_tokens`` queries of the prompt, fewer if it is shorter.
@@ -130,7 +135,12 @@ class PromptLayer(LayerStates):
 
     @classmethod
     def stack(cls, layers: "Sequence[PromptLayer]") -> "PromptLayer":
-        """Stack neighbouring layers with the same `stack_key` as rows, the first layer's first."""
+        """Stack several layers as the rows of one batch, so that they can be handled together.
+
+        Args:
+            layers: consecutive layers with the same `stack_key`; the rows of the first one come
+                first.
+        """
         if len(layers) == 1:
             return layers[0]
         joined: dict[str, Any] = {
@@ -142,7 +152,7 @@ class PromptLayer(LayerStates):
 
     @functools.cached_property
     def stack_key(self) -> tuple[Any, ...] | None:
-        """What layers that can be stacked have in common; None if this layer cannot be stacked."""
+        """A key that is equal for layers that can be stacked, or None if this layer cannot be."""
         if self.score_options.sink_logits is not None:  # each layer has its own
             return None
         keys, protected = self.keys, None if self.protected is None else self.protected.shape
@@ -152,26 +162,34 @@ class PromptLayer(LayerStates):
 
     @property
     def depths(self) -> list[int]:
-        """How many compressed layers come before the layer of each row: B numbers."""
+        """The number of compressed layers that come before the layer of each row."""
         rows = len(self.keys) // self.stacked
         return [self.depth + row // rows for row in range(len(self.keys))]
 
     def compute_once(self, key: Hashable, compute: Callable[[Self], _Found]) -> _Found:
-        """Return `compute(self)`, which is computed at the first call with this `key` only."""
+        """Return the result of a function, which is called only once for each key.
+
+        Args:
+            key: the name of the result.
+            compute: is called with this layer if there is no result for `key` yet.
+        """
         if key not in self._found:
             self._found[key] = compute(self)
         found: _Found = self._found[key]
         return found
 
     def at_depth(self, depth: int) -> "PromptLayer":
-        """Return this layer at another depth for all rows; computed results are shared."""
+        """Return a copy of this layer with another depth.
+
+        All rows have this depth. The copy shares the results of `compute_once`.
+        """
         other = replace(self, depth=depth, stacked=1)
         other.__dict__.update(_found=self._found, row_lengths=self.row_lengths)
         return other
 
     @property
     def cost(self) -> TokenCost | None:
-        """What a token costs in bytes, computed once; None if that is not known."""
+        """The number of bytes that a token takes, or None if it is not known."""
         if (cost := self.token_cost) is None:
             return None
         return self.compute_once("cost", lambda _: cost())
@@ -181,17 +199,21 @@ class PromptLayer(LayerStates):
         return {}
 
     def is_among_first(self, tokens: int, slots: int) -> Tensor:
-        """Return which slots hold one of a row's first `tokens` tokens, or padding.
+        """Return a mask of the slots that hold the first tokens of each row, or padding.
+
+        Args:
+            tokens: how many of the first tokens of each row.
+            slots: the length of the mask.
 
         Returns:
-            (B or 1, 1, slots) bool, for the first `slots` slots.
+            (B or 1, 1, slots) bool.
         """
         pads = 0 if self.pad_tokens is None else self.pad_tokens[:, None, None]
         return torch.arange(slots, device=self.keys.device)[None, None] < pads + tokens
 
     @property
     def pads(self) -> Tensor | None:
-        """Which slots are leading padding of the prompt.
+        """A mask of the padding at the start of each row.
 
         Shape: (B, 1, S) bool; None if there is none.
         """
@@ -230,7 +252,9 @@ class Selection:
 
     @classmethod
     def of(cls, layer: PromptLayer, keep_indices: Tensor, **other_fields: Any) -> Self:
-        """Build a selection whose rows drop their padding before their tokens.
+        """Create a selection from the indices of the positions to keep.
+
+        Rows drop their padding before their tokens.
 
         Args:
             layer: the layer to select from.
@@ -245,13 +269,13 @@ class Selection:
 
     @classmethod
     def keep_all(cls, layer: PromptLayer) -> Self:
-        """Select every position of the prompt."""
+        """Create a selection that keeps every position of the prompt."""
         every = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         return cls.of(layer, every.expand(layer.keys.shape[0], layer.num_kv_heads, -1))
 
     @classmethod
     def of_mask(cls, kept: Tensor, *, per_head_budget: bool, **other_fields: Any) -> Self:
-        """Select the positions that are True in `kept`; this waits for a GPU.
+        """Create a selection from a mask of the positions to keep; this waits for a GPU.
 
         Args:
             kept: (B, H, T) bool.
@@ -267,11 +291,11 @@ class Selection:
     def of_counts(
         cls, keep_indices: Tensor, counts: Tensor, *, per_head_budget: bool, **other_fields: Any
     ) -> Self:
-        """Build a selection from right-aligned indices and the number that each head keeps.
+        """Create a selection from indices and the number of positions that each head keeps.
 
         Args:
             keep_indices: as in `Selection`.
-            counts: (B, H) int64, how many of the last entries are indices, on the host.
+            counts: (B, H) int64 on the host, how many of the last entries of a head are indices.
             per_head_budget: as in `of_mask`.
             other_fields: the other fields of the selection.
         """
@@ -283,7 +307,7 @@ class Selection:
         return cls(keep_indices=keep_indices, **other_fields)
 
     def of_layers(self, layers: Sequence[PromptLayer]) -> "list[Selection | None]":
-        """Split the selection of stacked layers into one selection for each layer.
+        """Split the selection of several stacked layers into one selection for each layer.
 
         This waits for a GPU if rows of different lengths are padded, or keep different numbers.
 
@@ -303,7 +327,11 @@ class Selection:
         return [part._of_layer(layer) for part, layer in zip(parts, layers, strict=True)]
 
     def _of_layer(self, layer: PromptLayer) -> "Selection | None":
-        """Cut off the leading entries that no head uses; None if all positions are kept."""
+        """Remove the first entries of the indices if no head uses them.
+
+        Returns:
+            The selection, or None if all positions are kept.
+        """
         kept, empty = self.keep_indices, self.padding_slots
         if self.head_tokens is not None:
             counts = self.head_tokens.tolist()
@@ -322,7 +350,7 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class VotesAtStake:
-    """The votes of the window on its prefix, which a selection may drop.
+    """The votes of the window on the positions before it, some of which may be dropped.
 
     Attributes:
         votes: (B, H, P) float32, each the sum of `weights` attention weights.
@@ -336,13 +364,13 @@ class VotesAtStake:
 
     @classmethod
     def joined(cls, several: "Sequence[VotesAtStake]") -> Self:
-        """Join the votes of several layers as heads of one record."""
+        """Join the votes of several layers, as if their heads were heads of one layer."""
         device = several[0].votes.device
         votes = torch.cat([each.votes.to(device) for each in several], dim=1)
         return cls(votes=votes, weights=several[0].weights, pad_tokens=several[0].pad_tokens)
 
     def faded_shares(self) -> Tensor:
-        """Return the votes as faded shares of the window's attention.
+        """Return the share of the window's attention that each position gets, with fading.
 
         A vote raises the positions after it; votes of the first tokens count as zero.
 
@@ -358,7 +386,7 @@ LEAST_VOTES = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, kw_only=True)
 class LostVotes:
-    """What every head lost of the votes on its prefix.
+    """The votes that each head has lost because their positions were dropped.
 
     Attributes:
         mass: (B, H) float32, the fraction of all votes that fell on dropped positions.
@@ -374,7 +402,7 @@ class LostVotes:
     def of(
         cls, votes: Tensor, lifted: Tensor, keep_indices: Tensor, prompt_tokens: int
     ) -> "LostVotes":
-        """Compute the lost votes of a selection.
+        """Compute how many votes are lost with a selection.
 
         Args:
             votes: (B, H, P) float32.
@@ -396,7 +424,9 @@ class LostVotes:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep(LayerStates):
-    """The states of one layer right after the attention of tokens behind the prompt.
+    """The tensors of one layer after a decode step.
+
+    New tokens have been stored, and attention has been computed.
 
     Attributes:
         queries: (B, Hq, Q, D), the queries of this step's tokens, which are in the last Q slots.
@@ -423,13 +453,13 @@ class DecodeStep(LayerStates):
 
     @property
     def leading_padding(self) -> Tensor | None:
-        """`padding_slots`, which include the prompt's padding that is still stored."""
+        """The number of padding slots at the start of each row that are still stored."""
         return self.padding_slots
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction:
-    """The KV cache slots that a layer keeps after a decode step.
+    """The slots of a layer that are kept after a decode step.
 
     Attributes:
         keep_indices: (B, H, K) int64, ascending slots to keep, -1 and H as in `Selection`; None
@@ -449,17 +479,29 @@ class Eviction:
 
     @classmethod
     def of_mask(cls, kept: Tensor, **other_fields: Any) -> Self:
-        """Keep the slots that are True in `kept`, (B, H, S) bool; this waits for a GPU."""
+        """Create an eviction from a mask of the slots to keep; this waits for a GPU.
+
+        Args:
+            kept: (B, H, S) bool; all heads of a row keep the same number of slots.
+            other_fields: the other fields of the eviction.
+        """
         keep_indices = ops.kept_indices(kept)
         padding_slots = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
         return cls(keep_indices=keep_indices, padding_slots=padding_slots, **other_fields)
 
 
 def padding_left(slots: int, kept_slots: int, padding_slots: Tensor | None) -> Tensor | None:
-    """Return how many padding slots remain.
+    """Return the number of padding slots that are left after some slots have been dropped.
+
+    Rows drop padding before their tokens.
+
+    Args:
+        slots: how many slots there were.
+        kept_slots: how many slots are kept.
+        padding_slots: (B,), how many of the first slots of each row were padding, or None.
 
     Returns:
-        (B,); rows drop padding before their tokens.
+        (B,), or None if `padding_slots` is None.
     """
     if padding_slots is None:
         return None

@@ -17,7 +17,7 @@ from snapkv.validation import require_choice
 
 @dataclass(frozen=True)
 class StreamingLLM(SplitBudget):
-    """Keeps the first tokens and the most recent ones, at the prompt's end and during decoding.
+    """Keeps the first tokens and the most recent ones, for the prompt and during decoding.
 
     There are no scores: all heads and layers keep the same slots. A prompt is read with full
     attention and then cut. As in the paper (Sec. 3.2), tokens are numbered by their place in the
@@ -55,7 +55,7 @@ class StreamingLLM(SplitBudget):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The rotation, if there are sinks to move."""
+        """What the method needs: the rotation, if there are attention sinks to move."""
         return frozenset({"rotation"} if self._moved_tokens else ())
 
     @property
@@ -63,7 +63,7 @@ class StreamingLLM(SplitBudget):
         return self.start if self.positions == "cache" else 0
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Score the oldest slots highest.
+        """Return a score that is highest for the oldest slot.
 
         Returns:
             (B, 1, S) float32.
@@ -73,7 +73,10 @@ class StreamingLLM(SplitBudget):
         return age.expand(batch, 1, slots)
 
     def keep(self, states: LayerStates, scores: Tensor, kept: list[int]) -> Tensor:
-        """Select the sinks and the recent slots; protected slots replace the oldest recent ones."""
+        """Select the attention sinks and the most recent slots.
+
+        Protected slots replace the oldest of the recent ones.
+        """
         if states.protected is None:
             return super().keep(states, scores, kept)
         padding_slots, protected = states.leading_padding, states.protected
@@ -90,10 +93,11 @@ class StreamingLLM(SplitBudget):
         return replace(eviction, sink_tokens=moved)
 
     def require_protection(self, spans: Spans) -> None:
-        """Raise unless the spans fit beside the sinks and one recent token, at their own positions.
+        """Check that the protected tokens fit next to the sinks and one recent token.
 
         Raises:
-            InvalidArgumentError: the spans have too many tokens, or the method moves sinks.
+            InvalidArgumentError: the spans have too many tokens, or the method numbers tokens by
+                their place in the cache.
         """
         if self._moved_tokens:
             problem = f"{self!r} numbers tokens by their place in the cache and cannot protect any"

@@ -15,7 +15,7 @@ from snapkv.validation import DEFAULT_BUDGET, require_int
 
 @dataclass(frozen=True)
 class TOVA(BestAndRecent):
-    """Drops the tokens to which the last query attends least, the same ones in all heads.
+    """Drops the tokens that the last query pays the least attention to, the same in all heads.
 
     The attention of the newest query is averaged over all query heads of the layer, and the
     `budget` best tokens stay, at the end of the prompt and after every generated token. No token is
@@ -45,7 +45,7 @@ class TOVA(BestAndRecent):
         return self.budget
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Return the attention of the last query, averaged over all heads.
+        """Compute the attention of the last query to each slot, averaged over all heads.
 
         Returns:
             (B, 1, S) float32.
@@ -55,7 +55,7 @@ class TOVA(BestAndRecent):
         return weights[:, :, -1].mean(dim=1, keepdim=True)
 
     def require_protection(self, spans: Spans) -> None:
-        """Raise unless the spans leave room for the newest token.
+        """Check that the protected tokens leave room for the newest token.
 
         Raises:
             InvalidArgumentError: the spans have as many tokens as the budget, or more.

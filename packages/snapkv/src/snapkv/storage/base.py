@@ -54,12 +54,18 @@ class TokenStore(ABC):
 
     @property
     def keys(self) -> Any:
-        """The tail's keys that attention gets, (B, H, S, D); None while empty."""
+        """The keys of the tail, as attention gets them.
+
+        Shape: (B, H, S, D); None while the store is empty.
+        """
         return self.tail.keys
 
     @property
     def values(self) -> Any:
-        """The tail's values that attention gets, (B, H, S, Dv); None while empty."""
+        """The values of the tail, as attention gets them.
+
+        Shape: (B, H, S, Dv); None while the store is empty.
+        """
         return self.tail.values
 
     @property
@@ -68,23 +74,29 @@ class TokenStore(ABC):
 
     @property
     def slots(self) -> int:
-        """How many slots every head and row has."""
+        """The number of slots that every head of every row has."""
         return self.tail.tokens
 
     @property
     def unmasked_slots(self) -> int:
-        """How many slots are not columns of the model's mask: those of ragged heads."""
+        """The number of leading slots that have no column in the model's attention mask.
+
+        These are the slots of ragged heads; a dense store has none.
+        """
         return 0
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens per row and head; the mean if heads hold different numbers."""
+        """The average number of tokens that a head of a row holds."""
         return self.slots
 
     def append(
         self, keys: Tensor, values: Tensor, coming: int = 0, *, in_place: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Store new tokens, and return the tail's keys and values, in which they are last.
+        """Store new tokens and return the keys and values for attention.
+
+        The new tokens are the last ones of the tail that is returned. The first tokens of an empty
+        store are copied into the append buffer.
 
         Args:
             keys: (B, num_kv_heads, N, D).
@@ -94,8 +106,7 @@ class TokenStore(ABC):
                 every step.
 
         Returns:
-            Keys and values for attention, views of the append buffer. The first tokens are copied
-            into it.
+            All keys and values of the tail, which may be views of the append buffer.
         """
         if self.tail.keys is None:
             self.num_kv_heads = keys.shape[1]
@@ -107,7 +118,9 @@ class TokenStore(ABC):
 
     @abstractmethod
     def select(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> "TokenStore":
-        """Keep some of the first tokens, bit for bit, and all that come after them.
+        """Keep only some of the first tokens, and keep all tokens that come after them.
+
+        The kept keys and values do not change.
 
         Args:
             indices: (B, H or 1, K) int64, ascending slots after leading entries of -1, which are
@@ -123,15 +136,24 @@ class TokenStore(ABC):
 
     @abstractmethod
     def select_where(self, stays: Tensor) -> "TokenStore":
-        """Keep the slots that stay, bit for bit, and no others.
+        """Keep only the slots that are marked in a mask.
+
+        The kept keys and values do not change.
 
         Args:
-            stays: (B, H, S) bool. A head for which fewer slots stay than for another one is padded
-                on the left.
+            stays: (B, H, S) bool, True for the slots to keep. If the heads keep different numbers
+                of slots, the shorter ones are padded on the left.
+
+        Returns:
+            The store to use from now on, often `self`, changed in place.
         """
 
     def truncate(self, tokens: int) -> "TokenStore":
-        """Forget the last `tokens` tokens of every head."""
+        """Remove the last `tokens` tokens of every head.
+
+        Returns:
+            The store to use from now on, which is `self`, changed in place.
+        """
         self.tail.truncate(tokens)
         return self
 
@@ -141,15 +163,17 @@ class TokenStore(ABC):
         return self
 
     def _hold(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace the tail's keys and values by `change` of each."""
+        """Apply `change` to the keys and values of the tail, and store the results."""
         keys, values = self.tail.written
         self.tail.hold(change(keys), change(values))
 
     def finalize_step(self, drafts: int = 0) -> None:
-        """Restore after every step the form in which tokens are held between steps.
+        """Do the work that is due at the end of a step, such as quantizing the new tokens.
+
+        A store that is not quantized has nothing to do.
 
         Args:
-            drafts: how many of the last tokens are drafts, which may be taken back or moved.
+            drafts: how many of the last tokens are drafts, which may still be removed or moved.
         """
         del drafts
 
@@ -160,10 +184,10 @@ class TokenStore(ABC):
         rotation: Callable[[Tensor, Tensor], Tensor],
         before: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        """Rotate the first keys in place, as if their tokens were right before those after them.
+        """Rotate the keys of the attention sinks to the positions right before the next tokens.
 
-        The keys are always rotated from their original values, so that rounding does not
-        accumulate.
+        Changes the first keys of the store in place. They are always rotated from their original
+        values, so that rounding does not accumulate.
 
         Args:
             sink_tokens: how many first keys to move.
@@ -185,7 +209,10 @@ class TokenStore(ABC):
         return sinks, moved
 
     def with_room(self, tokens: int, padding: Tensor | None) -> "TokenStore":
-        """Return the store to go on with, which has room for `tokens` more tokens; see `LentTail`.
+        """Return a store that has room for more tokens, so that a step can be captured.
+
+        New tokens are written in place, see `LentTail`. A dense store returns a ragged one; any
+        other store returns itself, changed in place.
 
         Args:
             tokens: how many tokens there is room for.
@@ -196,40 +223,48 @@ class TokenStore(ABC):
         return self
 
     def leave_room(self) -> None:
-        """Grow from now on, with a tail of the tokens that were written."""
+        """Copy the written tokens into a tail that grows again, and free the unused room."""
         self.tail = Tail(*(part.clone() for part in self.tail.written))
         self.has_room = False
 
     def last(self, tokens: int) -> Pair:
-        """Return keys and values of the last tokens.
+        """Return the keys and values of the last tokens.
+
+        Args:
+            tokens: how many tokens.
 
         Returns:
-            (B, num_kv_heads, tokens, D).
+            (B, num_kv_heads, tokens, D) keys and values: one set per KV head, even if query heads
+            keep sets of their own.
         """
         return self._of_kv_heads(*self.tail.written, tokens)
 
     def _of_kv_heads(self, keys: Tensor, values: Tensor, tokens: int) -> Pair:
-        """Return the last tokens, once per KV head if query heads keep sets of their own."""
         repeats, start = keys.shape[1] // self.num_kv_heads, keys.shape[2] - tokens
         return keys[:, ::repeats, start:], values[:, ::repeats, start:]
 
     def padded(self) -> Pair:
-        """Return keys and values of all slots.
+        """Return the keys and values of all slots.
 
         Slots without a token hold arbitrary numbers.
 
         Returns:
-            (B, num_kv_heads, slots, D).
+            (B, num_kv_heads, slots, D) keys and values.
         """
         return self.last(self.slots)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the keys and values, measured on the tensors."""
+        """The number of bytes that the keys and values take in memory."""
         return int(self.keys.nbytes + self.values.nbytes) if self.is_filled else 0
 
     def token_cost(self, heads: int, codes: KVCodes | None) -> TokenCost:
-        """Return the cost of a token that `heads` heads keep, quantized with `codes` or not."""
+        """Return the number of bytes that each kept token takes.
+
+        Args:
+            heads: how many heads keep the token.
+            codes: how the token will be quantized, or None.
+        """
         per_head = self.keys.element_size() * (self.keys.shape[-1] + self.values.shape[-1])
         one = TokenCost(full_bytes=self.num_kv_heads * per_head, block_bytes=heads * per_head)
         if codes is None:
@@ -239,21 +274,31 @@ class TokenStore(ABC):
 
     @property
     def bits(self) -> str:
-        """Bits of a number that is kept of a prompt, such as "16"; "8/4" for keys and values."""
+        """The number of bits of each stored number, as text.
+
+        For instance "16"; "8/4" if keys are quantized to 8 bits and values to 4.
+        """
         return str(8 * self.keys.element_size()) if self.is_filled else "0"
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the tensors that say where tokens are."""
+        """The number of bytes of the tensors that describe where the tokens are stored."""
         return 0
 
     def state(self) -> dict[str, Any]:
-        """Return the tensors, numbers and records that a file needs to restore the store."""
+        """Return everything that a file needs to restore the store.
+
+        Returns:
+            Tensors, numbers and records by name; `kinds.restored` builds the store from them.
+        """
         keys, values = self.tail.written
         return {"keys": keys, "values": values, "num_kv_heads": self.num_kv_heads}
 
     def __copy__(self) -> Self:
-        """Return a copy that changes independently; tensors are shared."""
+        """Return a copy of the store that can be changed independently.
+
+        The copy shares the tensors.
+        """
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.tail = copy.copy(self.tail)

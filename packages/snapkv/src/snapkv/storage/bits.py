@@ -18,7 +18,7 @@ _GROUP_SIZES = (32, 64)
 
 @dataclass(frozen=True)
 class KVCodes(metaclass=WithParameters):
-    """How many bits the kept keys and values of a prompt have.
+    """The number of bits to which the keys and values of a prompt are quantized.
 
     Args:
         keys: bits of a key's integer, 8 or 4.
@@ -45,14 +45,17 @@ class KVCodes(metaclass=WithParameters):
 
     @property
     def label(self) -> str:
-        """The bits as text, such as "4"; "8/4" if keys and values differ."""
+        """The number of bits as text, such as "4".
+
+        It is "8/4" if keys and values have different numbers of bits.
+        """
         return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
 
     @classmethod
     def of(
         cls, given: "KVCodes | Bits | Mapping[str, Any]", argument: str = "quantize"
     ) -> "KVCodes":
-        """Return the bits that a word such as "int4", or a mapping of parameters, stands for.
+        """Return the `KVCodes` that the user has asked for.
 
         Args:
             given: a word such as "int4" or "K8V4", parameters by name as files have them, or a
@@ -74,7 +77,10 @@ class KVCodes(metaclass=WithParameters):
         return cls(*bits)  # type: ignore[arg-type] # `code_bits` returns 4 or 8
 
     def __str__(self) -> str:
-        """Return the word for these bits that `of` accepts: "int4", or "K8V4" if they differ."""
+        """Return the name of this setting, such as "int4".
+
+        It is a word that `of` accepts: "K8V4" if keys and values differ.
+        """
         alike = self.keys == self.values
         return f"int{self.keys}" if alike else f"K{self.keys}V{self.values}"
 

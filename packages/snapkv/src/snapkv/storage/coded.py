@@ -26,7 +26,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, kw_only=True)
 class CodedStates:
-    """The quantized keys and values of every head of every row, with the methods of `RaggedStates`.
+    """The quantized keys and values of one layer, with the same methods as `RaggedStates`.
 
     Attributes:
         codes: the codes of the keys and those of the values.
@@ -42,7 +42,7 @@ class CodedStates:
 
     @classmethod
     def of(cls, states: RaggedStates, how: KVCodes) -> "CodedStates":
-        """Quantize what heads have kept.
+        """Quantize the keys and values that the heads have kept.
 
         Raises:
             InvalidArgumentError: a number is not finite, or beyond half of float32's range.
@@ -51,7 +51,9 @@ class CodedStates:
 
     @classmethod
     def of_each(cls, several: Sequence[RaggedStates], how: KVCodes) -> "list[CodedStates]":
-        """Quantize the states of several layers on one device together; this waits for a GPU once.
+        """Quantize the keys and values of several layers together.
+
+        The layers must be on one device. This waits for a GPU only once.
 
         Raises:
             InvalidArgumentError: a number is not finite, or beyond half of float32's range.
@@ -77,7 +79,7 @@ class CodedStates:
 
     @functools.cached_property
     def layout(self) -> BlockLayout:
-        """Where each head's blocks are, for attention."""
+        """The position of every block of each head, as attention needs it."""
         return BlockLayout(self.sections, self.how.group_size, self.codes[0].packed.device)
 
     @functools.cached_property
@@ -91,7 +93,7 @@ class CodedStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
+        """The number of bytes that the codes and their scales take."""
         return self.codes[0].nbytes + self.codes[1].nbytes
 
     @property
@@ -110,7 +112,11 @@ class CodedStates:
         return coded_attention(inputs, *self.codes, self.layout)
 
     def grown(self, keys: Tensor, values: Tensor) -> "CodedStates":
-        """Append (B, H, N, D) tokens, N a number of whole blocks.
+        """Return new states with more tokens appended to every head.
+
+        Args:
+            keys: (B, H, N, D), where N is a multiple of the group size.
+            values: (B, H, N, Dv).
 
         Raises:
             InvalidArgumentError: a number is not finite, or beyond half of float32's range.
@@ -126,7 +132,7 @@ class CodedStates:
 
     @property
     def spread_bytes(self) -> int:
-        """Bytes of the keys and values after decoding.
+        """The number of bytes that the keys and values take after decoding.
 
         Raises:
             ValueError: parts of a file do not fit together.
@@ -160,9 +166,9 @@ class CodedStates:
 
 
 def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
-    """Return the state of a store for a quantized file, whose tail stays exact.
+    """Quantize the keys and values in the state of a store, so that its file is smaller.
 
-    The state of a store that is quantized, or empty, is returned unchanged.
+    The tail stays exact. A state that is already quantized, or empty, is returned unchanged.
 
     Raises:
         InvalidArgumentError: a number is not finite, or beyond half of float32's range.
@@ -178,7 +184,10 @@ def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
 
 
 def state_spread(state: dict[str, Any]) -> dict[str, Any]:
-    """Undo `state_in_codes`, as exactly as the bits allow.
+    """Decode the keys and values in a state that `state_in_codes` has quantized.
+
+    The state of a store that was quantized itself is returned unchanged, after a check of its
+    sizes.
 
     Raises:
         ValueError: parts of a file do not fit together.
@@ -197,22 +206,34 @@ def state_spread(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made]:
-    """Call `make` with the keys of all pairs, and with their values, and return both results."""
+    """Call a function once with the keys and once with the values.
+
+    Args:
+        make: the function to call.
+        pairs: pairs of keys and values; each pair is one argument of `make`.
+
+    Returns:
+        Both results, that of the keys first.
+    """
     keys, values = zip(*pairs, strict=True)
     return make(*keys), make(*values)
 
 
 def block_bytes(states: Pair, how: KVCodes) -> int:
-    """Return the bytes of one head's block of codes of these keys and values.
+    """Return the number of bytes that a quantized block of one head takes.
 
-    The largest number decides, because scales may be float16 or float32.
+    The largest number in `states` decides whether the scales are float16 or float32.
     """
     blocks = both(lambda part: part.abs().amax().expand(1, how.group_size, part.shape[-1]), states)
     return sum(codes.nbytes for codes in encoded(blocks, how))
 
 
 def encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
-    """Quantize (M, G, D) blocks of keys and values.
+    """Quantize blocks of keys and values together.
+
+    Args:
+        blocks: (M, G, D) keys and (M, G, Dv) values.
+        how: with how many bits.
 
     Raises:
         InvalidArgumentError: a number is not finite, or beyond half of float32's range.

@@ -13,7 +13,7 @@ from snapkv.storage.tail import Tail
 
 
 class DenseStore(TokenStore):
-    """Holds the same number of slots for every head and row."""
+    """A store in which all heads of all rows have the same number of slots."""
 
     kind = "dense"
 
@@ -22,9 +22,9 @@ class DenseStore(TokenStore):
 
     @classmethod
     def of(cls, store: RaggedStore) -> "tuple[DenseStore, Tensor]":
-        """Return the tokens of a ragged store as a dense one.
+        """Convert a ragged store into a dense store.
 
-        The heads of each row must hold the same number of tokens.
+        The heads of each row must hold the same number of tokens, which is not checked.
 
         Returns:
             The store, and (B,) how many leading slots of each row hold no token.
@@ -35,7 +35,13 @@ class DenseStore(TokenStore):
         return made, heads.longest_tokens - counts
 
     def fill(self, keys: Tensor | None, values: Tensor | None, num_kv_heads: int) -> "DenseStore":
-        """Hold these tensors, None if a file holds an empty store, and return `self`."""
+        """Replace the keys and values of this store, and return the store itself.
+
+        Args:
+            keys: (B, H, S, D), or None if a file holds an empty store.
+            values: (B, H, S, Dv), or None.
+            num_kv_heads: as in `TokenStore`.
+        """
         self.num_kv_heads = num_kv_heads
         if keys is not None and values is not None:
             self.tail.hold(keys, values)
@@ -50,9 +56,15 @@ class DenseStore(TokenStore):
         return self
 
     def select_where(self, stays: Tensor) -> TokenStore:
-        """Keep the slots that stay; the store is ragged if their number differs between heads.
+        """Keep only the slots that are marked in a mask.
 
-        Its tail begins after the last slot that some heads keep and others drop.
+        Args:
+            stays: (B, H, S) bool, True for the slots to keep.
+
+        Returns:
+            `self`, or a ragged store if the heads of a row keep different numbers of slots. The
+            tail of the ragged store begins after the last slot that some heads keep and others
+            drop.
         """
         counts = stays.sum(dim=-1)
         if bool((counts == counts[:, :1]).all()):
@@ -64,13 +76,13 @@ class DenseStore(TokenStore):
         return store
 
     def with_room(self, tokens: int, padding: Tensor | None) -> TokenStore:
-        """Return a ragged store of all tokens, with room in the tail after them."""
+        """Return a ragged store that holds all tokens, and has room for more tokens after them."""
         store = self.ragged_from(padding, self.slots)
         store.was_dense = True
         return store.with_room(tokens, None)
 
     def ragged_from(self, empty: Tensor | None, tokens: int) -> RaggedStore:
-        """Return a ragged store of the first `tokens` tokens, with the later ones as its tail.
+        """Return a ragged store whose heads hold the first tokens, and whose tail holds the others.
 
         Args:
             empty: (B,) leading slots of each row that hold no token, or None.

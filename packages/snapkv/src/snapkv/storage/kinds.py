@@ -8,10 +8,14 @@ from snapkv.storage.ragged_store import CodedStore, RaggedStore
 
 
 def restored(kind: str, state: dict[str, Any]) -> TokenStore:
-    """Return the store of that kind with this `state`.
+    """Return the store that was saved with this state.
+
+    Args:
+        kind: the `kind` of the store's class.
+        state: what `TokenStore.state` returned.
 
     Raises:
-        ValueError: there is no store of that kind.
+        ValueError: there is no store of this kind.
     """
     if kind == RaggedStore.kind:
         return RaggedStore(**state)

@@ -7,10 +7,10 @@ from snapkv.storage.tail import Pair, Tail
 
 
 class LentTail(Tail):
-    """Holds tokens in buffers with room, whole buffers of which attention is handed.
+    """A tail with a buffer that never moves, so that a captured step can be replayed.
 
-    The number of written tokens is a tensor that a replayed step increases by itself. Ragged
-    attention hides the slots that are not written.
+    Attention gets the whole buffer and hides the slots that are not written yet. The number of
+    written tokens is a tensor, which a replayed step increases by itself.
 
     Args:
         keys: (B, H, S, D), the keys to hold.
@@ -43,19 +43,19 @@ class LentTail(Tail):
         return self.keys, self.values
 
     def columns(self, new_tokens: int) -> int:
-        """Return the number of all slots, written or not."""
+        """Return the number of slots in the buffer, including those that are not written yet."""
         del new_tokens
         return int(self.keys.shape[2])
 
     def __copy__(self) -> "LentTail":
-        """Return the tail itself: a branch leaves the room at once."""
+        """Return the tail itself, because a copied store leaves the buffer at once."""
         return self
 
 
 def _in_buffer(states: Tensor, new_tokens: int) -> Tensor:
-    """Copy the states into a buffer whose other slots are zero.
+    """Copy the states into a larger buffer that is filled with zeros.
 
-    Zeros, because a weight of zero does not hide NaN.
+    The unused slots must be zero, because a weight of zero does not hide NaN.
     """
     B, H, S, D = states.shape
     buffer = states.new_zeros(B, H, S + new_tokens, D)

@@ -27,7 +27,7 @@ _NO_FOLDERS = "host", "cpu", "ram", "gpu", "cuda", "disk", "none"
 
 
 class OffloadPool:
-    """Memory off the device, within a limit that all layers of a cache share.
+    """Memory for offloaded tokens, with a limit that all layers of a cache share.
 
     Args:
         limit_bytes: how many bytes may be taken at most; None for no limit.
@@ -53,13 +53,15 @@ class OffloadPool:
 
     @property
     def where(self) -> str:
-        """The place as a user names it."""
+        """The name of the place, as a user would write it: "host" or the path of the folder."""
         return "host" if self.folder is None else str(self.folder)
 
     def room_for(
         self, *states: Tensor, device: torch.device, is_limited: bool = True
     ) -> "PooledTensors":
         """Allocate memory for a copy of each tensor.
+
+        Nothing is copied. The bytes count towards the limit until the result is collected.
 
         Args:
             states: (B, H, N, D) tensors to copy.
@@ -105,14 +107,15 @@ class OffloadPool:
             self.taken_bytes -= freed_bytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadPool":
-        """Return the pool itself: copies of a cache share the limit."""
+        """Return the pool itself, because copies of a cache share the limit."""
         return self
 
 
 def _mapped(folder: Path, states: Tensor) -> Tensor:
-    """Allocate memory in a file of its own.
+    """Allocate memory for a tensor in a temporary file.
 
-    All of it is reserved first, because writing to a mapped file on a full disk kills the process.
+    The whole size is reserved first, because writing to a mapped file on a full disk kills the
+    process. The file has no name, so it disappears with the tensor.
 
     Raises:
         OutOfMemoryError: the disk has no room, or the file cannot be made.
@@ -139,7 +142,7 @@ def _mapped(folder: Path, states: Tensor) -> Tensor:
 
 
 class PooledTensors:
-    """Contiguous tensors in a pool, which gets their bytes back when this object is collected."""
+    """Tensors in a pool, which frees their memory when this object is collected."""
 
     def __init__(self, pool: OffloadPool, tensors: list[Tensor], taken_bytes: int) -> None:
         self.tensors = tensors
@@ -147,10 +150,17 @@ class PooledTensors:
 
 
 def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
-    """Return the pool that a user names: "host" or a folder.
+    """Create the pool that the user has asked for.
+
+    A folder that does not exist is made.
+
+    Args:
+        recall: "host", or a folder.
+        limit_bytes: the most bytes to offload, or None.
 
     Raises:
-        InvalidTypeError: `recall` is neither text nor a path, or is empty.
+        InvalidTypeError: `recall` is neither text nor a path, or is empty; or the limit is no
+            integer.
         InvalidArgumentError: `recall` is another word for a place, the folder cannot be written to,
             or the limit is below 1.
     """
@@ -169,7 +179,7 @@ def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Keys and values of neighbouring tokens off the device; immutable.
+    """The offloaded keys and values of a run of tokens. A piece never changes.
 
     Attributes:
         room: keys and values, (R, Hkv, N, D) and (R, Hkv, N, Dv), as attention sees them.
@@ -186,21 +196,26 @@ class Piece:
     shift: Tensor
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """Yield each batch row's stored row, its first column, and how many tokens count."""
+        """Yield the location of the tokens of each row of the batch.
+
+        Yields three numbers per row: the stored row, the first column, and how many tokens count.
+        """
         for row, shift in zip(self.rows.tolist(), self.shift.tolist(), strict=True):
             begin = self.start + shift
             yield row, begin, max(0, min(self.room.tensors[0].shape[2], self.end - begin))
 
 
 class OffloadedTokens:
-    """The first tokens that a layer has seen, in pieces, as they were offloaded.
+    """The tokens that a layer has offloaded, as a list of pieces.
 
-    On a GPU copies run in their own stream, parallel to the next layer's work. Without a pool
-    nothing is put off the device, and what is evicted is gone.
+    They are the first tokens that the layer has seen. On a GPU, copies run in their own stream,
+    parallel to the work of the next layer. Without a pool nothing is offloaded, and evicted tokens
+    are lost.
 
     Attributes:
         pool: where there is room for them; None for a layer without recall.
-        is_due: whether they are to come back with the next tokens, which vote on all that was seen.
+        is_due: whether they must be restored before the next tokens, which vote on all that was
+            seen.
     """
 
     def __init__(self, pool: OffloadPool | None = None) -> None:
@@ -210,12 +225,12 @@ class OffloadedTokens:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether the layer offloads what it evicts."""
+        """Whether the layer offloads tokens before it evicts them."""
         return self.pool is not None
 
     @property
     def tokens(self) -> int:
-        """How many of the first tokens are offloaded."""
+        """The number of tokens that are offloaded."""
         return self.pieces[-1].end if self.pieces else 0
 
     @property
@@ -223,11 +238,14 @@ class OffloadedTokens:
         return sum(states.nbytes for piece in self.pieces for states in piece.room.tensors)
 
     def append_up_to(self, tokens: int, whole: TokenStore) -> None:
-        """Copy those of the first `tokens` tokens that are not here yet, if the layer has recall.
+        """Offload the first `tokens` tokens, except for those that are already offloaded.
+
+        Does nothing without a pool.
 
         Args:
-            tokens: how many of the first tokens are here afterwards, at least.
-            whole: a store of all that the layer has seen, if some of these tokens are not here.
+            tokens: how many of the first tokens are offloaded afterwards, at least.
+            whole: a dense store of every token that the layer has seen; not read if no token is
+                missing.
 
         Raises:
             OutOfMemoryError: there is no room.
@@ -244,15 +262,15 @@ class OffloadedTokens:
         on: torch.device | None = None,
         is_limited: bool = True,
     ) -> None:
-        """Offload the tokens that come next, (B, Hkv, N, D).
+        """Copy the next tokens to the pool, after those that are already there.
+
+        Does nothing without a pool.
 
         Args:
             keys: (B, Hkv, N, D).
             values: (B, Hkv, N, Dv).
             on: the device they will be restored to; None for the device of `keys`.
             is_limited: as in `OffloadPool.room_for`.
-
-        Nothing is copied without a pool.
 
         Raises:
             OutOfMemoryError: there is no room.
@@ -273,11 +291,16 @@ class OffloadedTokens:
         self.pieces.append(Piece(room=room, start=start, end=start + tokens, rows=rows, shift=none))
 
     def select_where(self, stays: Tensor) -> None:
-        """Keep the columns that stay, and free the memory of the others if no copy holds them.
+        """Keep only some of the offloaded tokens.
+
+        The memory of the others is freed unless a copy of the cache holds them.
 
         Args:
-            stays: (B, tokens) bool, on the device to which they will be restored. A row for which
-                fewer columns stay than for another one has them behind padding.
+            stays: (B, tokens) bool, True for the tokens to keep, on the device to which they will
+                be restored. A row that keeps fewer tokens than another one is padded on the left.
+
+        Raises:
+            OutOfMemoryError: the system has no room for the copy.
         """
         slots = ops.kept_indices(stays.cpu()[:, None])
         keys, values = (ops.gather_tokens(states, slots) for states in self.on_host())
@@ -286,7 +309,15 @@ class OffloadedTokens:
         self.pieces = left.pieces
 
     def with_tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all offloaded tokens with (B, Hkv, N, D) ones appended, on their device."""
+        """Restore all offloaded tokens, and append the given tokens to them.
+
+        Args:
+            keys: (B, Hkv, N, D).
+            values: (B, Hkv, N, Dv).
+
+        Returns:
+            New keys and values on the device of `keys`, the offloaded tokens first.
+        """
         if not self.pieces:
             return keys.clone(), values.clone()
         with _copying(keys.device) as stream:
@@ -298,7 +329,9 @@ class OffloadedTokens:
         return whole
 
     def on_host(self) -> tuple[Tensor, Tensor]:
-        """Return a copy of all offloaded tokens in host memory, after all copies have ended.
+        """Return a copy of all offloaded tokens in host memory.
+
+        Waits until all copies have ended. There must be at least one offloaded token.
 
         Returns:
             (B, Hkv, N, D) keys and (B, Hkv, N, Dv) values.
@@ -323,7 +356,7 @@ class OffloadedTokens:
         return whole
 
     def truncate(self, tokens: int) -> None:
-        """Keep no more than that many of the first tokens."""
+        """Keep only the first `tokens` tokens."""
         self.pieces = [
             replace(piece, end=min(piece.end, tokens))
             for piece in self.pieces
@@ -334,18 +367,25 @@ class OffloadedTokens:
         self.pieces, self.is_due = [], False
 
     def select_rows(self, rows: Tensor) -> None:
-        """Put rows in another order; nothing is copied."""
+        """Select the given rows of the batch, in this order, without copying any tokens."""
         rows = rows.cpu()
         self.pieces = [
             replace(piece, rows=piece.rows[rows], shift=piece.shift[rows]) for piece in self.pieces
         ]
 
     def shift(self, columns: Tensor, tokens: int) -> None:
-        """Move each row's tokens (B,) `columns` to the right, and end all at column `tokens`."""
+        """Move the tokens of each row to the right, to make room for padding.
+
+        Nothing is copied. The new shift replaces an earlier one.
+
+        Args:
+            columns: (B,) int64, by how many columns.
+            tokens: the column after the last token of every row.
+        """
         self.pieces = [replace(piece, shift=columns, end=tokens) for piece in self.pieces]
 
     def __copy__(self) -> "OffloadedTokens":
-        """Return another list of the same pieces, which never change."""
+        """Return a new list of the same pieces, which never change."""
         copied = OffloadedTokens(self.pool)
         copied.pieces, copied.is_due = list(self.pieces), self.is_due
         return copied
@@ -360,7 +400,7 @@ _streams: dict[torch.device, Any] = {}
 
 @contextlib.contextmanager
 def _copying(device: torch.device) -> Iterator[Any]:
-    """Run copies within this block in the device's own stream for them, if it has streams."""
+    """Run the copies within this block in a stream of their own, if the device has streams."""
     if device.type != "cuda":
         yield None
         return
@@ -373,6 +413,6 @@ def _copying(device: torch.device) -> Iterator[Any]:
 
 
 def wait_for_copies() -> None:
-    """Wait until everything that was offloaded can be read on the host."""
+    """Wait until all offloaded tokens have arrived in host memory."""
     for stream in _streams.values():
         stream.synchronize()

@@ -22,7 +22,7 @@ Counts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedStates:
-    """The keys and values that every head of every row has kept, without gaps.
+    """The keys and values of all heads of a layer, stored one head after the other.
 
     Attributes:
         keys: (N, D), N the sum of `head_tokens`; rows first, then heads, then ascending positions.
@@ -40,7 +40,7 @@ class RaggedStates:
     def gather(
         cls, keys: Tensor, values: Tensor, index: Tensor, counts: Counts | None = None
     ) -> "RaggedStates":
-        """Copy the tokens in the given slots out of (B, Hkv, T, D) states.
+        """Copy the selected tokens of each head into ragged states.
 
         Args:
             keys: (B, Hkv, T, D).
@@ -52,18 +52,23 @@ class RaggedStates:
         return cls.whole(keys, values)._at_last(rows, counts or tokens_of(index))
 
     def _at_last(self, rows: Tensor, counts: Counts) -> "RaggedStates":
-        """Copy the tokens at (B, H, K) flat rows, of which a head's last ones are tokens."""
+        """Copy the last `counts` of the given flat rows of each head."""
         heads = zip(rows.flatten(0, 1), itertools.chain(*counts), strict=True)
         return self.select_flat(torch.cat([head[len(head) - n :] for head, n in heads]), counts)
 
     def select_flat(self, rows: Tensor, counts: Counts) -> "RaggedStates":
-        """Copy (N,) flat rows, so many of each head."""
+        """Copy the tokens in the given rows of `keys` and `values`.
+
+        Args:
+            rows: (N,) row numbers, one head after the other.
+            counts: how many of the rows belong to each head.
+        """
         keys, values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
         return RaggedStates(keys=keys, values=values, head_tokens=counts)
 
     @classmethod
     def stack(cls, several: Sequence["RaggedStates"]) -> "RaggedStates":
-        """Join the states of several layers as rows."""
+        """Combine the states of several layers, as if they were rows of one batch."""
         if len(several) == 1:
             return several[0]
         return cls(
@@ -74,14 +79,21 @@ class RaggedStates:
 
     @classmethod
     def whole(cls, keys: Tensor, values: Tensor) -> "RaggedStates":
-        """Build ragged states of (B, H, N, D) tensors, without a copy if they are contiguous."""
+        """Create ragged states from heads that all hold the same number of tokens.
+
+        Nothing is copied if the tensors are contiguous.
+
+        Args:
+            keys: (B, H, N, D).
+            values: (B, H, N, Dv).
+        """
         B, H, N, _ = keys.shape
         return cls(
             keys=keys.flatten(0, 2), values=values.flatten(0, 2), head_tokens=((N,) * H,) * B
         )
 
     def select(self, keep_indices: Tensor, counts: Counts | None = None) -> "RaggedStates":
-        """Copy the tokens of (B, H, K) slots of the padded layout; -1, ahead of them, is none.
+        """Copy the tokens in the given slots of the padded layout.
 
         Args:
             keep_indices: (B, H, K) slots after leading entries of -1, which are no tokens. A slot
@@ -93,7 +105,7 @@ class RaggedStates:
         return replace(self._at_last(rows, counts), least_slots=keep_indices.shape[-1])
 
     def slots(self) -> Tensor:
-        """Return the slots of the padded layout, -1 for those without a token.
+        """Return the number of each slot of the padded layout, or -1 if the slot is empty.
 
         Returns:
             (B, H, S) int64.
@@ -106,14 +118,14 @@ class RaggedStates:
         return self
 
     def select_rows(self, rows: Tensor) -> "RaggedStates":
-        """Return the rows in that order, repeated if `rows` repeats them."""
+        """Return the given rows of the batch, in this order; a row may be repeated."""
         segments = self._segments()
         counts = tuple(self.head_tokens[row] for row in rows.tolist())
         chosen = _concatenated((pair for row in rows.tolist() for pair in segments[row]), counts)
         return replace(chosen, least_slots=self.least_slots)
 
     def joined(self, other: "RaggedStates") -> "RaggedStates":
-        """Append to every head's tokens those that `other` has of the same head."""
+        """Append the tokens of each head of `other` to the same head of these states."""
         both = (self._segments(), other._segments())
         pairs = (
             pair for rows in zip(*both, strict=True) for heads in zip(*rows, strict=True)
@@ -126,7 +138,7 @@ class RaggedStates:
         return _concatenated(pairs, counts)
 
     def _segments(self) -> list[list[Pair]]:
-        """Return views of each head's (keys, values), (n, D) and (n, Dv), by row and head."""
+        """Return the keys and values of each head as views, in one list per row."""
         counts = [count for row in self.head_tokens for count in row]
         parts = (torch.split(states, counts) for states in (self.keys, self.values))
         pairs = zip(*parts, strict=True)
@@ -134,7 +146,7 @@ class RaggedStates:
 
     @functools.cached_property
     def layout(self) -> RaggedLayout:
-        """Where each head's tokens are, for attention."""
+        """The position of every head's tokens, as attention needs it."""
         return RaggedLayout(self.head_tokens, self.keys.device)
 
     def padded_keys(self) -> Tensor:
@@ -158,10 +170,10 @@ class RaggedStates:
         return states.index_select(0, rows.flatten()).view(*rows.shape, states.shape[-1])
 
     def _rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the flat rows of slots of the padded layout, and which hold a token.
+        """Convert slots of the padded layout into rows of `keys` and `values`.
 
         Returns:
-            (B, H, K).
+            (B, H, K) row numbers, and (B, H, K) bool, whether a slot holds a token.
         """
         longest, counts = self.longest_tokens, list(itertools.chain(*self.head_tokens))
         ends = itertools.accumulate(counts)
@@ -171,7 +183,7 @@ class RaggedStates:
 
     @functools.cached_property
     def longest_tokens(self) -> int:
-        """How many slots the padded layout has."""
+        """The number of slots in the padded layout."""
         return max(self.least_slots, *map(max, self.head_tokens))
 
     @property
@@ -180,7 +192,7 @@ class RaggedStates:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the tensors that attention needs to know the layout."""
+        """The number of bytes of the tensors that describe the layout."""
         return self.layout.held_bytes
 
     def attend(
@@ -191,17 +203,23 @@ class RaggedStates:
         own_visible: Tensor | None = None,
         tail_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Attend to these states and to a tail.
+        """Compute the attention of the queries to these states and to the tail.
+
+        The arguments are the fields of `snapkv.ops.TailInputs`.
 
         Returns:
-            (B, Hq, Q, Dv); see `snapkv.ops.TailInputs`.
+            (B, Hq, Q, Dv).
         """
         inputs = TailInputs(queries, *tail, score_options, own_visible, tail_tokens)
         return ragged_attention(inputs, self.keys, self.values, self.layout)
 
 
 def tokens_of(index: Tensor) -> Counts:
-    """Count the slots of each head that are not -1; this waits for a GPU."""
+    """Count the tokens of each head; this waits for a GPU.
+
+    Args:
+        index: (B, H, K) slots, -1 for entries that are no tokens.
+    """
     return tuple(map(tuple, (index >= 0).sum(dim=-1).tolist()))
 
 

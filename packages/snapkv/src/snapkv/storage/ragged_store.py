@@ -16,10 +16,11 @@ from snapkv.storage.tail import Pair, Tail
 
 
 class RaggedStore(TokenStore):
-    """Holds what the heads keep of a prompt, and separately the tokens after it, the tail.
+    """A store in which heads may keep different numbers of tokens of the prompt.
 
-    `keys` and `values` are the tail, (B, H, N, D), as many tokens for every head. `was_dense` tells
-    that a `DenseStore` became this store for as long as it has room.
+    The tokens after the prompt are in the tail: `keys` and `values`, (B, H, N, D), the same number
+    for every head. `was_dense` tells that a `DenseStore` became this store for as long as it has
+    room.
     """
 
     kind = "ragged"
@@ -36,7 +37,7 @@ class RaggedStore(TokenStore):
     def gather(
         cls, store: TokenStore, indices: Tensor, tokens: int, counts: Counts | None = None
     ) -> "RaggedStore":
-        """Build a store of some of the first tokens of a store, with the later ones as its tail.
+        """Create a ragged store from some of the first tokens of a store, and all later ones.
 
         Args:
             store: a store whose heads hold the same number of tokens.
@@ -55,7 +56,7 @@ class RaggedStore(TokenStore):
 
     @property
     def slots(self) -> int:
-        """Slots of the padded layout and of the tail after it."""
+        """The number of slots of the padded layout and of the tail together."""
         return self.ragged.longest_tokens + self.tail.tokens
 
     @property
@@ -68,27 +69,32 @@ class RaggedStore(TokenStore):
         return sum(counts) / len(counts) + self.tail.tokens
 
     def heads(self) -> RaggedStates:
-        """Return what the heads hold, decoded if it is quantized."""
+        """Return the keys and values of the heads, decoded if they are quantized."""
         return self.ragged.decoded()
 
     def absorb_tail(self) -> None:
-        """Move every head's part of the tail to the head; the tail is empty then."""
+        """Append the tokens of the tail to the heads, so that the tail is empty."""
         slots, heads = self.slots, self.heads()
         tail = RaggedStates.whole(*self.tail.written)
         self.ragged = replace(heads.joined(tail), least_slots=slots)
         self._hold(lambda states: states[..., :0, :].clone())
 
     def select(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> TokenStore:
-        """Keep some of what the heads keep; the tail comes after those slots, or is absorbed."""
+        """Keep only some of the tokens of the heads; the tail does not change.
+
+        The arguments are those of `TokenStore.select`; `tokens` must be `unmasked_slots`.
+        """
         assert tokens == self.unmasked_slots
         self.ragged = self.heads().select(indices, counts)
         return self
 
     def select_flat(self, rows: Tensor, counts: Counts) -> None:
-        """Keep (N,) rows of what heads hold, one head after the other, so many of each.
+        """Keep only the tokens in the given rows of the heads' keys and values.
+
+        Changes the store in place. The heads must not be quantized.
 
         Args:
-            rows: (N,) flat rows, one head after the other. If `counts` has more heads than are
+            rows: (N,) row numbers, one head after the other. If `counts` has more heads than are
                 stored, rows of as many copies of each head.
             counts: how many rows each head keeps.
         """
@@ -102,7 +108,13 @@ class RaggedStore(TokenStore):
         self.ragged = heads.select_flat(rows, counts)
 
     def select_where(self, stays: Tensor) -> TokenStore:
-        """Keep the slots that stay; what not all heads keep of the tail moves to the heads."""
+        """Keep only the slots that are marked in a mask.
+
+        Tokens of the tail that only some of the heads keep are moved from the tail to these heads.
+
+        Args:
+            stays: (B, H, S) bool, True for the slots to keep.
+        """
         longest, heads = self.unmasked_slots, self.heads()
         tail = ops.kept_indices(stays[..., longest:])
         last = int(stays[..., longest:].sum(dim=-1).min())
@@ -114,7 +126,7 @@ class RaggedStore(TokenStore):
         return self
 
     def truncate(self, tokens: int) -> TokenStore:
-        """Forget the last tokens, of every head as many: those of the tail, then its own."""
+        """Remove the last `tokens` tokens of every head, beginning with those of the tail."""
         last = min(tokens, self.tail.tokens)
         if last:
             super().truncate(last)
@@ -124,7 +136,7 @@ class RaggedStore(TokenStore):
         return self
 
     def last(self, tokens: int) -> Pair:
-        """Return keys and values of the last tokens; those of the heads are decoded."""
+        """Return the keys and values of the last tokens, decoded if they are quantized."""
         if tokens <= self.tail.tokens:
             return super().last(tokens)
         return self._of_kv_heads(*self.padded(), tokens)
@@ -137,7 +149,10 @@ class RaggedStore(TokenStore):
         return torch.cat([padded[0], keys], dim=2), torch.cat([padded[1], values], dim=2)
 
     def select_rows(self, rows: Tensor) -> TokenStore:
-        """Put the rows in another order; the longest head may be gone with its row."""
+        """Select the given rows of the batch, in this order.
+
+        There are fewer slots afterwards if the row of the longest head is gone.
+        """
         super().select_rows(rows)
         self.ragged = self.ragged.select_rows(rows)
         return self
@@ -155,9 +170,10 @@ class RaggedStore(TokenStore):
 
 
 class CodedStore(RaggedStore):
-    """Holds quantized heads; the tail after the prompt is encoded a block at a time.
+    """A store that quantizes the tokens of its heads, and later those of its tail.
 
-    A change of the heads decodes them, and the end of the next step encodes them again.
+    The tail is quantized in whole blocks. A change of the heads decodes them, and the end of the
+    next step quantizes them again.
     """
 
     kind = "coded"
@@ -165,7 +181,10 @@ class CodedStore(RaggedStore):
 
     @classmethod
     def of_each(cls, stores: Sequence[RaggedStore], how: KVCodes) -> "list[CodedStore]":
-        """Quantize what the heads of several stores keep; their tails stay exact until a step ends.
+        """Quantize the heads of several stores together; the tails stay exact until a step ends.
+
+        Returns:
+            New stores, which share the tails with `stores`; those do not change.
 
         Raises:
             InvalidArgumentError: a number is not finite, or beyond half of float32's range.
@@ -187,7 +206,10 @@ class CodedStore(RaggedStore):
         self.how = how
 
     def finalize_step(self, drafts: int = 0) -> None:
-        """Encode heads that were decoded, and whole blocks of the tail except for drafts.
+        """Quantize the heads if they were decoded, and all full blocks of the tail.
+
+        Args:
+            drafts: how many of the last tokens are drafts, which stay exact.
 
         Raises:
             InvalidArgumentError: a number is not finite, or beyond half of float32's range.
@@ -204,9 +226,9 @@ class CodedStore(RaggedStore):
 
     @property
     def bits(self) -> str:
-        """Bits of the codes, such as "4" or "8/4"."""
+        """The number of bits of the quantized numbers, such as "4" or "8/4"."""
         return self.how.label
 
     def state(self) -> dict[str, Any]:
-        """Return the heads' codes and the tail."""
+        """Return everything that a file needs to restore the store, with quantized heads."""
         return {"how": self.how, **super().state()}

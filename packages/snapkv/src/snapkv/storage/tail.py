@@ -13,13 +13,18 @@ Pair = tuple[Tensor, Tensor]
 
 
 def slots_behind(stored_tokens: int, new_tokens: int) -> int:
-    """Return the slots of a buffer after `new_tokens` tokens have been appended one by one."""
+    """Return the size of a buffer after new tokens have been appended one by one.
+
+    Args:
+        stored_tokens: how many tokens are stored before.
+        new_tokens: how many tokens are appended.
+    """
     rounds = -(-new_tokens // (ROOM_TOKENS + 1))
     return stored_tokens + rounds * (ROOM_TOKENS + 1)
 
 
 class Tail:
-    """The keys and values of tokens, to which more are appended in place while there is room.
+    """The keys and values of the last tokens, in a buffer to which new tokens are appended.
 
     The tensors it returns are views of the first slots of buffers. It only writes after the last of
     these slots, so tensors that it returned before do not change. Tensors that it is given to hold
@@ -44,20 +49,26 @@ class Tail:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it holds."""
+        """The number of tokens in the tail."""
         return 0 if self.keys is None else int(self.keys.shape[2])
 
     @property
     def written(self) -> Pair:
-        """Keys and values of the tokens that are written."""
+        """The keys and values of the tokens that have been written."""
         return self.keys, self.values
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Replace all tokens by these."""
+        """Replace the keys and values of the tail by the given tensors, without a copy."""
         self.keys, self.values, self._room = keys, values, 0
 
     def begin(self, keys: Tensor, values: Tensor, coming: int) -> Pair:
-        """Copy the first tokens into a buffer with room for `coming` more."""
+        """Copy the first tokens into a new buffer, and return their keys and values.
+
+        Args:
+            keys: (B, H, N, D).
+            values: (B, H, N, Dv).
+            coming: how many more tokens there is room for; none if gradients are enabled.
+        """
         self._room = 0 if torch.is_grad_enabled() else coming
         if self._room:
             self.keys, self.values = self._with_room(keys), self._with_room(values)
@@ -67,7 +78,10 @@ class Tail:
         return self.keys, self.values
 
     def append(self, keys: Tensor, values: Tensor, *, in_place: bool = True) -> Pair:
-        """Store new tokens, and return the tensors for attention, in which they are last.
+        """Store new tokens, and return the keys and values of all tokens.
+
+        The new tokens are the last ones. If the buffer has no room, everything is copied to a
+        larger one.
 
         Args:
             keys: (B, H, N, D).
@@ -92,12 +106,12 @@ class Tail:
         return self.keys, self.values
 
     def truncate(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens."""
+        """Remove the last `tokens` tokens."""
         left = self.tokens - tokens
         self.hold(self.keys[:, :, :left], self.values[:, :, :left])
 
     def columns(self, new_tokens: int) -> int:
-        """Return how many slots attention gets after `new_tokens` more tokens."""
+        """Return the number of slots that attention will get after `new_tokens` more tokens."""
         return self.tokens + new_tokens
 
     def _takes_in_place(self, keys: Tensor, values: Tensor) -> bool:
@@ -119,10 +133,12 @@ class Tail:
         return True
 
     def _with_room(self, stored: Tensor) -> Tensor:
-        """Copy what is stored into the first slots of a new buffer."""
         B, H, S, D = stored.shape
         return stored.new_empty(B, H, S + self._room, D)[:, :, :S].copy_(stored)
 
     def __copy__(self) -> "Tail":
-        """Return a copy that changes independently; only the original may write into the buffer."""
+        """Return a copy of the tail that can be changed independently.
+
+        Only the original may write into the buffer.
+        """
         return Tail(self.keys, self.values)

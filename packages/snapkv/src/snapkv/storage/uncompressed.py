@@ -9,14 +9,14 @@ from snapkv.errors import UnsupportedModelError, wrong
 
 
 class CrossAttentionLayer(DynamicLayer):
-    """Holds an image's keys and values, which text neither extends nor crops."""
+    """A layer that holds the keys and values of an image, which do not depend on the text."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Do nothing: the text's last tokens are not here."""
+        """Do nothing, because the layer holds no tokens of the text."""
 
 
 class AbsentLayer(DynamicLayer):
-    """A placeholder for a layer that is not in the model, so that others keep their indices."""
+    """A placeholder for a missing layer, so that the other layers keep their indices."""
 
     is_compileable = True  # the layers that are there decide
 
@@ -25,7 +25,7 @@ class AbsentLayer(DynamicLayer):
         self.layer_idx = layer_idx
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Raise, because no module of the model was found for this layer.
+        """Raise an error, because no module of the model was found for this layer.
 
         Raises:
             UnsupportedModelError: always.
@@ -35,14 +35,14 @@ class AbsentLayer(DynamicLayer):
         raise wrong("model", problem, remedy, UnsupportedModelError)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Do nothing: there are no tokens here."""
+        """Do nothing, because there are no tokens in this layer."""
 
 
 def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:
-    """Copy the window of a sliding-window layer after many tokens were read in one pass.
+    """Free the memory of old tokens in a sliding-window layer after a long prompt was read.
 
     transformers keeps the last tokens as a view of all tokens, which stay in memory until the next
-    pass: after a long prompt, the whole prompt in every such layer.
+    pass: after a long prompt, the whole prompt in every such layer. Other layers do not change.
     """
     if not isinstance(layer, DynamicSlidingWindowLayer):
         return
@@ -51,7 +51,9 @@ def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:
 
 
 def require_croppable(layer: Any, count: int, layer_idx: int) -> None:
-    """Check that a layer's state or sliding window can go back by `count` tokens.
+    """Check that the last `count` tokens can be removed from a layer.
+
+    Only recurrent layers and sliding-window layers have a limit.
 
     Raises:
         InvalidArgumentError: the layer no longer holds what stood before these tokens.
@@ -71,16 +73,16 @@ def require_croppable(layer: Any, count: int, layer_idx: int) -> None:
 
 
 def crop(layer: Any, count: int) -> None:
-    """Forget the last `count` tokens of a layer of any kind.
+    """Remove the last `count` tokens from a layer of any kind.
 
-    If `count` is 0, a layer that records past states or a longer window lets go of these.
+    If `count` is 0, a layer that records past states or a longer window frees these.
     """
     if count or getattr(layer, "record_past", False):
         layer.crop(-count)
 
 
 def reset(layer: Any) -> None:
-    """Empty a layer for any number of rows.
+    """Remove all tokens from a layer, so that it can be used with any number of rows.
 
     transformers would fill states with zeros for the same number of rows.
     """
@@ -93,7 +95,7 @@ def reset(layer: Any) -> None:
 
 
 def forget_states(layer: Any) -> None:
-    """Remove the states of a recurrent layer, so that it fits any batch size."""
+    """Remove the states of a recurrent layer, so that it can be used with any number of rows."""
     for name in ("conv_states", "recurrent_states"):
         if hasattr(layer, name):
             setattr(layer, name, dict.fromkeys(getattr(layer, name)))
@@ -103,7 +105,10 @@ def forget_states(layer: Any) -> None:
 
 
 def _recorded(layer: Any) -> int:
-    """Return how many tokens the states of convolutions can go back; 0 for recurrent states."""
+    """Return how many tokens can be removed from a recurrent layer.
+
+    It is 0 unless the layer has recorded its past states.
+    """
     if not (getattr(layer, "record_past", False) and getattr(layer, "is_croppable", False)):
         return 0
     sizes = layer.conv_kernel_size
@@ -112,7 +117,7 @@ def _recorded(layer: Any) -> int:
 
 
 def _before_window(layer: DynamicSlidingWindowLayer) -> int:
-    """Return how many tokens a layer can take back and still hold its window."""
+    """Return how many tokens can be removed from a sliding-window layer."""
     seen = int(layer.cumulative_length)
     held = 0 if layer.keys is None else int(layer.keys.shape[-2])
     return seen if held == seen else max(0, held - int(layer.sliding_window) + 1)

@@ -29,7 +29,9 @@ def coded_attention(
     *,
     impl: CodedImplementation = "auto",
 ) -> Tensor:
-    """Let the last Q tokens attend to quantized heads and to the tail that all heads share.
+    """Compute the attention of the last tokens to heads whose keys and values are quantized.
+
+    The tail, which all heads share and which is exact, is attended to as well.
 
     Args:
         inputs: the queries, the tail in the model's dtype, and how scores are computed.

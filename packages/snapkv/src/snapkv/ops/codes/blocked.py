@@ -22,14 +22,18 @@ SPREAD_ELEMENTS = 2**19
 
 
 def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: BlockLayout) -> Tensor:
-    """Compute `snapkv.ops.coded_attention` with products and softmax in float32."""
+    """Compute attention to quantized heads without decoding all of them at once.
+
+    See `snapkv.ops.coded_attention`. Products and softmax are in float32.
+    """
     return attend_pieces(inputs, _CodedPieces(keys, values, layout))
 
 
 class _CodedPieces:
-    """Codes as P pieces of n blocks each; R rows of queries per head.
+    """The quantized keys and values of the heads, divided into pieces of several blocks.
 
-    If all heads have the same number of blocks, each head is one piece.
+    There are P pieces of n blocks each, and R rows of queries per head. If all heads have the same
+    number of blocks, each head is one piece.
     """
 
     def __init__(self, keys: Codes, values: Codes, layout: BlockLayout) -> None:
@@ -38,7 +42,10 @@ class _CodedPieces:
         self.heads, self._layout = layout.piece_heads, layout
 
     def products(self, asked: Tensor) -> Tensor:
-        """Multiply every piece's queries, (P, R, D), with its keys.
+        """Multiply the queries of each piece with its keys.
+
+        Args:
+            asked: (P, R, D) queries.
 
         Returns:
             (P, R, n * G) float32.
@@ -55,7 +62,10 @@ class _CodedPieces:
         return scores
 
     def mixed(self, weights: Tensor) -> Tensor:
-        """Weight every piece's values by weights, (P, R, n * G).
+        """Compute the weighted sum of the values of each piece.
+
+        Args:
+            weights: (P, R, n * G).
 
         Returns:
             (P, R, Dv) float32.
@@ -66,12 +76,17 @@ class _CodedPieces:
 
 
 def _in_fours(rows: Tensor) -> Tensor:
-    """Append a row of zeros to three rows of a product, because four rows take less time."""
+    """Add a row of zeros if there are three rows, because a product of four rows is faster."""
     return pad(rows, (0, 0, 0, 1)) if rows.shape[1] % 4 == 3 else rows
 
 
 def _products_with_integers(asked: Tensor, keys: Codes, n: int) -> Tensor:
-    """Multiply (P, R, D) queries with the n blocks of every piece.
+    """Multiply the queries of each piece with its keys, without decoding the keys.
+
+    Args:
+        asked: (P, R, D) queries.
+        keys: P * n blocks of codes.
+        n: how many blocks each piece has.
 
     Returns:
         (P, R, n, G).
@@ -90,7 +105,11 @@ def _products_with_states(asked: Tensor, keys: Codes, n: int) -> Tensor:
 
 
 def _mixed_integers(weights: Tensor, values: Codes) -> Tensor:
-    """Sum the n blocks of every piece by (P, R, n, G) weights.
+    """Compute the weighted sum of the values of each piece, without decoding the values.
+
+    Args:
+        weights: (P, R, n, G).
+        values: P * n blocks of codes.
 
     Returns:
         (P, R, Dv).
@@ -113,9 +132,12 @@ def _mixed_states(weights: Tensor, values: Codes) -> Tensor:
 
 
 def _in_parts(rows: Tensor, codes: Codes, spread: Callable[[Codes], Tensor]) -> Tensor:
-    """Multiply rows with unpacked codes, as many blocks at a time as `SPREAD_ELEMENTS` allows.
+    """Multiply the rows with unpacked codes, a few blocks at a time.
 
-    Every block must have as many matrices of rows as `spread` makes of it.
+    Args:
+        rows: as many matrices for every block as `spread` makes of it.
+        codes: the blocks.
+        spread: unpacks some blocks, no more than `SPREAD_ELEMENTS` numbers at a time.
     """
     blocks = len(codes.packed)
     step = max(1, SPREAD_ELEMENTS * codes.bits // (8 * max(1, codes.packed[:1].numel())))

@@ -31,10 +31,11 @@ _SMALLEST_STEP = 2.0**-24
 
 @dataclass(frozen=True, kw_only=True)
 class Codes:
-    """The quantized form of (M, G, D) states: M blocks of G tokens.
+    """Keys or values that have been quantized in blocks of the same number of tokens.
 
-    Keys, whose groups lie along the tokens, are stored channel by channel; values, with groups of
-    channels, group by group. So products find all numbers that share a scale side by side.
+    They stand for (M, G, D) states: M blocks of G tokens. Keys, whose groups lie along the tokens,
+    are stored channel by channel; values, with groups of channels, group by group. So products find
+    all numbers that share a scale side by side.
 
     Attributes:
         packed: (M, rows, G) uint8 along tokens, a row for every channel; (M, groups, rows, width)
@@ -59,27 +60,34 @@ class Codes:
     dtype: str
 
     def __len__(self) -> int:
-        """Return M."""
+        """Return the number of blocks."""
         return len(self.packed)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and least numbers."""
+        """The number of bytes that the integers and their scales take."""
         return int(self.packed.nbytes + self.scale.nbytes + self.least.nbytes)
 
     def blocks(self, chosen: Tensor | slice) -> "Codes":
-        """Return the chosen blocks."""
+        """Return only the chosen blocks, in this order."""
         parts = self.packed[chosen], self.scale[chosen], self.least[chosen]
         return replace(self, packed=parts[0], scale=parts[1], least=parts[2])
 
     def split(self, sizes: list[int]) -> "list[Codes]":
-        """Split into parts of `sizes` blocks, which share their memory."""
+        """Split the blocks into several parts, which share their memory.
+
+        Args:
+            sizes: how many blocks each part has.
+        """
         tensors = (torch.split(part, sizes) for part in (self.packed, self.scale, self.least))
         parts = zip(*tensors, strict=True)
         return [replace(self, packed=one, scale=two, least=three) for one, two, three in parts]
 
     def joined(self, other: "Codes") -> "Codes":
-        """Append the blocks of `other`, which must have the same bits, groups and channels."""
+        """Return these blocks and those of `other` together.
+
+        Both must have the same bits, groups and channels.
+        """
         wide = torch.promote_types(self.scale.dtype, other.scale.dtype)
         return replace(
             self,
@@ -89,7 +97,11 @@ class Codes:
         )
 
     def integers(self) -> Tensor:
-        """Return the integers as float32, in the layout of `packed` with all rows."""
+        """Unpack the integers of all blocks.
+
+        Returns:
+            Float32 in the layout of `packed`, with all rows.
+        """
         packed = self.packed
         if self.bits == 8:
             return packed.float()
@@ -101,7 +113,7 @@ class Codes:
         return numbers.flatten(-3, -2).float()
 
     def decoded(self) -> Tensor:
-        """Return the decoded states.
+        """Return the keys or values that the integers stand for.
 
         Returns:
             (M, G, D) in the dtype of the states.
@@ -115,7 +127,7 @@ class Codes:
 
 
 def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
-    """Quantize several states together; this waits for a GPU once.
+    """Quantize several tensors together; this waits for a GPU only once.
 
     Args:
         parts: (M, G, D) blocks, bits, and whether groups of G lie along tokens or channels.
@@ -136,7 +148,7 @@ def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
 
 
 def encode_in_torch(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
-    """Compute `encode_all` with operations of torch.
+    """Quantize several tensors with the operations of torch; see `encode_all`.
 
     Raises:
         InvalidArgumentError: a number is not finite, or beyond half of float32's range.
@@ -178,7 +190,11 @@ def encode_in_torch(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
 
 
 def _steps(lows: Sequence[Tensor], parts: Sequence[tuple[Tensor, int, Along]]) -> Any:
-    """Return how many steps a group has: a number, or one per group if the parts differ in bits."""
+    """Return the number of steps in each group.
+
+    Returns:
+        One number, or a tensor with one per group if the parts differ in bits.
+    """
     steps = [2**bits - 1 for _, bits, _ in parts]
     if len(set(steps)) == 1:
         return steps[0]
@@ -186,7 +202,7 @@ def _steps(lows: Sequence[Tensor], parts: Sequence[tuple[Tensor, int, Along]]) -
 
 
 def _grouped(states: Tensor, bits: int, along: Along) -> Tensor:
-    """Return the states in float32 with one group per row."""
+    """Convert the states to float32, with each group in a row of its own."""
     M, G, D = states.shape
     if along == "tokens":
         return _padded(states.float(), -D % (8 // bits)).mT
@@ -207,7 +223,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _obstacle(states: Tensor, bits: int, along: Along) -> str | None:
-    """Return why no kernel can encode these states, or None."""
+    """Return the reason why the kernel cannot be used for these states, or None if it can."""
     _, G, D = states.shape
     whole = D % (8 // bits) == 0 if along == "tokens" else D % min(G, D) == G % (8 // bits) == 0
     if not whole or G & (G - 1):
@@ -216,12 +232,16 @@ def _obstacle(states: Tensor, bits: int, along: Along) -> str | None:
 
 
 def largest_of(numbers: Tensor) -> float:
-    """Return the largest absolute number, NaN if one is; this waits for a GPU."""
+    """Return the largest absolute value, or NaN if there is one; this waits for a GPU."""
     return float(torch.linalg.vector_norm(numbers, math.inf)) if len(numbers) else 0.0
 
 
 def _require_range(largest: float, bits: int) -> None:
-    """Raise unless the largest absolute number can be quantized.
+    """Check that the numbers are small enough to be quantized.
+
+    Args:
+        largest: the largest absolute number.
+        bits: for the message.
 
     Raises:
         InvalidArgumentError: it is not finite, or beyond half of float32's range.
@@ -233,12 +253,20 @@ def _require_range(largest: float, bits: int) -> None:
 
 
 def _padded(states: Tensor, missing: int) -> Tensor:
-    """Append copies of the last channel."""
+    """Repeat the last channel until the number of channels is large enough.
+
+    Args:
+        states: the states, with channels on the last axis.
+        missing: how many channels to add.
+    """
     return F.pad(states, (0, missing), mode="replicate") if missing else states
 
 
 def _rounded(numbers: Tensor, dtype: torch.dtype, way: int) -> Tensor:
-    """Round to the nearest numbers of `dtype` that are not below, or not above if `way` is -1."""
+    """Round numbers up to the next number that the dtype can represent.
+
+    They are rounded down if `way` is -1.
+    """
     nearest, ends = numbers.to(dtype), torch.finfo(dtype)
     fits = nearest >= numbers if way > 0 else nearest <= numbers
     spacing = numbers.abs() + ends.smallest_normal

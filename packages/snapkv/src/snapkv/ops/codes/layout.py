@@ -17,10 +17,11 @@ HeadTokens = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """Heads in whole blocks, one head after the other, rows first.
+    """Describes which blocks belong to each head, and how many tokens each block holds.
 
-    A head grows by sections, the tokens that were encoded together. The last block of each section
-    may hold fewer tokens than the others.
+    The blocks of a head follow each other, and the heads of a row, too. A head grows by sections,
+    the tokens that were encoded together. The last block of each section may hold fewer tokens than
+    the others.
 
     Attributes:
         sections: tokens of each head in every section, the earlier tokens first.
@@ -34,13 +35,13 @@ class BlockLayout:
 
     @functools.cached_property
     def head_tokens(self) -> HeadTokens:
-        """Tokens of each head in all sections."""
+        """The number of tokens in each head, over all sections."""
         rows = zip(*self.sections, strict=True)
         return tuple(tuple(map(sum, zip(*row, strict=True))) for row in rows)
 
     @functools.cached_property
     def head_blocks(self) -> list[int]:
-        """Blocks of each head, counted over all rows."""
+        """The number of blocks in each head, as one list for all rows."""
         of_sections = (
             [-(-count // self.block_tokens) for row in section for count in row]
             for section in self.sections
@@ -49,24 +50,25 @@ class BlockLayout:
 
     @functools.cached_property
     def piece_blocks(self) -> int:
-        """How many blocks a piece has: the most that divides the blocks of every head.
+        """The number of blocks in each piece.
 
-        Attention takes a piece as a whole, so there are few long pieces and none holds two heads.
+        It is the largest number that divides the blocks of every head. Attention takes a piece as a
+        whole, so there are few long pieces and none holds two heads.
         """
         return max(1, math.gcd(*self.head_blocks))
 
     @functools.cached_property
     def piece_heads(self) -> Tensor | None:
-        """The head of every piece, counted over all rows.
+        """The index of the head that each piece belongs to, counted over all rows.
 
-        Shape: (P,) int64; None if each head is one.
+        Shape: (P,) int64; None if each head is one piece.
         """
         n = self.piece_blocks
         return None if set(self.head_blocks) == {n} else self.heads[::n]
 
     @functools.cached_property
     def heads(self) -> Tensor:
-        """The head of every block, counted over all rows.
+        """The index of the head that each block belongs to, counted over all rows.
 
         Shape: (M,) int64.
         """
@@ -76,7 +78,10 @@ class BlockLayout:
 
     @functools.cached_property
     def hidden(self) -> tuple[Tensor, Tensor]:
-        """The slots without a token: their pieces and their places in them, (K,) int64 each."""
+        """The indices of all empty slots.
+
+        They are two (K,) int64 tensors: the piece of each slot, and its place within the piece.
+        """
         with torch.inference_mode(False):
             G, tokens = self.block_tokens, self.piece_blocks * self.block_tokens
             blocks = ((block, count) for block, (*_, count) in enumerate(self._blocks))
@@ -86,7 +91,10 @@ class BlockLayout:
 
     @functools.cached_property
     def table(self) -> tuple[Tensor, Tensor]:
-        """Where each head's blocks begin, (B * H + 1,), and the tokens of each block, (M,)."""
+        """The index of the first block of each head, and the number of tokens in each block.
+
+        Shapes: (B * H + 1,), the last one is the end of the last head; and (M,).
+        """
         with torch.inference_mode(False):
             begins = [0, *itertools.accumulate(self.head_blocks)]
             tokens = [count for *_, count in self._blocks]
@@ -97,13 +105,16 @@ class BlockLayout:
 
     @property
     def flat(self) -> Tensor:
-        """(N,) int64: where each token is in M * G slots, in the order of flat states."""
+        """The index of the slot of each token, in the order in which ragged states hold the tokens.
+
+        Shape: (N,) int64, indices of M * G slots.
+        """
         tokens = torch.tensor([count for *_, count in self._blocks])
         slots = torch.arange(self.block_tokens)  # not on the device, which is not waited for
         return (slots < tokens.view(-1, 1)).flatten().nonzero()[:, 0].to(self.device)
 
     def rows(self, begins: Sequence[int]) -> Tensor:
-        """Return the flat row of each slot of the only section.
+        """Return the index of the token in each slot, if there is only one section.
 
         A slot without a token gets the row of the last token before it.
 
@@ -119,15 +130,21 @@ class BlockLayout:
         return last[:, 0] + within.minimum(last[:, 1])
 
     def blocks_of_rows(self, rows: list[int]) -> Tensor:
-        """Return the blocks of these rows, in the order of `rows`, repeated if a row is."""
+        """Return the indices of all blocks in the given rows of the batch.
+
+        They are in the order of `rows`, and repeated if a row is.
+        """
         H, begins = len(self.sections[0][0]), [0, *itertools.accumulate(self.head_blocks)]
         chosen = [block for row in rows for block in range(begins[row * H], begins[(row + 1) * H])]
         return on_device(chosen, self.device)
 
     def joined(self, section: HeadTokens) -> tuple["BlockLayout", Tensor]:
-        """Return the layout with a section appended, and the order of all blocks in it.
+        """Add a section to the layout, and return the new layout and the order of its blocks.
 
         The order counts the blocks of this layout first, then those of the section alone.
+
+        Args:
+            section: tokens of each head in the new section.
         """
         more = BlockLayout((section,), self.block_tokens, self.device)
         order = torch.cat([self.heads, more.heads]).argsort(stable=True)
@@ -135,7 +152,10 @@ class BlockLayout:
 
     @functools.cached_property
     def _blocks(self) -> list[tuple[int, int, int]]:
-        """Head, first token in its section and number of tokens of every block."""
+        """The head, the first token and the number of tokens of each block.
+
+        The first token is counted within the section.
+        """
         sections = ([count for row in section for count in row] for section in self.sections)
         return [
             (head, start, min(self.block_tokens, count - start))
@@ -146,6 +166,9 @@ class BlockLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors for attention, and of the table if a kernel has used it."""
+        """The number of bytes of the tensors that attention needs.
+
+        The table is included if a kernel has used it.
+        """
         tensors = [self.heads, *self.hidden, *(self.table if "table" in vars(self) else ())]
         return sum(tensor.nbytes for tensor in tensors)

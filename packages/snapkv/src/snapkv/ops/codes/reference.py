@@ -10,7 +10,7 @@ from snapkv.ops.ragged.layout import RaggedLayout
 
 
 def flat_states(codes: Codes, layout: BlockLayout) -> Tensor:
-    """Decode the codes of all heads, one head after the other.
+    """Decode the keys or values of all heads, and return them one head after the other.
 
     Returns:
         (N, D).
@@ -19,7 +19,10 @@ def flat_states(codes: Codes, layout: BlockLayout) -> Tensor:
 
 
 def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: BlockLayout) -> Tensor:
-    """Compute `snapkv.ops.coded_attention` in float32 or wider."""
+    """Decode all keys and values, and compute the attention in float32 or wider.
+
+    See `snapkv.ops.coded_attention`.
+    """
     ragged = RaggedLayout(layout.head_tokens, layout.device)
     states = flat_states(keys, layout), flat_states(values, layout)
     return reference.ragged_attention(inputs, *states, ragged)

@@ -20,7 +20,10 @@ from snapkv.ops.ragged.triton import _step, _weigh, in_splits, tiles
 
 
 def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: BlockLayout) -> Tensor:
-    """Compute `snapkv.ops.coded_attention` without gradients."""
+    """Compute attention to quantized heads on a GPU, without gradients.
+
+    See `snapkv.ops.coded_attention`.
+    """
     G, (begins, tokens) = layout.block_tokens, layout.table
     blocks = tiles(inputs, most=32)  # registers also hold codes and scales
 
@@ -50,7 +53,11 @@ def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: Bloc
 @triton.jit
 def _integers(packed_at, row, column, there, BITS: tl.constexpr, ROWS: tl.constexpr,
               WIDTH: tl.constexpr):  # fmt: skip
-    """Unpack the integers at the given rows and columns of (ROWS, WIDTH) bytes, as float32."""
+    """Load the integers at the given rows and columns, and convert them to float32.
+
+    There are (ROWS, WIDTH) bytes. With two integers in a byte, rows from `ROWS` on are the upper
+    bits. The result is 0 where `there` is False.
+    """
     bytes_ = tl.load(packed_at + row % ROWS * WIDTH + column, mask=there, other=0)
     return ((bytes_ >> (row // ROWS * BITS).to(tl.uint8)) & (2**BITS - 1)).to(tl.float32)
 
@@ -66,7 +73,10 @@ def _attend_codes(
     KEY_BITS: tl.constexpr, KEY_ROWS: tl.constexpr,
     VALUE_BITS: tl.constexpr, VALUE_ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attend with a tile of one head's rows to one split, and store sums, maximum and total."""
+    """Compute the attention of a tile of queries to one split of the quantized keys.
+
+    Stores the weighted sums, the maximum and the total.
+    """
     if COUNTED:
         S = tl.load(count_at).to(tl.int32)
     per_head = tl.cdiv(rows, TILE)

@@ -21,7 +21,9 @@ _SMALLEST_STEP = tl.constexpr(2.0**-24)
 
 
 def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
-    """Compute `snapkv.ops.encode_all`; numbers beyond float16 are left to torch.
+    """Quantize several tensors on a GPU; see `snapkv.ops.encode_all`.
+
+    If a number is beyond the range of float16, torch does the work instead.
 
     Raises:
         InvalidArgumentError: a number is not finite, or beyond half of float32's range.
@@ -34,7 +36,13 @@ def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
 
 
 def encode(states: Tensor, bits: int, along: Along) -> Codes:
-    """Quantize (M, G, D) states, whose numbers must all be in the range of float16."""
+    """Quantize one tensor, whose numbers must all be in the range of float16.
+
+    Args:
+        states: (M, G, D).
+        bits: 4 or 8.
+        along: whether groups lie along tokens or channels.
+    """
     states, (M, G, D) = states.contiguous(), states.shape
     width = G if along == "tokens" else min(G, D)
     sections, rows = (1, D) if along == "tokens" else (D // width, G)
@@ -63,7 +71,7 @@ def encode(states: Tensor, bits: int, along: Along) -> Codes:
 
 @triton.jit
 def _rounded(numbers, way: tl.constexpr):
-    """Round to the nearest float16 numbers that are not below, or for a `way` of -1 not above."""
+    """Round numbers up to the next float16 number, or down if `way` is -1."""
     nearest = numbers.to(tl.float16)
     spacing = (tl.abs(numbers) + _LEAST_NORMAL) * _EPSILON
     beyond = (numbers + way * spacing).to(tl.float16)
@@ -76,7 +84,7 @@ def _encode(
     rows, most,
     LEVELS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Encode one section, a group per row.
+    """Quantize one section of a block, with one group in each row.
 
     Of two rows that share bytes the first is in the lower bits.
     """

@@ -36,7 +36,10 @@ def ragged_attention(
     *,
     impl: RaggedImplementation = "auto",
 ) -> Tensor:
-    """Let the last Q tokens attend to what their heads keep and to the tail that all heads share.
+    """Compute the attention of the last tokens to the tokens that their heads have kept.
+
+    Each head holds a different number of tokens. The tail, which all heads share, is attended to as
+    well.
 
     Args:
         inputs: the queries, the tail and how scores are computed.
@@ -80,7 +83,7 @@ def ragged_attention(
 
 
 def kernel_obstacle(inputs: TailInputs) -> str | None:
-    """Return why no kernel can run on `inputs`, or None."""
+    """Return the reason why the kernels cannot be used with these inputs, or None if they can."""
     if inputs.own_visible is not None:
         return "for a tree of candidates, whose branches it cannot hide from each other"
     return triton_obstacle(inputs.queries)

@@ -20,30 +20,42 @@ QUERY_BLOCK_TOKENS = 32
 
 
 class KeptPieces(Protocol):
-    """What heads keep, in P pieces of T tokens, each of one head."""
+    """The keys and values that the heads keep, divided into pieces of the same size.
+
+    There are P pieces of T tokens, and all tokens of a piece belong to one head.
+    """
 
     @property
     def heads(self) -> Tensor | None:
-        """The head of every piece, counted over all rows.
+        """The index of the head that each piece belongs to, counted over all rows.
 
-        Shape: (P,) int64; None if each head is one.
+        Shape: (P,) int64; None if each head is one piece.
         """
 
     def products(self, asked: Tensor) -> Tensor:
-        """Multiply every piece's queries, (P, R, D), with its keys.
+        """Multiply the queries of each piece with its keys.
+
+        Args:
+            asked: (P, R, D) queries.
 
         Returns:
             (P, R, T).
         """
 
     def hide(self, scores: Tensor) -> Tensor:
-        """Set the scores of tokens that do not count to minus infinity; may change `scores`.
+        """Set the scores of hidden tokens to minus infinity.
 
-        `scores` is (P, R, T or more).
+        May change `scores` in place.
+
+        Args:
+            scores: (P, R, T or more).
         """
 
     def mixed(self, weights: Tensor) -> Tensor:
-        """Weight every piece's values by float32 weights, (P, R, T).
+        """Compute the weighted sum of the values of each piece.
+
+        Args:
+            weights: (P, R, T) float32.
 
         Returns:
             (P, R, Dv).
@@ -53,12 +65,19 @@ class KeptPieces(Protocol):
 def ragged_attention(
     inputs: TailInputs, keys: Tensor, values: Tensor, layout: RaggedLayout
 ) -> Tensor:
-    """Compute `snapkv.ops.ragged_attention` with a float32 softmax, in pieces of equal size."""
+    """Compute attention to the kept tokens with a few large matrix products.
+
+    See `snapkv.ops.ragged_attention`. The kept tokens are divided into pieces of equal size, and
+    the softmax is in float32.
+    """
     return attend_pieces(inputs, _FlatPieces(layout.pieces, keys, values))
 
 
 class _FlatPieces:
-    """Flat keys and values as pieces: views, and copies if a piece holds several heads."""
+    """The keys and values of the heads, divided into pieces.
+
+    The pieces are views, and copies if a piece holds tokens of several heads.
+    """
 
     def __init__(self, pieces: Pieces, keys: Tensor, values: Tensor) -> None:
         self.heads, self._hidden = pieces.heads, pieces.hidden
@@ -79,7 +98,9 @@ class _FlatPieces:
 
 
 def attend_pieces(inputs: TailInputs, pieces: KeptPieces) -> Tensor:
-    """Attend to pieces and to a tail, some queries at a time.
+    """Compute the attention of the queries to all pieces and to the tail.
+
+    A few queries are handled at a time.
 
     Returns:
         (B, Hq, Q, Dv).
@@ -93,7 +114,10 @@ def attend_pieces(inputs: TailInputs, pieces: KeptPieces) -> Tensor:
 
 
 def _attend_block(inputs: TailInputs, pieces: KeptPieces) -> Tensor:
-    """Attend with few enough queries; R = G * Q rows of queries per head."""
+    """Compute the attention of a block of queries, whose scores fit into memory.
+
+    In the body, R = G * Q is the number of rows of queries per head.
+    """
     (B, Hq, Q, D), (H, S) = inputs.queries.shape, inputs.tail_keys.shape[1:3]
     tail_keys, tail_values = inputs.tail_keys.flatten(0, 1), inputs.tail_values.flatten(0, 1)
     heads, dtype, options = pieces.heads, tail_values.dtype, inputs.score_options
@@ -134,7 +158,7 @@ def _weights_of_heads(
     hidden: Tensor | None,
     logits: Tensor | None,
 ) -> Tensor:
-    """Compute attention weights if each head has one piece.
+    """Compute the attention weights if there is one piece for each head.
 
     Args:
         of_kept: (B * H, R, T) products with the kept keys.
@@ -157,9 +181,15 @@ def _weights_of_heads(
 
 
 def sinks_of_rows(score_options: ScoreOptions, rows: Tensor, queries: int) -> Tensor | None:
-    """Return the sink logit of every row of queries, (B * H, R, 1) float32, or None.
+    """Return the logit of the learned attention sink for each row of queries.
 
-    `rows` is (B * H, R, D), and each query head has `queries` of its R rows.
+    Args:
+        score_options: the options with the logits.
+        rows: (B * H, R, D), the queries.
+        queries: how many of the R rows each query head has.
+
+    Returns:
+        (B * H, R, 1) float32, or None if the model has no sinks.
     """
     sinks = score_options.sink_logits
     if sinks is None:
@@ -169,7 +199,7 @@ def sinks_of_rows(score_options: ScoreOptions, rows: Tensor, queries: int) -> Te
 
 
 def _most(of_kept: Tensor, of_tail: Tensor, logits: Tensor | None, heads: Tensor) -> Tensor:
-    """Return the highest score of every row of queries, without gradient.
+    """Return the highest score of each row of queries, without gradients.
 
     Returns:
         (B * H, R, 1).

@@ -16,7 +16,10 @@ from snapkv.ops.ragged.layout import RaggedLayout
 def ragged_attention(
     inputs: TailInputs, keys: Tensor, values: Tensor, layout: RaggedLayout
 ) -> Tensor:
-    """Compute `snapkv.ops.ragged_attention` with softmax in float32 or wider, without gradients."""
+    """Compute attention to the kept tokens with the flash attention of torch, without gradients.
+
+    See `snapkv.ops.ragged_attention`. The softmax is in float32 or wider.
+    """
     (B, Hq, Q, D), H = inputs.queries.shape, inputs.tail_keys.shape[1]
     rows = inputs.queries.reshape(1, B * H, Hq // H * Q, D)
     scale, found, start = inputs.score_options.scaling, [], 0
@@ -43,14 +46,18 @@ def ragged_attention(
 def _attend(
     rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attention, (1, H, R, Dv), and the logarithms of the denominators, (1, H, R)."""
+    """Compute the attention of one head, and the logarithm of the softmax's denominator.
+
+    Returns:
+        (1, H, R, Dv) and (1, H, R).
+    """
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     found: tuple[Tensor, Tensor] = attend(rows, keys, values, attn_mask=mask, scale=scale)
     return found
 
 
 def obstacle(inputs: TailInputs, values: Tensor, layout: RaggedLayout) -> str | None:
-    """Return why this implementation cannot run, or None."""
+    """Return the reason why this implementation cannot be used, or None if it can."""
     queries = inputs.queries
     if queries.device.type != "cpu":
         return "beyond a CPU"

@@ -10,7 +10,10 @@ from snapkv.ops.scores import ScoreOptions
 
 @dataclass(frozen=True)
 class TailInputs:
-    """The queries and the append buffer of one attention call, and how the model scores.
+    """The queries and the tail of an attention call, and the options of the model's attention.
+
+    What the heads keep of the prompt is passed beside it. All of that lies in the past of every
+    query.
 
     What the heads keep of the prompt is passed beside it. All of that lies in the past of every
     query.
@@ -36,7 +39,7 @@ class TailInputs:
     tail_tokens: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "TailInputs":
-        """Return a copy whose queries and tail have `dtype`."""
+        """Return a copy in which the queries and the tail have the given dtype."""
         return replace(
             self,
             queries=self.queries.to(dtype),
@@ -45,7 +48,12 @@ class TailInputs:
         )
 
     def block(self, start: int, stop: int) -> "TailInputs":
-        """Return the inputs of queries `start` to `stop` alone, without the tokens after them."""
+        """Return a copy with only some of the queries, and without the tokens after them.
+
+        Args:
+            start: the first query.
+            stop: the query after the last one.
+        """
         after = self.queries.shape[2] - stop
         counted, visible = self.tail_tokens, self.own_visible
         slots = self.tail_keys.shape[2] - (after if counted is None else 0)
@@ -59,7 +67,7 @@ class TailInputs:
         )
 
     def hidden(self) -> Tensor:
-        """Return which slots of the tail each query does not see.
+        """Return a mask of the slots in the tail that each query must not see.
 
         Returns:
             (Q, S) bool.

@@ -14,10 +14,11 @@ BLOCK_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """Flat states in pieces of equal size: first all whole blocks, then the edges.
+    """Describes how the tokens of all heads are divided into pieces of the same size.
 
-    A block belongs to the head of its first token. Tokens of later heads in it are hidden and are
-    copied once more into edges, at most one edge per head.
+    First come all whole blocks, then the edges. A block belongs to the head of its first token.
+    Tokens of later heads in it are hidden and are copied once more into edges, at most one edge per
+    head.
 
     Attributes:
         heads: (P,) int64, the head that each piece belongs to, counted over all rows.
@@ -30,7 +31,15 @@ class Pieces:
     edge_rows: Tensor
 
     def cut(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut (N, D) states into blocks, a view, and edges, a copy: both (., BLOCK_TOKENS, D)."""
+        """Divide keys or values into blocks and edges.
+
+        Args:
+            states: (N, D).
+
+        Returns:
+            The blocks, which are a view, and the edges, which are a copy: both (., BLOCK_TOKENS,
+            D).
+        """
         whole = len(self.heads) - len(self.edge_rows)
         blocks = states[: whole * BLOCK_TOKENS].view(whole, BLOCK_TOKENS, states.shape[1])
         edges = states.index_select(0, self.edge_rows.flatten())
@@ -39,7 +48,7 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False)
 class RaggedLayout:
-    """How many tokens each head keeps, and the tensors that attention computes from that once.
+    """The number of tokens in each head, and the tensors that attention derives from it.
 
     Attributes:
         head_tokens: tokens of each head, row by row: B lists of H numbers.
@@ -51,12 +60,12 @@ class RaggedLayout:
 
     @functools.cached_property
     def longest_tokens(self) -> int:
-        """Tokens of the longest head."""
+        """The number of tokens in the longest head."""
         return max(max(row) for row in self.head_tokens)
 
     @functools.cached_property
     def starts(self) -> Tensor:
-        """Where each head begins, and where the last one ends.
+        """The index of the first token of each head, and the end of the last head.
 
         Shape: (B * H + 1,) int64.
         """
@@ -66,7 +75,7 @@ class RaggedLayout:
 
     @functools.cached_property
     def pieces(self) -> Pieces:
-        """The flat states in pieces of equal size."""
+        """The division of all tokens into pieces of the same size."""
         blocks, edges = self._cut()
         with torch.inference_mode(False):
             both = on_device([*blocks, *edges], self.device)
@@ -80,14 +89,14 @@ class RaggedLayout:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the tensors that have been made so far."""
+        """The number of bytes of the tensors that have been created so far."""
         made = [value for name, value in vars(self).items() if name == "starts"]
         if "pieces" in vars(self):
             made += [self.pieces.heads, self.pieces.hidden, self.pieces.edge_rows]
         return sum(tensor.nbytes for tensor in made)
 
     def _cut(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """Return (start, stop, head) of every block and of every edge."""
+        """Return the start, the stop and the head of each block and of each edge."""
         counts = self.counts
         whole = sum(counts) // BLOCK_TOKENS
         blocks: list[tuple[int, int, int]] = []
@@ -104,10 +113,10 @@ class RaggedLayout:
 
     @functools.cached_property
     def counts(self) -> list[int]:
-        """Tokens of each head, counted over all rows."""
+        """The number of tokens in each head, as one list for all rows."""
         return [count for row in self.head_tokens for count in row]
 
     @functools.cached_property
     def fewest_tokens(self) -> int:
-        """Tokens of the shortest head."""
+        """The number of tokens in the shortest head."""
         return min(self.counts)

@@ -10,7 +10,10 @@ from snapkv.ops.ragged.layout import RaggedLayout
 def ragged_attention(
     inputs: TailInputs, keys: Tensor, values: Tensor, layout: RaggedLayout
 ) -> Tensor:
-    """Compute `snapkv.ops.ragged_attention` head by head, in float32 or wider."""
+    """Compute attention to the kept tokens one head at a time, in float32 or wider.
+
+    See `snapkv.ops.ragged_attention`.
+    """
     queries, own_visible, options = inputs.queries, inputs.own_visible, inputs.score_options
     tail_keys = inputs.tail_keys[:, :, : inputs.tail_tokens]
     tail_values = inputs.tail_values[:, :, : inputs.tail_tokens]

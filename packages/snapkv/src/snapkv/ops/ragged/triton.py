@@ -26,7 +26,10 @@ _PROGRAMS = 1024  # splits to aim at: a few for each multiprocessor of a large d
 def ragged_attention(
     inputs: TailInputs, keys: Tensor, values: Tensor, layout: RaggedLayout
 ) -> Tensor:
-    """Compute `snapkv.ops.ragged_attention` without gradients."""
+    """Compute attention to the kept tokens on a GPU, without gradients.
+
+    See `snapkv.ops.ragged_attention`.
+    """
     keys, values, starts = keys.contiguous(), values.contiguous(), layout.starts
 
     def attend(grid: tuple[int, int], *given: Any, **compiled: Any) -> None:
@@ -42,7 +45,7 @@ def in_splits(
     kept: tuple[Tensor, int, int],
     blocks: dict[str, Any],
 ) -> Tensor:
-    """Run a kernel that attends in splits, and combine the splits.
+    """Run an attention kernel on each split of the keys, and combine the results.
 
     Args:
         attend: launches the kernel on a grid, with the arguments that all of these kernels share,
@@ -83,9 +86,12 @@ def in_splits(
 
 
 def in_rows(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return the tail, and how many tokens lie between the begins of its heads; copies if needed.
+    """Return the keys and values of the tail in a layout that the kernels can read.
 
-    An append buffer has room after each head.
+    An append buffer has room after each head, which the kernels can skip; other layouts are copied.
+
+    Returns:
+        The keys, the values, and how many tokens lie between the begins of two heads.
     """
     apart = keys.stride(1) // keys.shape[3]
     if all(_lies_apart(states, apart) for states in (keys, values)):
@@ -99,9 +105,17 @@ def _lies_apart(states: Tensor, tokens: int) -> bool:
 
 
 def tiles(inputs: TailInputs, most: int = 64) -> dict[str, int]:
-    """Return how many rows of queries a program takes and how many keys a step, for the registers.
+    """Return the number of queries and keys that a program handles at a time.
 
-    At most `most` for heads of up to 128 channels; half of it for wider ones.
+    More would not fit into the registers.
+
+    Args:
+        inputs: the arguments of the attention call.
+        most: the most queries or keys for heads of up to 128 channels; half of it for wider ones.
+            For float32 it is always 16.
+
+    Returns:
+        The constants of the kernel: TILE, the rows of queries, and KEYS.
     """
     (_, Hq, Q, D), H = inputs.queries.shape, inputs.tail_keys.shape[1]
     if max(D, inputs.tail_values.shape[3]) > 128:
@@ -112,14 +126,20 @@ def tiles(inputs: TailInputs, most: int = 64) -> dict[str, int]:
 
 
 def split_tokens(tokens: int) -> int:
-    """Return the tokens of one split, a power of two, for about `_PROGRAMS` splits."""
+    """Return the number of tokens in each split of `tokens` tokens.
+
+    It is a power of two, for about `_PROGRAMS` splits.
+    """
     least, most = _SPLIT_TOKENS
     return min(most, max(least, int(triton.next_power_of_2(triton.cdiv(tokens, _PROGRAMS)))))
 
 
 @triton.jit
 def _weigh(scores, seen, most, softcap, CAPPED: tl.constexpr):
-    """Return unnormalised weights of scores, the factor of earlier sums, and the maximum."""
+    """Compute the unnormalised weights of the scores, and update the maximum.
+
+    Also returns the factor by which earlier sums must be multiplied.
+    """
     if CAPPED:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
     scores = tl.where(seen, scores, float("-inf"))
@@ -136,7 +156,7 @@ def _step(
     CAPPED: tl.constexpr,
     D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Let a tile of queries attend to some keys.
+    """Update the sums of a tile of queries with the next keys and values.
 
     `seen` is (TILE, KEYS); `key_rows` and `value_rows` are pointers, (KEYS,).
     """
@@ -161,7 +181,10 @@ def _attend_split(
     D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Attend with a tile of one head's rows to one split, and store sums, maximum and total."""
+    """Compute the attention of a tile of queries to one split of the keys.
+
+    Stores the weighted sums, the maximum and the total.
+    """
     if COUNTED:
         S = tl.load(count_at).to(tl.int32)
     per_head = tl.cdiv(rows, TILE)
@@ -212,7 +235,7 @@ def _put_together(
     count_at, rows, Q, S, split, splits, H,
     HAS_SINKS: tl.constexpr, COUNTED: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of one row of queries, and its sink."""
+    """Combine the results of all splits for one row of queries, including its attention sink."""
     if COUNTED:
         S = tl.load(count_at).to(tl.int32)
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)

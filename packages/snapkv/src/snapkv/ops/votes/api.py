@@ -44,7 +44,9 @@ _KERNELS = {
 def window_votes(
     states: AttentionStates, *, group_reduce: str = "none", impl: Implementation = "auto"
 ) -> Tensor:
-    """Sum the attention that each prefix position receives from the observation window (Eq. 2).
+    """Compute the attention that each position of the prefix receives from the window.
+
+    The attention is summed over the queries of the observation window (Eq. 2).
 
     Args:
         states: the last W queries of the prompt and all T keys of it.
@@ -73,10 +75,10 @@ def largest_votes(
     group_reduce: str = "none",
     impl: Implementation = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute the largest pooled attention weight that each position receives from any voter.
+    """Compute the largest attention weight that each position receives from any of the queries.
 
-    The weights of every query are pooled by themselves and scaled back to their own sum, so that
-    pooling gives no query more weight in total.
+    The weights of every query are pooled by themselves before they are compared, and scaled back to
+    their own sum, so that pooling gives no query more weight in total.
 
     Args:
         states: as in `window_votes`.
@@ -107,7 +109,9 @@ def largest_votes(
 
 
 def fade_votes(votes: Tensor, decay: float, *, impl: Implementation = "auto") -> Tensor:
-    """Let every vote raise the positions after it, see `snapkv.ops.votes.reference.fade_votes`.
+    """Increase the votes of the positions that follow a position with many votes.
+
+    See `snapkv.ops.votes.reference.fade_votes`.
 
     Args:
         votes: (B, H, P) float32.

@@ -21,7 +21,10 @@ BLOCK_TOKENS = 8192
 def window_votes(
     states: AttentionStates, *, group_reduce: str = "none", block_tokens: int = BLOCK_TOKENS
 ) -> Tensor:
-    """Compute `snapkv.ops.votes.reference.window_votes` up to rounding, in blocks of keys."""
+    """Compute the votes of the window in blocks of keys, to limit the memory that is needed.
+
+    The result is that of `snapkv.ops.votes.reference.window_votes` up to rounding.
+    """
     keys, pad_tokens, options = states.keys, states.pad_tokens, states.score_options
     softcap, sinks = options.softcap, options.sink_logits
     (B, Hq, W, D), (Hkv, T) = states.queries.shape, keys.shape[1:3]
@@ -61,14 +64,16 @@ def window_votes(
 
 
 def finite(highest: Tensor, pad_tokens: Tensor | None) -> Tensor:
-    """Return the highest scores, with zero in rows that see nothing, which only padding has."""
+    """Replace the highest score by zero in rows of padding, which see no key."""
     if pad_tokens is None:
         return highest
     return highest.masked_fill(highest.isneginf(), 0.0)
 
 
 def hide_unseen(scores: Tensor, start: int, tokens: int, pad_tokens: Tensor | None) -> Tensor:
-    """Set scores to minus infinity for keys after their query, and for padding, in place.
+    """Set the scores of keys that a query must not see to minus infinity.
+
+    These are the keys after the query, and padding. Changes `scores` in place.
 
     Args:
         scores: (B, Hq, W, n) of keys `start` to `start` + n.
@@ -93,10 +98,11 @@ def hide_unseen(scores: Tensor, start: int, tokens: int, pad_tokens: Tensor | No
 
 
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
-    """Compute `snapkv.ops.votes.reference.fade_votes` up to rounding, in steps that double.
+    """Fade the votes in steps whose width doubles each time.
 
-    After a step of width n, every position has what the n positions before it carry on to it. If
-    the factor is too small for float32, no vote reaches further.
+    The result is that of `snapkv.ops.votes.reference.fade_votes` up to rounding. After a step of
+    width n, every position has what the n positions before it carry on to it. If the factor is too
+    small for float32, no vote reaches further.
     """
     least = torch.finfo(torch.float32).tiny
     factors, width = [1.0], 1
@@ -110,14 +116,17 @@ def fade_votes(votes: Tensor, decay: float) -> Tensor:
 
 
 def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
-    """Compute `snapkv.ops.votes.reference.gather_tokens` with one index and one copy per token."""
+    """Copy the selected tokens, with one index and one copy for each token.
+
+    The result is that of `snapkv.ops.votes.reference.gather_tokens`.
+    """
     if not states.is_contiguous():  # making them contiguous would copy dropped tokens, too
         return reference.gather_tokens(states, keep_indices)
     return _copied(states, flat_rows(states, keep_indices.clamp(min=0)))
 
 
 def gather_pair(keys: Tensor, values: Tensor, keep_indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Gather the same slots of keys and of values, as `gather_tokens` does."""
+    """Copy the selected tokens of both keys and values, as `gather_tokens` does."""
     if not (keys.is_contiguous() and values.is_contiguous()):
         return gather_tokens(keys, keep_indices), gather_tokens(values, keep_indices)
     rows = flat_rows(keys, keep_indices.clamp(min=0))
@@ -130,10 +139,14 @@ def _copied(states: Tensor, rows: Tensor) -> Tensor:
 
 
 def flat_rows(states: Tensor, keep_indices: Tensor) -> Tensor:
-    """Return flat indices of slots in (B, Hs, T, D) states.
+    """Convert slots of each head into row numbers of the flattened states.
+
+    Args:
+        states: (B, Hs, T, D).
+        keep_indices: (B, H, K) slots, as in `gather_tokens`.
 
     Returns:
-        (B, max(H, Hs), K) int64.
+        (B, max(H, Hs), K) int64; the result for an entry of -1 is meaningless and may be negative.
     """
     B, Hs, T, _ = states.shape
     heads, step = max(keep_indices.shape[1], Hs), max(1, T)

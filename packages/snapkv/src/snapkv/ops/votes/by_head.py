@@ -27,7 +27,10 @@ _LOG2_E = math.log2(math.e)
 
 
 def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tensor:
-    """Compute `snapkv.ops.votes.reference.window_votes` up to rounding."""
+    """Compute the votes of the window for a few heads at a time, in half precision.
+
+    The result is that of `snapkv.ops.votes.reference.window_votes` up to rounding.
+    """
     (B, Hq, W, D), (Hkv, T) = states.queries.shape, states.keys.shape[1:3]
     N, G = B * Hkv, Hq // Hkv
     of_a_head = 4 * G * W * T
@@ -64,7 +67,7 @@ def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tens
 
 
 def _shares(scores: Tensor, slope: float, pads: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Turn scores into exponentials in place, and return the weight of each row's exponentials.
+    """Compute the exponentials of the scores in place, and return the factor of each row.
 
     Args:
         scores: (N, G * W, T), changed in place.

@@ -32,7 +32,10 @@ def largest_votes(
     sink_tokens: int = 0,
     group_reduce: str = "none",
 ) -> tuple[Tensor, Tensor]:
-    """Compute `snapkv.ops.votes.reference.largest_votes` up to rounding."""
+    """Compute the largest vote on each position for a few heads or queries at a time.
+
+    The result is that of `snapkv.ops.votes.reference.largest_votes` up to rounding.
+    """
     queries, keys, pad_tokens = states.queries, states.keys, states.pad_tokens
     (B, Hq, W, _), (Hkv, T) = queries.shape, keys.shape[1:3]
     G, sinks = Hq // Hkv, states.score_options.sink_logits
@@ -68,7 +71,13 @@ def largest_votes(
 
 
 def _blocks(heads: int, queries: range, bytes_of_a_query: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of heads and of queries whose weights fit into `MOST_BYTES`."""
+    """Yield blocks of heads and queries that are small enough to fit into memory.
+
+    Args:
+        heads: how many heads there are.
+        queries: the queries to divide.
+        bytes_of_a_query: bytes of the weights of one query; a block takes at most `MOST_BYTES`.
+    """
     most = max(1, MOST_BYTES // bytes_of_a_query)
     for first in range(0, heads, step := max(1, most // len(queries))):
         for start in queries[::most]:
@@ -83,7 +92,7 @@ def _exponentials(
     fill: int,
     first_voter: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the unnormalised attention weights of some queries.
+    """Compute the attention weights of some queries before they are normalised.
 
     Args:
         queries: (N, G, Q, D).
@@ -119,7 +128,7 @@ def _exponentials(
 
 
 def _add_votes(votes: Tensor, weights: Tensor, shares: Tensor) -> None:
-    """Add the weights of each query head's queries to its votes, in place.
+    """Add the attention weights of each query to the votes of its head, in place.
 
     Args:
         votes: (N, G, P), changed in place.
@@ -133,9 +142,9 @@ def _add_votes(votes: Tensor, weights: Tensor, shares: Tensor) -> None:
 
 
 def _lifted(weights: Tensor, shares: Tensor, lift: Lift, fill: int, sink_tokens: int) -> Tensor:
-    """Pool every query's weights and scale them back to their own sum; changes `weights`.
+    """Pool the attention weights of each query, and keep the sum of the weights the same.
 
-    The weights of sinks are not pooled.
+    The weights of sinks are not pooled. Changes `weights`.
 
     Args:
         weights: (N, fill + P, R) unnormalised, changed in place.

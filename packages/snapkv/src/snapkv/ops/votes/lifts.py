@@ -11,7 +11,9 @@ from snapkv.ops.votes.reference import CHUNK, LEAST_SUM, Lift, pool_votes
 
 @dataclass(frozen=True)
 class Pooling(Lift):
-    """Pools votes over their neighbours, as `snapkv.ops.pool_votes` does.
+    """Pools each vote with the votes of its neighbours, as in the paper.
+
+    See `snapkv.ops.pool_votes`.
 
     Attributes:
         kernel_size: width, or how far a vote reaches to either side.
@@ -30,7 +32,9 @@ class Pooling(Lift):
 
 @dataclass(frozen=True)
 class Fading(Lift):
-    """Lets votes raise the positions after them, as `snapkv.ops.fade_votes` does.
+    """Increases the votes of the positions that follow a position with many votes.
+
+    See `snapkv.ops.fade_votes`.
 
     Attributes:
         decay: the factor per position, in (0, 1).
@@ -42,9 +46,10 @@ class Fading(Lift):
         return fade_votes(votes, self.decay)
 
     def pool_rows(self, weights: Tensor) -> Tensor:
-        """Fade in two passes over every chunk; changes `weights` in place.
+        """Fade the weights of each query; changes `weights` in place.
 
-        The first pass finds what each chunk carries on to the next, the second adds what came in.
+        There are two passes over every chunk. The first finds what each chunk carries on to the
+        next, the second adds what came in.
         """
         N, P, R = weights.shape
         first, *others = weights.view(N, P // CHUNK, CHUNK, R).unbind(2)
@@ -61,7 +66,12 @@ class Fading(Lift):
         return weights
 
     def _carry_on(self, carried: Tensor, factor: float) -> None:
-        """Fade (N, chunks, R) along the chunks in doubling steps; changes `carried` in place."""
+        """Fade the last weight of each chunk along the chunks, in place.
+
+        Args:
+            carried: (N, chunks, R), changed in place.
+            factor: the factor per chunk.
+        """
         width = 1
         while width < carried.shape[1] and factor > LEAST_SUM:
             behind = carried[:, width:]

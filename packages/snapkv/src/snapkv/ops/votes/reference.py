@@ -22,15 +22,25 @@ CHUNK = 8
 
 
 class Lift(ABC):
-    """How votes are pooled along the prefix; see `snapkv.ops.votes.lifts`."""
+    """The way in which votes are pooled along the prefix.
+
+    See `snapkv.ops.votes.lifts` for the two ways.
+    """
 
     @abstractmethod
     def pool(self, votes: Tensor) -> Tensor:
-        """Pool (B, H, P) float32 votes; returns the same shape."""
+        """Pool the votes of each head along the prefix.
+
+        Args:
+            votes: (B, H, P) float32.
+
+        Returns:
+            The pooled votes in the same shape.
+        """
 
     @abstractmethod
     def pool_rows(self, weights: Tensor) -> Tensor:
-        """Pool the weights of R queries; may change `weights` in place.
+        """Pool the weights of each query along the prefix; may change `weights` in place.
 
         Args:
             weights: (N, P, R) float32, none negative, P a multiple of `CHUNK`.
@@ -41,10 +51,14 @@ class Lift(ABC):
 
 
 def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tensor:
-    """Sum the attention that each prefix position receives from the observation window (Eq. 2).
+    """Compute the attention that each position of the prefix receives from the window.
 
     The softmax runs over the whole prompt, causal inside the window, exactly as in the model's own
-    attention; then the rows of the window are summed.
+    attention; then the rows of the window are summed (Eq. 2).
+
+    Args:
+        states: the last W queries of the prompt and all T keys of it.
+        group_reduce: how the query heads of a KV head are combined, as in `reduce_group`.
 
     Returns:
         (B, Hkv, P) float32; (B, Hq, P) for "none".
@@ -62,10 +76,10 @@ def largest_votes(
     sink_tokens: int = 0,
     group_reduce: str = "none",
 ) -> tuple[Tensor, Tensor]:
-    """Compute the largest vote of any query of the window on each position, and the sum of all.
+    """Compute the largest attention weight that each position receives from any of the queries.
 
     Before the queries are compared, each query's weights are pooled and scaled back to their own
-    sum.
+    sum. The arguments are those of `snapkv.ops.largest_votes`.
 
     Returns:
         The largest votes and the sums of unpooled weights, both (B, Hkv, P) float32; (B, Hq, P) for
@@ -85,7 +99,9 @@ def largest_votes(
 
 
 def attention_weights(states: AttentionStates) -> Tensor:
-    """Compute the causal attention weights of the last queries to all keys, as the model does.
+    """Compute the attention weights of the last queries, in the same way as the model.
+
+    Every query sees the keys up to its own position.
 
     Args:
         states: the last W queries of the prompt and all T keys of it.
@@ -102,7 +118,7 @@ def attention_weights(states: AttentionStates) -> Tensor:
 
 
 def _weights(states: AttentionStates, visible: Tensor | None) -> Tensor:
-    """Compute attention weights.
+    """Compute the attention weights of the queries to the keys that they can see.
 
     A query that sees nothing gets NaN, unless there are sinks.
 
@@ -127,10 +143,10 @@ def _weights(states: AttentionStates, visible: Tensor | None) -> Tensor:
 
 
 def attention_of_groups(states: AttentionStates, num_kv_heads: int) -> Tensor:
-    """Compute the attention of groups of query heads to keys that all queries see (R-KV).
+    """Compute the attention that each group of query heads pays to the keys.
 
-    A group's score of a key is the highest of its heads' scores before the softmax, and its sink is
-    the highest of their sinks.
+    All queries see all keys, as in R-KV. A group's score of a key is the highest of its heads'
+    scores before the softmax, and its sink is the highest of their sinks.
 
     Args:
         states: W queries and P keys.
@@ -156,7 +172,11 @@ def attention_of_groups(states: AttentionStates, num_kv_heads: int) -> Tensor:
 
 
 def attention_received(states: AttentionStates, *, block_tokens: int = 256) -> Tensor:
-    """Sum the attention that every position receives from the queries.
+    """Compute the total attention that each position receives from the queries.
+
+    Args:
+        states: the last N queries and all T keys.
+        block_tokens: how many queries to handle at a time.
 
     Returns:
         (B, Hq, T) float32.
@@ -170,7 +190,7 @@ def attention_received(states: AttentionStates, *, block_tokens: int = 256) -> T
 def attention_received_by_distance(
     states: AttentionStates, near_tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sum the attention that every position receives, from all and from distant queries.
+    """Compute the total attention that each position receives, and the part from distant queries.
 
     Args:
         states: N queries and T keys.
@@ -191,19 +211,18 @@ def attention_received_by_distance(
 
 
 def _no_attention(states: AttentionStates) -> Tensor:
-    """Return zeros, one for every query head and key.
-
-    Returns:
-        (B, Hq, T) float32.
-    """
     shape = *states.queries.shape[:2], states.keys.shape[2]
     return states.queries.new_zeros(shape, dtype=torch.float32)
 
 
 def attention_weight_blocks(states: AttentionStates, block_tokens: int) -> Iterator[Tensor]:
-    """Yield `attention_weights` of one block of queries after the other.
+    """Yield the attention weights of one block of queries at a time.
 
     Each block holds weights to the keys up to its last query only.
+
+    Args:
+        states: as in `attention_weights`.
+        block_tokens: how many queries a block has, at most.
     """
     N, T = states.queries.shape[2], states.keys.shape[2]
     for start in range(0, N, block_tokens):
@@ -213,7 +232,9 @@ def attention_weight_blocks(states: AttentionStates, block_tokens: int) -> Itera
 
 
 def attention_to_stored(states: AttentionStates, columns: Tensor, seen_tokens: int) -> Tensor:
-    """Sum the attention that stored tokens receive, if others have been dropped.
+    """Compute the total attention that each stored token receives from the queries.
+
+    Other tokens may have been dropped.
 
     The arguments are those of `count_above`.
 
@@ -234,7 +255,7 @@ def count_above(
     *,
     block_tokens: int = 32,
 ) -> Tensor:
-    """Count how many of the last queries pay a stored token more attention than a threshold.
+    """Count the queries that pay more attention to a token than a given threshold.
 
     Queries attend to the tokens that are stored now and came before them.
 
@@ -260,7 +281,7 @@ def count_above(
 def _stored_weight_blocks(
     states: AttentionStates, columns: Tensor, seen_tokens: int, block_tokens: int
 ) -> Iterator[Tensor]:
-    """Yield weights to the stored tokens, one block of queries after the other.
+    """Yield the attention weights of stored tokens for one block of queries at a time.
 
     A query that sees nothing gets NaN.
     """
@@ -277,7 +298,7 @@ def _stored_weight_blocks(
 def window_visibility(
     window_tokens: int, prompt_tokens: int, pad_tokens: Tensor | None, *, device: torch.device
 ) -> Tensor:
-    """Return what the last queries of a prompt see, causally.
+    """Return a mask of the tokens that the last queries of a prompt can see.
 
     Returns:
         (B or 1, 1, W, T) bool.
@@ -290,7 +311,7 @@ def window_visibility(
 
 
 def reduce_group(votes: Tensor, num_kv_heads: int, how: str) -> Tensor:
-    """Combine votes of the query heads that share a KV head.
+    """Combine the votes of all query heads that share a KV head.
 
     Args:
         votes: (B, Hq, P).
@@ -310,7 +331,7 @@ def reduce_group(votes: Tensor, num_kv_heads: int, how: str) -> Tensor:
 
 
 def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) -> Tensor:
-    """Pool votes along the prefix so that neighbours of a strong position are kept with it.
+    """Pool the votes, so that the neighbours of a position with many votes are kept as well.
 
     Stride 1, ``kernel_size // 2`` of padding on each side (Listing 1, line 13). Average pooling
     divides by the width at the edges too, as ``avg_pool1d`` does by default.
@@ -339,16 +360,26 @@ def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) 
 
 
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
-    """Let every vote raise the positions after it, by a factor of `decay` less per position.
+    """Increase the votes of the positions that follow a position with many votes.
 
-    The stronger the vote, the more positions it raises: ``s[j] = max(v[j], decay * s[j - 1])``.
+    A vote falls by the factor `decay` with every position, so a strong vote raises more positions
+    than a weak one: ``s[j] = max(v[j], decay * s[j - 1])``.
+
+    Args:
+        votes: (B, H, P) float32, which stay unchanged.
+        decay: the factor, in (0, 1).
+
+    Returns:
+        (B, H, P) float32.
     """
     faded = accumulate(votes.unbind(-1), lambda last, vote: torch.maximum(vote, decay * last))
     return torch.stack(list(faded), dim=-1) if votes.shape[-1] else votes
 
 
 def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
-    """Copy the kept tokens of keys or values bit for bit.
+    """Copy the keys or values of the selected tokens.
+
+    The numbers do not change.
 
     Args:
         states: (B, Hs, T, D).

@@ -20,7 +20,7 @@ def keep_best(
     first_tokens: int = 0,
     protected: Tensor | None = None,
 ) -> Tensor:
-    """Select the highest scores of every head, as ascending positions.
+    """Return the positions of the highest scores in each head, in ascending order.
 
     Of equal scores the lower position wins, and padding never beats a token. All heads return as
     many entries as the head that keeps most; a head that keeps fewer begins with -1, so that the
@@ -62,13 +62,16 @@ def keep_best(
 def fill_first(
     scores: Tensor, first_tokens: int, value: float, pad_tokens: Tensor | None = None
 ) -> Tensor:
-    """Return `scores` with `value` at each row's first `first_tokens` tokens and at its padding.
+    """Replace the scores of the first tokens in each row, and those of padding, by a value.
 
     Args:
         scores: (B, H, P), which stays unchanged.
         first_tokens: how many tokens after the padding to replace.
         value: the replacement.
         pad_tokens: (B,), leading padding of each row, or None.
+
+    Returns:
+        (B, H, P).
     """
     slots = scores.shape[-1]
     if pad_tokens is None:
@@ -79,9 +82,9 @@ def fill_first(
 
 
 def mask_best(scores: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return which scores are among the highest of their head.
+    """Return a mask of the highest scores in each head.
 
-    Of equal scores the first wins.
+    If scores are equal, the first one wins.
 
     Args:
         scores: (B, H, S).
@@ -100,7 +103,11 @@ def mask_best(scores: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _least_of_best(scores: Tensor, count: int) -> Tensor:
-    """Return the lowest of each head's `count` highest scores.
+    """Return the lowest of the highest scores in each head.
+
+    Args:
+        scores: (H, S).
+        count: how many of the highest scores to consider.
 
     Returns:
         (H, 1).
@@ -111,7 +118,9 @@ def _least_of_best(scores: Tensor, count: int) -> Tensor:
 
 
 def _first_of_equals(scores: Tensor, least: Tensor, counts: Tensor | int) -> Tensor:
-    """Return which scores are above `least`, and the first of those that tie with it.
+    """Return a mask of all scores that are high enough to be selected.
+
+    These are the scores above `least`, and the first of those that are equal to it.
 
     Args:
         scores: (B, H, S).
@@ -127,7 +136,7 @@ def _first_of_equals(scores: Tensor, least: Tensor, counts: Tensor | int) -> Ten
 
 
 def kept_indices(kept: Tensor, most: int | None = None) -> Tensor:
-    """Return the slots that a mask keeps.
+    """Convert a mask of slots into the indices of the slots.
 
     Args:
         kept: (B, H, S) bool.

@@ -32,7 +32,10 @@ _LOG2_E = math.log2(math.e)
 
 
 def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tensor:
-    """Compute `snapkv.ops.window_votes` without gradients."""
+    """Compute the votes of the window on a GPU, without gradients.
+
+    See `snapkv.ops.window_votes`.
+    """
     given = KernelInputs.of(states)
     with torch.cuda.device_of(states.keys):
         return _votes(given, given.totals(states.score_options.sink_logits), group_reduce)
@@ -40,7 +43,7 @@ def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tens
 
 @dataclass(frozen=True, kw_only=True)
 class KernelInputs:
-    """What all kernels of votes need: contiguous states, and how they are scored.
+    """The tensors and numbers that are passed to all kernels that compute votes.
 
     Attributes:
         pads: (B,) int64; an arbitrary tensor if there is no padding.
@@ -77,11 +80,14 @@ class KernelInputs:
 
     @property
     def states(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The first arguments of every kernel."""
+        """The first arguments of each kernel."""
         return self.queries, self.keys, self.pads
 
     def totals(self, sinks: Tensor | None) -> Tensor:
-        """Compute the base-two logarithm of each row's sum of exponentials.
+        """Compute the logarithm of the sum of the exponentials in each row, to the base of two.
+
+        Args:
+            sinks: the learned sink logits, or None.
 
         Returns:
             (B * Hkv, G * W).
@@ -97,7 +103,7 @@ class KernelInputs:
 
 
 def _split_marks(given: KernelInputs) -> Tensor:
-    """Compute highest score and sum of exponentials by split.
+    """Compute the highest score and the sum of the exponentials in each split.
 
     Returns:
         (B * Hkv, splits, G * W, 2).
@@ -115,16 +121,22 @@ def _split_marks(given: KernelInputs) -> Tensor:
 
 
 def split_tokens(tokens: int, tiles: int) -> int:
-    """Return the tokens of one split, so that splits of `tiles` programs each fill the device."""
+    """Return the number of tokens in each split, so that the programs fill the whole device.
+
+    Args:
+        tokens: how many tokens to split.
+        tiles: how many programs each split has.
+    """
     least, most = _SPLIT_TOKENS
     split: int = triton.next_power_of_2(triton.cdiv(tokens * tiles, _PROGRAMS))
     return min(most, max(least, split))
 
 
 def _put_together(marks: Tensor) -> Tensor:
-    """Combine splits into base-two logarithms of sums of exponentials.
+    """Combine the splits of each row into the logarithm of the sum of its exponentials.
 
-    Infinity for the row of a padding query, which sees nothing and so adds nothing.
+    It is infinity for the row of a padding query, which sees nothing and so adds nothing. The base
+    is two.
 
     Returns:
         (B * Hkv, G * W).
@@ -136,7 +148,7 @@ def _put_together(marks: Tensor) -> Tensor:
 
 
 def _votes(given: KernelInputs, totals: Tensor, group_reduce: str) -> Tensor:
-    """Add up the weights of every key.
+    """Add up the attention weights that each key receives.
 
     Returns:
         (B, Hkv, P), or (B, Hq, P) for "none", float32.
@@ -159,7 +171,7 @@ def _votes(given: KernelInputs, totals: Tensor, group_reduce: str) -> Tensor:
 
 
 def _first_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
-    """Return rows of queries of a program of the first pass, and keys of one of its steps."""
+    """Return the number of queries and keys that a program of the first pass handles at a time."""
     if keys.dtype == torch.float32:
         return FLOAT32_TILES
     most_rows = 128 if width <= 128 else 64
@@ -167,7 +179,7 @@ def _first_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
 
 
 def _second_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
-    """Return rows of queries of a step of the second pass, and the keys that a program holds."""
+    """Return the number of queries and keys that a program of the second pass handles at a time."""
     if keys.dtype == torch.float32:
         return FLOAT32_TILES
     most_rows = 64 if width <= 128 else 32
@@ -176,7 +188,10 @@ def _second_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
 
 
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
-    """Compute `snapkv.ops.fade_votes` without gradients."""
+    """Fade the votes along the prefix on a GPU, without gradients.
+
+    See `snapkv.ops.fade_votes`.
+    """
     votes = votes.contiguous()
     faded = torch.empty_like(votes)
     B, H, P = votes.shape
@@ -188,7 +203,7 @@ def fade_votes(votes: Tensor, decay: float) -> Tensor:
 
 @triton.jit
 def in_base_two(products, slope, ceiling, CAPPED: tl.constexpr):
-    """Return scores times log2(e), from products of queries and keys."""
+    """Convert the products of queries and keys into scores, multiplied by log2(e)."""
     if CAPPED:
         return ceiling * (2 * tl.sigmoid(slope * products) - 1)
     return slope * products
@@ -196,7 +211,7 @@ def in_base_two(products, slope, ceiling, CAPPED: tl.constexpr):
 
 @triton.jit
 def rows_at(at, begin, there, D: tl.constexpr, D_BLOCK: tl.constexpr):
-    """Load rows of D numbers that begin at these pointers; zeros outside."""
+    """Load the rows that begin at the given pointers, with zeros outside."""
     across = tl.arange(0, D_BLOCK)
     inside = there[:, None] & (across < D)[None, :]
     return tl.load(at + begin[:, None] + across[None, :], mask=inside, other=0.0)
@@ -206,7 +221,10 @@ def rows_at(at, begin, there, D: tl.constexpr, D_BLOCK: tl.constexpr):
 def rows_of_program(
     queries_at, T, W, rows, TILE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr
 ):
-    """Return the KV head of a program, its rows of queries, their positions, and the queries."""
+    """Return the KV head of this program, its queries, and their indices and positions.
+
+    The order is: head, indices, positions, queries.
+    """
     tiles = tl.cdiv(rows, TILE)
     head = (tl.program_id(0) // tiles).to(tl.int64)
     row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
@@ -216,7 +234,7 @@ def rows_of_program(
 
 @triton.jit
 def first_token(pads_at, head, Hkv, PADDED: tl.constexpr):
-    """Return the first position of a KV head's batch row that is no padding."""
+    """Return the position of the first token in a row that is not padding."""
     first = 0
     if PADDED:
         first = tl.load(pads_at + head // Hkv).to(tl.int32)
@@ -229,7 +247,7 @@ def _step(
     MASKED: tl.constexpr, CAPPED: tl.constexpr, PADDED: tl.constexpr,
     D: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update highest score and sum of exponentials of a tile of rows by some keys."""
+    """Update the highest score and the sum of the exponentials with the next keys."""
     keys = rows_at(keys_at, place.to(tl.int64) * per_token, place < T, D, D_BLOCK)
     products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     scores = in_base_two(products, slope, ceiling, CAPPED)
@@ -251,7 +269,7 @@ def _sum_exponentials(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the exponentials of a tile of one KV head's rows over one split of its keys."""
+    """Compute the sum of the exponentials of a tile of queries over one split of the keys."""
     head, row, own, queries = rows_of_program(queries_at, T, W, rows, TILE, D, D_BLOCK)
     part, first = tl.program_id(1), first_token(pads_at, head, Hkv, PADDED)
     start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
@@ -277,7 +295,7 @@ def _sum_exponentials(
 
 @triton.jit(do_not_specialize=["splits", "rows"])
 def _total(marks_at, totals_at, splits, rows, ROWS: tl.constexpr):
-    """Combine the splits of some rows of one KV head."""
+    """Combine the splits of some queries of one KV head."""
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -301,10 +319,10 @@ def _add_up(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add up what one block of the prefix receives from the windows of one KV head's query heads.
+    """Add up the attention that one block of the prefix receives from the window.
 
-    Stores the largest of `heads` sums over `rows`, or each of them. The whole window sees the
-    prefix, so only padding is hidden.
+    The query heads are those of one KV head. Stores the largest of `heads` sums over `rows`, or
+    each of them. The whole window sees the prefix, so only padding is hidden.
     """
     head, prefix = tl.program_id(1).to(tl.int64), T - W
     place = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
@@ -336,14 +354,17 @@ def _add_up(
 
 @triton.jit
 def _behind(factor, faded, next_factor, next_faded):
-    """Combine two neighbouring runs of votes: their common factor, and what leaves the second."""
+    """Combine two consecutive runs of votes into one.
+
+    Returns their common factor, and the vote that leaves the second run.
+    """
     both = tl.maximum(factor * next_factor, _LEAST_FACTOR)
     return both, tl.maximum(next_faded, next_factor * faded)
 
 
 @triton.jit(do_not_specialize=["P"])
 def _fade(votes_at, faded_at, P, decay, BLOCK: tl.constexpr):
-    """Fade all votes of one head, a block after the other."""
+    """Fade the votes of one head, one block after the other."""
     start = tl.program_id(0).to(tl.int64) * P
     across = tl.arange(0, BLOCK)
     carried = float("-inf")

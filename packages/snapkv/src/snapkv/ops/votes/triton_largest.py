@@ -41,7 +41,10 @@ def largest_votes(
     sink_tokens: int = 0,
     group_reduce: str = "none",
 ) -> tuple[Tensor, Tensor]:
-    """Compute `snapkv.ops.largest_votes` without gradients."""
+    """Compute the largest vote on each position on a GPU, without gradients.
+
+    See `snapkv.ops.largest_votes`.
+    """
     given, queries = KernelInputs.of(states), states.queries
     (B, Hq, W, _), Hkv = queries.shape, states.keys.shape[1]
     each = group_reduce != "max"
@@ -61,7 +64,7 @@ def largest_votes(
 
 
 class _Fades:
-    """Computes how the weights of every row fade along the prefix."""
+    """Computes how the attention weights of each query fade along the prefix."""
 
     def __init__(
         self,
@@ -84,11 +87,15 @@ class _Fades:
         self._given, self._totals, self._prefix = given, totals, prefix_tokens
 
     def tile(self, rows: int) -> int:
-        """Return the rows of a tile if `rows` rows lie together."""
+        """Return the number of rows in each tile.
+
+        Args:
+            rows: how many rows lie together.
+        """
         return min(self._most_rows, max(16, int(triton.next_power_of_2(rows))))
 
     def starts_and_scales(self) -> tuple[Tensor, Tensor]:
-        """Compute what each block of keys starts with, and the factor of each row.
+        """Compute the weight with which each block of keys begins, and the factor of each row.
 
         Returns:
             (B * Hkv, blocks, G * W) float32 logarithms, and (B * Hkv, G * W) float32.
@@ -114,7 +121,10 @@ class _Fades:
 def _logarithms(
     queries, keys, totals, place, own, first, prefix, slope, ceiling, CAPPED: tl.constexpr
 ):
-    """Return logarithms of the weights of a tile of rows; minus infinity for unseen keys."""
+    """Compute the logarithms of the attention weights of a tile of queries.
+
+    They are minus infinity for keys that a query cannot see.
+    """
     products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     scores = in_base_two(products, slope, ceiling, CAPPED)
     seen = (place[None, :] <= own[:, None]) & (place >= first)[None, :] & (place < prefix)[None, :]
@@ -128,7 +138,7 @@ def _higher(one, other):
 
 @triton.jit
 def _faded(logarithms, carried, fading, KEYS: tl.constexpr):
-    """Fade a block of logarithms along its keys, after what is carried on to it."""
+    """Fade the logarithms of a block of keys, beginning with the value from the block before it."""
     down = fading * tl.arange(0, KEYS)
     within = tl.associative_scan(logarithms - down[None, :], 1, _higher) + down[None, :]
     behind = carried[:, None] + (down + fading)[None, :]
@@ -142,7 +152,10 @@ def _carry(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute what one split carries on from a tile of one KV head's rows to its last position."""
+    """Compute the faded weight at the end of one split of the keys.
+
+    It does not include what earlier splits carry on to this one.
+    """
     head, row, own, queries = rows_of_program(queries_at, T, W, rows, TILE, D, D_BLOCK)
     part, first = tl.program_id(1), first_token(pads_at, head, Hkv, PADDED) + sinks
     totals = tl.load(totals_at + head * rows + row, mask=row < rows, other=float("inf"))
@@ -168,7 +181,10 @@ def _sum_faded(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sum a split's weights and faded weights, and store what each of its blocks starts with."""
+    """Compute the sums of the weights and of the faded weights in one split of the keys.
+
+    Stores what each block of the split starts with, too.
+    """
     head, row, own, queries = rows_of_program(queries_at, T, W, rows, TILE, D, D_BLOCK)
     part, parts, there = tl.program_id(1), tl.num_programs(1), row < rows
     first = first_token(pads_at, head, Hkv, PADDED) + sinks
@@ -209,10 +225,10 @@ def _largest(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute what one block of the prefix receives from the voters of one KV head's query heads.
+    """Compute the largest vote that each position of one block receives.
 
-    Stores the largest faded weight and the sum of all weights, of each query head or the largest of
-    these.
+    The voters are those of one KV head's query heads. Stores the largest faded weight and the sum
+    of all weights, of each query head or the largest of these.
     """
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place = block * KEYS + tl.arange(0, KEYS)
