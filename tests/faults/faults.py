@@ -289,6 +289,90 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "cache/test_spans.py",
         ),
     ],
+    "snapkv_app/library/records.py": [
+        (
+            "a passage's last line is the one after it",
+            'return first, first + text.count("\\n", start, stop)',
+            'return first, first + text.count("\\n", start, stop + 1)',
+            "library/test_searching.py",
+        ),
+        (
+            "passages do not overlap",
+            "range(0, len(words), PASSAGE_WORDS - OVERLAP_WORDS)",
+            "range(0, len(words), PASSAGE_WORDS)",
+            "library/test_searching.py",
+        ),
+    ],
+    "snapkv_app/library/searching.py": [
+        (
+            "a word in half of the passages weighs nothing",
+            "weight = math.log1p(odds) / max(math.log(odds), 1e-6)",
+            "weight = 1.0",
+            "library/test_searching.py",
+        ),
+        (
+            "a word of a question is looked for in its case",
+            "folded(question).lower())",
+            "folded(question))",
+            "library/test_searching.py",
+        ),
+    ],
+    "snapkv_app/library/bound.py": [
+        (
+            "the document that was asked for last is evicted",
+            "if key not in self._stay and key != last]",
+            "if key not in self._stay]",
+            "library/test_bound.py",
+        ),
+        (
+            "documents that were asked for lately are evicted first",
+            "return sorted(free, key=lambda key: (asked.get(key) or "
+            "self._folder.written_at(key), key))",
+            "return sorted(free, key=lambda key: (self._folder.written_at(key), key))",
+            "library/test_bound.py",
+        ),
+    ],
+    "snapkv_app/library/folder.py": [
+        (
+            "what an adder that was killed has left stays for good",
+            "            if is_left:\n",
+            "            if False:\n",
+            "library/test_library.py",
+        ),
+        (
+            "the cache of a removed document stays on the disk",
+            "                place.unlink(missing_ok=True)\n"
+            "            _unlink(self.cache_file(record))\n",
+            "                place.unlink(missing_ok=True)\n",
+            "library/test_library.py",
+        ),
+        (
+            "a library is made among the files of somebody else",
+            "        if strangers:\n",
+            "        if not strangers:\n            pass\n        if False:\n",
+            "library/test_library.py",
+        ),
+    ],
+    "snapkv_app/library/library.py": [
+        (
+            "a document that has changed is not read again",
+            "if known is not None and known.sha256 != digest_of(text.text):",
+            'if known is None and text.text == "":',
+            "library/test_library.py",
+        ),
+        (
+            "a document whose file is damaged is skipped",
+            "if self._folder.fault_of(known, checked=False) is None:",
+            "if known is not None:",
+            "library/test_library.py",
+        ),
+        (
+            "a limit below what is stored evicts documents unasked",
+            "if going and not evict:",
+            "if evict and not going:",
+            "library/test_bound.py",
+        ),
+    ],
     "snapkv_app/control_words.py": [
         (
             "a mark that a text has passes for one of ours",

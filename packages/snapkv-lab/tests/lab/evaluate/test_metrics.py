@@ -76,6 +76,7 @@ def subsequence(said, wanted):
         (subsequence, "abcx", "axbycz", 0.6),
         (code, "axbc", "abxc", 0.75),
         (code, "# set x\nx = 1", "x = 1", 1.0),
+        (code, "```\nx = 1", "x = 1", 1.0),
         (code, "// only a comment", "x = 1", 0.0),
         (code, "   \nx = 1", "x = 1", 0.5),  # a blank line counts, and 2 of its blanks are right
     ],
