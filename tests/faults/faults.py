@@ -289,6 +289,166 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "cache/test_spans.py",
         ),
     ],
+    "snapkv_app/cli/interrupts.py": [
+        (
+            "a command that is interrupted is never said to continue",
+            'return any(f"{typed} ".startswith',
+            'return not any(f"{typed} ".startswith',
+            "cli/test_outputs.py",
+        ),
+    ],
+    "snapkv_app/cli/chat.py": [
+        (
+            "a conversation in a pipe ends with status 0 after a failed question",
+            "if self.has_failed and not sys.stdin.isatty():",
+            "if self.has_failed and sys.stdin.isatty():",
+            "cli/test_chat.py",
+        ),
+    ],
+    "snapkv_app/cli/outputs.py": [
+        (
+            "a file that is an input is replaced with --force",
+            "    if _is_read(target, inputs):",
+            "    if False:",
+            "cli/test_outputs.py",
+        ),
+        (
+            "a file that is there is replaced without --force",
+            "if output.is_added_to or not force:",
+            "if output.is_added_to:",
+            "cli/test_outputs.py",
+        ),
+    ],
+    "snapkv_app/cli/app.py": [
+        (
+            "a full disk is bad input",
+            "return _fail(str(error), _FAILURE if is_failure else _BAD_INPUT)",
+            "return _fail(str(error), _BAD_INPUT)",
+            "cli/test_failures.py",
+        ),
+    ],
+    "snapkv_app/cli/changes.py": [
+        (
+            "a larger budget is the one that was kept",
+            "tokens = 2 * max(1, round(answer.kept_tokens))",
+            "tokens = max(1, round(answer.kept_tokens))",
+            "cli/test_notes.py",
+        ),
+        (
+            "a changed command repeats the option that it changes",
+            'if flag not in flags | {"--set"}:',
+            'if flag not in {"--set"}:',
+            "cli/test_notes.py",
+        ),
+    ],
+    "snapkv_app/cli/notes.py": [
+        (
+            "a check that found a difference ends with status 0",
+            "status=0 if found.same else DIFFERS",
+            "status=0",
+            "cli/test_notes.py",
+        ),
+        (
+            "many lost votes that are spread count as few",
+            "< LITTLE_VOTE and share",
+            "< LITTLE_VOTE or share",
+            "cli/test_notes.py",
+        ),
+        (
+            "sampled answers that differ get a command to try next",
+            "is_told = not (found.same or options.temperature)",
+            "is_told = not found.same",
+            "cli/test_notes.py",
+        ),
+    ],
+    "snapkv_app/cli/amounts.py": [
+        (
+            "a kilobyte has 1,024 bytes",
+            'base = 1024 if (found[3] or "").lower() == "ib" else 1000',
+            "base = 1024",
+            "cli/test_amounts.py",
+        ),
+        (
+            "a negative number counts as positive",
+            "return int(whole) * (-1 if sign else 1)",
+            "return int(whole)",
+            "cli/test_amounts.py",
+        ),
+    ],
+    "snapkv_app/plan/planner.py": [
+        (
+            "what fits is said without the reserve of the device",
+            "room, tokens = asked.memory_bytes - asked.reserve_bytes,",
+            "room, tokens = asked.memory_bytes,",
+            "plan/test_planner.py",
+        ),
+    ],
+    "snapkv_app/conversation.py": [
+        (
+            "a turn that failed stays in the conversation's cache",
+            "self.cache = before  #",
+            "pass  #",
+            "app/test_conversation.py",
+        ),
+    ],
+    "snapkv_app/models.py": [
+        (
+            "an encoder-decoder is loaded",
+            "if config.is_encoder_decoder:",
+            "if False:",
+            "app/test_models.py",
+        ),
+    ],
+    "snapkv_app/text_files.py": [
+        (
+            "the hidden files of a folder are read",
+            'for name in files if name[0] != "."]',
+            "for name in files]",
+            "app/test_text_files.py",
+        ),
+    ],
+    "snapkv_app/protection.py": [
+        (
+            "the token after a protected text is protected too",
+            "if begin < stop and end > start and end > begin",
+            "if begin <= stop and end > start and end > begin",
+            "app/test_protection.py",
+        ),
+    ],
+    "snapkv_app/prompts.py": [
+        (
+            "a question that the document quotes is hidden from its first place on",
+            "removesuffix(self.answer_start).rfind(question)",
+            "removesuffix(self.answer_start).find(question)",
+            "app/test_answering.py",
+        ),
+    ],
+    "snapkv_app/answering.py": [
+        (
+            "tokens of the answer count as kept tokens of the prompt",
+            "((at >= 0) & (at < tokens)).sum(-1)",
+            "(at >= 0).sum(-1)",
+            "app/test_answering.py",
+        ),
+        (
+            "a prompt that leaves no position for the answer is read",
+            "loaded.has_positions(prompt_tokens + new_tokens)",
+            "loaded.has_positions(prompt_tokens)",
+            "app/test_answering.py",
+        ),
+        (
+            "the beginning of a stop string is printed",
+            "end = len(self._text) - (0 if stream_end else longest - 1)",
+            "end = len(self._text)",
+            "app/test_answering.py",
+        ),
+        (
+            "answers whose texts begin alike are said to differ at their first token",
+            "for number, (a, b) in enumerate(pairs) if a != b",
+            "for number, (a, b) in enumerate(pairs) if a == b",
+            "app/test_answering.py",
+        ),
+    ],
     "snapkv_app/library/records.py": [
         (
             "a passage's last line is the one after it",

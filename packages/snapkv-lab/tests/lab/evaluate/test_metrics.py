@@ -83,3 +83,9 @@ def subsequence(said, wanted):
 )
 def test_metrics_equal_scores_computed_by_hand(metric, said, wanted, score):
     assert metric(said, wanted) == pytest.approx(score, abs=1e-9)
+
+
+def test_answer_counts_by_the_reference_that_it_fits_best():
+    references = ("red", "blue stone", "blue")
+    assert metrics.best_score(metrics.qa_f1, "The blue stone.", references) == 1
+    assert metrics.best_score(metrics.qa_f1, "The blue stone.", ()) == 0
