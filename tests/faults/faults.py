@@ -1152,6 +1152,44 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "hf/test_cache.py",
         ),
     ],
+    "snapkv_vllm/versions.py": [
+        (
+            "the version after the last one that is supported is taken",
+            "(int(found[1]), int(found[2])) < NEXT",
+            "(int(found[1]), int(found[2])) <= NEXT",
+            "test_versions.py",
+        ),
+    ],
+    "snapkv_vllm/front/streams.py": [
+        (
+            "a stream that is refused has status 200",
+            "400 <= code < 600 else 500",
+            "400 <= code < 600 and False else 200",
+            "test_streams.py",
+        ),
+    ],
+    "snapkv_vllm/front/question.py": [
+        (
+            "of a question's tokens the first is missing",
+            "if size >= len(tail))",
+            "if size > len(tail) - 2)",
+            "test_question.py",
+        ),
+    ],
+    "snapkv_vllm/front/bodies.py": [
+        (
+            "a setting that is given twice takes the one outside",
+            "for name in found.keys() & inside.keys():",
+            "for name in ():",
+            "test_bodies.py",
+        ),
+        (
+            "a body that names two sessions takes the second one",
+            "if inside is not None and inside != beside:",
+            "if False:",
+            "test_bodies.py",
+        ),
+    ],
     "snapkv_vllm/blocks.py": [
         (
             "vLLM's blocks: a request counts rounded room as dropped",
@@ -1248,6 +1286,30 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv_vllm/histories.py": [
         (
+            "a request goes on in a block that another request writes",
+            "return 0 if self.requests else same",
+            "return same",
+            "test_digested_tokens.py",
+        ),
+        (
+            "a prompt that leaves a history before its last compression takes its blocks",
+            "if same < max(1, prefix.tokens):",
+            "if same < 1:",
+            "test_digested_tokens.py",
+        ),
+        (
+            "a span that keeps what was dropped is said to be there",
+            "if spans.overlap(compressed).without(self.protected).parts:",
+            "if False:",
+            "test_digested_tokens.py",
+        ),
+        (
+            "tokens of the same digest are one block more",
+            "return blocks * BLOCK + (int(differ[0])",
+            "return blocks * BLOCK + BLOCK + (int(differ[0])",
+            "test_digested_tokens.py",
+        ),
+        (
             "who has least gives back first",
             "max(beyond, key=lambda one: taken[one.tenant])",
             "min(beyond, key=lambda one: taken[one.tenant])",
@@ -1262,11 +1324,17 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv_vllm/admission/spans.py": [
         (
+            "a protected start overlaps a dropped span",
+            "        found = replace(self, protect=protect)\n        found._require_disjoint()\n",
+            "        found = replace(self, protect=protect)\n",
+            "test_spans.py",
+        ),
+        (
             "spans that touch are said to overlap",
             "if before_do and span[0] < before[1]:",
             "if before_do and span[0] <= before[1]:",
             "test_spans.py",
-        )
+        ),
     ],
 }
 

@@ -110,6 +110,7 @@ def test_compressed_span_may_end_at_the_window_for_any_voters(voters):
     own[SPANS_FIELD] = said((50, 192, "compress"), budget=9)
     policy = SETTINGS.plan_request(own, 200).policy
     require_spans_fit(policy, 200)
+    assert count_kept_tokens(policy, 200) == 200 - 142 + 9
     (heads,) = chosen(policy, 200).tolist()
     assert [len([place for place in head if 50 <= place < 192]) for head in heads] == [9, 9]
     with pytest.raises(InvalidArgumentError, match="because the last 8 are kept"):
