@@ -289,6 +289,22 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "cache/test_spans.py",
         ),
     ],
+    "snapkv_app/cli/sources.py": [
+        (
+            "a document is joined that leaves no position for the answer",
+            "if loaded.has_positions(taken + hit.tokens + options.max_new_tokens):",
+            "if loaded.has_positions(taken + hit.tokens):",
+            "cli/test_library.py",
+        ),
+    ],
+    "snapkv_app/decoding.py": [
+        (
+            "a text in UTF-16 without a mark is read in the other order of bytes",
+            'return "utf-16-be" if first else "utf-16-le"',
+            'return "utf-16-le" if first else "utf-16-be"',
+            "app/test_text_files.py",
+        ),
+    ],
     "snapkv_app/cli/interrupts.py": [
         (
             "a command that is interrupted is never said to continue",
@@ -299,6 +315,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv_app/cli/chat.py": [
         (
+            "a conversation that goes on is told of the documents of the command line",
+            "self.conversation, self.warnings = self.load(path), []",
+            "self.conversation = self.load(path)",
+            "cli/test_failures.py",
+        ),
+        (
             "a conversation in a pipe ends with status 0 after a failed question",
             "if self.has_failed and not sys.stdin.isatty():",
             "if self.has_failed and sys.stdin.isatty():",
@@ -306,6 +328,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "snapkv_app/cli/outputs.py": [
+        (
+            "two options write the same file",
+            "if taken.setdefault(real, name) != name:",
+            "if taken.setdefault(real, name) != taken[real]:",
+            "cli/test_refusals.py",
+        ),
         (
             "a file that is an input is replaced with --force",
             "    if _is_read(target, inputs):",
@@ -320,6 +348,18 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "snapkv_app/cli/app.py": [
+        (
+            "an error follows an object that was printed as a second one",
+            'if "--json" in arguments and not has_written():',
+            'if "--json" in arguments:',
+            "cli/test_failures.py",
+        ),
+        (
+            "of an option that is given twice the last one counts",
+            "if takes_one and (times := given.count(option)) > 1:",
+            "if takes_one and (times := given.count(option)) > 9:",
+            "cli/test_without_torch.py",
+        ),
         (
             "a full disk is bad input",
             "return _fail(str(error), _FAILURE if is_failure else _BAD_INPUT)",
@@ -385,6 +425,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv_app/conversation.py": [
         (
+            "the end token of an answer stands twice before the next turn",
+            "if is_written and last in end_token_ids",
+            "if is_written and last not in end_token_ids",
+            "app/test_conversation.py",
+        ),
+        (
             "a turn that failed stays in the conversation's cache",
             "self.cache = before  #",
             "pass  #",
@@ -401,6 +447,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv_app/text_files.py": [
         (
+            "what is missing of a document is not told",
+            "        if losses:\n",
+            "        if False:\n",
+            "app/test_text_files.py",
+        ),
+        (
             "the hidden files of a folder are read",
             'for name in files if name[0] != "."]',
             "for name in files]",
@@ -408,6 +460,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "snapkv_app/protection.py": [
+        (
+            "a text to protect is read as a regular expression",
+            "re.finditer(re.escape(text), prompt.text)",
+            "re.finditer(text, prompt.text)",
+            "app/test_protection.py",
+        ),
         (
             "the token after a protected text is protected too",
             "if begin < stop and end > start and end > begin",
@@ -424,6 +482,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "snapkv_app/answering.py": [
+        (
+            "an answer that the model ended with its last token is said to be cut off",
+            '"length" if cut_off and not ended else "stop"',
+            '"length" if cut_off else "stop"',
+            "app/test_answering.py",
+        ),
         (
             "tokens of the answer count as kept tokens of the prompt",
             "((at >= 0) & (at < tokens)).sum(-1)",

@@ -67,6 +67,7 @@ def test_only_dropped_spans_are_removed_if_the_rest_fits_the_budget():
     ("given", "words"),
     [
         (said((0, 60, "protect")), "do not fit into the budget of 64"),
+        (said((50, 100, "drop")), "because the last token is kept, got 50 to 100"),
         (said((5, 9, "compress")), "budget: expected a value"),
         (said((5, 9, "drop"), budget=3), "drop takes no budget"),
         (said((0, 10, "drop"), (5, 20, "protect")), "the spans .* overlap"),
