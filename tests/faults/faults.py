@@ -611,6 +611,93 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "test_control_words.py",
         ),
     ],
+    "snapkv_lab/measure/timing.py": [
+        (
+            "warm-up rounds count",
+            "of_name[warmup_rounds:]",
+            "of_name[:]",
+            "lab/measure/test_timing.py",
+        ),
+    ],
+    "snapkv_lab/study/measures.py": [
+        (
+            "the attention that makes a position important is summed over heads that did "
+            "not select it",
+            "(times * masks).sum(dim=1)",
+            "(times * masks.any(dim=1, keepdim=True)).sum(dim=1)",
+            "lab/study/test_measures.py",
+        ),
+    ],
+    "snapkv_lab/evaluate/runner.py": [
+        (
+            "a limit counts the samples of all cells together",
+            "        taken[cell] += 1\n        if limit is None or taken[cell] <= limit:",
+            "        taken[cell] += 1\n        if limit is None or taken.total() <= limit:",
+            "lab/evaluate/test_runner.py",
+        ),
+        (
+            "answers of another policy under the same label are taken over",
+            'if record["policy"] != json.loads(json.dumps(asked)):',
+            "if asked is None:",
+            "lab/evaluate/test_runner.py",
+        ),
+    ],
+    "snapkv_lab/evaluate/tasks/needle.py": [
+        (
+            "a needle at the end of the text lies after its last whole sentence",
+            "        if depth < 100:\n",
+            "        if True:\n",
+            "lab/evaluate/test_needle.py",
+        ),
+        (
+            "words of an answer count towards a sandwich that they do not name",
+            "return len(right & predicted) / len(right)",
+            "return len(right & predicted) / len(predicted)",
+            "lab/evaluate/test_needle.py",
+        ),
+    ],
+    "snapkv_lab/evaluate/store.py": [
+        (
+            "a run continues in the folder of another run",
+            "            if differing:\n",
+            "            if not differing:\n                pass\n            if False:\n",
+            "lab/evaluate/test_runner.py",
+        ),
+    ],
+    "snapkv_lab/evaluate/intervals.py": [
+        (
+            "an interval holds 90 % of the resampled means",
+            "tail = round(RESAMPLES * (1 - LEVEL) / 2)",
+            "tail = round(RESAMPLES * (1 - LEVEL))",
+            "lab/evaluate/test_summary.py",
+        ),
+        (
+            "turns of a conversation are drawn as if they were independent",
+            "draws_of[conversations] = places",
+            "pass",
+            "lab/evaluate/test_summary.py",
+        ),
+    ],
+    "snapkv_lab/evaluate/metrics.py": [
+        (
+            "an answer is scored by the first reference alone",
+            "return max((metric(prediction, reference) for reference in references), default=0.0)",
+            "return next((metric(prediction, reference) for reference in references), 0.0)",
+            "lab/evaluate/test_metrics.py",
+        ),
+        (
+            "words of an answer count as often as they are repeated",
+            "precision, recall = same / len(predicted), same / len(right)",
+            "precision, recall = same / len(right), same / len(right)",
+            "lab/evaluate/test_metrics.py",
+        ),
+        (
+            "a backtick begins code",
+            're.search("`|#|//", line)',
+            're.search("#|//", line)',
+            "lab/evaluate/test_metrics.py",
+        ),
+    ],
     "snapkv_lab/medusa/tree.py": [
         (
             "drafts are judged by the token behind them",
