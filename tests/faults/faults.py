@@ -289,6 +289,314 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "cache/test_spans.py",
         ),
     ],
+    "snapkv_app/cli/sources.py": [
+        (
+            "a document is joined that leaves no position for the answer",
+            "if loaded.has_positions(taken + hit.tokens + options.max_new_tokens):",
+            "if loaded.has_positions(taken + hit.tokens):",
+            "cli/test_library.py",
+        ),
+    ],
+    "snapkv_app/decoding.py": [
+        (
+            "a text in UTF-16 without a mark is read in the other order of bytes",
+            'return "utf-16-be" if first else "utf-16-le"',
+            'return "utf-16-le" if first else "utf-16-be"',
+            "app/test_text_files.py",
+        ),
+    ],
+    "snapkv_app/cli/interrupts.py": [
+        (
+            "a command that is interrupted is never said to continue",
+            'return any(f"{typed} ".startswith',
+            'return not any(f"{typed} ".startswith',
+            "cli/test_outputs.py",
+        ),
+    ],
+    "snapkv_app/cli/chat.py": [
+        (
+            "a conversation that goes on is told of the documents of the command line",
+            "self.conversation, self.warnings = self.load(path), []",
+            "self.conversation = self.load(path)",
+            "cli/test_failures.py",
+        ),
+        (
+            "a conversation in a pipe ends with status 0 after a failed question",
+            "if self.has_failed and not sys.stdin.isatty():",
+            "if self.has_failed and sys.stdin.isatty():",
+            "cli/test_chat.py",
+        ),
+    ],
+    "snapkv_app/cli/outputs.py": [
+        (
+            "two options write the same file",
+            "if taken.setdefault(real, name) != name:",
+            "if taken.setdefault(real, name) != taken[real]:",
+            "cli/test_refusals.py",
+        ),
+        (
+            "a file that is an input is replaced with --force",
+            "    if _is_read(target, inputs):",
+            "    if False:",
+            "cli/test_outputs.py",
+        ),
+        (
+            "a file that is there is replaced without --force",
+            "if output.is_added_to or not force:",
+            "if output.is_added_to:",
+            "cli/test_outputs.py",
+        ),
+    ],
+    "snapkv_app/cli/app.py": [
+        (
+            "an error follows an object that was printed as a second one",
+            'if "--json" in arguments and not has_written():',
+            'if "--json" in arguments:',
+            "cli/test_failures.py",
+        ),
+        (
+            "of an option that is given twice the last one counts",
+            "if takes_one and (times := given.count(option)) > 1:",
+            "if takes_one and (times := given.count(option)) > 9:",
+            "cli/test_without_torch.py",
+        ),
+        (
+            "a full disk is bad input",
+            "return _fail(str(error), _FAILURE if is_failure else _BAD_INPUT)",
+            "return _fail(str(error), _BAD_INPUT)",
+            "cli/test_failures.py",
+        ),
+    ],
+    "snapkv_app/cli/changes.py": [
+        (
+            "a larger budget is the one that was kept",
+            "tokens = 2 * max(1, round(answer.kept_tokens))",
+            "tokens = max(1, round(answer.kept_tokens))",
+            "cli/test_notes.py",
+        ),
+        (
+            "a changed command repeats the option that it changes",
+            'if flag not in flags | {"--set"}:',
+            'if flag not in {"--set"}:',
+            "cli/test_notes.py",
+        ),
+    ],
+    "snapkv_app/cli/notes.py": [
+        (
+            "a check that found a difference ends with status 0",
+            "status=0 if found.same else DIFFERS",
+            "status=0",
+            "cli/test_notes.py",
+        ),
+        (
+            "many lost votes that are spread count as few",
+            "< LITTLE_VOTE and share",
+            "< LITTLE_VOTE or share",
+            "cli/test_notes.py",
+        ),
+        (
+            "sampled answers that differ get a command to try next",
+            "is_told = not (found.same or options.temperature)",
+            "is_told = not found.same",
+            "cli/test_notes.py",
+        ),
+    ],
+    "snapkv_app/cli/amounts.py": [
+        (
+            "a kilobyte has 1,024 bytes",
+            'base = 1024 if (found[3] or "").lower() == "ib" else 1000',
+            "base = 1024",
+            "cli/test_amounts.py",
+        ),
+        (
+            "a negative number counts as positive",
+            "return int(whole) * (-1 if sign else 1)",
+            "return int(whole)",
+            "cli/test_amounts.py",
+        ),
+    ],
+    "snapkv_app/plan/planner.py": [
+        (
+            "what fits is said without the reserve of the device",
+            "room, tokens = asked.memory_bytes - asked.reserve_bytes,",
+            "room, tokens = asked.memory_bytes,",
+            "plan/test_planner.py",
+        ),
+    ],
+    "snapkv_app/conversation.py": [
+        (
+            "the end token of an answer stands twice before the next turn",
+            "if is_written and last in end_token_ids",
+            "if is_written and last not in end_token_ids",
+            "app/test_conversation.py",
+        ),
+        (
+            "a turn that failed stays in the conversation's cache",
+            "self.cache = before  #",
+            "pass  #",
+            "app/test_conversation.py",
+        ),
+    ],
+    "snapkv_app/models.py": [
+        (
+            "an encoder-decoder is loaded",
+            "if config.is_encoder_decoder:",
+            "if False:",
+            "app/test_models.py",
+        ),
+    ],
+    "snapkv_app/text_files.py": [
+        (
+            "what is missing of a document is not told",
+            "        if losses:\n",
+            "        if False:\n",
+            "app/test_text_files.py",
+        ),
+        (
+            "the hidden files of a folder are read",
+            'for name in files if name[0] != "."]',
+            "for name in files]",
+            "app/test_text_files.py",
+        ),
+    ],
+    "snapkv_app/protection.py": [
+        (
+            "a text to protect is read as a regular expression",
+            "re.finditer(re.escape(text), prompt.text)",
+            "re.finditer(text, prompt.text)",
+            "app/test_protection.py",
+        ),
+        (
+            "the token after a protected text is protected too",
+            "if begin < stop and end > start and end > begin",
+            "if begin <= stop and end > start and end > begin",
+            "app/test_protection.py",
+        ),
+    ],
+    "snapkv_app/prompts.py": [
+        (
+            "a question that the document quotes is hidden from its first place on",
+            "removesuffix(self.answer_start).rfind(question)",
+            "removesuffix(self.answer_start).find(question)",
+            "app/test_answering.py",
+        ),
+    ],
+    "snapkv_app/answering.py": [
+        (
+            "an answer that the model ended with its last token is said to be cut off",
+            '"length" if cut_off and not ended else "stop"',
+            '"length" if cut_off else "stop"',
+            "app/test_answering.py",
+        ),
+        (
+            "tokens of the answer count as kept tokens of the prompt",
+            "((at >= 0) & (at < tokens)).sum(-1)",
+            "(at >= 0).sum(-1)",
+            "app/test_answering.py",
+        ),
+        (
+            "a prompt that leaves no position for the answer is read",
+            "loaded.has_positions(prompt_tokens + new_tokens)",
+            "loaded.has_positions(prompt_tokens)",
+            "app/test_answering.py",
+        ),
+        (
+            "the beginning of a stop string is printed",
+            "end = len(self._text) - (0 if stream_end else longest - 1)",
+            "end = len(self._text)",
+            "app/test_answering.py",
+        ),
+        (
+            "answers whose texts begin alike are said to differ at their first token",
+            "for number, (a, b) in enumerate(pairs) if a != b",
+            "for number, (a, b) in enumerate(pairs) if a == b",
+            "app/test_answering.py",
+        ),
+    ],
+    "snapkv_app/library/records.py": [
+        (
+            "a passage's last line is the one after it",
+            'return first, first + text.count("\\n", start, stop)',
+            'return first, first + text.count("\\n", start, stop + 1)',
+            "library/test_searching.py",
+        ),
+        (
+            "passages do not overlap",
+            "range(0, len(words), PASSAGE_WORDS - OVERLAP_WORDS)",
+            "range(0, len(words), PASSAGE_WORDS)",
+            "library/test_searching.py",
+        ),
+    ],
+    "snapkv_app/library/searching.py": [
+        (
+            "a word in half of the passages weighs nothing",
+            "weight = math.log1p(odds) / max(math.log(odds), 1e-6)",
+            "weight = 1.0",
+            "library/test_searching.py",
+        ),
+        (
+            "a word of a question is looked for in its case",
+            "folded(question).lower())",
+            "folded(question))",
+            "library/test_searching.py",
+        ),
+    ],
+    "snapkv_app/library/bound.py": [
+        (
+            "the document that was asked for last is evicted",
+            "if key not in self._stay and key != last]",
+            "if key not in self._stay]",
+            "library/test_bound.py",
+        ),
+        (
+            "documents that were asked for lately are evicted first",
+            "return sorted(free, key=lambda key: (asked.get(key) or "
+            "self._folder.written_at(key), key))",
+            "return sorted(free, key=lambda key: (self._folder.written_at(key), key))",
+            "library/test_bound.py",
+        ),
+    ],
+    "snapkv_app/library/folder.py": [
+        (
+            "what an adder that was killed has left stays for good",
+            "            if is_left:\n",
+            "            if False:\n",
+            "library/test_library.py",
+        ),
+        (
+            "the cache of a removed document stays on the disk",
+            "                place.unlink(missing_ok=True)\n"
+            "            _unlink(self.cache_file(record))\n",
+            "                place.unlink(missing_ok=True)\n",
+            "library/test_library.py",
+        ),
+        (
+            "a library is made among the files of somebody else",
+            "        if strangers:\n",
+            "        if not strangers:\n            pass\n        if False:\n",
+            "library/test_library.py",
+        ),
+    ],
+    "snapkv_app/library/library.py": [
+        (
+            "a document that has changed is not read again",
+            "if known is not None and known.sha256 != digest_of(text.text):",
+            'if known is None and text.text == "":',
+            "library/test_library.py",
+        ),
+        (
+            "a document whose file is damaged is skipped",
+            "if self._folder.fault_of(known, checked=False) is None:",
+            "if known is not None:",
+            "library/test_library.py",
+        ),
+        (
+            "a limit below what is stored evicts documents unasked",
+            "if going and not evict:",
+            "if evict and not going:",
+            "library/test_bound.py",
+        ),
+    ],
     "snapkv_app/control_words.py": [
         (
             "a mark that a text has passes for one of ours",
@@ -301,6 +609,93 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "set(control_words(tokenizer).values()) - {tokenizer.unk_token_id}",
             "set(control_words(tokenizer).values())",
             "test_control_words.py",
+        ),
+    ],
+    "snapkv_lab/measure/timing.py": [
+        (
+            "warm-up rounds count",
+            "of_name[warmup_rounds:]",
+            "of_name[:]",
+            "lab/measure/test_timing.py",
+        ),
+    ],
+    "snapkv_lab/study/measures.py": [
+        (
+            "the attention that makes a position important is summed over heads that did "
+            "not select it",
+            "(times * masks).sum(dim=1)",
+            "(times * masks.any(dim=1, keepdim=True)).sum(dim=1)",
+            "lab/study/test_measures.py",
+        ),
+    ],
+    "snapkv_lab/evaluate/runner.py": [
+        (
+            "a limit counts the samples of all cells together",
+            "        taken[cell] += 1\n        if limit is None or taken[cell] <= limit:",
+            "        taken[cell] += 1\n        if limit is None or taken.total() <= limit:",
+            "lab/evaluate/test_runner.py",
+        ),
+        (
+            "answers of another policy under the same label are taken over",
+            'if record["policy"] != json.loads(json.dumps(asked)):',
+            "if asked is None:",
+            "lab/evaluate/test_runner.py",
+        ),
+    ],
+    "snapkv_lab/evaluate/tasks/needle.py": [
+        (
+            "a needle at the end of the text lies after its last whole sentence",
+            "        if depth < 100:\n",
+            "        if True:\n",
+            "lab/evaluate/test_needle.py",
+        ),
+        (
+            "words of an answer count towards a sandwich that they do not name",
+            "return len(right & predicted) / len(right)",
+            "return len(right & predicted) / len(predicted)",
+            "lab/evaluate/test_needle.py",
+        ),
+    ],
+    "snapkv_lab/evaluate/store.py": [
+        (
+            "a run continues in the folder of another run",
+            "            if differing:\n",
+            "            if not differing:\n                pass\n            if False:\n",
+            "lab/evaluate/test_runner.py",
+        ),
+    ],
+    "snapkv_lab/evaluate/intervals.py": [
+        (
+            "an interval holds 90 % of the resampled means",
+            "tail = round(RESAMPLES * (1 - LEVEL) / 2)",
+            "tail = round(RESAMPLES * (1 - LEVEL))",
+            "lab/evaluate/test_summary.py",
+        ),
+        (
+            "turns of a conversation are drawn as if they were independent",
+            "draws_of[conversations] = places",
+            "pass",
+            "lab/evaluate/test_summary.py",
+        ),
+    ],
+    "snapkv_lab/evaluate/metrics.py": [
+        (
+            "an answer is scored by the first reference alone",
+            "return max((metric(prediction, reference) for reference in references), default=0.0)",
+            "return next((metric(prediction, reference) for reference in references), 0.0)",
+            "lab/evaluate/test_metrics.py",
+        ),
+        (
+            "words of an answer count as often as they are repeated",
+            "precision, recall = same / len(predicted), same / len(right)",
+            "precision, recall = same / len(right), same / len(right)",
+            "lab/evaluate/test_metrics.py",
+        ),
+        (
+            "a backtick begins code",
+            're.search("`|#|//", line)',
+            're.search("#|//", line)',
+            "lab/evaluate/test_metrics.py",
         ),
     ],
     "snapkv_lab/medusa/tree.py": [
@@ -908,6 +1303,44 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "hf/test_cache.py",
         ),
     ],
+    "snapkv_vllm/versions.py": [
+        (
+            "the version after the last one that is supported is taken",
+            "(int(found[1]), int(found[2])) < NEXT",
+            "(int(found[1]), int(found[2])) <= NEXT",
+            "test_versions.py",
+        ),
+    ],
+    "snapkv_vllm/front/streams.py": [
+        (
+            "a stream that is refused has status 200",
+            "400 <= code < 600 else 500",
+            "400 <= code < 600 and False else 200",
+            "test_streams.py",
+        ),
+    ],
+    "snapkv_vllm/front/question.py": [
+        (
+            "of a question's tokens the first is missing",
+            "if size >= len(tail))",
+            "if size > len(tail) - 2)",
+            "test_question.py",
+        ),
+    ],
+    "snapkv_vllm/front/bodies.py": [
+        (
+            "a setting that is given twice takes the one outside",
+            "for name in found.keys() & inside.keys():",
+            "for name in ():",
+            "test_bodies.py",
+        ),
+        (
+            "a body that names two sessions takes the second one",
+            "if inside is not None and inside != beside:",
+            "if False:",
+            "test_bodies.py",
+        ),
+    ],
     "snapkv_vllm/blocks.py": [
         (
             "vLLM's blocks: a request counts rounded room as dropped",
@@ -1004,6 +1437,30 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv_vllm/histories.py": [
         (
+            "a request goes on in a block that another request writes",
+            "return 0 if self.requests else same",
+            "return same",
+            "test_digested_tokens.py",
+        ),
+        (
+            "a prompt that leaves a history before its last compression takes its blocks",
+            "if same < max(1, prefix.tokens):",
+            "if same < 1:",
+            "test_digested_tokens.py",
+        ),
+        (
+            "a span that keeps what was dropped is said to be there",
+            "if spans.overlap(compressed).without(self.protected).parts:",
+            "if False:",
+            "test_digested_tokens.py",
+        ),
+        (
+            "tokens of the same digest are one block more",
+            "return blocks * BLOCK + (int(differ[0])",
+            "return blocks * BLOCK + BLOCK + (int(differ[0])",
+            "test_digested_tokens.py",
+        ),
+        (
             "who has least gives back first",
             "max(beyond, key=lambda one: taken[one.tenant])",
             "min(beyond, key=lambda one: taken[one.tenant])",
@@ -1018,11 +1475,17 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv_vllm/admission/spans.py": [
         (
+            "a protected start overlaps a dropped span",
+            "        found = replace(self, protect=protect)\n        found._require_disjoint()\n",
+            "        found = replace(self, protect=protect)\n",
+            "test_spans.py",
+        ),
+        (
             "spans that touch are said to overlap",
             "if before_do and span[0] < before[1]:",
             "if before_do and span[0] <= before[1]:",
             "test_spans.py",
-        )
+        ),
     ],
 }
 

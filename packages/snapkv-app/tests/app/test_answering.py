@@ -144,7 +144,8 @@ def test_no_answer_ends_within_a_character(demo):
 
 def test_a_token_ends_an_answer_when_it_is_long_enough_and_not_the_next_one(demo, prompt):
     (stone,) = demo.tokenizer.encode(" stone")
-    ended = answer(demo, prompt, FullCache(), settings(stop_token_ids=(stone,)))
+    last = settings(stop_token_ids=(stone,), max_new_tokens=2)  # the last that it may have
+    ended = answer(demo, prompt, FullCache(), last)
     assert (ended.text, ended.finish_reason) == (START + " blue stone", "stop")
     whole = answer(demo, prompt, FullCache(), SHORT)
     assert whole.text == START + " blue stone."

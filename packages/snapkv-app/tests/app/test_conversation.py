@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import pytest
+import torch
 
 from snapkv import (
     H2O,
@@ -16,7 +17,8 @@ from snapkv import (
     default_policy,
 )
 from snapkv.policies.default import by_layer
-from snapkv_app.conversation import Conversation
+from snapkv_app.answering import end_token_ids
+from snapkv_app.conversation import Conversation, joined
 from snapkv_app.prompts import next_turn
 from snapkv_app.settings import GenerationSettings
 
@@ -153,3 +155,12 @@ def test_turns_of_a_model_without_a_template_are_plain_text(demo):
     ):
         next_turn(Forgetful(), "Who?")
     assert next_turn(demo.tokenizer, "Who?").text.startswith("<|im_end|>\n<|im_start|>user\nWho?")
+
+
+def test_end_of_an_answer_stands_once_before_the_next_turn(tiny):
+    turn = next_turn(tiny.tokenizer, "Who?")
+    own = turn.token_ids(tiny.tokenizer)[0].tolist()
+    (end,) = end_token_ids(tiny.model, SHORT)
+    for said_ids, kept in (([5, 7, end], [5, 7]), ([5, 7], [5, 7])):
+        ids = joined(tiny, torch.tensor([said_ids]), turn, SHORT, is_chat=True)
+        assert ids.tolist() == [[*kept, *own]]

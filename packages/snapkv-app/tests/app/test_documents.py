@@ -217,6 +217,7 @@ def test_xml_is_read_in_the_encoding_that_it_declares(tmp_path):
 @pytest.mark.parametrize("encoding", ["iso2022_jp", "iso2022_kr"])
 def test_a_text_in_seven_bits_is_read(tmp_path, encoding):
     text = {"iso2022_jp": "海辺の図書館", "iso2022_kr": "바닷가 도서관"}[encoding]
+    text = f"Library: {text}"
     assert shown(tmp_path, "a.txt", text.encode(encoding)) == text
 
 

@@ -2,6 +2,7 @@
 
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,3 +174,11 @@ def test_no_file_is_looked_at_while_there_is_room():
     assert room.too_many(10, "c") == []
     with pytest.raises(AttributeError, match="asked_at"):
         room.too_many(11, "c")
+
+
+def test_document_asked_for_longest_ago_is_evicted_first():
+    """One that nobody asked for counts from when it was written, and the last one stays."""
+    asked, written = {"a": 5, "b": 3, "c": 9}, {"a": 1, "b": 2, "c": 3, "d": 4}
+    folder = SimpleNamespace(asked_at=asked.get, written_at=written.get)
+    limit = SizeLimit(folder, [DocumentEntry(key, key, None, 10) for key in "abcd"], 10)
+    assert [entry.key for entry in limit.too_many()] == ["b", "d", "a"]

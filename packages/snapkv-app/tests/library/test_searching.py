@@ -19,7 +19,7 @@ from snapkv_app import Library
 from snapkv_app.library import index, searching
 from snapkv_app.library.about import About
 from snapkv_app.library.folder import Folder
-from snapkv_app.library.records import Text
+from snapkv_app.library.records import Text, lines_of, passages
 
 WORDS = [f"{letter}{letter}x" for letter in "bcdfghklmn"]  # none has a stem
 QUESTION = "bbx ccx dx the ddx"
@@ -281,6 +281,7 @@ def test_a_word_of_one_character_is_found_but_not_the_end_of_a_contraction(tmp_p
     assert [*found(library, "z")] == ["n2"]
     assert not found(library, "How's that?")
     assert not found(library, "How\u2019s that?")
+    assert not found(library, "The")  # which is in every text, and is no word to find by
 
 
 def test_equal_documents_keep_their_order_when_one_was_added_again(tmp_path):
@@ -306,3 +307,8 @@ def test_an_index_whose_last_change_was_cut_off_is_not_damaged(tmp_path):
     assert library.verify() == []
     assert library.search(QUESTION)
     assert not journal.exists()
+
+
+def test_passages_overlap_and_have_the_lines_that_they_touch():
+    text = "\n".join(f"w{number}" for number in range(350))
+    assert [lines_of(text, span) for span in passages(text)] == [(1, 200), (151, 350)]

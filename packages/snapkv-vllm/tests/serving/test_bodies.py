@@ -1,11 +1,14 @@
 """What a body says about compression, before vLLM sees it."""
 
+import json
+
 import pytest
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
+from snapkv_vllm import Sessions
 from snapkv_vllm.admission.names import ENDPOINTS_WITHOUT_XARGS, REQUEST_SETTINGS
 from snapkv_vllm.admission.settings import ServingSettings
-from snapkv_vllm.front.bodies import require_settings
+from snapkv_vllm.front.bodies import check_body, require_settings
 from snapkv_vllm.server import command_line
 
 SETTINGS = ServingSettings(budget=512)
@@ -65,6 +68,21 @@ def test_correct_settings_and_unrelated_fields_are_accepted(body):
 def test_wrong_and_misplaced_settings_are_refused_by_name(body, words):
     with pytest.raises(SnapKVError, match=words.replace("{", r"\{").replace("...}", r"...\}")):
         require_settings(body, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"snapkv_spans": [], "vllm_xargs": {"snapkv_spans": "[]"}}, "snapkv_spans: .* twice"),
+        ({"session_id": "a", "vllm_xargs": {"snapkv_session": "a"}}, "snapkv_session: .* twice"),
+        ({"session_id": "a", "agent_hint": {"session_id": "b"}}, "session_id: .* another session"),
+    ],
+    ids=str,
+)
+def test_setting_at_two_places_is_refused(body, words):
+    settings = ServingSettings(sessions=Sessions())
+    with pytest.raises(SnapKVError, match=words):
+        check_body(json.dumps(body).encode(), settings, "/v1/chat/completions")
 
 
 @pytest.mark.parametrize("path", ENDPOINTS_WITHOUT_XARGS)

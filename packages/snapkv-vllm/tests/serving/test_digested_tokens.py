@@ -1,10 +1,14 @@
-"""Comparisons by digests, against plain ones."""
+"""What a request takes over from a history, and comparisons by digests, against plain ones."""
+
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapkv_vllm.histories import BLOCK, DigestedTokens
+from snapkv.policies.spans import Spans
+from snapkv_vllm.admission.spans import RequestSpans
+from snapkv_vllm.histories import BLOCK, CompressedPrefix, DigestedTokens, History
 
 
 def common_by_a_loop(one, other):
@@ -54,3 +58,24 @@ def test_equal_digests_of_different_tokens_are_detected():
     forged = DigestedTokens(other.ids, one.digests)
     assert one.count_common_tokens(forged) == BLOCK
     assert not one.has_same_prefix(forged, BLOCK)
+
+
+def test_request_takes_full_blocks_or_continues_alone_in_the_last_one():
+    """Of 120 tokens, 30 of the first 100 are stored, in blocks of 16: 16 + 70 dropped are 86."""
+    compressed = CompressedPrefix(tokens=100, kept_tokens=30)
+    tokens = DigestedTokens.from_ids(range(120))
+    idle = History(owner=("s", "", ""), prompt=b"", tokens=tokens, compressed=compressed)
+    assert [idle.usable_tokens(same, 16) for same in (99, 100, 105, 120)] == [0, 100, 102, 118]
+    used = replace(idle, requests={"other"})
+    assert [used.usable_tokens(same, 16) for same in (99, 100, 105, 120)] == [0, 0, 102, 118]
+
+
+def test_history_serves_no_request_that_needs_what_it_dropped():
+    start, tail, nothing = Spans(((0, 4),)), Spans(((60, 80),)), Spans(())
+    plain = CompressedPrefix(tokens=100, kept_tokens=30)
+    protecting = replace(plain, protected=start)
+    dropping = replace(plain, drop=tail)
+    assert plain.remaining_edits(RequestSpans(), start) is None
+    assert protecting.remaining_edits(RequestSpans(), start) == RequestSpans()
+    assert dropping.remaining_edits(RequestSpans(), nothing) is None
+    assert dropping.remaining_edits(RequestSpans(drop=tail), nothing) == RequestSpans()

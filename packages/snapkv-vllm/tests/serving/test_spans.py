@@ -67,6 +67,7 @@ def test_only_dropped_spans_are_removed_if_the_rest_fits_the_budget():
     ("given", "words"),
     [
         (said((0, 60, "protect")), "do not fit into the budget of 64"),
+        (said((50, 100, "drop")), "because the last token is kept, got 50 to 100"),
         (said((5, 9, "compress")), "budget: expected a value"),
         (said((5, 9, "drop"), budget=3), "drop takes no budget"),
         (said((0, 10, "drop"), (5, 20, "protect")), "the spans .* overlap"),
@@ -110,6 +111,7 @@ def test_compressed_span_may_end_at_the_window_for_any_voters(voters):
     own[SPANS_FIELD] = said((50, 192, "compress"), budget=9)
     policy = SETTINGS.plan_request(own, 200).policy
     require_spans_fit(policy, 200)
+    assert count_kept_tokens(policy, 200) == 200 - 142 + 9
     (heads,) = chosen(policy, 200).tolist()
     assert [len([place for place in head if 50 <= place < 192]) for head in heads] == [9, 9]
     with pytest.raises(InvalidArgumentError, match="because the last 8 are kept"):

@@ -18,6 +18,7 @@ from snapkv.errors import (
     LibraryError,
     OutOfMemoryError,
     OutputError,
+    SnapKVError,
     wrong,
 )
 from snapkv.validation import DEFAULT_RECOMPUTE, format_bytes, nearest, path_of, require_int
@@ -587,7 +588,7 @@ def _require_some(hits: Sequence[Hit]) -> None:
         )
 
 
-def _gone(hit: Hit) -> LibraryError:
+def _gone(hit: Hit) -> SnapKVError:
     return wrong(
         "library",
         f"the document {hit.name!r} was removed, or its record was damaged, after the search",

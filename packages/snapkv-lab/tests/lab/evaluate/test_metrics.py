@@ -74,9 +74,16 @@ def subsequence(said, wanted):
         (subsequence, "abcx", "axbycz", 0.6),
         (code, "axbc", "abxc", 0.75),
         (code, "# set x\nx = 1", "x = 1", 1.0),
+        (code, "```\nx = 1", "x = 1", 1.0),
         (code, "// only a comment", "x = 1", 0.0),
         (code, "   \nx = 1", "x = 1", 0.5),  # a blank line counts, and 2 of its blanks are right
     ],
 )
 def test_metrics_equal_scores_computed_by_hand(metric, said, wanted, score):
     assert metric(said, wanted) == pytest.approx(score, abs=1e-9)
+
+
+def test_answer_counts_by_the_reference_that_it_fits_best():
+    references = ("red", "blue stone", "blue")
+    assert metrics.best_score(metrics.qa_f1, "The blue stone.", references) == 1
+    assert metrics.best_score(metrics.qa_f1, "The blue stone.", ()) == 0

@@ -42,8 +42,10 @@ def test_row_has_means_of_scores_and_medians_of_times():
     (row,) = rows_of(
         [
             record("a", "full", 1.0, token_ms=1.0, first_token_ms=10.0, held_bytes=100),
-            record("b", "full", 0.0, token_ms=2.0, first_token_ms=20.0, held_bytes=200),
-            record("c", "full", 0.5, token_ms=9.0, first_token_ms=90.0, held_bytes=600),
+            record("b", "full", 0.0, token_ms=2.0, first_token_ms=20.0, held_bytes=200)
+            | {"kept_tokens": 10},
+            record("c", "full", 0.5, token_ms=9.0, first_token_ms=90.0, held_bytes=600)
+            | {"kept_tokens": 0},
         ]
     )
     assert row == {
@@ -55,7 +57,7 @@ def test_row_has_means_of_scores_and_medians_of_times():
         "policy": {"name": "full"},
         "status": "ok",
         "samples": 3,
-        "compressed": 3,
+        "compressed": 2,
         "failed": {},
         "score": 0.5,
         "interval": [0.0, 1.0],
@@ -171,6 +173,10 @@ def test_a_difference_is_paired_sample_by_sample():
         ("tova", "visible"): difference(0.0, [-1.0, 1.0], 4),
     }
     assert not any(map(excludes_zero, found.values()))
+    *_, last = full["scores"]
+    full["scores"] = {last: full["scores"][last]}
+    found = line_differences([full, other], "documents")
+    assert found == {("tova", "visible"): difference(1.0, None, 1)}
 
 
 def test_a_lines_difference_is_the_mean_of_its_columns():
