@@ -132,8 +132,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "what is only measured counts as held",
-            'for value, axes in self._declared().values() if not axes["measured"])',
-            "for value, axes in self._declared().values())",
+            'self._declared().values() if not axes["measured"]',
+            "self._declared().values()",
             "cache/test_layer_state.py",
         ),
     ],
@@ -172,7 +172,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a file that is no saved cache is replaced",
-            "bool(header and _OWN_FORMAT.search(header))",
+            "bool(header and _FORMATS.search(header))",
             "bool(header)",
             "cache/test_saving.py",
         ),

@@ -53,7 +53,7 @@ def test_a_turn_behind_a_prompt_that_fitted_is_refused_where_its_queries_are_ask
     model = tiny_model("llama")
     cache = CompressedCache(model, ExpectedAttention(40, window_size=8))
     call(model, cache, random_ids(1, 33))
-    said = "got expected-attention and a turn up to 45 tok"
+    said = "expected-attention needs the queries of earlier turns .* at 45 tok"
     with pytest.raises(InvalidArgumentError, match=said):
         cache.expect_prompt(45)
     cut = CompressedCache(model, ExpectedAttention(40, window_size=8))
@@ -81,7 +81,7 @@ def test_a_turn_behind_a_row_that_has_kept_everything_is_refused(name):
     rows = Rows(KEPT_WHOLE[name], {}, [40, 0] if name in METHODS else [0, 0])
     rows.turn(prompt, 60, random_ids(2, 2, 2))
     kept = [rows.cache.kept_positions(layer) for layer in rows.cache.compressed_layers]
-    with pytest.raises(CacheMismatchError, match=r"got 1 of 2 rows that have kept .*; give each"):
+    with pytest.raises(CacheMismatchError, match=r"1 of 2 rows have kept .*\. Give each"):
         rows.cache.expect_prompt(70)
     rows.read(random_ids(2, 1, 3))  # an answer goes on
     for layer, before in zip(rows.cache.compressed_layers, kept, strict=True):

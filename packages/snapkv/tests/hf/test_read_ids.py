@@ -36,7 +36,7 @@ def go_on(model, cache, ids, **options):
 
 def refuses(model, cache, ids, place, row=0, **options):
     """By the first token that differs."""
-    with pytest.raises(CacheMismatchError, match=f"at token {place} of row {row}; pass the whole"):
+    with pytest.raises(CacheMismatchError, match=f"at token {place} of row {row}\. Pass the whole"):
         go_on(model, cache, ids, **options)
 
 
@@ -165,7 +165,7 @@ def test_pads_may_be_any_token():
 def test_a_question_alone_is_told_to_come_with_its_conversation():
     model, cache, _ = read("greedy")
     question = random_ids(1, 20, seed=5)
-    with pytest.raises(CacheMismatchError, match=r"pass the whole\s+conversation"):
+    with pytest.raises(CacheMismatchError, match=r"Pass the whole\s+conversation"):
         go_on(model, cache, question)
     cache.reset()
     go_on(model, cache, question)
@@ -175,7 +175,7 @@ def test_a_pipeline_refuses_its_second_text(demo):
     generator = pipeline("text-generation", model=demo.model, tokenizer=demo.tokenizer)
     cache = CompressedCache(demo.model, SnapKV(48, window_size=16))
     texts = ["The gate opens at nine. " * 9, "The key is under the blue stone. " * 15]
-    with pytest.raises(CacheMismatchError, match="at token 1 of row 0; pass the whole"):
+    with pytest.raises(CacheMismatchError, match="at token 1 of row 0\. Pass the whole"):
         generator(texts, past_key_values=cache, max_new_tokens=2, do_sample=False)
 
 

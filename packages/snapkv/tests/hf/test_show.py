@@ -63,7 +63,7 @@ def test_what_generate_has_read_is_shown_with_how_many_heads_keep_each_token(mod
 def test_ids_of_plain_calls_are_given(model):
     ids = random_ids(1, PROMPT)
     cache = read(model, POLICY, ids)
-    with pytest.raises(InvalidArgumentError, match=r"all 90 tokens.*first 0; pass input_ids"):
+    with pytest.raises(InvalidArgumentError, match=r"first 0 of its 90 tokens.*Pass input_ids"):
         cache.show(Numbers())
     page = cache.show(Numbers(), ids[0])
     assert page.pieces == [f"<{number}>" for number in ids[0].tolist()]
@@ -78,7 +78,7 @@ def test_one_row_of_a_padded_batch_is_shown_without_its_pads(model):
     model.generate(
         ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, pad_token_id=0
     )
-    with pytest.raises(InvalidArgumentError, match=r"one row to show, got 2; pick one"):
+    with pytest.raises(InvalidArgumentError, match=r"one row to show, got 2\. Pick one"):
         cache.show(Numbers())
     row = copy.copy(cache)
     row.batch_select_indices(torch.tensor([1]))
@@ -89,7 +89,7 @@ def test_one_row_of_a_padded_batch_is_shown_without_its_pads(model):
 
 def test_what_is_missing_is_said_in_one_line(model):
     cache = CompressedCache(model, POLICY)
-    with pytest.raises(CacheMismatchError, match=r"has seen 0 tokens of it; pass it to model"):
+    with pytest.raises(CacheMismatchError, match=r"only 0 tokens of it\. Pass it to model"):
         cache.show(Numbers())
     cache.expect_prompt(PROMPT)
     call(model, cache, random_ids(1, 30))

@@ -202,11 +202,11 @@ def test_tokens_that_nobody_announced_are_refused_before_any_are_stored(family):
     model, ids = tiny_model(family), random_ids(2, PROMPT)
     cache = CompressedCache(model, FastGen(0.8, **KINDS))
     with pytest.raises(
-        CacheMismatchError, match=r"ids of the next 60 tokens .* got none; .*expect_tok"
+        CacheMismatchError, match=r"ids of the next 60 tokens .* got none\. .*expect_tok"
     ):
         model(ids, past_key_values=cache)
     cache.expect_tokens(ids[:1])
-    with pytest.raises(CacheMismatchError, match=r"got those of \(1, 60\)"):
+    with pytest.raises(CacheMismatchError, match=r"got a tensor of shape \(1, 60\)"):
         model(ids, past_key_values=cache)
     assert cache.get_seq_length() == 0
     fresh = CompressedCache(model, FastGen(0.8, **KINDS))

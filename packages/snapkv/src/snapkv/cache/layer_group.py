@@ -95,7 +95,7 @@ class LayerGroup:
 
     @property
     def outputs(self) -> Tensor:
-        """The attention outputs of the prompt's last token, (layers * B, Hq, Dv)."""
+        """The attention outputs of the last token of the prompt, as (layers * B, Hq, Dv)."""
         outputs = self._outputs
         return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs).detach()
 

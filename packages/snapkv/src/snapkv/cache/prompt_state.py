@@ -482,11 +482,11 @@ class PromptState:
                 "one is used again",
                 CacheMismatchError,
             )
-        missing = f" in layer {', '.join(map(str, layers))}" if layers else ""
+        missing = f"layer {', '.join(map(str, layers))}" if layers else "some layer"
         return wrong(
             "cache",
-            f"the attention of the last forward pass did not run through snapkv{missing}, because "
-            "the pass was interrupted or used another model or another attention implementation",
+            f"{missing} did not attend through snapkv in the last forward pass, because the pass "
+            "was interrupted, or was one of another model or another attention implementation",
             "Call cache.reset(), and make a new CompressedCache for another or a changed model",
             CacheMismatchError,
         )

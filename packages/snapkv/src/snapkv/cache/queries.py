@@ -48,7 +48,7 @@ class QueryMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the held queries."""
+        """Number of bytes that the held queries take."""
         return 0 if self.held is None else self.held.nbytes
 
     # While a prompt or turn is read.

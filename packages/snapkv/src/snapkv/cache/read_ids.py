@@ -30,7 +30,7 @@ class ReadIds:
         return type(self)(tuple(cut))
 
     def followed_by(self, start: int, ids: Tensor) -> Self:
-        """Return the ids with everything from column `start` on replaced by (B, N) `ids`."""
+        """Return the ids with everything from the column `start` on replaced by `ids`."""
         return type(self)((*self.up_to(start).parts, (start, ids)))
 
     def known_from_start(self) -> Tensor:

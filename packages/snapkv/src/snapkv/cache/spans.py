@@ -255,7 +255,11 @@ def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> N
 
 
 def _slots_without(layer: CompressedLayer, spans: Sequence[Spans]) -> Tensor:
-    """Return which slots hold a token outside the spans of its row: (B, H, S) bool."""
+    """Return which slots hold a token outside the spans of its row.
+
+    Returns:
+        (B, H, S) bool.
+    """
     positions = layer.stored_positions()
     return (positions >= 0) & ~_cover(spans, positions)
 

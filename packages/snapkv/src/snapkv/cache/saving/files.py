@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _FORMAT = "snapkv cache "
 _VERSION = 3
-_OWN_FORMAT = re.compile(rb'"format":"snapkv cache ')
+_FORMATS = re.compile(rb'"format":"snapkv cache ')
 _UNSEALED = "0" * 64
 _SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 _MOST_HEADER_BYTES = 100_000_000  # what safetensors itself allows
@@ -91,9 +91,7 @@ def _is_free_or_saved(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             header = _header(file)
-            return not os.fstat(file.fileno()).st_size or bool(
-                header and _OWN_FORMAT.search(header)
-            )
+            return not os.fstat(file.fileno()).st_size or bool(header and _FORMATS.search(header))
     except OSError:
         return not os.path.lexists(path)
 
@@ -163,7 +161,7 @@ def seal_of(path: Path, *, checked: bool = True) -> str:
 
 
 def _missing(path: Path) -> SnapKVError:
-    problem = f"expected a saved cache, but there is no file at {str(path)!r}"
+    problem = f"expected a saved cache, got no file at {str(path)!r}"
     return wrong("path", problem, "Save one with cache.save(path)", CacheFileError)
 
 
