@@ -12,8 +12,8 @@ from snapkv_app.cli.notes import (
     LITTLE_VOTE,
     checked_note,
     compared_note,
-    is_little_lost,
     format_lost_votes,
+    is_little_lost,
     votes_note,
 )
 from snapkv_app.cli.options import RunOptions
