@@ -83,10 +83,10 @@ def test_a_saved_conversation_goes_on_and_recalls_from_where_it_is_told_to(tiny,
         assert loaded.cache.options["recall"] == told
         answers.append(loaded.ask("Who came that day?").token_ids)
     assert answers == [conversation.ask("Who came that day?").token_ids] * 2
-    with pytest.raises(CacheMismatchError, match="recall: .* expected 'host', a folder or None"):
+    with pytest.raises(CacheMismatchError, match=r"recall: .* expected 'host', a folder or None"):
         Conversation.load(tmp_path / "talk", tiny, SHORT, POLICY, recall="none")
     conversation.cache.save(tmp_path / "cache")
-    with pytest.raises(CacheFileError, match="path: .* contains a cache without a conversation"):
+    with pytest.raises(CacheFileError, match=r"path: .* contains a cache without a conversation"):
         Conversation.load(tmp_path / "cache", tiny, SHORT, POLICY)
 
 

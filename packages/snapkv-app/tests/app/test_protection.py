@@ -125,7 +125,7 @@ def test_what_was_asked_for_and_has_no_room_is_all_that_is_said(
 
 def test_texts_that_cannot_be_found_are_refused(demo):
     prompt = Prompt(text=DOCUMENT)
-    with pytest.raises(InvalidArgumentError, match="the prompt does not contain '.*gulls'"):
+    with pytest.raises(InvalidArgumentError, match=r"the prompt does not contain '.*gulls'"):
         Protection(texts=("gulls",)).spans(prompt, SnapKV(), demo.tokenizer)
     with pytest.raises(InvalidArgumentError, match="empty"):
         Protection(texts=(" ",))

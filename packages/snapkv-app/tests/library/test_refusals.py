@@ -75,7 +75,7 @@ BLENDS = [
     (ARGUMENT, "per query head in part 0", of_query_heads, {}),
     (PromptTooLongError, "together they have 513 tokens.*512 positions", of("whole", 300, 213), {}),
     (UnsupportedModelError, "do not have full attention", of("whole", 5, 6, model=HYBRID), {}),
-    (ARGUMENT, "policy: .* needs the queries of the whole prompt", of("whole"), {"policy": H2O(16)}),
+    (ARGUMENT, "needs the queries of the whole prompt", of("whole"), {"policy": H2O(16)}),
     (ARGUMENT, "policy: expected one that chooses when a layer", of("whole"),
      {"policy": KVzip(16, window_size=4)}),
     (ARGUMENT, "policy: the documents were compressed", of("even"),
