@@ -38,21 +38,25 @@ def log_likelihoods(
     batch_size: int = 1,
     quantize: KVCodes | None = None,
 ) -> Iterator[tuple[float, bool]]:
-    """Log-probability of every continuation after a context that is read and compressed once.
+    """Compute the log-probability of every continuation after a compressed context.
 
-    The whole context predicts the first token, as in an answer; later ones see the kept tokens.
+    The context is read once. All of it predicts the first token, as in an answer; later tokens see
+    the kept tokens.
 
     Args:
         loaded: the model.
         context: (1, T) int64, T at least 1.
         continuations: (1, C) int64 each, C at least 1.
-        policy: what the cache keeps of the context.
-        batch_size: how many are read in one pass, each after a copy of the compressed context; if
-            the policy evicts while generating, each is read alone, token by token.
+        policy: selects the tokens of the context to keep.
+        batch_size: how many continuations are read in one pass, each after a copy of the compressed
+            context; if the policy evicts while generating, each is read alone, token by token.
         quantize: as for `CompressedCache`; None for unquantized.
 
     Returns:
         For each, the sum of the tokens' log-probabilities, and whether it is the greedy answer.
+
+    Raises:
+        OutOfMemoryError: the device is full.
     """
     model, policy = loaded.model, loaded.completed(policy)
     cache = CompressedCache(model, policy, quantize=quantize)
@@ -70,7 +74,10 @@ def log_likelihoods(
 def _together(
     model: Any, end: PromptEnd, continuations: Sequence[Tensor]
 ) -> list[tuple[float, bool]]:
-    """The same for continuations in one batch; padding after shorter ones changes nothing."""
+    """Score continuations in one padded batch, as `log_likelihoods` does.
+
+    Changes the cache of `end`: the caller must pass a branch.
+    """
     lengths = [continuation.shape[1] for continuation in continuations]
     rows = pad_sequence([one[0] for one in continuations], batch_first=True)
     for layer in end.cache.layers:  # recurrent ones, too, which take no other way to more rows
@@ -84,10 +91,13 @@ def _together(
 
 
 def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of every token of (B, C) continuations, those before it being given.
+    """Compute the log-probability of every token of (B, C) continuations, given those before it.
 
-    (B, C) fp32, and (B, C) bool, whether each token is the most likely. All but the last token of
-    each is in the cache then.
+    Reads all tokens but the last of each continuation into the cache of `end`.
+
+    Returns:
+        (B, C) float32, the log-probabilities, and (B, C) bool, whether each token is the most
+        likely.
     """
     cache, following = end.cache, continuation.shape[1] - 1
     # Eviction while generating depends on the steps.
@@ -104,7 +114,7 @@ def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple
 
 
 def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (B, N) of tokens (B, N) from logits (B, N, V); whether each is top-1."""
+    """Return the log-probabilities of (B, N) tokens from (B, N, V) logits, and if each is top-1."""
     predicted = logits.float().log_softmax(dim=-1)
     chosen = predicted.gather(2, ids[:, :, None])[:, :, 0]
     return chosen, predicted.argmax(dim=-1) == ids
@@ -112,15 +122,17 @@ def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """The right answers to a prompt, as tokens; none of one that the tokenizer drops."""
+    """The right answers to a prompt, as tokens; empty for an answer that the tokenizer drops."""
 
     token_ids: Sequence[Sequence[int]]
 
     @classmethod
     def after(cls, prompt: Prompt, references: Sequence[str], loaded: LoadedModel) -> "References":
-        """As the model would go on: a space goes before them where a word would begin with one.
+        """Tokenize reference answers as they would follow the prompt.
 
-        The prompt's tokens stay what they are. No reference is empty.
+        A space is inserted before an answer unless the prompt ends in whitespace or a control
+        token, or the answer begins with whitespace. An answer that would change the prompt's last
+        tokens is tokenized alone. The caller must not pass an empty answer.
         """
         tokenizer = loaded.tokenizer
         before: list[int] = prompt.encoded(tokenizer)[0]
@@ -137,9 +149,12 @@ class References:
         return cls(token_ids=found)
 
     def loss(self, loaded: LoadedModel, end: PromptEnd) -> float | None:
-        """Mean negative log-likelihood of the most likely reference, in nats per token.
+        """Return the mean negative log-likelihood of the most likely reference, in nats per token.
 
         None if a reference has no token, exceeds the model's positions, or has no finite loss.
+
+        Raises:
+            OutOfMemoryError: the device is full.
         """
         longest = end.cache.get_seq_length() + max(map(len, self.token_ids))
         if not all(self.token_ids):

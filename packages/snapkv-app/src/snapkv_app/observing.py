@@ -1,8 +1,8 @@
-"""A reading in which every layer is looked at, as a policy is shown it at the end of the prompt.
+"""Read a prompt once, and show every layer to several policies as in a prefill.
 
 Reading takes almost all the time, and every method starts from the same full cache. So a prompt is
-read once by a policy that keeps everything and notes what it is shown, and each method is then
-asked as it would be while reading. The copies equal real compressed prefills bit for bit.
+read once by a policy that keeps everything and records each layer, and each method is then called
+as it would be while reading. The copies equal real compressed prefills bit for bit.
 """
 
 import copy
@@ -34,7 +34,7 @@ _SHOWN: frozenset[Need] = frozenset({"rotation", "output_weight", "token_ids"})
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingPolicy(Policy):
-    """Keeps everything and notes what it was shown, layer by layer."""
+    """A policy that keeps everything and records every layer that it is shown."""
 
     name: ClassVar[str] = "recorder"
 
@@ -57,7 +57,7 @@ class RecordingPolicy(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class _Observer(RecordingPolicy):
-    """Looks at every layer at once, so that no more than one is whole."""
+    """A policy that calls a function for every layer, so that only one layer is stored in full."""
 
     name: ClassVar[str] = "observer"
 
@@ -74,10 +74,16 @@ def observed(
     query_tokens: int,
     look: Callable[[PromptLayer], Seen],
 ) -> dict[int, Seen]:
-    """Read (1, S) tokens in one pass and look at one layer at a time, as attention saw it.
+    """Read (1, S) tokens in one pass, and call `look` for each layer.
 
-    `query_tokens` says how many of the last queries `look` needs. What it saw is returned by the
-    layer's index in the model.
+    Args:
+        loaded: the model.
+        ids: the tokens.
+        query_tokens: how many of the last queries `look` needs.
+        look: called with each layer as attention saw it.
+
+    Returns:
+        The results of `look` by the layer's index in the model.
     """
     seen: dict[int, Seen] = {}
 
@@ -91,7 +97,7 @@ def observed(
 
 @torch.inference_mode()
 def _read(model: Any, ids: Tensor, recorder: RecordingPolicy) -> tuple[CompressedCache, Tensor]:
-    """The full cache of a prompt, and the (1, 1, V) logits after it."""
+    """Return the full cache of a prompt, and the (1, 1, V) logits after it."""
     cache = CompressedCache(model, recorder)
     cache.expect_tokens(ids)
     return cache, model(ids, **passed(cache), logits_to_keep=1).logits
@@ -109,11 +115,15 @@ class RecordedPrompt:
 
     @property
     def prompt_tokens(self) -> int:
-        """T, tokens in the prompt."""
+        """T, the number of tokens of the prompt."""
         return self.layers[0].keys.shape[2]
 
     def compressed(self, policy: Policy, **options: Any) -> CompressedCache:
-        """A cache as it is after a prefill with that policy; the recording stays untouched."""
+        """Build the cache that a prefill with `policy` gives; the recording stays unchanged.
+
+        Raises:
+            InvalidArgumentError: the policy needs more queries than were recorded.
+        """
         cache = CompressedCache(self.model, policy, **options)
         cache.expect_prompt(self.prompt_tokens)
         cache.expect_question(self.question_tokens)
@@ -128,7 +138,7 @@ class RecordedPrompt:
         return cache
 
     def _filling(self, cache: CompressedCache) -> Iterator[PromptLayer]:
-        """Fill one layer after the other, and show it as the cache's policy is to see it."""
+        """Fill each layer of `cache`, and yield it as the cache's policy should see it."""
         policy = cache.prompt_state.policy
         for layer, states in zip(cache.prompt_state.layers, self.layers, strict=True):
             layer.update(states.keys, states.values)
@@ -158,7 +168,8 @@ class RecordedPrompt:
 def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> RecordedPrompt:
     """Read a prompt, (1, T) int64, with the full cache.
 
-    Raises UnsupportedModelError of latent attention, whose heads share what is stored.
+    Raises:
+        UnsupportedModelError: the model has latent attention, whose heads share what is stored.
     """
     cache, logits = _read(model, ids, recorder)
     others = _not_shown(cache, recorder.layers)
@@ -166,7 +177,11 @@ def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> Recorde
 
 
 def _not_shown(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int, Any]:
-    """The layers with contents that a policy is not shown: sliding windows and states."""
+    """Return the layers that a policy is not shown: sliding windows and states.
+
+    Raises:
+        UnsupportedModelError: the model has latent attention.
+    """
     if any(layer.stored_heads is not None for layer in shown):
         raise wrong(
             "model",
@@ -185,7 +200,11 @@ def _not_shown(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int
 def record_prompt_twice(
     model: Any, ids: Tensor, policy: Policy, *, instruction_ids: Sequence[int]
 ) -> RecordedPrompt:
-    """Read a prompt before any question is known, for policies like this one; see `kvzip`."""
+    """Read a prompt before any question is known, for policies like `policy`; see `kvzip`.
+
+    Raises:
+        UnsupportedModelError: the model has latent attention.
+    """
     cache = CompressedCache(model, policy)
     layers = read_layers(model, ids, cache, instruction_ids=instruction_ids)
     cache.crop(-1)  # the last token is read again, for its logits

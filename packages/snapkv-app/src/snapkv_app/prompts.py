@@ -1,4 +1,4 @@
-"""From documents and a question to the text the model continues."""
+"""Build the text that the model continues from documents and a question."""
 
 import itertools
 import re
@@ -30,27 +30,30 @@ class Prompt:
 
     @classmethod
     def written(cls, text: str, **fields: Any) -> Self:
-        """Of what a chat template wrote, in which content is `quoted`."""
+        """Build a prompt from the text of a chat template, in which content is `quoted`."""
         plain, cuts = unquoted(text)
         return cls(text=plain, cuts=cuts, has_special_tokens=True, **fields)
 
     def followed_by(self, tokenizer: Any, content: str) -> Self:
-        """With content after it that no template writes."""
+        """Return the prompt with content after it that no template writes."""
         text, cuts = unquoted(quoted(tokenizer, content))
         begin = len(self.text)
         places = (*self.cuts, *(begin + cut for cut in cuts))
         return replace(self, text=self.text + text, cuts=places)
 
     def token_ids(self, tokenizer: Any) -> Any:
-        """(1, T) int64."""
+        """Return the tokens, (1, T) int64."""
         import torch  # which commands that read no prompt do without
 
         return torch.tensor([self.encoded(tokenizer)[0]])
 
     def context_tokens(self, tokenizer: Any) -> int | None:
-        """How many of the prompt's tokens are context; None where `context_characters` is.
+        """Return how many of the prompt's tokens are context; None without `context_characters`.
 
-        Where a token reaches over the context's end, it belongs to the rest.
+        A token that extends over the end of the context belongs to the rest.
+
+        Raises:
+            InvalidArgumentError: the context or the rest has no token.
         """
         if self.context_characters is None:
             return None
@@ -72,9 +75,9 @@ class Prompt:
         return tokens
 
     def question_tokens(self, tokenizer: Any) -> int | None:
-        """How many tokens the prompt has from the question's first on; None where it has none.
+        """Return how many tokens the prompt has after the question begins; None without one.
 
-        What stands before the question, which may be long, is not tokenized again.
+        The text before the question, which may be long, is not tokenized again.
         """
         place = self._question_place()
         if place < 0:
@@ -83,12 +86,16 @@ class Prompt:
         return len(tokenized(tokenizer, self.text[place:], cuts)[0])
 
     def _question_place(self) -> int:
-        """Where it is asked last in the text; -1 for nowhere."""
+        """Return where the question occurs last in the text; -1 if it does not occur."""
         question = self.question.strip()
         return self.text.removesuffix(self.answer_start).rfind(question) if question else -1
 
     def hiding_question(self) -> "Prompt":
-        """The same prompt, compressed before the question; everything after it is hidden, too."""
+        """Return the same prompt, but compressed before the question.
+
+        Raises:
+            InvalidArgumentError: the template has rewritten the question.
+        """
         place = self._question_place()
         if place < 0:
             raise wrong(
@@ -99,7 +106,12 @@ class Prompt:
         return replace(self, context_characters=place)
 
     def offsets(self, tokenizer: Any, argument: str, remedy: str) -> list[tuple[int, int]]:
-        """Where every token begins and ends in the text; refused for a tokenizer without them."""
+        """Return where every token begins and ends in the text.
+
+        Raises:
+            InvalidArgumentError: the tokenizer reports no offsets; `argument` and `remedy` are in
+                the message.
+        """
         if not getattr(tokenizer, "is_fast", False):
             raise wrong(
                 argument,
@@ -112,9 +124,9 @@ class Prompt:
     def encoded(
         self, tokenizer: Any, *, end: int | None = None, offsets: bool = False
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens of the text, or of its first `end` characters, and their places if asked for.
+        """Return the tokens of the text, or of its first `end` characters and their offsets.
 
-        A text that no template wrote has no control tokens but those that are around it.
+        A text that no template wrote has no control tokens except those around it.
         """
         return tokenized(
             tokenizer,
@@ -125,14 +137,18 @@ class Prompt:
         )
 
     def _cuts(self, tokenizer: Any) -> Sequence[int]:
-        """Places in control words that are text."""
+        """Return the positions in control words that are plain text."""
         if self.has_special_tokens:
             return self.cuts
         return unquoted(quoted(tokenizer, self.text))[1]
 
 
 def require_unicode(argument: str, text: str) -> None:
-    """Raise where a text holds what no tokenizer takes: bytes that came in and are no UTF-8."""
+    """Raise if a text contains bytes that were not UTF-8.
+
+    Raises:
+        InvalidArgumentError: it does.
+    """
     if surrogate := re.search(r"[\ud800-\udfff]", text):
         raise wrong(
             argument,
@@ -143,7 +159,11 @@ def require_unicode(argument: str, text: str) -> None:
 
 
 def require_question(question: str) -> None:
-    """Raise if the question is empty or not valid Unicode."""
+    """Raise if the question is empty or not valid Unicode.
+
+    Raises:
+        InvalidArgumentError: it is.
+    """
     if not question.strip():
         raise wrong(
             "question",
@@ -156,9 +176,9 @@ def require_question(question: str) -> None:
 def question_prompt(
     tokenizer: Any, document: str, question: str, *, answer_start: str = ""
 ) -> Prompt:
-    """The document first and the question last, so that it votes on the document.
+    """Build a prompt whose question comes after the document and votes on it.
 
-    With a chat template both are one message of the user, and the model's turn begins with
+    With a chat template, both are one message of the user, and the model's turn begins with
     `answer_start`. Without one, the model continues "Question: ... Answer: ...".
     """
     if tokenizer.chat_template:
@@ -211,7 +231,7 @@ def next_turn(tokenizer: Any, question: str) -> Prompt:
 
 
 def system_message(tokenizer: Any) -> str:
-    """What a chat template writes before the first message only; empty for special tokens alone."""
+    """Return the text that a chat template writes before the first message only."""
     turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
     parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_ANSWER)
     if len(parts) < 3 or not getattr(tokenizer, "is_fast", False):
@@ -226,6 +246,6 @@ def system_message(tokenizer: Any) -> str:
 
 
 def _alike(some: Iterable[int], others: Iterable[int]) -> int:
-    """How many of the first tokens are the same."""
+    """Count the leading elements that two sequences have in common."""
     pairs = zip(some, others, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

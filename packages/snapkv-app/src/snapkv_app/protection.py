@@ -1,4 +1,4 @@
-"""Protected tokens of a prompt: texts in it, its beginning, a chat's system message."""
+"""The tokens of a prompt that are always kept: texts in it, its beginning, a system message."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ Costs = Callable[[], Sequence[TokenCost]]
 
 @dataclass(frozen=True, kw_only=True)
 class Protection:
-    """Tokens of a prompt that every layer and head keeps; see `CompressedCache`."""
+    """Which tokens of a prompt every layer and head keeps; see `CompressedCache`."""
 
     texts: Sequence[str] = ()  # every occurrence of each, chat template included
     first_tokens: int = 0
@@ -40,10 +40,19 @@ class Protection:
     def spans(
         self, prompt: Prompt, policy: Policy, tokenizer: Any, costs: Costs = list
     ) -> list[Span]:
-        """The positions to protect, for `CompressedCache`.
+        """Return the positions to protect, for `CompressedCache`.
 
-        Warns on standard error if the default cannot protect the system message. A budget in bytes
-        needs the `costs` of a token in the layers that are compressed.
+        Writes a warning to standard error if the default cannot protect the system message.
+
+        Args:
+            prompt: the prompt.
+            policy: selects the tokens to keep.
+            tokenizer: the tokenizer of the model.
+            costs: returns the bytes of a token in the compressed layers, for a budget in bytes.
+
+        Raises:
+            InvalidArgumentError: a text or a required system message is not in the prompt, or has
+                no room.
         """
         asked = [(0, self.first_tokens)] if self.first_tokens else []
         for text in self.texts:
@@ -97,7 +106,7 @@ def _occurrences(prompt: Prompt, text: str, tokenizer: Any) -> list[Span]:
 
 
 def tokens_of(offsets: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """The tokens that overlap these places of a text: one span, or none."""
+    """Return the tokens that overlap these characters of a text: one span, or none."""
     within = [
         position
         for position, (begin, end) in enumerate(offsets)
@@ -111,7 +120,7 @@ def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
 
 
 def _has_room(policy: Policy, asked: list[Span], tokens: int, costs: Sequence[TokenCost]) -> bool:
-    """Whether the budget has room for these tokens; if not, the prefill raises the error."""
+    """Return whether the budget has room for these tokens; if not, the prefill raises the error."""
     try:
         _require_room(policy, asked, tokens, costs)
     except InvalidArgumentError:
@@ -122,7 +131,11 @@ def _has_room(policy: Policy, asked: list[Span], tokens: int, costs: Sequence[To
 def _require_room(
     policy: Policy, asked: list[Span], tokens: int, costs: Sequence[TokenCost]
 ) -> None:
-    """Raise unless the policy can keep these spans of a prompt of that many tokens."""
+    """Raise unless the policy can keep these spans of a prompt of `tokens` tokens.
+
+    Raises:
+        InvalidArgumentError: it cannot.
+    """
     spans = Spans.of("protect", asked)
     if spans.parts:
         policy.require_protection(spans)

@@ -1,4 +1,4 @@
-"""How far a model has read a text, told while it reads."""
+"""Report how far a model has read a text, while it reads."""
 
 import contextlib
 import functools
@@ -16,10 +16,10 @@ TokenSink = Callable[[int, int], None]
 
 @contextlib.contextmanager
 def telling_of_reading(model: Any, on_tokens: TokenSink) -> Iterator[None]:
-    """Within this block `on_tokens` is told how far a text is read, after every layer.
+    """Call `on_tokens` after every layer within this block, with how far a text is read.
 
-    A text counts as read in the share of the layers that have read it. Steps of one token are not
-    told, and nothing is where the model's layers cannot be found.
+    A text counts as read in proportion to the layers that have read it. Steps of one token are not
+    reported, and nothing is if the model's layers cannot be found.
     """
     try:
         layers = decoder_layers(model)

@@ -12,7 +12,12 @@ MIN_TEMPERATURE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """How an answer is generated."""
+    """The settings that say how an answer is generated.
+
+    Raises:
+        InvalidArgumentError: a value is out of range or contradicts another.
+        InvalidTypeError: a value has the wrong type.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 0.0  # 0: greedy; from 0.001 on: sampling
