@@ -36,7 +36,9 @@ def go_on(model, cache, ids, **options):
 
 def refuses(model, cache, ids, place, row=0, **options):
     """By the first token that differs."""
-    with pytest.raises(CacheMismatchError, match=f"at token {place} of row {row}\. Pass the whole"):
+    with pytest.raises(
+        CacheMismatchError, match=rf"at token {place} of row {row}\. Pass the whole"
+    ):
         go_on(model, cache, ids, **options)
 
 
@@ -175,7 +177,7 @@ def test_a_pipeline_refuses_its_second_text(demo):
     generator = pipeline("text-generation", model=demo.model, tokenizer=demo.tokenizer)
     cache = CompressedCache(demo.model, SnapKV(48, window_size=16))
     texts = ["The gate opens at nine. " * 9, "The key is under the blue stone. " * 15]
-    with pytest.raises(CacheMismatchError, match="at token 1 of row 0\. Pass the whole"):
+    with pytest.raises(CacheMismatchError, match=r"at token 1 of row 0\. Pass the whole"):
         generator(texts, past_key_values=cache, max_new_tokens=2, do_sample=False)
 
 
