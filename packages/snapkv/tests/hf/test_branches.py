@@ -69,7 +69,7 @@ REFUSED = {
         "places: expected different ascending indices from 0 to 4",
     ),
     "a place before the first": (5, [-1, 0], "places: .*got \\[-1, 0\\]"),
-    "a place twice": (5, [0, 0], "each once"),
+    "a place twice": (5, [0, 0], "different ascending indices"),
     "places that descend": (5, [2, 1], "ascending"),
 }
 
