@@ -104,7 +104,7 @@ def test_what_would_fit_is_less_than_what_did_not(attention, prompt_tokens, free
     footprint, message = footprint_of_loaded(model), prompt_advice(model, prompt_tokens, free)
     found = re.search(r"about ([\d,]+) tokens would fit", message)
     assert (found is not None) == fits
-    assert ("choose sdpa attention" in message) == (attention == "eager")
+    assert ("Choose sdpa attention" in message) == (attention == "eager")
     if found:
         tokens = int(found[1].replace(",", ""))
         assert tokens < prompt_tokens
