@@ -22,7 +22,7 @@ from snapkv_app.library.searching import Hit
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The contents of files and folders."""
+    """The texts of files and folders, and what could not be read."""
 
     texts: list[Text] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # what cannot be read, and why
@@ -35,7 +35,7 @@ class Found:
 def find(sources: Sequence[str], library: Library) -> Found:
     """Read files, folders and "-" as `text_files.read` does, each by itself, but not the library.
 
-    What the library has of them is compared.
+    The result also lists the library's documents whose files are gone.
     """
     found = Found()
     for source in sources:
@@ -133,7 +133,7 @@ def changed_sources(library: Library, hits: Sequence[Hit], *, is_allowed: bool) 
 
 
 def _change(record: Record) -> str | None:
-    """What happened to the file of a document since it was read; None if its text is the same."""
+    """Return what happened to a document's file since it was read; None if its text is equal."""
     if record.source is None:
         return None
     path = path_of_source(record.source)
@@ -150,7 +150,7 @@ def _change(record: Record) -> str | None:
 
 
 def _typed_path(record: Record) -> str:
-    """The path of a document's file as it was typed, if that leads there from this folder."""
+    """Return the path of a document's file as it was typed, if that still leads there."""
     source = path_of_source(str(record.source))
     is_typed = os.path.abspath(record.name) == source and not record.name.startswith("-")
     return record.name if is_typed else source

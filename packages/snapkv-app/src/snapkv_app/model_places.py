@@ -117,7 +117,12 @@ def locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> Model
 def hub_options(
     source: ModelPlace, revision: str | None, also: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """What to tell `from_pretrained` about the hub, which is not asked in vain."""
+    """Return the options of `from_pretrained` for the hub.
+
+    Raises:
+        InvalidArgumentError: a `revision` of a model that is not on the hub.
+        ModelNotFoundError: the model is not on this machine, and the hub does not answer.
+    """
     name, options = source.place, {"revision": revision}
     if revision and not source.on_hub:
         raise wrong(
@@ -139,7 +144,7 @@ def hub_options(
 
 
 def _is_cached(name: str, revision: str | None) -> bool:
-    """Whether a model's configuration is in the hub's cache on this machine."""
+    """Return whether a model's configuration is in the hub's cache on this machine."""
     try:
         return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
     except HFValidationError:
@@ -147,7 +152,7 @@ def _is_cached(name: str, revision: str | None) -> bool:
 
 
 def _is_reachable(name: str, revision: str | None) -> bool:
-    """Whether the hub answers within seconds, not after the client's retries; never if offline."""
+    """Return whether the hub answers within seconds; never if offline."""
     if constants.HF_HUB_OFFLINE:
         return False
     url = hf_hub_url(name, "config.json", revision=revision)
@@ -180,12 +185,12 @@ def config_file(name: str, revision: str | None = None) -> Path | None:
 
 
 def place_of(name: str) -> str:
-    """The folder or hub id behind a name, for other loaders; a GGUF file is converted first."""
+    """Return the folder or hub id behind a name; a GGUF file is converted first."""
     return locate(name).place
 
 
 def known_names(also: Iterable[str] = ()) -> Iterator[str]:
-    """Names that would have worked: the demo, models in this folder and in the hub's cache."""
+    """Yield names that are valid: the demo, models in this folder and in the hub's cache."""
     yield DEMO
     yield from also
     yield from (str(path) for path in Path().glob("*.gguf"))

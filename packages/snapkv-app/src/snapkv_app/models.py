@@ -45,19 +45,19 @@ class LoadedModel:
 
     @property
     def max_tokens(self) -> int | None:
-        """Positions the model has for prompt and answer together; None where there is no limit."""
+        """The positions for prompt and answer together; None if there is no limit."""
         return max_positions(self.model)
 
     def has_positions(self, tokens: int) -> bool:
-        """Whether prompt and answer may be so long together."""
+        """Return whether prompt and answer may have `tokens` tokens together."""
         return self.max_tokens is None or tokens <= self.max_tokens
 
     def completed(self, policy: Policy) -> Policy:
-        """The policy with what it needs to know of the tokenizer and of the heads."""
+        """Return the policy with what it must know of the tokenizer and the heads."""
         return with_known(self.model, policy.with_tokenizer(self.tokenizer))
 
     def description(self) -> dict[str, Any]:
-        """What a result must say about the model it was made with."""
+        """Return the facts about the model that a result must contain."""
         attention = self.model.config.get_text_config(decoder=True)._attn_implementation
         return {
             "name": self.name,
@@ -152,7 +152,11 @@ def load_settings(
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the GPU where there is one."""
+    """Return the device with that name; "auto" is the GPU if there is one.
+
+    Raises:
+        InvalidArgumentError: torch has no such device on this machine.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -168,7 +172,7 @@ def chosen_device(name: str) -> torch.device:
 
 
 def _dtype_option(name: str) -> dict[str, Any]:
-    """What to tell transformers about the dtype; nothing for the checkpoint's own."""
+    """Return the dtype option for transformers; empty for the checkpoint's own dtype."""
     return {} if name == "auto" else {"dtype": chosen_dtype(name)}
 
 
@@ -209,7 +213,7 @@ def _outline(config: Any, trust_remote_code: bool, options: Mapping[str, Any]) -
 
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn what transformers raises for a model it cannot load into this package's errors."""
+    """Turn errors of transformers within this block into errors of this package."""
     try:
         yield
     except (SnapKVError, torch.OutOfMemoryError, MemoryError):

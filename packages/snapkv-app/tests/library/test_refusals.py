@@ -123,14 +123,20 @@ def test_attention_that_takes_no_masks(monkeypatch):
     model = tiny_model("llama")
     parts = parts_of(model, "whole", (5, 6))
     monkeypatch.setattr("snapkv_app.library.recomputing.IMPLEMENTATIONS", ("eager",))
-    refuses(UnsupportedModelError, "expected eager where.*got 'sdpa'", model, parts, recompute=0.5)
+    refuses(
+        UnsupportedModelError,
+        "expected eager to recompute.*got 'sdpa'",
+        model,
+        parts,
+        recompute=0.5,
+    )
     assert blend(model, parts, recompute=0).get_seq_length() == 11
 
 
 def test_a_part_is_what_its_cache_has_read():
     model, ids = tiny_model("llama"), random_ids(1, 9)
     cache = read_part(model, ids, 0).cache
-    with pytest.raises(CacheMismatchError, match="8 tokens of input_ids, got 9 seen"):
+    with pytest.raises(CacheMismatchError, match="it has read 9 tokens, but input_ids has 8"):
         Part(input_ids=ids[:, :8], cache=cache)
     with pytest.raises(InvalidArgumentError, match="a prefix of 9"):
         Part(input_ids=ids, cache=cache, prefix_tokens=9)
@@ -146,7 +152,7 @@ def test_parts_that_do_not_hold_their_tokens_where_they_stood():
     model, ids = tiny_model("llama"), random_ids(1, 20)
     with pytest.raises(InvalidArgumentError, match="keys and values on the device"):
         read_part(model, ids, 0, few(), recall="host")
-    with pytest.raises(InvalidArgumentError, match="sinks were moved"):
+    with pytest.raises(InvalidArgumentError, match="has moved the keys of its sinks"):
         read_part(model, ids, 0, StreamingLLM(8))
     padded = CompressedCache(model, FullCache())
     mask = torch.ones_like(ids)
