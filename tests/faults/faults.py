@@ -299,6 +299,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv_app/decoding.py": [
         (
+            "a text in seven bits is read as UTF-8",
+            'if shift.search(data)), "utf-8")',
+            'if shift.match(data)), "utf-8")',
+            "app/test_documents.py",
+        ),
+        (
             "a text in UTF-16 without a mark is read in the other order of bytes",
             'return "utf-16-be" if first else "utf-16-le"',
             'return "utf-16-le" if first else "utf-16-be"',
@@ -336,8 +342,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a file that is an input is replaced with --force",
-            "    if _is_read(target, inputs):",
-            "    if False:",
+            "if any(os.path.samestat(status, os.stat(file)) for file in files):",
+            "if False:",
             "cli/test_outputs.py",
         ),
         (
@@ -396,8 +402,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "sampled answers that differ get a command to try next",
-            "is_told = not (found.same or options.temperature)",
-            "is_told = not found.same",
+            "not (found.same or options.temperature)",
+            "not found.same",
             "cli/test_notes.py",
         ),
     ],
@@ -573,7 +579,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         (
             "a library is made among the files of somebody else",
             "        if strangers:\n",
-            "        if not strangers:\n            pass\n        if False:\n",
+            "        if False:\n",
             "library/test_library.py",
         ),
     ],
@@ -609,6 +615,14 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "set(control_words(tokenizer).values()) - {tokenizer.unk_token_id}",
             "set(control_words(tokenizer).values())",
             "test_control_words.py",
+        ),
+    ],
+    "snapkv_lab/evaluate/summary.py": [
+        (
+            "a prompt that lost nothing counts as compressed",
+            'each["kept_tokens"] < each["prompt_tokens"]',
+            'each["kept_tokens"] <= each["prompt_tokens"]',
+            "lab/evaluate/test_summary.py",
         ),
     ],
     "snapkv_lab/measure/timing.py": [
@@ -660,11 +674,17 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         (
             "a run continues in the folder of another run",
             "            if differing:\n",
-            "            if not differing:\n                pass\n            if False:\n",
+            "            if False:\n",
             "lab/evaluate/test_runner.py",
         ),
     ],
     "snapkv_lab/evaluate/intervals.py": [
+        (
+            "a difference is taken from answers to other samples",
+            "return [values[name] for name in names], conversations and",
+            "return list(values.values())[: len(names)], conversations and",
+            "lab/evaluate/test_summary.py",
+        ),
         (
             "an interval holds 90 % of the resampled means",
             "tail = round(RESAMPLES * (1 - LEVEL) / 2)",
@@ -1474,6 +1494,18 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "snapkv_vllm/admission/spans.py": [
+        (
+            "the last token of a prompt may be dropped",
+            "DROP: (prompt_tokens - 1,",
+            "DROP: (prompt_tokens,",
+            "test_spans.py",
+        ),
+        (
+            "a dropped span counts without what was compressed",
+            "return self.drop.tokens + lost",
+            "return self.drop.tokens",
+            "test_spans.py",
+        ),
         (
             "a protected start overlaps a dropped span",
             "        found = replace(self, protect=protect)\n        found._require_disjoint()\n",

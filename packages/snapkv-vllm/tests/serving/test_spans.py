@@ -61,13 +61,15 @@ def test_only_dropped_spans_are_removed_if_the_rest_fits_the_budget():
     assert policy.policy is None
     assert policy.query_tokens == 0
     assert count_kept_tokens(policy, 94) == 64
+    require_spans_fit(policy, 41)
+    with pytest.raises(SnapKVError, match="because the last token is kept, got 10 to 40"):
+        require_spans_fit(policy, 40)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         (said((0, 60, "protect")), "do not fit into the budget of 64"),
-        (said((50, 100, "drop")), "because the last token is kept, got 50 to 100"),
         (said((5, 9, "compress")), "budget: expected a value"),
         (said((5, 9, "drop"), budget=3), "drop takes no budget"),
         (said((0, 10, "drop"), (5, 20, "protect")), "the spans .* overlap"),
