@@ -116,9 +116,7 @@ def test_picture_of_the_readme_shows_its_rows():
         for svg in (drawn, picture.FIGURE.read_text("utf-8"))
     ]
     assert words[0] == words[1]
-    assert "Answer, the same from both caches: The FNAME field is required to be" in " ".join(
-        words[0]
-    )
+    assert "Both caches answer: The FNAME field is required to be" in " ".join(words[0])
 
 
 def migrations():
