@@ -131,7 +131,7 @@ def test_the_error_for_a_name_of_kvpress_says_what_the_page_says():
     for theirs, ours in migrations():
         lines.setdefault(re.findall(r"\w+Press", theirs)[0], ours)
     for name, line in lines.items():
-        assert instead_of(name) == f"write {line}; see docs/migrating.md"
+        assert instead_of(name) == f"Write {line}, see docs/migrating.md"
 
 
 _MIGRATED = """

@@ -73,7 +73,7 @@ class Conversation:
         prefill: Prefill | None = None,
         quantize: Quantize | None = None,
     ) -> None:
-        require_one_reading(policy, "choose snapkv, whose turns vote on the whole conversation")
+        require_one_reading(policy, "Choose snapkv, whose turns vote on the whole conversation")
         policy = loaded.completed(policy)
         evicts = isinstance(policy, EvictingPolicy)
         self._prefill = prefill or Exact()

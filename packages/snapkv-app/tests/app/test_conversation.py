@@ -134,7 +134,9 @@ def test_what_cannot_be_asked_is_refused_and_changes_nothing(tiny):
         InvalidArgumentError, match="policy: expected a policy that only compresses prompts"
     ):
         Conversation(tiny, H2O(64), SHORT, recall="host")
-    with pytest.raises(InvalidArgumentError, match=r"read only once, .* kvzip"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"policy: kvzip .* read only once.*\. Choose snapkv"
+    ):
         Conversation(tiny, KVzip(64), SHORT)
 
 

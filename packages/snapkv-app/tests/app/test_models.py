@@ -286,17 +286,17 @@ UNLOADABLE = {
     "without norms": (
         gguf_with(without=["output_norm.weight", "blk.0.attn_norm.weight"]),
         InvalidArgumentError,
-        "without model.layers.0.input_layernorm.weight, model.norm.weight; fetch",
+        "without model.layers.0.input_layernorm.weight, model.norm.weight. Fetch the file again",
     ),
     "without embedding": (
         gguf_with(without=["token_embd.weight"]),
         InvalidArgumentError,
-        "without lm_head.weight, model.embed_tokens.weight; fetch",
+        "without lm_head.weight, model.embed_tokens.weight. Fetch the file again",
     ),
     "other shape": (
         gguf_with(**{"blk.0.ffn_up.weight": (48, HIDDEN)}),
         InvalidArgumentError,
-        "with model.layers.0.mlp.up_proj.weight (48, 32) instead of (64, 32); fetch",
+        "with model.layers.0.mlp.up_proj.weight (48, 32) instead of (64, 32). Fetch the file again",
     ),
     "t5": (only_config(T5Config()), UnsupportedModelError, "the encoder-decoder t5"),
     "mamba": (only_config(MambaConfig()), UnsupportedModelError, "full attention, got Mamba"),
@@ -306,7 +306,7 @@ UNLOADABLE = {
         other_config(num_hidden_layers=2),
         InvalidArgumentError,
         "without model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
-        "model.layers.1.mlp.gate_proj.weight and 6 more; download",
+        "model.layers.1.mlp.gate_proj.weight and 6 more. Download the model again",
     ),
 }
 
