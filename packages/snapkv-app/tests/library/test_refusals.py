@@ -82,7 +82,8 @@ BLENDS = [
      {"policy": SnapKV(keep_ratio=0.5)}),
     (ARGUMENT, "policy: the documents were compressed", of("even"),
      {"policy": default_policy(64)}),
-    (ARGUMENT, "policy: tova evicts after every token.* Use SnapKV", of("uneven"), {"policy": TOVA(16)}),
+    (ARGUMENT, "policy: tova evicts after every token.* Use SnapKV", of("uneven"),
+     {"policy": TOVA(16)}),
     *[
         (ARGUMENT, f"{name}: expected", of(kind), {"policy": SMALL, name: value})
         for kind in ("even", "uneven")
