@@ -164,7 +164,7 @@ REFUSED = [
             questions=("hidden",),
             template="none",
         ),
-        "read once for recall",
+        "policy: with recall, later turns are read once, but kvzip .* Use SnapKV",
     ),
     # lm-eval.
     (harness("loglikelihood", ("The key is un", "der")), "tasks: the tokenizer .* 'der' after"),

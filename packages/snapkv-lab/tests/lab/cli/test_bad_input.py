@@ -67,6 +67,6 @@ def test_missing_package_is_named_before_loading(
     monkeypatch.setitem(sys.modules, package, None)
     done = snapkv("eval", "needle", *option.split())
     assert done.status == 2
-    assert f"the package {package}, which is not installed; run pip install" in done.err
+    assert f"the package {package}, which is not installed. Run pip install" in done.err
     assert done.err.count("\n") == 1
     assert list(here.iterdir()) == tiny_only == []
