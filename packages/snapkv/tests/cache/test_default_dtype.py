@@ -66,7 +66,7 @@ CHOOSING = ["h2o", "r-kv", "fastgen", "criticalkv", "adakv of expected-attention
 def test_under_autocast_methods_choose_in_float32(method, monkeypatch):
     """As they would without it, of the same states: no operation of a method is autocast."""
     seen, policy = [], METHODS[method]
-    for name in ("select", "evict", "ranked"):
+    for name in ("select", "evict", "score_layer"):
         if own := getattr(type(policy), name, None):
 
             def noting(*given, own=own, **named):

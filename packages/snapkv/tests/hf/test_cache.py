@@ -247,7 +247,7 @@ _GROUPS = _HEADS | {"num_key_value_heads": 2}
 REFUSED = {
     "all layers slide": ("mistral", _GROUPS | {"sliding_window": 16}, "at least one layer of full"),
     "no attention": ("mamba", {"hidden_size": 16, "state_size": 4}, "full attention"),
-    "own attention": ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "by itself"),
+    "own attention": ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "not go through"),
     "rearranged heads": ("diffllama", _GROUPS, "rearranges the keys and values"),
     "both directions": ("bert", _HEADS, "causal attention"),
     "encoder": ("t5", {"d_model": 16, "d_ff": 16}, "encoder-decoder T5ForConditionalGeneration"),

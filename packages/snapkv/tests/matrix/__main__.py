@@ -137,9 +137,10 @@ def _mark(cell: str, reasons: dict[str, int]) -> str:
 
 
 def _general(reason: str) -> str:
-    """What was expected, without names and numbers."""
-    said = re.sub(r"one list of \d+ layers", "one list of layers", reason)
-    return re.split(r", got |, such as ", said)[0].replace("|", "\\|")
+    """Return the problem without names, numbers and the remedy."""
+    named = re.sub(r"\w+(For[A-Z]\w+|LMHeadModel|Attention)\b", "the model", reason)
+    said = re.sub(r"one list of \d+ layers", "one list of layers", named)
+    return re.split(r", got |, such as |\. (?=[A-Z])", said)[0].replace("|", "\\|")
 
 
 def changes(known: dict[str, dict[str, Any]]) -> Iterator[str]:
