@@ -87,7 +87,7 @@ def test_a_mask_that_is_too_short_is_refused_unless_it_hides_nothing():
 
 def test_a_pad_token_of_the_text_itself_needs_a_mask_that_says_so():
     """Without one `generate` takes every pad token for padding."""
-    model, said = tiny_model("llama"), "or pass attention_mask where the text itself has the pad"
+    model, said = tiny_model("llama"), "or pass attention_mask if the text itself contains the pad"
     first, later = random_ids(1, 60), random_ids(1, 9, 1)
     first[0, 30] = later[0, 3] = model.config.pad_token_id
     cache = CompressedCache(model, POLICY)
