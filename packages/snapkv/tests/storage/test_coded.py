@@ -123,9 +123,9 @@ def test_where_a_layer_refuses_the_cache_says_to_reset_it(policy, options, layer
     with pytest.raises(InvalidArgumentError, match="quantize: expected keys and values of at most"):
         call(model, cache, random_ids(1, PROMPT))
     weight[:] = kept
-    with pytest.raises(CacheMismatchError, match=r"call cache\.reset\(\)"):
+    with pytest.raises(CacheMismatchError, match=r"Call cache\.reset\(\)"):
         call(model, cache, random_ids(1, 1))
-    with pytest.raises(CacheMismatchError, match=r"call cache\.reset\(\)"):
+    with pytest.raises(CacheMismatchError, match=r"Call cache\.reset\(\)"):
         cache.save(tmp_path / "half")
     cache.reset()
     fresh = CompressedCache(model, policy, quantize="int8", **options)
