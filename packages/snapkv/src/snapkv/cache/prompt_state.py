@@ -96,8 +96,8 @@ class PaddingTracker:
                 "attention_mask",
                 f"{hidden_rows} of {len(visible)} rows have padding after their first token, "
                 "because a turn or an answer is shorter than others of the batch",
-                "Give each conversation a cache of its own, or pass attention_mask where the text "
-                "itself has the pad token",
+                "Give each conversation a cache of its own, or pass attention_mask if the text "
+                "itself contains the pad token",
                 UnsupportedModelError,
             )
         return None if hides_nothing else known  # what was padding before stays hidden
