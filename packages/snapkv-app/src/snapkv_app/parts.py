@@ -68,7 +68,10 @@ def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[Spoken
     """Return the parts of a prompt with a question; none if the tokenizer has no offsets."""
     if not getattr(tokenizer, "is_fast", False):
         return []
-    offsets, own = prompt.offsets(tokenizer, "document", ""), prompt.system_characters
+    offsets, own = (
+        prompt.offsets(tokenizer, "document", "Pass a fast tokenizer"),
+        prompt.system_characters,
+    )
     bounds = [("system", 0, own), ("user", own, len(prompt.text))]
     place = prompt.text.find(document, own) if document else -1
     if place >= 0:

@@ -1,5 +1,6 @@
 """Running the command line inside the test's process, on a tiny model or the session's demo."""
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -55,7 +56,10 @@ def refused(snapkv):
     def call(*arguments):
         done = snapkv(*arguments)
         assert done.status == 2, done.err
-        assert "--json" in arguments or done.out == ""
+        if "--json" in arguments:
+            assert [*json.loads(done.out)] == ["error"]
+        else:
+            assert done.out == ""
         assert done.err.startswith("snapkv: error: ")
         assert done.err.count("\n") == 1
         return done.err

@@ -1,10 +1,12 @@
 """Defaults that a user sets, `snapkv config`, `--quiet`, and errors for programs."""
 
 import json
+import os
 
 import pytest
 
-from snapkv_app.cli.defaults import OPTIONS
+from snapkv_app.cli.defaults import OPTIONS, read_defaults
+from tests.cli.conftest import run_python
 from tests.cli.test_passages import QUESTION, START
 
 
@@ -59,6 +61,35 @@ def test_file_that_sets_an_unknown_default_is_refused(refused, here, text, said)
     message = refused("ask", "log.txt", *QUESTION)
     assert str(here / "snapkv.toml") in message
     assert said in message
+
+
+def test_unreadable_folder_and_deleted_working_directory_set_no_defaults(here, monkeypatch):
+    (here / "snapkv.toml").write_text("budget = 96\n")
+    assert read_defaults().keys() == {"budget"}
+    real = os.stat
+
+    def refuse(path, *arguments, **options):
+        if str(path).endswith(".toml"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.stat", refuse)
+        assert read_defaults() == {}
+    (here / "gone").mkdir()
+    with monkeypatch.context() as patched:
+        patched.chdir(here / "gone")
+        (here / "gone").rmdir()
+        assert read_defaults() == {}
+        os.chdir(here)
+
+
+def test_closed_standard_output_is_one_line_with_json_too():
+    code = "import sys; from snapkv_app.cli.app import run; sys.exit(run(['ask', '--json']))"
+    done = run_python("-c", code, preexec_fn=lambda: os.close(1))
+    assert done.returncode == 1
+    assert done.stderr.startswith("snapkv: error: output: standard output is closed. Open it")
+    assert done.stderr.count("\n") == 1
 
 
 def test_project_file_without_our_table_sets_nothing(here, origins):

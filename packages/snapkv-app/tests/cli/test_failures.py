@@ -32,8 +32,8 @@ def test_missing_command_prints_help(snapkv):
     assert "A command is missing. See snapkv library --help." in snapkv("library").err
 
 
-@pytest.mark.parametrize("output", [(), ("--compare",)])
-def test_too_long_prompt_leaves_standard_output_empty(refused, tiny_only, output):
+@pytest.mark.parametrize("output", [(), ("--json",), ("--compare",)])
+def test_too_long_prompt_prints_no_answer(refused, tiny_only, output):
     start = ("--answer-start", "So", "--max-new-tokens", 100)
     said = refused("generate", "-p", "word " * 1200, *start, *output)
     assert "Choose a model with more positions, or shorten the prompt to at most 924 tokens" in said

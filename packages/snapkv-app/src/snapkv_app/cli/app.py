@@ -25,7 +25,7 @@ from snapkv.errors import (
 )
 from snapkv.validation import without_controls
 from snapkv_app.cli.interrupts import say_interrupted
-from snapkv_app.cli.standard_output import has_written, messages_shown, named_output, write_json
+from snapkv_app.cli.standard_output import messages_shown, named_output, write_json
 
 _FAILURE, _BAD_INPUT = 1, 2
 
@@ -248,14 +248,20 @@ def run(arguments: list[str]) -> int:
         The exit status, see `snapkv_app.cli.main`.
     """
     try:
-        with named_output(), messages_shown():
-            return _run(arguments)
+        with named_output() as output, messages_shown():
+            try:
+                return _run(arguments)
+            except (SnapKVError, _UsageError) as error:
+                if "--json" in arguments and not output.has_written:
+                    _print_json_error(error)
+                raise
     except BrokenPipeError:
         return _FAILURE  # the reader closed the pipe on purpose
     except SnapKVError as error:
-        return _refuse(error, arguments)
+        is_failure = isinstance(error, OutOfMemoryError | OutputError)
+        return _fail(str(error), _FAILURE if is_failure else _BAD_INPUT)
     except _UsageError as error:
-        return _refuse(InvalidArgumentError(_in_words(error)), arguments)
+        return _fail(_in_words(error), _BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         return say_interrupted(arguments)
     except Exception as error:
@@ -332,31 +338,18 @@ def _explain(error: BaseException, arguments: list[str]) -> int:
     return _fail(message, _FAILURE)
 
 
-def _refuse(error: SnapKVError, arguments: list[str]) -> int:
-    """Report an error in one line, and with ``--json`` also as an object on standard output.
+def _print_json_error(error: Exception) -> None:
+    """Print an error as a JSON object on standard output, for a program that reads it.
 
-    The object is left out if the command has already written to standard output.
-
-    Returns:
-        The exit status.
+    The code is the class of the error, such as ``PromptTooLongError``, see `snapkv.errors`; a
+    parsing error counts as ``InvalidArgumentError``. The argument is the word before the first
+    colon of the message, or null.
     """
-    if "--json" in arguments and not has_written():
-        _print_json_error(error)
-    is_failure = isinstance(error, OutOfMemoryError | OutputError)
-    return _fail(str(error), _FAILURE if is_failure else _BAD_INPUT)
-
-
-def _print_json_error(error: SnapKVError) -> None:
-    """Print an error as a JSON object, for a program that reads the output.
-
-    The code is the class of the error, such as ``PromptTooLongError``, see `snapkv.errors`. The
-    argument is the word before the first colon of the message, or null.
-    """
-    argument, colon, _ = str(error).partition(":")
+    refusal = error if isinstance(error, SnapKVError) else InvalidArgumentError(_in_words(error))
+    argument, colon, _ = str(refusal).partition(":")
     named = argument if colon and argument.isidentifier() else None
-    record = {"code": type(error).__name__, "argument": named, "message": str(error)}
-    with contextlib.suppress(OSError, OutputError):  # standard output itself may have failed
-        write_json({"error": record})
+    record = {"code": type(refusal).__name__, "argument": named, "message": str(refusal)}
+    write_json({"error": record})
 
 
 def _fail(message: str, status: int) -> int:

@@ -77,10 +77,14 @@ def defaults_for(command: str, options: Collection[str], typed: dict[str, Any]) 
 
 
 def _from_files() -> dict[str, Default]:
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except OSError:
+        return {}  # the working directory was deleted
     for folder in (here, *here.parents):
         for path in (folder / FILE, folder / PROJECT_FILE):
-            if path.is_file() and (table := _table(path)) is not None:
+            # Unlike `Path.is_file`, this does not raise if a folder may not be looked into.
+            if os.path.isfile(path) and (table := _table(path)) is not None:
                 return dict(_default(path, name, value) for name, value in table.items())
     return {}
 

@@ -19,6 +19,7 @@ from snapkv_app.cli.fields import with_options
 from snapkv_app.cli.options import ModelOptions, PolicyOptions
 from snapkv_app.cli.standard_output import write
 from snapkv_app.packages import demo_file
+from snapkv_app.prompts import Prompt, question_prompt
 from snapkv_app.settings import GenerationSettings
 
 EXAMPLES = {"demo": ("snapkv demo", "snapkv demo --budget 256")}
@@ -29,6 +30,9 @@ START = "The FNAME field is required to be Latin-1 by RFC"
 
 CHARACTERS = 24_000
 """The number of characters of the source that are read by default, which is nearly all of it."""
+
+SETTINGS = GenerationSettings(max_new_tokens=12, stop_strings=("\n",))
+"""How the answer is generated, which is one line."""
 
 NEXT = (
     "ask {} -q 'Whose minigzip.py is this based on?'",
@@ -79,18 +83,15 @@ def demo(
     from snapkv_app.cli.grid import say
     from snapkv_app.cli.loading import load_model, reading_progress, say_if_demo
     from snapkv_app.cli.policy import usual_bits
-    from snapkv_app.prompts import question_prompt
 
     loaded, policy = load_model(options), default_policy(options.budget)
-    text = Path(gzip.__file__).read_text(encoding="utf-8")[:characters]
-    prompt = question_prompt(loaded.tokenizer, text, QUESTION, answer_start=START)
+    prompt = demo_prompt(loaded.tokenizer, characters)
     tokens = len(prompt.encoded(loaded.tokenizer)[0])
     write(f"{_label('document')}from the source of Python's gzip module, {tokens:,} tokens\n")
     write(f"{_label('question')}{QUESTION}\n")
 
     def answer_with(label: str, method: Any) -> Any:
         bits, _ = usual_bits(method, loaded.model)
-        settings = GenerationSettings(max_new_tokens=12, stop_strings=("\n",))
         labels = iter([_label(label)])
 
         def write_after_label(text: str) -> None:  # the label must not come before the bar is gone
@@ -98,7 +99,7 @@ def demo(
 
         with reading_progress(loaded.model, method_name(method.describe())) as bar:
             on_text = bar.before(write_after_label)
-            found = answer(loaded, prompt, method, settings, quantize=bits, on_text=on_text)
+            found = answer(loaded, prompt, method, SETTINGS, quantize=bits, on_text=on_text)
         write("\n")
         return found
 
@@ -109,6 +110,12 @@ def demo(
     program = "snapkv" if is_on_path else shlex.quote(typed)
     say(Text(f"  {program} {line.format(shlex.quote(gzip.__file__))}") for line in NEXT)
     say_if_demo(loaded)
+
+
+def demo_prompt(tokenizer: Any, characters: int = CHARACTERS) -> Prompt:
+    """Return the beginning of the source of Python's gzip module, with a question about it."""
+    text = Path(gzip.__file__).read_text(encoding="utf-8")[:characters]
+    return question_prompt(tokenizer, text, QUESTION, answer_start=START)
 
 
 def _label(text: str) -> str:

@@ -16,8 +16,11 @@ FAILED = 1
 
 
 @contextlib.contextmanager
-def named_output() -> Iterator[None]:
+def named_output() -> Iterator["NamedStream"]:
     """Let failed writes to standard output raise OutputError in this block, and flush at its end.
+
+    Yields:
+        The stream that is the standard output in the block.
 
     Raises:
         OutputError: standard output is closed, or cannot be written to.
@@ -26,17 +29,13 @@ def named_output() -> Iterator[None]:
     if stream is None:
         problem = "standard output is closed"
         raise wrong("output", problem, "Open it, or redirect it to a file", OutputError)
-    sys.stdout = cast(Any, _NamedStream(stream))
+    named = NamedStream(stream)
+    sys.stdout = cast(Any, named)
     try:
-        yield
-        sys.stdout.flush()
+        yield named
+        named.flush()
     finally:
         sys.stdout = stream
-
-
-def has_written() -> bool:
-    """Return whether anything was written since the last block of `named_output` began."""
-    return _NamedStream.has_written
 
 
 def hide_messages(is_quiet: bool) -> bool:
@@ -62,20 +61,22 @@ def messages_shown() -> Iterator[None]:
             hidden.close()
 
 
-class _NamedStream:
-    """A stream whose errors name it as the standard output."""
+class NamedStream:
+    """A stream whose errors name it as the standard output.
 
-    has_written = False  # whether the newest instance has written anything
+    Attributes:
+        has_written: whether anything was written to it.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        _NamedStream.has_written = False
+        self.has_written = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> Any:
-        _NamedStream.has_written = True
+        self.has_written = True
         return self._call(self._stream.write, text)
 
     def flush(self) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snapkv.validation import format_bytes
+from snapkv_app.cli.demo import QUESTION, START
 from snapkv_app.plan import Request, plan
 from snapkv_app.plan.shapes import SHAPES
 from snapkv_lab import drawing
@@ -111,8 +112,8 @@ _PICTURES = (  # name, width, height
     ("inspector-phone", 390, 844),
 )
 _INSPECT = (
-    *("--question", "Which RFC requires the FNAME field to be Latin-1?"),
-    *("--answer-start", "The FNAME field is required to be Latin-1 by RFC"),
+    *("--question", QUESTION),
+    *("--answer-start", START),
     *("--budget", "128", "--budgets", "20,32,64,256,512", "--max-new-tokens", "8"),
     *("--output", "page.html"),
 )

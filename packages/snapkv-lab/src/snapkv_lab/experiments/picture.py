@@ -3,10 +3,8 @@
 It shows the run of `snapkv demo`: the same text, question and method.
 """
 
-import gzip
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +14,7 @@ from torch import Tensor
 from snapkv import CompressedCache
 from snapkv.policies import FullCache, default_policy
 from snapkv_app.answering import answer_ids, prompt_ids
-from snapkv_app.cli.demo import CHARACTERS, QUESTION, START
-from snapkv_app.prompts import question_prompt
-from snapkv_app.settings import GenerationSettings
+from snapkv_app.cli.demo import QUESTION, SETTINGS, START, demo_prompt
 from snapkv_lab import drawing
 from snapkv_lab.experiments.experiment import Experiment, RunContext
 from snapkv_lab.experiments.records import RESULTS
@@ -39,13 +35,10 @@ _PARTS = 240
 def _measure(given: RunContext) -> Iterator[Row]:
     """Answer the demo's question from a compressed and from the full cache."""
     loaded = given.loaded
-    text = Path(gzip.__file__).read_text("utf-8")[:CHARACTERS]
-    prompt = question_prompt(loaded.tokenizer, text, QUESTION, answer_start=START)
-    settings = GenerationSettings(max_new_tokens=12, stop_strings=("\n",))
-    ids = prompt_ids(loaded, prompt, settings)
+    ids = prompt_ids(loaded, demo_prompt(loaded.tokenizer), SETTINGS)
     for policy in (default_policy(), FullCache()):
         cache = CompressedCache(loaded.model, loaded.completed(policy))
-        answer, _ = answer_ids(loaded, ids, cache, settings, answer_start=START)
+        answer, _ = answer_ids(loaded, ids, cache, SETTINGS, answer_start=START)
         kept_shares = _kept_shares(cache, ids.shape[1])
         yield {
             "method": policy.name,
