@@ -59,7 +59,7 @@ def pipelines(tmp_path, demo):
         text = pipe(prompt, max_new_tokens=1, do_sample=False, past_key_values=cache)
         assert "Paris" in text[0]["generated_text"][len(prompt) :]
         assert cache.report().kept_tokens == 48
-        with pytest.raises(CacheMismatchError, match=r"Call cache\.reset"):
+        with pytest.raises(CacheMismatchError, match=r"or call cache\.reset"):
             pipe([prompt, "Another."], max_new_tokens=1, past_key_values=cache)
         cache.reset()
 
