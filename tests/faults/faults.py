@@ -356,7 +356,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv_app/cli/app.py": [
         (
             "an error follows an object that was printed as a second one",
-            'if "--json" in arguments and not has_written():',
+            'if "--json" in arguments and not output.has_written:',
             'if "--json" in arguments:',
             "cli/test_failures.py",
         ),
