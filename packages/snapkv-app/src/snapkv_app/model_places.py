@@ -19,7 +19,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError
 
-from snapkv.errors import ModelNotFoundError, wrong
+from snapkv.errors import ModelNotFoundError, SnapKVError, wrong
 from snapkv.validation import nearest
 from snapkv_app.packages import DEMO, demo_file
 from snapkv_app.plan.shapes import SHAPES, shape_of
@@ -45,9 +45,9 @@ class ModelPlace:
     on_hub: bool = False
 
 
-def not_found(got: str, expected: str = _ANY, argument: str = "model") -> ModelNotFoundError:
-    """Return the error for a name without a model."""
-    return ModelNotFoundError(f"{argument}: expected {expected}, got {got}")
+def not_found(got: str, remedy: str, expected: str = _ANY, argument: str = "model") -> SnapKVError:
+    """Build the `ModelNotFoundError` for a name without a model, as `wrong` does."""
+    return wrong(argument, f"expected {expected}, got {got}", remedy, ModelNotFoundError)
 
 
 def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model") -> Path | None:
@@ -67,29 +67,29 @@ def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model")
         MissingDependencyError: the demo model is not installed.
     """
     if not name.strip():
-        raise not_found("an empty name", argument=argument)
+        raise not_found("an empty name", f"Pass a name, such as {DEMO}", argument=argument)
     path = demo_file() if name == DEMO else Path(name).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            got = f"the file {name}. Pass the folder that contains the model's config.json."
-            raise not_found(got, "a .gguf file, a folder or a hub id", argument)
+            remedy = "Pass the folder that contains the model's config.json"
+            expected = "a .gguf file, a folder or a hub id"
+            raise not_found(f"the file {name}", remedy, expected, argument)
         return path
     if path.is_dir():
         if not (path / "config.json").is_file():
-            got = f"{name} without one. Pass the folder that save_pretrained wrote."
-            raise not_found(got, "a folder with a config.json", argument)
+            remedy = "Pass the folder that save_pretrained wrote"
+            raise not_found(f"{name} without one", remedy, "a folder with a config.json", argument)
         return path
     fault, is_path = link_fault(path), name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if fault or is_path or path.suffix == ".gguf":
-        near = nearest(name, known_names(also)) or where_to_look(path)
-        raise not_found(f"{name!r}{fault}{near}", "an existing file or folder", argument)
+        remedy = nearest(name, known_names(also), where_to_look(path))
+        raise not_found(f"{name!r}{fault}", remedy, "an existing file or folder", argument)
     if name.strip("/").count("/") == 1 or name in _WITHOUT_OWNER or _is_cached(name, None):
         return None
-    hint = nearest(name, known_names(also))
+    remedy = nearest(name, known_names(also), "Check the spelling")
     if (shape := shape_of(name)) is not None:
-        hint = f". The weights of that shape are in {SHAPES[shape].repository}."
-    got = f"{name!r}{hint}"
-    raise not_found(got, f"{_ANY} such as Qwen/Qwen3-4B", argument)
+        remedy = f"The weights of that shape are in {SHAPES[shape].repository}"
+    raise not_found(f"{name!r}", remedy, f"{_ANY} such as Qwen/Qwen3-4B", argument)
 
 
 def locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> ModelPlace:
@@ -136,9 +136,10 @@ def hub_options(
         why = f"{constants.ENDPOINT} did not answer within {_TIMEOUT_SECONDS} seconds"
         if constants.HF_HUB_OFFLINE:
             why = "this process is offline (HF_HUB_OFFLINE)"
+        remedy = "Pass the folder of a model on this machine"
         raise not_found(
-            f"{name!r}: it is not in the hub's cache on this machine, and {why}"
-            f"{nearest(name, known_names(also)) or '. Pass the folder of a model on this machine.'}"
+            f"{name!r}: it is not in the hub's cache on this machine, and {why}",
+            nearest(name, known_names(also), remedy),
         )
     return options | {"local_files_only": True}
 

@@ -225,9 +225,8 @@ def _explained(name: str) -> Iterator[None]:
             "Download the model again",
         ) from error
     except OSError as error:
-        raise not_found(
-            f"{name!r}: {first_line(error).rstrip('.')}{nearest(name, known_names())}"
-        ) from error
+        remedy = nearest(name, known_names(), "Check the name, and whether you may read the model")
+        raise not_found(f"{name!r}: {first_line(error).rstrip('.')}", remedy) from error
     except (ImportError, ValueError, KeyError) as error:
         kind = MissingDependencyError if isinstance(error, ImportError) else UnsupportedModelError
         raise kind(

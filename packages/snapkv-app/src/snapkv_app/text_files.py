@@ -275,18 +275,16 @@ def _require_file(path: Path) -> None:
         problem = f"expected a regular file or folder, got the device {path}"
         raise refused(problem, "Pass a file, or - for standard input")
     names = os.listdir(path.parent) if path.parent.is_dir() else ()
-    near = nearest(path.name, names) or where_to_look(path)
-    raise DocumentError(
-        f"file: expected an existing file or folder, got {printable(str(path))}{link_fault(path)}"
-        f"{near}"
-    )
+    got = f"{printable(str(path))}{link_fault(path)}"
+    remedy = nearest(path.name, names, where_to_look(path))
+    raise refused(f"expected an existing file or folder, got {got}", remedy)
 
 
 def where_to_look(path: Path) -> str:
-    """Return the end of an error message about a missing file."""
+    """Return the last sentence of an error message about a missing file."""
     if not path.parent.is_dir():
-        return f"; there is no folder {path.parent}"
-    return f"; see ls {shlex.quote(str(path.parent))}"
+        return f"There is no folder {path.parent}"
+    return f"See ls {shlex.quote(str(path.parent))}"
 
 
 def link_fault(path: Path) -> str:

@@ -272,7 +272,7 @@ def other_config(**changes):
 
 
 UNLOADABLE = {
-    "misspelt": (lambda folder: "dmo", ModelNotFoundError, "did you mean demo?"),
+    "misspelt": (lambda folder: "dmo", ModelNotFoundError, "Did you mean demo?"),
     "hub id": (lambda folder: "nobody/nothing", ModelNotFoundError, "got 'nobody/nothing'"),
     "empty": (lambda folder: "", ModelNotFoundError, "got an empty name"),
     "no file": (lambda folder: folder / "no/model.gguf", ModelNotFoundError, "existing file"),

@@ -246,11 +246,11 @@ def misspelt(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: folder / "report.txt", "did you mean reports.txt?"),
-        (lambda folder: folder / "missing", "; see ls "),
-        (lambda folder: folder / "nowhere" / "report.txt", "there is no folder"),
+        (lambda folder: folder / "report.txt", "Did you mean reports.txt?"),
+        (lambda folder: folder / "missing", ". See ls "),
+        (lambda folder: folder / "nowhere" / "report.txt", "There is no folder"),
         (lambda folder: "https://example.com/a.txt", "address 'https://example.com/a.txt', which"),
-        (misspelt, r"did you mean li\nes.txt?"),
+        (misspelt, r"Did you mean li\nes.txt?"),
         (lambda folder: "", "got an empty name"),
         (lambda folder: "/dev/null", "got the device /dev/null"),
         (bad_file("empty.txt", b""), "got nothing"),

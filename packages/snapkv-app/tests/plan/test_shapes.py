@@ -216,7 +216,7 @@ def test_misspelt_shape_is_refused_without_a_download(no_network, wrong):
     with pytest.raises(ModelNotFoundError, match=f"got '{wrong}'") as raised:
         find_footprint(wrong)
     assert time.monotonic() - begin < 5
-    assert ("did you mean" in str(raised.value)) == (wrong != "nothing")
+    assert ("Did you mean" in str(raised.value)) == (wrong != "nothing")
 
 
 def test_shape_cannot_be_loaded_as_a_model(no_network):
