@@ -269,7 +269,7 @@ def misspelt(folder):
         (lambda folder: write_pdf(folder / "none.pdf", []), "expected a complete document"),
         (blank_pdf, "blank.pdf with 2 blank pages. Download"),
         (lambda folder: write_pdf(folder / "locked.pdf", ["no"], "sesame"), "got the encrypted"),
-        (bad_file("old.ipynb", b'{"worksheets": []}'), "with cells, as format 4 has them"),
+        (bad_file("old.ipynb", b'{"worksheets": []}'), "a Jupyter notebook in format 4"),
         (bad_file("odd.ipynb", b'{"cells": [{"source": 3}]}'), "Export it with jupyter"),
         (empty_folder, "expected a folder with text files"),
         (unreadable_folder, "and can be read (4 cannot: expected text, got nothing in"),
