@@ -185,7 +185,7 @@ def test_words_that_normalize_to_control_words_are_refused():
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_special_tokens({"eos_token": AddedToken("<|end|>", normalized=True)})
     assert control(tokenizer, Prompt(text="<|end|>")) == 0
-    with pytest.raises(InvalidArgumentError, match=r"text: the tokenizer turns other words"):
+    with pytest.raises(InvalidArgumentError, match=r"text: the tokenizer turns some of its words"):
         Prompt(text="\uff1c|end|\uff1e").token_ids(tokenizer)
 
 

@@ -257,6 +257,13 @@ class Chat:
         self._note(f"saved {path}")
 
     def _load(self, path: str) -> None:
+        """Continue the conversation that was saved at `path`.
+
+        Raises:
+            InvalidArgumentError: there is no file at `path`.
+            CacheFileError: the file is damaged, or contains no conversation.
+            CacheMismatchError: the file belongs to another model.
+        """
         if not os.path.isfile(_require_name(path)):
             got = "a folder" if os.path.isdir(path) else "no file"
             problem = f"expected a saved conversation, got {got} at {path!r}"

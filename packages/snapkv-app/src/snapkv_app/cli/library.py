@@ -115,7 +115,11 @@ app = typer.Typer(
 @app.command()
 @with_options(AddOptions)
 def add(sources: panels.Documents, *, options: AddOptions) -> None:
-    """Read new and changed documents, and remove documents whose files were deleted."""
+    """Read new and changed documents, and remove documents whose files were deleted.
+
+    Raises:
+        Exit: a document cannot be read; the exit status is 1.
+    """
     from snapkv_app import library_files
     from snapkv_app.library.library import Outcome
 

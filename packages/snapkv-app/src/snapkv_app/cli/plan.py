@@ -134,7 +134,13 @@ def memory_of(text: str) -> int:
 
 @with_options(PlanOptions)
 def plan(*, options: PlanOptions) -> None:
-    """Estimate the memory of a long prompt and what compression gains, without the weights."""
+    """Estimate the memory of a long prompt and what compression gains, without the weights.
+
+    Raises:
+        InvalidArgumentError: `--context` is missing or is a list, or an option is out of range.
+        ModelNotFoundError: there is no model with that name.
+        UnsupportedModelError: the sizes of the model's family are not known.
+    """
     if options.shapes:
         shapes = {name: described(name) for name in SHAPES}
         give(shapes, lambda: shapes_table(shapes), as_json=options.json)

@@ -132,6 +132,10 @@ def serve(
     """Serve a model over HTTP with vLLM, from a compressed, unquantized cache.
 
     Any option of `vllm serve` may follow MODEL, such as --max-model-len 32768.
+
+    Raises:
+        InvalidArgumentError: the model is not the first argument, or an option is impossible.
+        MissingDependencyError: vLLM is not installed.
     """
     if model.startswith("-"):
         problem = f"expected the model before all options, got {model}"
