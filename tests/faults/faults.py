@@ -424,8 +424,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv_app/plan/planner.py": [
         (
             "what fits is said without the reserve of the device",
-            "room, tokens = asked.memory_bytes - asked.reserve_bytes,",
-            "room, tokens = asked.memory_bytes,",
+            "free_bytes = asked.memory_bytes - asked.reserve_bytes",
+            "free_bytes = asked.memory_bytes",
             "plan/test_planner.py",
         ),
     ],
@@ -556,7 +556,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "documents that were asked for lately are evicted first",
-            "return sorted(free, key=lambda key: (asked.get(key) or "
+            "return sorted(free, key=lambda key: (uses.get(key) or "
             "self._folder.written_at(key), key))",
             "return sorted(free, key=lambda key: (self._folder.written_at(key), key))",
             "library/test_bound.py",
