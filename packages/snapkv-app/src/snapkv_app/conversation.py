@@ -303,12 +303,7 @@ class Conversation:
 
 
 def joined(
-    loaded: LoadedModel,
-    earlier: Tensor,
-    turn: Prompt,
-    settings: GenerationSettings,
-    *,
-    is_chat: bool,
+    loaded: LoadedModel, ids: Tensor, turn: Prompt, settings: GenerationSettings, *, is_chat: bool
 ) -> Tensor:
     """Append a new turn to the tokens of a conversation.
 
@@ -318,16 +313,16 @@ def joined(
 
     Args:
         loaded: the model and its tokenizer.
-        earlier: (1, T) int64, the tokens of the conversation, which end with an answer.
+        ids: (1, T) int64, the tokens of the conversation, which end with an answer.
         turn: the question, as the chat template or `next_turn` writes it.
         settings: has further tokens that end an answer.
         is_chat: whether a chat template has written `turn`.
 
     Returns:
-        (1, T + new) int64, on the device of `earlier`.
+        (1, T + new) int64, on the device of `ids`.
     """
-    tokenizer, last = loaded.tokenizer, int(earlier[0, -1])
+    tokenizer, last = loaded.tokenizer, int(ids[0, -1])
     is_written = not is_chat or turn.text.startswith(tokenizer.decode([last]))
     if is_written and last in end_token_ids(loaded.model, settings):
-        earlier = earlier[:, :-1]
-    return torch.cat([earlier, turn.token_ids(tokenizer).to(earlier.device)], dim=1)
+        ids = ids[:, :-1]
+    return torch.cat([ids, turn.token_ids(tokenizer).to(ids.device)], dim=1)

@@ -38,14 +38,14 @@ class BudgetRecord:
     Attributes:
         label: the budget.
         answer: the answer from the compressed cache.
-        kept_sentence: a sentence about the tokens that are kept at the end of the prompt.
+        sentence: a sentence about the tokens that are kept at the end of the prompt.
         counts: (T,) int64, the number of heads in all layers that keep each token of the prompt.
         heads: the number of heads in all layers.
     """
 
     label: str
     answer: Answer
-    kept_sentence: str
+    sentence: str
     counts: Tensor
     heads: int
 
@@ -116,7 +116,7 @@ class Inspection:
         cut_after = given.new_tokens if given.finish_reason == "length" else None
         return Stop(
             label=record.label,
-            sentences=(record.kept_sentence, answer_sentence(same, cut_after)),
+            sentences=(record.sentence, answer_sentence(same, cut_after)),
             counts=record.counts,
             heads=record.heads,
             answer={
@@ -170,13 +170,8 @@ def inspect_prompt(
         given = reader.answer(policy, Exact(), Protection(), ends)
         cache = ends.pop().cache
         counts, heads = kept_counts(cache.prompt_state.layers, given.prompt_tokens)
-        return BudgetRecord(
-            label=label,
-            answer=given,
-            kept_sentence=kept_of(cache.report(), counts, heads),
-            counts=counts,
-            heads=heads,
-        )
+        kept = kept_of(cache.report(), counts, heads)
+        return BudgetRecord(label=label, answer=given, sentence=kept, counts=counts, heads=heads)
 
     begin_next()
     ids = prompt_ids(loaded, prompt, settings)[:, : prompt.context_tokens(loaded.tokenizer)]

@@ -126,7 +126,7 @@ class About:
     @property
     def policy_in_words(self) -> str:
         """The policy with its parameters for messages, such as "snapkv(budget=1024)"."""
-        return _in_words(self.policy)
+        return _text(self.policy)
 
     def require_same(self, other: "About") -> None:
         """Raise unless `other` describes the same model and tokenizer.
@@ -172,8 +172,7 @@ class About:
             if other is not None and other != own:
                 raise wrong(
                     name,
-                    f"this library's documents were read with {_in_words(own)}, got "
-                    f"{_in_words(other)}",
+                    f"this library's documents were read with {_text(own)}, got {_text(other)}",
                     "Leave it out, or add the documents to another library",
                     LibraryError,
                 )
@@ -198,14 +197,12 @@ def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
     return bits
 
 
-def _in_words(value: Any) -> str:
+def _text(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
     if "data" in value:  # a gate, which is identified by its weights
         return hashlib.sha256(base64.b64decode(value["data"])).hexdigest()[:16]
-    given = {
-        key: _in_words(part) for key, part in value.items() if key != "name" and part is not None
-    }
+    given = {key: _text(part) for key, part in value.items() if key != "name" and part is not None}
     parameters = ", ".join(f"{key}={part}" for key, part in given.items())
     return f"{value.get('name', '')}({parameters})"
 
