@@ -50,7 +50,8 @@ def engine_args(
     sessions: Sessions | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return arguments for ``vllm.LLM(model, **engine_args(budget=1024))`` or `AsyncEngineArgs`.
+    """Return the arguments with which vLLM compresses prompts, for ``vllm.LLM(model,
+    **engine_args(budget=1024))`` or `AsyncEngineArgs`.
 
     Args:
         budget: tokens kept per KV head and layer; 0 compresses only requests with
@@ -87,8 +88,8 @@ def engine_args(
 
 
 def _plugin_arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `PLUGIN_OPTIONS` for some settings, combined with those that the user
-    has given.
+    """Return the values of `PLUGIN_OPTIONS` for the given settings, combined with the values that
+    the user has given.
 
     Raises:
         RefusedError: the user has given another worker or scheduler.
@@ -112,7 +113,7 @@ def _plugin_arguments(settings: ServingSettings, given: Mapping[str, Any]) -> di
 def command_line(
     model: str, settings: ServingSettings, options: Sequence[str], *, name: str
 ) -> str:
-    """Return the shell command that starts the same server with ``vllm serve``.
+    """Return the shell command with which ``vllm serve`` starts the same server.
 
     Args:
         model: the model that vLLM loads.
@@ -136,7 +137,7 @@ def command_line(
 
 
 def _command_words(options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the words of a command line that set these options of vLLM."""
+    """Yield the words of a command line that sets the given options of vLLM."""
     for name, value in options.items():
         yield "--" + name.replace("_", "-")
         if isinstance(value, list):
@@ -148,7 +149,7 @@ def _command_words(options: Mapping[str, Any]) -> Iterator[str]:
 def serve(
     model: str, settings: ServingSettings, options: Sequence[str], *, name: str | None = None
 ) -> None:
-    """Run ``vllm serve`` until it is stopped.
+    """Run ``vllm serve`` with compressed prompts until it is stopped.
 
     Args:
         model: the model that vLLM loads, a folder or a hub id.
@@ -167,7 +168,9 @@ def serve(
 
 
 def parse_options(model: str, options: Sequence[str]) -> tuple[Any, Any]:
-    """Return vLLM's command ``serve`` and the parsed options, to which the middleware is added."""
+    """Return vLLM's command ``serve`` and the options that it has parsed. The middleware of this
+    plugin is added to them.
+    """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -181,7 +184,7 @@ def parse_options(model: str, options: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _run(model: str, settings: ServingSettings, options: Sequence[str], name: str) -> None:
-    """Start the server in this process.
+    """Start the server in this process, and return when it has stopped.
 
     Raises:
         InvalidArgumentError: vLLM refuses an option.
@@ -206,8 +209,8 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
 
 
 def _leave_memory_free(args: Any, default_share: float) -> None:
-    """Let the cache take a quarter of the free memory, on a machine without a GPU and unless the
-    user decides.
+    """Let the cache take only a quarter of the free memory, if the machine has no GPU and the user
+    has not set a size.
 
     vLLM itself takes `default_share` of the whole memory, and does not start if less than that is
     free. Changes `args` in place.

@@ -46,7 +46,9 @@ Each request of the session is compared with all of them.
 
 @dataclass(kw_only=True)
 class _SessionRequest:
-    """A request of a session: the history with which it begins, and how it was compressed."""
+    """A request of a session, with the history from which it continues and the way in which it is
+    compressed.
+    """
 
     owner: Owner
     extra_args: Mapping[str, Any]  # the settings of the request
@@ -64,9 +66,8 @@ class _SessionRequest:
 
 
 class SessionStore:
-    """The stored histories of sessions, which together take a limited number of blocks.
-
-    Each tenant has an equal share of them.
+    """The stored histories of all sessions of an engine. Together they take a limited number of
+    blocks, of which each tenant has an equal share.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SessionStore:
         vllm_config: Any,
         kv_cache_config: Any,
     ) -> None:
-        """Compute the limit of the store, in blocks.
+        """Compute how many blocks of the cache the histories may take.
 
         Raises:
             UnsupportedModelError: some layers have no full attention, or the cache is too small for
@@ -104,8 +105,8 @@ class SessionStore:
         self.report_metrics()
 
     def _max_bytes(self, vllm_config: Any, kv_cache_config: Any, asked_bytes: int) -> int:
-        """Return how many bytes histories may take, so that the longest request always fits beside
-        them.
+        """Return how many bytes the histories may take, so that there is always enough memory left
+        for the longest request.
 
         Args:
             vllm_config: the configuration of vLLM.
@@ -132,8 +133,8 @@ class SessionStore:
     # New requests.
 
     def plan_request(self, request: Any, plan: PromptPlan) -> PromptPlan:
-        """Return the plan of a new request without a history; `plan_next` chooses the history
-        later.
+        """Return the plan of a new request without a history. A history is chosen later, by
+        `plan_next`.
 
         A request without a session, or whose prompt is not text, keeps `plan`.
         """
@@ -158,10 +159,10 @@ class SessionStore:
         return turn.plan
 
     def plan_next(self, request_id: str) -> PromptPlan | None:
-        """Choose the history of a request that is about to be scheduled, and return its plan.
+        """Choose the history of a request that is about to be scheduled, and return the plan of the
+        request. The result is None if the request has no session.
 
-        None if the request has no session. The search is repeated only if the histories of the
-        session have changed.
+        The search is repeated only if the histories of the session have changed.
         """
         turn = self._turns.get(request_id)
         if turn is None:
@@ -174,8 +175,8 @@ class SessionStore:
         return turn.plan
 
     def _choose_history(self, turn: _SessionRequest) -> None:
-        """Choose the history that covers most of the prompt, and set `turn.history` and
-        `turn.plan`.
+        """Choose the history that covers the largest part of the prompt, and set `turn.history`,
+        `turn.compressed` and `turn.plan`. Nothing is set if no history can be used.
 
         Tokens are compared first. A plan is made only for a history that may cover more of the
         prompt than the best one so far.
@@ -206,7 +207,7 @@ class SessionStore:
                 )
 
     def _plan_after(self, turn: _SessionRequest, history: History) -> tuple[PromptPlan, int] | None:
-        """Plan a request that begins with `history`.
+        """Plan a request that continues from the given history.
 
         Returns:
             The plan, and how many last tokens of the prompt must be computed, at least 1. None if
@@ -226,15 +227,15 @@ class SessionStore:
         return self._settings.plan_turn(turn.extra_args, held_tokens, left, votes=False), 1
 
     def _reset_searches(self, owner: Owner) -> None:
-        """Let the waiting requests of a session search again, because its histories have
-        changed.
+        """Let all waiting requests of a session search for a history again, because its histories
+        have changed.
         """
         for turn in self._turns.values():
             if turn.owner == owner:
                 turn.has_searched = False
 
     def _pin_history(self, history: History, request_id: str, plan: TurnPlan) -> None:
-        """Pin a history until its request ends, and make it the most recently used one.
+        """Pin a history until the request has ended, and make it the most recently used history.
 
         If the request continues inside the last block, the tokens of the history after that point
         are removed from it, because they will be overwritten.
@@ -248,8 +249,10 @@ class SessionStore:
         self._reset_searches(history.owner)
 
     def reused_blocks(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
-        """Return the plan of a request and the blocks of its history in each group; None if it has
-        no history.
+        """Return the plan of a request and the blocks of its history in each KV cache group. The
+        result is None if the request has no history.
+
+        Also records in the block managers that the request begins with these blocks.
         """
         turn = self._turns.get(request_id)
         if turn is None or turn.history is None:
@@ -261,15 +264,15 @@ class SessionStore:
         return turn.plan, tuple(blocks[: cdiv(held, size)] for blocks, size in of_groups)
 
     def dropped_tokens_of(self, request_id: str) -> int:
-        """Return how many tokens the history of a request has dropped; 0 if it has no history."""
+        """Return how many tokens were dropped from the history with which a request begins. The
+        result is 0 if it has no history.
+        """
         turn = self._turns.get(request_id)
         return 0 if turn is None or turn.history is None else turn.plan.dropped_tokens
 
     def pop_forgotten(self) -> tuple[int, ...]:
-        """Return the first blocks of histories and preempted requests that were removed since the
-        last call.
-
-        Blocks with which a stored history begins are left out.
+        """Return the first blocks of all histories that were removed and of all requests that were
+        preempted since the last call. Blocks with which a stored history begins are left out.
         """
         # Branches of a session may share their first blocks.
         held = {one.first_block for one in self._held}
@@ -277,7 +280,7 @@ class SessionStore:
         return tuple(gone)
 
     def record_compression(self, request_id: str, order: Order) -> None:
-        """Record that a request is compressed in the current step."""
+        """Record that a request is compressed at the end of the current step."""
         turn = self._turns.get(request_id)
         if turn is None or not order.is_due:
             return
@@ -288,15 +291,15 @@ class SessionStore:
         turn.first_block = order.moves[0].targets[0]
 
     def record_preemption(self, request_id: str) -> None:
-        """Record that a request has freed its blocks and will begin again."""
+        """Record that a request was preempted: it has freed its blocks and will begin again."""
         turn = self._turns.get(request_id)
         if turn is not None and turn.first_block is not None:
             self._forgotten.append(turn.first_block)
             turn.first_block = None
 
     def record_wait(self, request_id: str) -> None:
-        """Count and log a request that waits for blocks although no idle history is left, once for
-        each request.
+        """Count and log a request that has to wait for blocks that are pinned by other requests. A
+        request is counted only once.
         """
         pinned = self._count_unused_blocks(one for one in self._held if one.requests - {request_id})
         if pinned and request_id not in self._waiting:
@@ -307,7 +310,7 @@ class SessionStore:
             _logger.info(message, request_id, pinned)
 
     def _count_unused_blocks(self, histories: Iterable[History]) -> int:
-        """Count the blocks of some histories that no request uses."""
+        """Count the blocks of some histories that are not used by any request."""
         of_groups = zip(*(one.blocks for one in histories), strict=True)
         kept = zip(self._managers, of_groups, strict=False)
         return sum(manager.count_unused_blocks(blocks) for manager, blocks in kept)
@@ -315,8 +318,8 @@ class SessionStore:
     # Calls of the web server.
 
     def list_sessions(self, prefix: str) -> list[dict[str, Any]]:
-        """Describe the histories whose session names begin with `prefix`, least recently used
-        first.
+        """Return a description of each history whose session name begins with `prefix`, in the
+        order in which they were last used.
         """
         return [
             {
@@ -332,7 +335,7 @@ class SessionStore:
         ]
 
     def delete_session(self, session: str) -> dict[str, int]:
-        """Remove the histories of a session, unless one of its requests is running.
+        """Remove all histories of a session, unless one of its requests is still running.
 
         Returns:
             How many histories and how many running requests the session had.
@@ -348,7 +351,8 @@ class SessionStore:
     # Requests that have ended.
 
     def store_history(self, request: Any) -> None:
-        """Store what a request has computed as a history.
+        """Store the tokens that an ended request has computed as a history of its session, if this
+        is useful and possible.
 
         The caller must free the blocks of the request afterwards.
         """
@@ -376,7 +380,9 @@ class SessionStore:
             self._forgotten.append(turn.first_block)
 
     def _make_history(self, turn: _SessionRequest, request: Any) -> History | None:
-        """Build the history of a request, without blocks; None if it would be of no use."""
+        """Build the history of an ended request, still without its blocks. The result is None if
+        the history could not be used.
+        """
         seen = min(request.num_computed_tokens, len(request.all_token_ids))
         dropped = turn.compressed.dropped_tokens
         holds = (one.holds(request.request_id, seen - dropped, dropped) for one in self._managers)
@@ -392,8 +398,8 @@ class SessionStore:
         return History(owner=turn.owner, prompt=prompt, tokens=tokens, compressed=turn.compressed)
 
     def _find_replaced(self, made: History, before: History | None) -> list[History]:
-        """Return the unused histories that `made` replaces: the one it continues, and those of the
-        same prompt.
+        """Return the unused histories that are replaced by `made`: the one from which it continues,
+        and all histories of the same prompt.
         """
         return [
             one
@@ -403,9 +409,8 @@ class SessionStore:
         ]
 
     def _make_space(self, made: History, replaced: Sequence[History]) -> bool:
-        """Evict unused histories until `made` fits.
-
-        Return False, and evict nothing, if it cannot fit.
+        """Evict unused histories until there is enough space for `made`, and return True. If there
+        cannot be enough space, evict nothing and return False.
         """
         others = [one for one in self._held if one not in replaced]
         of_name = [one for one in others if one.owner[0] == made.owner[0]]
@@ -433,9 +438,8 @@ class SessionStore:
         return True
 
     def evict_least_recent(self) -> bool:
-        """Evict the least recently used history that no request uses.
-
-        Return whether there was one.
+        """Evict the least recently used history that no request uses, and return whether there was
+        one.
         """
         idle = next((one for one in self._held if not one.requests), None)
         if idle is not None:
@@ -448,7 +452,7 @@ class SessionStore:
         self._metrics.count("session_histories_dropped")
 
     def drop_idle(self) -> None:
-        """Remove all histories that no request uses."""
+        """Remove all histories that are not used by any request."""
         for one in [one for one in self._held if not one.requests]:
             self._forget(one)
         self.report_metrics()
@@ -461,9 +465,8 @@ class SessionStore:
             manager.unpin_blocks(blocks)
 
     def report_metrics(self) -> None:
-        """Set the metrics of the stored histories.
-
-        The caller must have freed the blocks of an ended request.
+        """Set the metrics of the stored histories. If a request has ended, the caller must have
+        freed its blocks.
         """
         blocks = sum(one.block_count(self._sizes) for one in self._held)
         self._metrics.set("session_histories", len(self._held))
@@ -474,7 +477,7 @@ class SessionStore:
 
 
 def _block_bytes(group: Any) -> int:
-    """Return the bytes of a block in one group of layers."""
+    """Return the number of bytes that a block takes in one KV cache group."""
     spec = group.kv_cache_spec
     if hasattr(spec, "kv_cache_specs"):  # layers of different sizes
         return sum(one.page_size_bytes for one in spec.kv_cache_specs.values())

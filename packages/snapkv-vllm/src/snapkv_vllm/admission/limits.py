@@ -23,13 +23,13 @@ DECODE_POLICIES = ("r-kv", "tova", "streaming-llm")
 
 
 class ConfigEntry:
-    """A dataclass that is written into `additional_config` without the fields that have their
-    default.
+    """The base class of dataclasses that are written into `additional_config`. Fields that have
+    their default value are left out.
     """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Build the object from the output of `to_config`.
+        """Build an object of this class from the output of `to_config`.
 
         Raises:
             RefusedError: `config` has an unknown name.
@@ -42,7 +42,9 @@ class ConfigEntry:
         return cls(**config)
 
     def to_config(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults; they can be written as JSON."""
+        """Return the fields that differ from their default values, as a dictionary that can be
+        written as JSON.
+        """
         defaults = {one.name: one.default for one in fields(cast(Any, self))}
         own = asdict(cast(Any, self))
         return {name: value for name, value in own.items() if value != defaults[name]}
@@ -50,7 +52,8 @@ class ConfigEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(ConfigEntry):
-    """The limits of a server for every request. A request may lower them but not raise them.
+    """The limits of a server that apply to every request. A request may lower these limits, but it
+    cannot raise them.
 
     Args:
         decode_budget: how many tokens of prompt and answer every head stores while a request
@@ -68,6 +71,13 @@ class Limits(ConfigEntry):
     evict_every: int = DEFAULT_EVERY
 
     def __post_init__(self) -> None:
+        """Check the values of the limits, and that they can be used together.
+
+        Raises:
+            InvalidArgumentError: a value is out of range or has no effect, or the two numbers of
+                tokens do not go together.
+            InvalidTypeError: a value has the wrong type.
+        """
         require_int("decode_budget", self.decode_budget, minimum=0)
         require_int("evict_every", self.evict_every, minimum=1)
         require_choice("decode_policy", self.decode_policy, DECODE_POLICIES)
@@ -85,8 +95,8 @@ class Limits(ConfigEntry):
             raise wrong("evict_every", problem, "Raise it, or choose another decode_policy")
 
     def limit_answer(self, tokens: int | None, prompt_policy: Policy | None) -> AnswerLimit | None:
-        """Return the limit on what a request stores while it generates, or None if there is no
-        limit.
+        """Return the limit on the tokens that a request stores while it generates. The result is
+        None if there is no limit.
 
         Args:
             tokens: the `decode_budget` of the request; None takes that of the server.
@@ -119,7 +129,8 @@ class Limits(ConfigEntry):
         return AnswerLimit(policy=policy, max_tokens=tokens, evict_every=every)
 
     def _eviction_policy(self, kept_tokens: int) -> EvictingPolicy:
-        """Build the method that evicts, so that `kept_tokens` tokens are left.
+        """Build the method that evicts tokens from an answer, so that `kept_tokens` tokens are
+        left.
 
         Raises:
             RefusedError: `kept_tokens` is less than the method needs.
@@ -140,7 +151,7 @@ class Limits(ConfigEntry):
 
     @property
     def pending_queries_per_answer(self) -> int:
-        """How many recorded queries of one answer may wait for the next eviction."""
+        """How many recorded queries of one answer may be waiting for the next eviction."""
         if not self.decode_budget:
             return 0
         return count_eviction_queries(self._eviction_policy(self.decode_budget - self.evict_every))
@@ -148,7 +159,7 @@ class Limits(ConfigEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions(ConfigEntry):
-    """The limit of a server on the memory that the histories of sessions take.
+    """The limit of a server on the memory that is taken by the histories of sessions.
 
     Args:
         most_bytes: the bytes of all histories together; 0 for a quarter of the cache of the engine.
@@ -165,5 +176,5 @@ class Sessions(ConfigEntry):
 
     @property
     def summary(self) -> str:
-        """The limit in words, for the log."""
+        """The limit as a text for the log of the server."""
         return format_bytes(self.most_bytes) if self.most_bytes else "a quarter of the cache"

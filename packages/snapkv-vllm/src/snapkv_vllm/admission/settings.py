@@ -76,7 +76,8 @@ _UNSERVABLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
-    """The method that compresses prompts on a server, its parameters, and the limits for requests.
+    """The settings of a server: the method that compresses prompts, its parameters, and the limits
+    for requests.
 
     Args:
         policy: one of `snapkv_vllm.admission.methods.METHODS`.
@@ -106,6 +107,13 @@ class ServingSettings:
     sessions: Sessions | None = None
 
     def __post_init__(self) -> None:
+        """Check the values of the settings, and that they can be used together.
+
+        Raises:
+            InvalidArgumentError: the method cannot be served, a value is out of range, or two
+                settings contradict each other.
+            InvalidTypeError: a value has the wrong type.
+        """
         policy = self.policy
         if not isinstance(policy, str) or policy not in METHODS:
             why = isinstance(policy, str) and (_NOT_SERVED.get(policy) or nearest(policy, METHODS))
@@ -118,7 +126,7 @@ class ServingSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Build the settings from vLLM's `additional_config`.
+        """Build the settings of a server from vLLM's `additional_config`.
 
         Raises:
             InvalidArgumentError: an unknown name, or a value that is out of range.
@@ -133,7 +141,7 @@ class ServingSettings:
         return cls(**own, parameters=given, limits=limits, sessions=sessions)
 
     def to_config(self) -> dict[str, Any]:
-        """Return an entry for vLLM's `additional_config` from which `from_config` builds these
+        """Return the entry for vLLM's `additional_config` from which `from_config` can build these
         settings. It can be written as JSON.
         """
         own: dict[str, Any] = {"policy": self.policy, "budget": self.budget}
@@ -145,7 +153,9 @@ class ServingSettings:
 
     @property
     def summary(self) -> str:
-        """All settings that decide which tokens are kept, on one line for the log."""
+        """All settings that decide which tokens are kept, on one line of text for the log of the
+        server.
+        """
         made = self._make_policy(self.budget or None, self.parameters)
         own = {
             name: getattr(one, name)
@@ -160,8 +170,13 @@ class ServingSettings:
         return ", ".join(f"{name} {value}" for name, value in shown.items())
 
     def policy_for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
-        """Return the method that compresses the prompt of a request, or None if the prompt is not
-        compressed. Raises the errors of `plan_request`.
+        """Return the method that compresses the prompt of a request. The result is None if the
+        prompt is not compressed.
+
+        Raises:
+            InvalidArgumentError: an unknown setting, a name without its prefix, or a value that is
+                out of range.
+            InvalidTypeError: a value has the wrong type.
         """
         return self.plan_request(extra_args, prompt_tokens=1).policy
 
@@ -191,11 +206,17 @@ class ServingSettings:
             raise type(error)(f"{PREFIX}{message}") from error
 
     def spans_of_request(self, extra_args: Mapping[str, Any]) -> RequestSpans:
-        """Return the spans that a request drops, protects or compresses."""
+        """Return the spans of the prompt that a request drops, protects or compresses.
+
+        Raises:
+            RefusedError: the list of spans is wrong.
+            InvalidTypeError: a number has the wrong type.
+            InvalidArgumentError: a number is out of range.
+        """
         return _pop_spans(own_settings(extra_args))
 
     def protected_spans_of(self, extra_args: Mapping[str, Any], prompt_tokens: int) -> Spans:
-        """Return the spans that a request keeps whatever the votes.
+        """Return the spans of the prompt that a request keeps whatever the votes.
 
         With a budget of 0 these are all tokens that are in no other span.
         """
@@ -215,7 +236,7 @@ class ServingSettings:
         *,
         votes: bool = True,
     ) -> PromptPlan:
-        """Plan a request of a session that begins with a history.
+        """Plan when and how a request of a session is compressed, if it begins with a history.
 
         Args:
             extra_args: the settings of the request.
@@ -232,7 +253,7 @@ class ServingSettings:
         return self._plan(given, held_tokens, spans)
 
     def most_expensive_policies(self, prompt_tokens: int) -> list[Policy]:
-        """Return candidate methods, one of which needs the most memory that any request may cause.
+        """Return a list of methods, one of which needs the most memory that any request may cause.
 
         A method without `voters` gives one candidate. For other methods `voters` is
         `max_window_size`, with every pooling and with both the longest window and a window of 1,
@@ -251,7 +272,7 @@ class ServingSettings:
         return [self._make_policy(max(prompt_tokens - 1, _ample_budget(own)), own) for own in every]
 
     def count_voters(self, extra_args: Mapping[str, Any], question_tokens: int) -> int | None:
-        """Return how many last tokens of a chat's prompt vote.
+        """Return how many of the last tokens of a chat's prompt vote.
 
         Args:
             extra_args: the settings of the request.
@@ -270,7 +291,7 @@ class ServingSettings:
 
     @property
     def per_head_budget(self) -> bool:
-        """Whether heads keep different numbers of tokens."""
+        """Whether the heads of a layer may keep different numbers of tokens."""
         return self._make_policy(None, self.parameters).per_head_budget
 
     def _plan(
@@ -279,8 +300,8 @@ class ServingSettings:
         prompt_tokens: int,
         spans: RequestSpans = _NO_SPANS,
     ) -> PromptPlan:
-        """Combine the settings of a request, whose names have no prefix, with those of the
-        server.
+        """Combine the settings of a request with the settings of the server, and return the plan of
+        the request.
         """
         own = dict(given)
         budget = own.pop("budget", self.budget)
@@ -325,7 +346,8 @@ class ServingSettings:
         parameters: Mapping[str, Any],
         prompt_tokens: int,
     ) -> WithSpans:
-        """Wrap `plain` so that it edits the spans and applies the budget to all other tokens.
+        """Return a method that carries out the edits of the spans, and that applies the budget to
+        all other tokens.
 
         Args:
             plain: the method for a prompt without spans.
@@ -361,7 +383,8 @@ class ServingSettings:
         return replace(made, policy=None) if fits else made
 
     def _require_known_names(self, given: Mapping[str, Any]) -> None:
-        """Raise unless every setting exists and its value is short enough to be printed.
+        """Check that every setting of a request exists, and that its value is short enough to be
+        printed.
 
         Raises:
             RefusedError: a setting does not exist for the method of this server, or its value is
@@ -380,7 +403,8 @@ class ServingSettings:
             require_readable(full, value)
 
     def _make_policy(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
-        """Build the method. If `budget` is None, only the parameters are checked.
+        """Build the method of this server. If `budget` is None, its parameters are checked without
+        a budget of the user.
 
         Raises:
             RefusedError: an unknown parameter, a value that a server cannot serve, or a window or
@@ -411,7 +435,7 @@ class ServingSettings:
 
 
 def _require_tokens(budget: object) -> None:
-    """Raise if `budget` is a number of bytes, because a server promises numbers of tokens.
+    """Check that a budget is not a number of bytes, because a server promises numbers of tokens.
 
     Raises:
         RefusedError: the budget is given in bytes or as a share of the cache.
@@ -426,7 +450,7 @@ def _require_tokens(budget: object) -> None:
 
 
 def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
-    """Raise if a size is above the limit of the server.
+    """Check that a size is not above the limit that the server has set for it.
 
     Raises:
         RefusedError: `size` is above `cap`.
@@ -438,10 +462,12 @@ def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
 
 
 def _ample_budget(given: Mapping[str, Any]) -> int:
-    """Return a budget that is large enough for any window and sinks, to check other parameters."""
+    """Return a budget that is large enough for every window and all sinks, so that other parameters
+    can be checked.
+    """
     return DEFAULT_BUDGET + sum(abs(size) for size in given.values() if isinstance(size, int))
 
 
 def _pop_spans(given: MutableMapping[str, Any]) -> RequestSpans:
-    """Remove the spans from `given`, and return their edits."""
+    """Remove the list of spans from the settings of a request, and return its edits."""
     return RequestSpans.from_edits(parse_spans(given.pop(SPANS))) if SPANS in given else _NO_SPANS

@@ -29,7 +29,7 @@ _NONE = Spans(())
 
 @dataclass(frozen=True, kw_only=True)
 class SpanEdit:
-    """A span of tokens, and what a request does with it."""
+    """A span of the prompt, and what a request does with the tokens in it."""
 
     do: str
     span: Span
@@ -37,7 +37,7 @@ class SpanEdit:
 
 
 def parse_spans(given: object) -> tuple[SpanEdit, ...]:
-    """Check the spans of a request, and return them.
+    """Check the list of spans that a request has sent, and return it.
 
     Args:
         given: a list of objects, or JSON text of such a list.
@@ -68,7 +68,7 @@ def parse_spans(given: object) -> tuple[SpanEdit, ...]:
 
 
 def _parse_entry(given: object) -> SpanEdit:
-    """Check one object of the list.
+    """Check one object of the list of spans, and return it as an edit.
 
     Raises:
         RefusedError: a field is unknown or wrong, or the start is not below the end.
@@ -106,7 +106,7 @@ def _parse_number(given: Mapping[str, Any], name: str, minimum: int = 0) -> int:
 
 @dataclass(frozen=True)
 class RequestSpans:
-    """The spans that a request edits. Spans with different edits do not overlap.
+    """All spans of the prompt that a request edits. Spans with different edits do not overlap.
 
     Attributes:
         drop: spans whose keys and values are removed after the prompt.
@@ -120,7 +120,7 @@ class RequestSpans:
 
     @classmethod
     def from_edits(cls, entries: Sequence[SpanEdit]) -> Self:
-        """Group the edits of a request by what they do.
+        """Sort the edits of a request by whether they drop, protect or compress their span.
 
         Raises:
             RefusedError: spans with different edits overlap.
@@ -157,18 +157,19 @@ class RequestSpans:
 
     @property
     def dropped_tokens(self) -> int:
-        """How many tokens every head drops because of the spans."""
+        """How many tokens are dropped in every head because of the spans."""
         lost = sum(end - start - budget for (start, end), budget in self.compress)
         return self.drop.tokens + lost
 
     @property
     def all_spans(self) -> Spans:
-        """All spans of the request as one set of tokens."""
+        """All spans of the request, joined into one set of tokens."""
         compressed = [span for span, _ in self.compress]
         return Spans.of(SPANS_FIELD, [*self.drop.parts, *self.protect.parts, *compressed])
 
     def with_protected_start(self, first_tokens: int) -> Self:
-        """Return a copy in which the first `first_tokens` tokens are protected as well.
+        """Return a copy of these spans in which the first `first_tokens` tokens are protected as
+        well.
 
         Raises:
             RefusedError: one of these tokens is dropped or compressed.
@@ -181,7 +182,7 @@ class RequestSpans:
         return found
 
     def require_fit(self, prompt_tokens: int, window_tokens: int) -> None:
-        """Check that all spans of the request lie inside the prompt.
+        """Check that all spans of the request lie inside its prompt.
 
         Args:
             prompt_tokens: the length of the prompt, whose last token cannot be dropped.

@@ -51,7 +51,7 @@ _CLIENT_FIELDS = ("extra_body", "extra_args")
 
 
 def check_body(text: bytes, settings: ServingSettings, path: str) -> bytes:
-    """Check the settings in the body of a request, and return the body that vLLM is to read.
+    """Check the settings in the body of a request, and return the body that vLLM will read instead.
 
     Spans and a session are moved into `vllm_xargs`. In the current `RequestContext` it is recorded
     that the body was checked.
@@ -75,7 +75,7 @@ def check_body(text: bytes, settings: ServingSettings, path: str) -> bytes:
 
 
 def _parse_body(text: bytes) -> object:
-    """Parse the JSON of a body. Return None if it is not JSON.
+    """Parse the body of a request as JSON. The result is None if it is not JSON.
 
     Raises:
         RefusedError: the body is nested too deeply, or has half of a surrogate pair, which vLLM
@@ -101,7 +101,7 @@ def _parse_body(text: bytes) -> object:
 
 
 def _is_deeper(body: Any, most: int) -> bool:
-    """Whether more than `most` lists and objects are nested in each other."""
+    """Whether more than `most` lists and objects are nested inside each other."""
     nests = (dict, list)  # `json.loads` returns exactly these types
     level = [body] if type(body) in nests else []
     for _ in range(most):
@@ -117,7 +117,7 @@ def _is_deeper(body: Any, most: int) -> bool:
 def _move_into_xargs(
     body: object, path: str, *, has_sessions: bool
 ) -> tuple[object, Mapping[str, str]]:
-    """Move the spans and the session of a request to the place where vLLM passes them on.
+    """Move the spans and the session of a request to the field that vLLM passes on to the engine.
 
     Returns:
         A new body, or `body` itself if it has neither; and the names under which the client sent
@@ -148,8 +148,8 @@ def _move_into_xargs(
 
 
 def _find_session(body: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Find the session in a body: in `agent_hint`, or in `session_id`, which is a field of vLLM
-    itself.
+    """Find the name of the session in the body of a request. It may be in `agent_hint`, or in
+    `session_id`, which is a field of vLLM itself.
 
     Returns:
         The name of the field, for error messages, and the name of the session; None if there is
@@ -168,7 +168,7 @@ def _find_session(body: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def _session_in_hint(hint: object) -> Any:
-    """Return the session that `agent_hint` names, or None.
+    """Return the name of the session in the field `agent_hint` of a body, or None if it has none.
 
     Raises:
         RefusedError: the hint is no object, or has a field other than `session_id`.
@@ -189,7 +189,7 @@ def require_settings(
     path: str = "",
     client_names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raise if a JSON body has a wrong setting, or one that would be ignored.
+    """Check that the JSON body of a request has no setting that is wrong or that would be ignored.
 
     Args:
         body: the body; anything but an object is left to vLLM.
@@ -228,8 +228,8 @@ def require_settings(
 
 
 def _require_endpoint(given: Mapping[str, Any], path: str, client_names: Mapping[str, str]) -> None:
-    """Raise if `given` has spans or a session that this endpoint ignores, or a session with a wrong
-    name.
+    """Check that a request has no spans or session that its endpoint would ignore, and that the
+    name of its session is correct.
 
     Raises:
         RefusedError: the endpoint ignores the setting, or the session's name is wrong.

@@ -28,14 +28,14 @@ Render = Callable[..., Awaitable[Any]]
 
 
 def resolve_requests(renderer: Any, settings: ServingSettings) -> None:
-    """Patch the renderer of vLLM's server, so that spans are checked against the prompt and the
-    question of a chat votes.
+    """Patch the renderer of vLLM's server, so that it checks the spans of a request against its
+    prompt and lets the question of a chat vote.
     """
     _Resolver(renderer, settings)
 
 
 class _Resolver:
-    """Wraps the methods of vLLM's renderer that return the tokens of a prompt."""
+    """Wraps the methods of vLLM's renderer that convert a request to the tokens of its prompt."""
 
     def __init__(self, renderer: Any, settings: ServingSettings) -> None:
         self._renderer, self._settings = renderer, settings
@@ -67,7 +67,7 @@ class _Resolver:
         return made
 
     async def _resolve_completion(self, request: Any, made: Any, given: dict[str, Any]) -> Any:
-        """Return the settings if they have spans.
+        """Return the settings of a request for a completion if it has spans, otherwise None.
 
         Raises:
             RefusedError: there are spans and several prompts.
@@ -92,8 +92,8 @@ class _Resolver:
     async def _add_voters(
         self, messages: Sequence[Any], made: Any, given: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Return the settings with the number of voters, or None if the question is not known or
-        does not decide it.
+        """Return the settings with the number of voters added to them. The result is None if the
+        question is not known or does not decide this number.
         """
         if self._settings.count_voters(given, 1) is None:
             return None
@@ -103,7 +103,7 @@ class _Resolver:
         return None if voters is None else {**given, _VOTERS: voters}
 
     def _require_spans_fit(self, given: Mapping[str, Any], made: Any) -> None:
-        """Raise if the spans do not lie in the prompt.
+        """Check that the spans of a request lie inside its prompt.
 
         The scheduler would find it too late for a status 400.
 
@@ -125,7 +125,7 @@ def _question_tokens(messages: Sequence[Any], made: Any, tokenizer: Any) -> int 
 
 
 def _engine_inputs(made: Any) -> Sequence[Mapping[str, Any]]:
-    """Return the inputs for the engine that vLLM has rendered."""
+    """Return the inputs for the engine that vLLM has made from a request."""
     if hasattr(made, "engine_input"):  # the request was for /v1/responses
         return [made.engine_input]
     inputs: Sequence[Mapping[str, Any]] = made[1] if isinstance(made, tuple) else made

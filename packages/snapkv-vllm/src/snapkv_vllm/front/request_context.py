@@ -26,7 +26,9 @@ SHARED_TENANT = ""
 
 @dataclass
 class RequestContext:
-    """The tenant of an HTTP request, whether its body was checked, and why it was refused."""
+    """What is known about an HTTP request: its tenant, whether its body was checked, and why it was
+    refused.
+    """
 
     tenant: str = SHARED_TENANT
     is_checked: bool = True  # False while the settings in a body were not checked
@@ -38,7 +40,7 @@ _current: ContextVar[RequestContext | None] = ContextVar("snapkv_request", defau
 
 @contextmanager
 def use_context(context: RequestContext) -> Iterator[None]:
-    """Make `context` the current one inside the ``with`` block."""
+    """Make `context` the current context inside the ``with`` block."""
     token = _current.set(context)
     try:
         yield
@@ -47,7 +49,9 @@ def use_context(context: RequestContext) -> Iterator[None]:
 
 
 def current_context() -> RequestContext:
-    """Return the context of the HTTP request that is being answered, or else a new one."""
+    """Return the context of the HTTP request that is being answered, or a new one if there
+    is none.
+    """
     return _current.get() or RequestContext()
 
 
@@ -64,7 +68,8 @@ def record_refusals() -> Iterator[None]:
 
 
 def check_prompts(client: Any) -> None:
-    """Patch `client.generate`, through which every endpoint sends its prompts to the engine.
+    """Patch the method `generate` of vLLM's client, with which every endpoint sends its prompts to
+    the engine.
 
     Settings in bodies that were not checked are refused, and prompts of different tenants get
     different cache salts.
@@ -80,7 +85,7 @@ def check_prompts(client: Any) -> None:
 
 
 def _require_checked(sampling_params: Any) -> None:
-    """Raise if the request has a setting in a body that is not JSON, such as a form.
+    """Check that a request has no settings in a body that is not JSON, such as a form.
 
     Raises:
         RefusedError: the body was not checked and has a setting, or too many names.
@@ -98,19 +103,21 @@ def _require_checked(sampling_params: Any) -> None:
 
 
 def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the tenant of a request: the SHA-256 of its API key, which vLLM has checked."""
+    """Return the tenant of a request, which is the SHA-256 hash of its API key. vLLM has checked
+    the key.
+    """
     header = next((value for name, value in headers if name.lower() == b"authorization"), b"")
     key = header.decode("latin-1").partition(" ")[2]
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def add_tenant(name: str) -> str:
-    """Put the current tenant before `name`, so that no other tenant can use this name."""
+    """Put the current tenant in front of a name, so that no other tenant can use the same name."""
     return f"{current_context().tenant[:32]}/{name}"
 
 
 def _add_tenant_salt(prompt: Any) -> Any:
-    """Put the current tenant into the cache salt of a prompt, so that it reuses no blocks of
+    """Return a prompt whose cache salt contains the current tenant, so that it reuses no blocks of
     another tenant.
     """
     if current_context().tenant == SHARED_TENANT:

@@ -22,11 +22,13 @@ PATH = "/v1/snapkv/sessions"
 
 
 class Route(APIRoute):
-    """A route that answers an error of this package with the status of the error."""
+    """A route that answers an error of this package with the HTTP status that belongs to
+    the error.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap the handler so that a `SnapKVError` becomes an HTTPException with the status of the
-        error.
+        """Wrap the handler of the route so that a `SnapKVError` becomes an HTTPException with the
+        status of the error.
         """
         handle = super().get_route_handler()
 
@@ -40,7 +42,7 @@ class Route(APIRoute):
 
 
 def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
-    """Raise unless the engines have deleted the session.
+    """Check that the engines have deleted a session.
 
     Raises:
         RefusedError: requests of the session are running (status 409), or there is no such session
@@ -55,9 +57,7 @@ def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
 
 
 def router(client: Any) -> APIRouter:
-    """Return the routes that ask the engines of vLLM's client about sessions of the current
-    tenant.
-    """
+    """Return the routes with which a client lists and deletes the sessions of its tenant."""
     core = client.engine_core
 
     async def call_engines(method: str, argument: str) -> list[Any]:
