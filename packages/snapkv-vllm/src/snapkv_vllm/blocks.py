@@ -56,8 +56,8 @@ def is_compressed(spec: Any) -> bool:
     specs = getattr(spec, "kv_cache_specs", {"": spec}).values()  # layers of different sizes
     found = {type(one) in COUNTERPARTS.values() for one in specs}
     if len(found) > 1 or any(_has_window_among_full(one) for one in specs):
-        problem = "vLLM put layers with a sliding window into one group with full attention"
-        leave = "Leave --disable-hybrid-kv-cache-manager out"
+        problem = "vLLM has put layers with a sliding window and with full attention into one group"
+        leave = "Start the server without --disable-hybrid-kv-cache-manager"
         remedy = f"{leave}, or serve the model with stock vLLM"
         raise wrong("snapkv", problem, remedy, UnsupportedModelError)
     return found == {True}
@@ -387,7 +387,7 @@ def find_compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
     found = {group: one for group, one in enumerate(managers) if type(one) is CompressedManager}
     if not found:
         kinds = ", ".join(type(manager).__name__ for manager in managers)
-        problem = f"no group of blocks can be compressed, because the managers are {kinds}"
+        problem = f"there are no blocks that can be compressed, because the managers are {kinds}"
         remedy = "Pass worker_cls and scheduler_cls together, as snapkv_vllm.engine_args does"
         raise wrong("snapkv", problem, remedy, UnsupportedModelError)
     return found

@@ -102,10 +102,8 @@ class Compressor:
             for name, layer in layers.items():
                 found, expected = layer.cache.shape[2], block_tokens[group]
                 if expected % found:
-                    problem = (
-                        f"blocks of {expected} tokens cannot be cut into the {found} of {name}"
-                    )
-                    remedy = f"Pass --block-size {found}"
+                    problem = f"the block size {expected} is not a multiple of {found} in {name}"
+                    remedy = f"Start the server with --block-size {found}"
                     raise wrong("snapkv", problem, remedy, UnsupportedModelError)
         self._runs = list(layer_runs(self._groups))
 

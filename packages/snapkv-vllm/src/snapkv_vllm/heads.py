@@ -114,9 +114,9 @@ class HeadPages:
     # A view of (pages, 1, block_tokens, 2 * D). If the strides of tokens are larger than those of
     # heads, pages overlap, and most page numbers belong to no head of a block.
     cache: Tensor
-    of_block: int  # the difference between page numbers of successive blocks
-    of_head: int  # the same for heads
-    of_layer: int  # the same for layers
+    block_step: int  # the difference between page numbers of successive blocks
+    head_step: int  # the same for heads
+    layer_step: int  # the same for layers
     heads: int  # KV heads of a layer
     layers: int
 
@@ -133,16 +133,16 @@ class HeadPages:
         block, head, token, number = first.stride()
         layer = caches[1].storage_offset() - first.storage_offset() if layers > 1 else 0
         step = math.gcd(block, head if heads > 1 else 0, layer)
-        of_block, of_layer = block // step, layer // step
-        of_head = head // step if heads > 1 else 0
-        pages = (blocks - 1) * of_block + (heads - 1) * of_head + (layers - 1) * of_layer + 1
+        block_step, layer_step = block // step, layer // step
+        head_step = head // step if heads > 1 else 0
+        pages = (blocks - 1) * block_step + (heads - 1) * head_step + (layers - 1) * layer_step + 1
         view = first.as_strided((pages, 1, tokens, size), (step, step, token, number))
-        return cls(view, of_block, of_head, of_layer, heads, layers)
+        return cls(view, block_step, head_step, layer_step, heads, layers)
 
     def page_numbers(self, blocks: Tensor, places: Tensor) -> Tensor:
         """Return the numbers of the pages at `places` in `blocks`."""
         head, layer = places % self.heads, places // self.heads % self.layers
-        return blocks * self.of_block + head * self.of_head + layer * self.of_layer
+        return blocks * self.block_step + head * self.head_step + layer * self.layer_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +328,7 @@ class _KeptHeads:
 
     prompt_tokens: int
     max_tokens: int = 0
-    of_layers: dict[str, Tensor] = field(default_factory=dict)
+    counts_by_layer: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -392,7 +392,7 @@ class HeadsAttention:
             prompt_tokens: the length of the prompt.
         """
         counts = self._kept.setdefault(request, _KeptHeads(prompt_tokens))
-        counts.of_layers[layer] = kept
+        counts.counts_by_layer[layer] = kept
         counts.max_tokens = max(counts.max_tokens, int(kept.max()))
 
     def forget(self, request: str) -> None:
@@ -430,7 +430,7 @@ class HeadsAttention:
         single = _single_head_impl(impl)
         forward, update = impl.forward, impl.do_kv_cache_update
 
-        def forward_beside(
+        def forward_with_sequences(
             layer: Any, query: Tensor, key: Any, value: Any, cache: Any, metadata: Any, **more: Any
         ) -> Any:
             step = self._steps.get(name)
@@ -440,7 +440,7 @@ class HeadsAttention:
                 _attend(single, step, layer, query, more["output"])
             return more["output"]
 
-        def update_beside(layer: Any, key: Tensor, value: Tensor, cache: Any, slots: Any) -> None:
+        def store_states(layer: Any, key: Tensor, value: Tensor, cache: Any, slots: Any) -> None:
             step = self._steps.get(name)
             if step is None or not step.covers_batch:
                 update(layer, key, value, cache, slots)
@@ -448,7 +448,7 @@ class HeadsAttention:
                 new = step.select_states(key), step.select_states(value)
                 single.do_kv_cache_update(layer, *new, step.pages.cache, step.metadata.slot_mapping)
 
-        impl.forward, impl.do_kv_cache_update = forward_beside, update_beside
+        impl.forward, impl.do_kv_cache_update = forward_with_sequences, store_states
         self._layers[name] = layer
 
     def patch_builder(self, builder: Any) -> None:
@@ -473,7 +473,7 @@ class HeadsAttention:
         group_size = layers[0].impl.num_heads // pages[0].heads
 
         # The names are those of vLLM: 0.31 passes them by keyword, later releases by position.
-        def build_beside(
+        def build_with_sequences(
             common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
         ) -> Any:
             if not self._batch.rows:
@@ -486,7 +486,7 @@ class HeadsAttention:
                 self._steps[name] = _LayerStep(found, pages[layer], own, self._batch.is_complete)
             return plain
 
-        builder.build = build_beside
+        builder.build = build_with_sequences
 
     def _sequences(self, names: Sequence[str], common: Any, pages: HeadPages) -> Sequences:
         """Build the sequences of this step for the layers `names`, which share `pages`."""
@@ -517,7 +517,7 @@ class HeadsAttention:
         """
         requests, places = self._places.get(names[0], ((), None))
         if places is None or requests != self._batch.requests:
-            layers = [torch.stack([one.of_layers[name] for one in kept]) for name in names]
+            layers = [torch.stack([one.counts_by_layer[name] for one in kept]) for name in names]
             together = _join_layers(torch.stack(layers), pages.layers)
             places = HeadPlaces(together, pages.cache.shape[2])
             self._places[names[0]] = self._batch.requests, places

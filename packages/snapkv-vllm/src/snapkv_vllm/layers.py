@@ -66,11 +66,11 @@ class VotingLayer:
         impl = self.wrapped.impl
         forward = impl.forward
 
-        def forward_and_tell(layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward_and_notify(layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
             listener(query)
             return forward(layer, query, *args, **kwargs)
 
-        impl.forward = forward_and_tell
+        impl.forward = forward_and_notify
 
     def prepare_queries(self, queries: Tensor) -> Tensor:
         """Convert recorded queries so that they can be compared with the stored keys.
@@ -105,11 +105,11 @@ class LatentLayer(VotingLayer):
     def add_query_listener(self, listener: Callable[[Tensor], None]) -> None:
         forward = self.wrapped.forward_impl
 
-        def forward_and_tell(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward_and_notify(query: Tensor, *args: Any, **kwargs: Any) -> Any:
             listener(query)
             return forward(query, *args, **kwargs)
 
-        self.wrapped.forward_impl = forward_and_tell
+        self.wrapped.forward_impl = forward_and_notify
 
     def prepare_queries(self, queries: Tensor) -> Tensor:
         """Convert recorded queries so that they can be compared with the stored latents.

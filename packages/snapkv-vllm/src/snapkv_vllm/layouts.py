@@ -146,7 +146,9 @@ class PlainLayout:
         head = torch.arange(heads, device=blocks.device)[:, None]
         places = zip(blocks[tokens // block_tokens], tokens % block_tokens, strict=True)
         of_layers = zip(self._caches, places, strict=True)
-        return torch.stack([cache[..., half][block, head, at] for cache, (block, at) in of_layers])
+        return torch.stack(
+            [cache[..., half][block, head, slot] for cache, (block, slot) in of_layers]
+        )
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values into the slots of the cache.
@@ -410,7 +412,7 @@ def _measure_packings(
         power *= _DIGIT
     for half in found:
         if not torch.equal(half.sort().values, numbers):
-            problem = f"the CPU backend does more than move the numbers of a block ({isa}, {form})"
+            problem = f"the CPU backend does not store numbers unchanged in a block ({isa}, {form})"
             remedy = "Serve the model in float32"
             raise wrong("snapkv", problem, remedy, UnsupportedModelError)
     keys, values = (_Packing.build(half.argsort(), block_tokens, head_size) for half in found)

@@ -58,7 +58,7 @@ def cannot_write(folder: str, error: OSError) -> RefusedError:
     """Build the error that says that metrics cannot be written to a folder, and why."""
     size = format_bytes(_MIN_FREE_BYTES)
     problem = f"cannot write {size} of metrics to '{folder}' ({error.strerror})"
-    return wrong("PROMETHEUS_MULTIPROC_DIR", problem, "Free some space, or name another folder")
+    return wrong("PROMETHEUS_MULTIPROC_DIR", problem, "Free some space, or use another folder")
 
 
 class WrittenCounts:
@@ -97,12 +97,12 @@ class WrittenCounts:
             self._file = -1
             self._places.clear()
 
-    def _try(self, step: Callable[..., None], *given: Any) -> None:
+    def _try(self, step: Callable[..., None], *arguments: Any) -> None:
         """Call `step`. If it raises an `OSError`, log the first such error, and let a later count
         try again.
         """
         try:
-            step(*given)
+            step(*arguments)
         except OSError as error:
             self._next_try = time.monotonic() + _SECONDS_BETWEEN_TRIES
             if not self._has_failed:

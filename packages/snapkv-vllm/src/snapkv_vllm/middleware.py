@@ -44,8 +44,8 @@ class Refusals(Metrics):
 
         async def send_and_count(message: Message) -> None:
             starts = message["type"] == "http.response.start"
-            if starts and context.refused is not None and message["status"] >= 400:
-                self.count("refusals", status=str(message["status"]), reason=context.refused)
+            if starts and context.refusal is not None and message["status"] >= 400:
+                self.count("refusals", status=str(message["status"]), reason=context.refusal)
             await send(message)
 
         return send_and_count
@@ -107,7 +107,7 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
     The wrapped function raises HTTPException with status 400 if a setting is wrong.
     """
 
-    async def receive_whole() -> Message:
+    async def receive_checked() -> Message:
         text = bytearray()
         more = True
         while more:
@@ -123,13 +123,13 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
             raise HTTPException(400, detail=str(error)) from error
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return receive_whole
+    return receive_checked
 
 
 def _is_form(scope: Message) -> bool:
     """Whether the body of a request is a form, which may contain files that the server does not
     keep in memory.
     """
-    kinds = (value for name, value in scope["headers"] if name.lower() == b"content-type")
-    kind = next(kinds, b"").partition(b";")[0].strip().lower()
-    return bool(kind in (b"multipart/form-data", b"application/x-www-form-urlencoded"))
+    content_types = (value for name, value in scope["headers"] if name.lower() == b"content-type")
+    content_type = next(content_types, b"").partition(b";")[0].strip().lower()
+    return bool(content_type in (b"multipart/form-data", b"application/x-www-form-urlencoded"))

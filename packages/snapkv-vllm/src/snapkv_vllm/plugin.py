@@ -95,8 +95,8 @@ def lock_users_folder() -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            problem = f"another server uses the folder '{folder}'"
-            remedy = "Leave it out, or name another folder"
+            problem = f"the folder '{folder}' is already used by another server"
+            remedy = "Use another folder, or do not set this variable"
             raise wrong(METRICS_VARIABLE, problem, remedy) from None
         require_writable(folder)
         yield

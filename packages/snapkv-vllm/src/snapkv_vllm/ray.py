@@ -86,9 +86,9 @@ def _add_environment(actor_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the actor options with `runtime_env` added to them. The environment variables of the
     user take precedence.
     """
-    given = dict(actor_options.get("runtime_env") or {})
-    env_vars = {**runtime_env()["env_vars"], **(given.get("env_vars") or {})}
-    return {**actor_options, "runtime_env": {**given, "env_vars": env_vars}}
+    user_environment = dict(actor_options.get("runtime_env") or {})
+    env_vars = {**runtime_env()["env_vars"], **(user_environment.get("env_vars") or {})}
+    return {**actor_options, "runtime_env": {**user_environment, "env_vars": env_vars}}
 
 
 class Replica:
@@ -144,7 +144,7 @@ def _parse_arguments(model: str, arguments: Mapping[str, Any]) -> Any:
     _, args = parse_options(model, ())
     for name, value in options.items():
         if not hasattr(args, name):
-            problem = f"expected an option of vllm serve with underscores, got {name}={value!r}"
-            raise wrong(name, problem, f"Leave it out{nearest(name, list(vars(args)))}")
+            problem = f"this is not an option of vllm serve with underscores, got {name}={value!r}"
+            raise wrong(name, problem, f"Remove this option{nearest(name, list(vars(args)))}")
         setattr(args, name, value)
     return args

@@ -69,7 +69,7 @@ def _refuse(layer: str, got: str, expected: str) -> NoReturn:
     Raises:
         UnsupportedModelError: always.
     """
-    problem = f"cannot compress prompts, because {layer} {got}, expected {expected}"
+    problem = f"{layer} {got}, but compressed prompts need {expected}"
     raise wrong("snapkv", problem, STOCK, UnsupportedModelError)
 
 
@@ -103,5 +103,5 @@ def require_shared_pages(caches: Sequence[Tensor], layers: int) -> None:
         for cache in caches
     }
     if len(caches) != layers or len(kinds) > 1 or len(steps) > 1 or min(steps, default=1) <= 0:
-        problem = "across-layers needs equal layers with full attention, with caches in one tensor"
+        problem = "across-layers needs layers of the same size whose caches are parts of one tensor"
         raise wrong("snapkv", problem, "Use --policy adakv", UnsupportedModelError)

@@ -82,11 +82,11 @@ class _CompressingScheduler(Scheduler):
             SnapKVError: the settings of the request are wrong or conflict with the engine.
         """
         params = request.sampling_params
-        given = (params and params.extra_args) or {}
-        require_compatible(settings=self._settings, extra_args=given, request=request)
+        extra_args = (params and params.extra_args) or {}
+        require_compatible(settings=self._settings, extra_args=extra_args, request=request)
         if params is None or request.resumable:
             return PromptPlan(prompt_tokens=request.num_prompt_tokens)
-        plan = self._settings.plan_request(given, request.num_prompt_tokens)
+        plan = self._settings.plan_request(extra_args, request.num_prompt_tokens)
         require_spans_fit(plan.policy, request.num_prompt_tokens)
         if plan.shareable_tokens is not None:
             require_compatible(engine=self.vllm_config, request=request)
@@ -111,8 +111,8 @@ class _CompressingScheduler(Scheduler):
             apply_admission_cap=True,
         )
         if needed > most:
-            problem = f"its {tokens:,} tokens need {needed} blocks, and the cache has {most}"
-            raise wrong("prompt", problem, "Shorten it, or raise --kv-cache-memory-bytes")
+            problem = f"its {tokens:,} tokens need {needed} blocks, but the cache has only {most}"
+            raise wrong("prompt", problem, "Shorten it, or increase --kv-cache-memory-bytes")
 
     def _allocate_all(
         self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
@@ -123,10 +123,10 @@ class _CompressingScheduler(Scheduler):
         Returns:
             The result of vLLM's `allocate_slots`, which is None if there are too few free blocks.
         """
-        given: Any = (request, num_new_tokens, num_new_computed_tokens)
-        slots = self._allocate_slots(*given, **kwargs)
+        sizes: Any = (request, num_new_tokens, num_new_computed_tokens)
+        slots = self._allocate_slots(*sizes, **kwargs)
         while slots is None and self.sessions is not None and self.sessions.evict_least_recent():
-            slots = self._allocate_slots(*given, **kwargs)
+            slots = self._allocate_slots(*sizes, **kwargs)
         runs, blocks = request.status == RequestStatus.RUNNING, self._blocks
         lacks = slots is None and (blocks.lack_blocks or (runs and blocks.hold_blocks))
         if slots is not None:
@@ -283,7 +283,7 @@ class _CompressingScheduler(Scheduler):
         weights may have computed them.
         """
         if self.sessions is not None:
-            self.sessions.drop_idle()
+            self.sessions.remove_idle()
         return bool(super().reset_prefix_cache(*args, **kwargs))
 
 

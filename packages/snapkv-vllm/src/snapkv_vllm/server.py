@@ -87,7 +87,7 @@ def engine_args(
     return {**options, **_plugin_arguments(settings, options)}
 
 
-def _plugin_arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
+def _plugin_arguments(settings: ServingSettings, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `PLUGIN_OPTIONS` for the given settings, combined with the values that
     the user has given.
 
@@ -99,14 +99,14 @@ def _plugin_arguments(settings: ServingSettings, given: Mapping[str, Any]) -> di
     from snapkv_vllm.requests import check_name
 
     for option in ("worker_cls", "scheduler_cls"):
-        if given.get(option) not in (None, "auto"):
-            problem = f"snapkv sets this option itself, got {given[option]!r}"
-            raise wrong(option, problem, "Leave it out")
+        if options.get(option) not in (None, "auto"):
+            problem = f"this option is set by snapkv and cannot be changed, got {options[option]!r}"
+            raise wrong(option, problem, "Remove this option")
     return {
         "worker_cls": "snapkv_vllm.worker.CompressingWorker",
         "scheduler_cls": "snapkv_vllm.scheduler.scheduler",
-        "additional_config": {**(given.get("additional_config") or {}), **settings.to_config()},
-        "logits_processors": [*(given.get("logits_processors") or ()), check_name(settings)],
+        "additional_config": {**(options.get("additional_config") or {}), **settings.to_config()},
+        "logits_processors": [*(options.get("logits_processors") or ()), check_name(settings)],
     }
 
 
@@ -129,8 +129,8 @@ def command_line(
     for word in options:
         option = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if option.startswith("--") and option[2:].replace("-", "_") in PLUGIN_OPTIONS:
-            problem = "with --print-command, vLLM would use it instead of the printed one"
-            raise wrong(option, problem, "Leave it out, and join the two values by hand")
+            problem = "vLLM would use this value instead of the value that --print-command prints"
+            raise wrong(option, problem, "Remove it, and join the two values by hand")
     named = () if _NAME in options else (_NAME, name)
     own = [*_command_words(_plugin_arguments(settings, {})), "--middleware", SETTINGS_CHECK, *named]
     return shlex.join(["vllm", "serve", model, *own, *options])
@@ -196,8 +196,8 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
     command, args = parse_options(model, options)
     args.served_model_name = args.served_model_name or [name]
     _leave_memory_free(args, AsyncEngineArgs.gpu_memory_utilization)
-    given = {option: getattr(args, option) for option in PLUGIN_OPTIONS}
-    for option, value in _plugin_arguments(settings, given).items():
+    values = {option: getattr(args, option) for option in PLUGIN_OPTIONS}
+    for option, value in _plugin_arguments(settings, values).items():
         setattr(args, option, value)
     try:
         command.validate(args)

@@ -85,10 +85,8 @@ class SessionStore:
         """
         assert settings.sessions is not None
         if len(managers) < len(kv_cache_config.kv_cache_groups):
-            problem = (
-                "sessions need full attention in every layer, and some layers have another kind"
-            )
-            raise wrong("snapkv", problem, "Leave --sessions out", UnsupportedModelError)
+            problem = "sessions need full attention in every layer, but some layers have none"
+            raise wrong("snapkv", problem, "Remove --sessions", UnsupportedModelError)
         self._managers, self._settings = list(managers.values()), settings
         self._metrics = Metrics(**labels_of(vllm_config))
         self._block_bytes = max(map(_block_bytes, kv_cache_config.kv_cache_groups))
@@ -104,14 +102,14 @@ class SessionStore:
             self._metrics.count(f"session_{name}", 0)
         self.report_metrics()
 
-    def _max_bytes(self, vllm_config: Any, kv_cache_config: Any, asked_bytes: int) -> int:
+    def _max_bytes(self, vllm_config: Any, kv_cache_config: Any, requested_bytes: int) -> int:
         """Return how many bytes the histories may take, so that there is always enough memory left
         for the longest request.
 
         Args:
             vllm_config: the configuration of vLLM.
             kv_cache_config: the configuration of the cache.
-            asked_bytes: the limit that the user has set; 0 for a quarter of the cache.
+            requested_bytes: the limit that the user has set; 0 for a quarter of the cache.
 
         Raises:
             UnsupportedModelError: the longest request leaves too little of the cache.
@@ -122,11 +120,11 @@ class SessionStore:
         per_token = sum(_block_bytes(group) // size for group, size in of_groups)
         longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
         free_bytes = (blocks - 1 - longest) * self._block_bytes  # vLLM never uses one of its blocks
-        most_bytes = asked_bytes or min(blocks * self._block_bytes // 4, free_bytes)
+        most_bytes = requested_bytes or min(blocks * self._block_bytes // 4, free_bytes)
         if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
             needed, free = format_bytes(max(most_bytes, 1)), format_bytes(max(0, free_bytes))
-            problem = f"histories need {needed} next to the longest request, which leaves {free}"
-            remedy = "Lower --session-bytes or --max-model-len, or raise --kv-cache-memory-bytes"
+            problem = f"histories need {needed}, but the longest request leaves only {free}"
+            remedy = "Reduce --session-bytes or --max-model-len, or raise --kv-cache-memory-bytes"
             raise wrong("snapkv", problem, remedy, UnsupportedModelError)
         return most_bytes
 
@@ -139,21 +137,22 @@ class SessionStore:
         A request without a session, or whose prompt is not text, keeps `plan`.
         """
         params = request.sampling_params
-        given = dict((params and params.extra_args) or {})
-        if _NAME not in given or not _is_text(request):
+        extra_args = dict((params and params.extra_args) or {})
+        if _NAME not in extra_args or not _is_text(request):
             return plan
         lora = request.lora_request
-        owner = (given[_NAME], "" if lora is None else lora.lora_name, request.cache_salt or "")
-        spans = self._settings.spans_of_request(given)
+        adapter = "" if lora is None else lora.lora_name
+        owner = (extra_args[_NAME], adapter, request.cache_salt or "")
+        spans = self._settings.spans_of_request(extra_args)
         tokens, policy = plan.prompt_tokens, plan.policy
         may_use_history = params.prompt_logprobs is None and not request.skip_reading_prefix_cache
         turn = self._turns[request.request_id] = _SessionRequest(
             owner=owner,
-            extra_args=given,
+            extra_args=extra_args,
             prompt=DigestedTokens.from_ids(request.prompt_token_ids),
             may_use_history=may_use_history,
             spans=spans,
-            protected=self._settings.protected_spans_of(given, tokens),
+            protected=self._settings.protected_spans_of(extra_args, tokens),
             plan=TurnPlan(prompt_tokens=tokens, policy=policy, protect_first=plan.protect_first),
         )
         return turn.plan
@@ -213,15 +212,15 @@ class SessionStore:
             The plan, and how many last tokens of the prompt must be computed, at least 1. None if
             the request needs tokens that the history has dropped.
         """
-        at, tokens = history.compressed, len(turn.prompt)
-        left = at.remaining_edits(turn.spans, turn.protected)
+        prefix, tokens = history.compressed, len(turn.prompt)
+        left = prefix.remaining_edits(turn.spans, turn.protected)
         if left is None:
             return None
-        held_tokens = tokens - at.dropped_tokens
+        held_tokens = tokens - prefix.dropped_tokens
         plan = self._settings.plan_turn(turn.extra_args, held_tokens, left)
         ends = plan.next_compression(0, 0)
         voters = max(1, 0 if ends is None else ends.selector.query_tokens)
-        if tokens - voters >= at.tokens:
+        if tokens - voters >= prefix.tokens:
             return plan, voters
         # There are fewer new tokens than voters, so a later request will compress.
         return self._settings.plan_turn(turn.extra_args, held_tokens, left, votes=False), 1
@@ -276,8 +275,8 @@ class SessionStore:
         """
         # Branches of a session may share their first blocks.
         held = {one.first_block for one in self._held}
-        gone, self._forgotten = set(self._forgotten) - held, []
-        return tuple(gone)
+        forgotten, self._forgotten = set(self._forgotten) - held, []
+        return tuple(forgotten)
 
     def record_compression(self, request_id: str, order: Order) -> None:
         """Record that a request is compressed at the end of the current step."""
@@ -366,13 +365,13 @@ class SessionStore:
             if request.num_computed_tokens >= request.num_prompt_tokens:
                 self._metrics.count("session_requests")
                 self._metrics.count("session_tokens_not_read", turn.plan.prefix_tokens)
-        made = self._make_history(turn, request)
-        replaced = [] if made is None else self._find_replaced(made, turn.history)
-        if made is not None and self._make_space(made, replaced):
+        new = self._make_history(turn, request)
+        replaced = [] if new is None else self._find_replaced(new, turn.history)
+        if new is not None and self._make_space(new, replaced):
             for manager in self._managers:
-                tokens = made.held_tokens
-                made.blocks = [*made.blocks, manager.pin_blocks(request.request_id, tokens)]
-            self._held.append(made)
+                tokens = new.held_tokens
+                new.blocks = [*new.blocks, manager.pin_blocks(request.request_id, tokens)]
+            self._held.append(new)
             self._reset_searches(turn.owner)
             for one in replaced:
                 self._forget(one)
@@ -397,44 +396,44 @@ class SessionStore:
         prompt = hashlib.sha256(turn.prompt.ids.data).digest()
         return History(owner=turn.owner, prompt=prompt, tokens=tokens, compressed=turn.compressed)
 
-    def _find_replaced(self, made: History, before: History | None) -> list[History]:
-        """Return the unused histories that are replaced by `made`: the one from which it continues,
+    def _find_replaced(self, new: History, before: History | None) -> list[History]:
+        """Return the unused histories that are replaced by `new`: the one from which it continues,
         and all histories of the same prompt.
         """
         return [
             one
             for one in self._held
             if not one.requests
-            and (one is before or (one.owner, one.prompt) == (made.owner, made.prompt))
+            and (one is before or (one.owner, one.prompt) == (new.owner, new.prompt))
         ]
 
-    def _make_space(self, made: History, replaced: Sequence[History]) -> bool:
-        """Evict unused histories until there is enough space for `made`, and return True. If there
+    def _make_space(self, new: History, replaced: Sequence[History]) -> bool:
+        """Evict unused histories until there is enough space for `new`, and return True. If there
         cannot be enough space, evict nothing and return False.
         """
         others = [one for one in self._held if one not in replaced]
-        of_name = [one for one in others if one.owner[0] == made.owner[0]]
+        of_name = [one for one in others if one.owner[0] == new.owner[0]]
         idle_of_name = [one for one in of_name if not one.requests]
         beyond = max(0, len(of_name) + 1 - _MAX_HISTORIES_PER_SESSION)
         if beyond > len(idle_of_name):
             return False
-        gone = idle_of_name[:beyond]
+        evicted = idle_of_name[:beyond]
         measures: tuple[tuple[int, Callable[[History], int]], ...] = (
             (self._max_blocks, lambda one: one.block_count(self._sizes)),
             (_MAX_HISTORIES, lambda one: 1),
         )
         for most, size_of in measures:
             taken: Counter[str] = Counter()
-            staying = [one for one in others if one not in gone]
-            for one in (made, *staying):
+            staying = [one for one in others if one not in evicted]
+            for one in (new, *staying):
                 taken[one.tenant] += size_of(one)
             idle = [one for one in staying if not one.requests]
             leaving, lacking = choose_evictions(idle, taken, most, size_of)
             if lacking:
                 return False
-            gone += leaving
-        for one in gone:
-            self._drop(one)
+            evicted += leaving
+        for one in evicted:
+            self._evict(one)
         return True
 
     def evict_least_recent(self) -> bool:
@@ -443,15 +442,15 @@ class SessionStore:
         """
         idle = next((one for one in self._held if not one.requests), None)
         if idle is not None:
-            self._drop(idle)
+            self._evict(idle)
             self.report_metrics()
         return idle is not None
 
-    def _drop(self, history: History) -> None:
+    def _evict(self, history: History) -> None:
         self._forget(history)
         self._metrics.count("session_histories_dropped")
 
-    def drop_idle(self) -> None:
+    def remove_idle(self) -> None:
         """Remove all histories that are not used by any request."""
         for one in [one for one in self._held if not one.requests]:
             self._forget(one)

@@ -37,8 +37,8 @@ class ConfigEntry:
         known = [one.name for one in fields(cast(Any, cls))]
         for name in config:
             if name not in known:
-                problem = f"expected {', '.join(known)}, got {name!r}"
-                raise wrong(cls.__name__.lower(), problem, f"Leave it out{nearest(name, known)}")
+                problem = f"there is no limit with the name {name!r}, only {', '.join(known)}"
+                raise wrong(cls.__name__.lower(), problem, f"Remove it{nearest(name, known)}")
         return cls(**config)
 
     def to_config(self) -> dict[str, Any]:
@@ -84,15 +84,15 @@ class Limits(ConfigEntry):
         every, own = self.evict_every, self.to_config()
         if not self.decode_budget and own:
             problem = "this limit has no effect without a decode_budget"
-            raise wrong(next(iter(own)), problem, "Pass decode_budget as well, or leave it out")
+            raise wrong(next(iter(own)), problem, "Pass decode_budget as well, or remove this")
         if 0 < self.decode_budget <= every:
-            more = f"more than the {every} tokens between two evictions"
-            problem = f"expected {more}, got {self.decode_budget}"
-            raise wrong("decode_budget", problem, "Raise it, or lower evict_every")
+            more = f"more than evict_every, which is {every}"
+            problem = f"this must be {more}, got {self.decode_budget}"
+            raise wrong("decode_budget", problem, "Use a larger value, or a smaller evict_every")
         if every < (needed := self.pending_queries_per_answer):
-            least = f"at least {needed}, because {self.decode_policy} looks at that many queries"
-            problem = f"expected {least}, got {every}"
-            raise wrong("evict_every", problem, "Raise it, or choose another decode_policy")
+            least = f"at least {needed}, because {self.decode_policy} needs {needed} queries"
+            problem = f"this must be {least}, got {every}"
+            raise wrong("evict_every", problem, "Use a larger value or another decode_policy")
 
     def limit_answer(self, tokens: int | None, prompt_policy: Policy | None) -> AnswerLimit | None:
         """Return the limit on the tokens that a request stores while it generates. The result is
@@ -114,17 +114,17 @@ class Limits(ConfigEntry):
         if not self.decode_budget:
             if not tokens:
                 return None
-            problem = f"expected none on this server, which does not limit answers, got {tokens}"
-            remedy = "Leave it out, or start the server with --decode-budget"
+            problem = f"this server does not limit the length of answers, got {tokens}"
+            remedy = "Remove this setting, or start the server with --decode-budget"
             raise wrong("decode_budget", problem, remedy)
         require_int("decode_budget", tokens, minimum=1, maximum=self.decode_budget)
         if prompt_policy is None:
             problem = "expected at least 1 on a server with a decode budget, got 0"
-            raise wrong("budget", problem, f"Pass {tokens - every} or less")
+            raise wrong("budget", problem, f"Use a number between 1 and {tokens - every}")
         if tokens < (needed := count_kept_tokens(prompt_policy, MOST) + every):
-            parts = f"the kept tokens of a prompt and the {every} tokens between two evictions"
-            problem = f"expected at least {needed} for {parts}, got {tokens}"
-            raise wrong("decode_budget", problem, "Raise it, or lower the budget or evict_every")
+            parts = f"which is the sum of the kept tokens of a prompt and evict_every ({every})"
+            problem = f"this must be at least {needed}, {parts}, got {tokens}"
+            raise wrong("decode_budget", problem, "Increase it, or reduce budget or evict_every")
         policy = self._eviction_policy(tokens - every)
         return AnswerLimit(policy=policy, max_tokens=tokens, evict_every=every)
 
@@ -135,19 +135,19 @@ class Limits(ConfigEntry):
         Raises:
             RefusedError: `kept_tokens` is less than the method needs.
         """
-        kind: Callable[..., Policy] = POLICIES[self.decode_policy]
+        method: Callable[..., Policy] = POLICIES[self.decode_policy]
         options: dict[str, dict[str, Any]] = {
             RKV.name: {"evict_every": self.evict_every},
             StreamingLLM.name: {"positions": "original"},
         }
         own = options.get(self.decode_policy, {})
         try:
-            return cast(EvictingPolicy, kind(budget=kept_tokens, **own))
+            return cast(EvictingPolicy, method(budget=kept_tokens, **own))
         except InvalidArgumentError as error:
             total, reason = kept_tokens + self.evict_every, str(error).rstrip(".")
-            beside = f"next to the {self.evict_every} tokens between two evictions ({reason})"
-            problem = f"{total} is too small for {self.decode_policy} {beside}"
-            raise wrong("decode_budget", problem, "Raise it") from None
+            cause = f"if {self.evict_every} tokens are evicted at a time ({reason})"
+            problem = f"{total} is not enough for the method {self.decode_policy}, {cause}"
+            raise wrong("decode_budget", problem, "Use a larger number of tokens") from None
 
     @property
     def pending_queries_per_answer(self) -> int:

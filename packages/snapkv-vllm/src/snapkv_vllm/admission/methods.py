@@ -30,8 +30,8 @@ def _adakv(*, safeguard: float = AdaKV.safeguard, **of_scores: Any) -> AdaKV:
     return AdaKV(SnapKV(**of_scores), safeguard=safeguard)
 
 
-def _default(**given: Any) -> SnapKV:
-    return SnapKV(**default_parameters(given))
+def _default(**parameters: Any) -> SnapKV:
+    return SnapKV(**default_parameters(parameters))
 
 
 METHODS: dict[str, Callable[..., Policy]] = {
@@ -54,7 +54,7 @@ def parameter_names(method: str) -> list[str]:
     """
     around = {DEFAULT: (SnapKV,), AdaKV.name: (SnapKV, AdaKV), AcrossLayers.name: (SnapKV,)}
     sources = around.get(method) or (POLICIES[method],)
-    names = [one.name for kind in sources for one in fields(kind) if one.init]
+    names = [one.name for source in sources for one in fields(source) if one.init]
     return [name for name in names if name not in _UNSERVABLE]
 
 

@@ -34,7 +34,7 @@ SPANS = "spans"
 SESSION = "session"
 """The setting that names the session whose history a request continues."""
 
-SESSIONS_METHOD = PREFIX + "asked"
+SESSIONS_METHOD = PREFIX + "call_sessions"
 """The method that the plugin adds to vLLM's `EngineCore` so that the web server can call
 `SessionStore`.
 """
@@ -180,34 +180,34 @@ answers all requests, so its time must be limited.
 """
 
 
-def require_few_names(argument: str, given: Mapping[Any, Any]) -> None:
+def require_few_names(argument: str, fields: Mapping[Any, Any]) -> None:
     """Check that an object of a request does not have more than 1,000 names.
 
     Raises:
         RefusedError: the object has too many names.
     """
-    if len(given) > _MAX_NAMES:
-        problem = f"expected at most {_MAX_NAMES:,} names in the object, got {len(given):,}"
+    if len(fields) > _MAX_NAMES:
+        problem = f"expected at most {_MAX_NAMES:,} names in the object, got {len(fields):,}"
         raise wrong(argument, problem, "Leave out the names that the server does not know")
 
 
-def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
+def own_settings(extra_args: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the settings of a request that belong to this package, by their names without the
     prefix.
 
     Args:
-        given: the `extra_args` of the request. Settings of other software are ignored.
+        extra_args: those of the request. Settings of other software are ignored.
 
     Raises:
         RefusedError: there are too many names, or a setting is written without its prefix or with a
             misspelled one.
     """
-    require_few_names(XARGS, given)
+    require_few_names(XARGS, extra_args)
     own = {}
-    for name, value in given.items():
+    for name, value in extra_args.items():
         right = correct_name(name)
         if right not in (None, name):
-            raise wrong(printable(name), "this setting does not exist", f"Write {right}")
+            raise wrong(printable(name), "no setting has this name", f"Write {right}")
         if right is not None:
             own[name.removeprefix(PREFIX)] = value
     return own

@@ -67,8 +67,8 @@ _NOT_SERVED = {
 _NO_SPANS = RequestSpans()
 
 _UNSERVABLE = {
-    ("group_reduce", "none"): "expected mean, max or sum, because keys are stored once per KV head",
-    ("positions", "cache"): "expected original, because keys are not rotated inside vLLM's cache",
+    ("group_reduce", "none"): "this must be mean, max or sum, as keys are stored per KV head",
+    ("positions", "cache"): "this must be original, because keys are not rotated in vLLM's cache",
 }
 """Parameter values that the library accepts and a server cannot serve, with the problem to report.
 """
@@ -117,8 +117,8 @@ class ServingSettings:
         policy = self.policy
         if not isinstance(policy, str) or policy not in METHODS:
             why = isinstance(policy, str) and (_NOT_SERVED.get(policy) or nearest(policy, METHODS))
-            problem = f"expected one of {', '.join(METHODS)}, got {policy!r}{why or ''}"
-            raise wrong("policy", problem, "Pass one of them")
+            problem = f"the method must be one of {', '.join(METHODS)}, got {policy!r}{why or ''}"
+            raise wrong("policy", problem, "Use one of these methods")
         for cap in _CAPS:
             require_at_least(cap, getattr(self, cap), 1)
         require_compatible(settings=self)
@@ -132,13 +132,13 @@ class ServingSettings:
             InvalidArgumentError: an unknown name, or a value that is out of range.
             InvalidTypeError: a value has the wrong type.
         """
-        given = dict(config.get(CONFIG_KEY) or {})
+        entry = dict(config.get(CONFIG_KEY) or {})
         names = ("policy", "budget", PROTECT_FIRST, *_CAPS)
-        own = {key: given.pop(key) for key in names if key in given}
-        limits = Limits.from_config(given.pop("limits", {}))
-        held = given.pop("sessions", None)
+        own = {key: entry.pop(key) for key in names if key in entry}
+        limits = Limits.from_config(entry.pop("limits", {}))
+        held = entry.pop("sessions", None)
         sessions = None if held is None else Sessions.from_config(held)
-        return cls(**own, parameters=given, limits=limits, sessions=sessions)
+        return cls(**own, parameters=entry, limits=limits, sessions=sessions)
 
     def to_config(self) -> dict[str, Any]:
         """Return the entry for vLLM's `additional_config` from which `from_config` can build these
@@ -193,14 +193,14 @@ class ServingSettings:
                 out of range.
             InvalidTypeError: a value has the wrong type.
         """
-        given = own_settings(extra_args or {})
-        self._require_known_names(given)
+        requested = own_settings(extra_args or {})
+        self._require_known_names(requested)
         require_compatible(settings=self, extra_args=extra_args or {})
-        if (session := given.pop(SESSION, None)) is not None:
+        if (session := requested.pop(SESSION, None)) is not None:
             require_session_name(PREFIX + SESSION, session, TENANT_SESSION_PATTERN)
-        spans = _pop_spans(given)
+        spans = _pop_spans(requested)
         try:
-            return self._plan(given, prompt_tokens, spans)
+            return self._plan(requested, prompt_tokens, spans)
         except (InvalidArgumentError, InvalidTypeError) as error:
             message = str(error).removeprefix(PREFIX)  # errors about spans have the prefix
             raise type(error)(f"{PREFIX}{message}") from error
@@ -220,10 +220,10 @@ class ServingSettings:
 
         With a budget of 0 these are all tokens that are in no other span.
         """
-        given = own_settings(extra_args)
-        spans = _pop_spans(given)
-        if given.get("budget", self.budget):
-            first = min(given.get(PROTECT_FIRST, self.protect_first), prompt_tokens)
+        requested = own_settings(extra_args)
+        spans = _pop_spans(requested)
+        if requested.get("budget", self.budget):
+            first = min(requested.get(PROTECT_FIRST, self.protect_first), prompt_tokens)
             return spans.with_protected_start(first).protect
         others = [*spans.drop.parts, *(span for span, _ in spans.compress)]
         return Spans(((0, prompt_tokens),)).without(Spans.of(SPANS, others))
@@ -245,12 +245,12 @@ class ServingSettings:
             votes: False if only the edits of `spans` are carried out, without a compression of the
                 other tokens.
         """
-        given = own_settings(extra_args)
+        requested = own_settings(extra_args)
         for name in (SPANS, SESSION):
-            given.pop(name, None)
+            requested.pop(name, None)
         if not votes:
-            given["budget"] = 0
-        return self._plan(given, held_tokens, spans)
+            requested["budget"] = 0
+        return self._plan(requested, held_tokens, spans)
 
     def most_expensive_policies(self, prompt_tokens: int) -> list[Policy]:
         """Return a list of methods, one of which needs the most memory that any request may cause.
@@ -284,8 +284,8 @@ class ServingSettings:
         """
         if question_tokens > self.max_window_size:
             return None
-        given = own_settings(extra_args)
-        own = {name: given[name] for name in parameter_names(self.policy) if name in given}
+        requested = own_settings(extra_args)
+        own = {name: requested[name] for name in parameter_names(self.policy) if name in requested}
         made = self._make_policy(None, self._merge_parameters(own))
         return getattr(scoring_policy(adapt_to_question(made, question_tokens)), "voters", None)
 
@@ -296,14 +296,14 @@ class ServingSettings:
 
     def _plan(
         self,
-        given: Mapping[str, Any],
+        requested: Mapping[str, Any],
         prompt_tokens: int,
         spans: RequestSpans = _NO_SPANS,
     ) -> PromptPlan:
         """Combine the settings of a request with the settings of the server, and return the plan of
         the request.
         """
-        own = dict(given)
+        own = dict(requested)
         budget = own.pop("budget", self.budget)
         _require_tokens(budget)
         require_int("budget", budget, minimum=0)
@@ -365,7 +365,7 @@ class ServingSettings:
         span_policies = []
         for (start, end), kept in spans.compress:
             if start < first:
-                problem = f"cannot compress {start} to {end}, because the first {first} tokens stay"
+                problem = f"cannot compress {start} to {end}, because the first {first} are kept"
                 raise wrong(SPANS, problem, f"Let the span start at {first} or later")
             outside = max(prompt_tokens, end + window) - (end - start)
             span_policies.append(scoring_policy(self._make_policy(outside + kept, parameters)))
@@ -376,13 +376,13 @@ class ServingSettings:
             kept = sum(kept for _, kept in spans.compress) + spans.protect.tokens
             reason = str(error).rstrip(".")
             problem = (
-                f"{kept:,} tokens of spans do not fit into the budget of {budget:,} ({reason})"
+                f"the spans keep {kept:,} tokens, which exceeds the budget of {budget:,} ({reason})"
             )
             raise wrong(SPANS, problem, "Raise the budget, or protect fewer tokens") from None
         fits = budget >= prompt_tokens - spans.dropped_tokens
         return replace(made, policy=None) if fits else made
 
-    def _require_known_names(self, given: Mapping[str, Any]) -> None:
+    def _require_known_names(self, requested: Mapping[str, Any]) -> None:
         """Check that every setting of a request exists, and that its value is short enough to be
         printed.
 
@@ -393,13 +393,13 @@ class ServingSettings:
         """
         others = set(METHOD_SETTINGS).difference(parameter_names(self.policy))
         names = [PREFIX + one for one in REQUEST_SETTINGS if one not in others]
-        for name, value in given.items():
+        for name, value in requested.items():
             full = PREFIX + printable(name)
             if name in (SESSION, SPANS):
                 continue
             if PREFIX + name not in names:
-                problem = f"this setting does not exist, expected one of {', '.join(names)}"
-                raise wrong(full, problem, f"Leave it out{nearest(full, names)}")
+                problem = f"this server has no setting with this name, only {', '.join(names)}"
+                raise wrong(full, problem, f"Remove it from the request{nearest(full, names)}")
             require_readable(full, value)
 
     def _make_policy(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
@@ -415,15 +415,15 @@ class ServingSettings:
         known = parameter_names(self.policy)
         for name, value in parameters.items():
             if name not in known:
-                parameters_known = f"a parameter of {self.policy}, which has {', '.join(known)}"
-                problem = f"expected {parameters_known}, got {name}={value!r}"
-                raise wrong(name, problem, f"Leave it out{nearest(name, known)}")
-        given = {**_DEFAULTS.get(self.policy, {}), **parameters}
+                parameters_known = f"has only the parameters {', '.join(known)}"
+                problem = f"the method {self.policy} {parameters_known}, got {name}={value!r}"
+                raise wrong(name, problem, f"Remove this parameter{nearest(name, known)}")
+        merged = {**_DEFAULTS.get(self.policy, {}), **parameters}
         for (name, value), expected in _UNSERVABLE.items():
-            if given.get(name) == value:
-                raise wrong(name, f"{expected}, got {value!r}", "Leave it out")
+            if merged.get(name) == value:
+                raise wrong(name, f"{expected}, got {value!r}", "Use one of these values")
         method = METHODS[self.policy]
-        made = method(**given, budget=_ample_budget(given))
+        made = method(**merged, budget=_ample_budget(merged))
         # A longer window or a wider kernel would slow down the other requests of a step.
         kernel = getattr(scoring_policy(made), "kernel_size", None) or 0
         width = kernel if isinstance(kernel, int) else sum(kernel) + 1
@@ -431,7 +431,7 @@ class ServingSettings:
         _require_at_most("window_size", count_window_tokens(made), "max_window_size", most)
         _require_at_most("voters", made.query_tokens, "max_window_size", most)
         _require_at_most("kernel_size", width, "max_kernel_size", self.max_kernel_size)
-        return made if budget is None else method(**given, budget=budget)
+        return made if budget is None else method(**merged, budget=budget)
 
 
 def _require_tokens(budget: object) -> None:
@@ -440,13 +440,13 @@ def _require_tokens(budget: object) -> None:
     Raises:
         RefusedError: the budget is given in bytes or as a share of the cache.
     """
-    given = byte_budget(budget) if isinstance(budget, str) else None
-    if given is None:
+    size = byte_budget(budget) if isinstance(budget, str) else None
+    if size is None:
         return
-    tokens = f", {int(8192 * given['share'])} for 8k" if "share" in given else ""
+    tokens = f", {int(8192 * size['share'])} for 8k" if "share" in size else ""
     plan = f"snapkv plan --context N --budget {budget}"
-    problem = f"expected a number of tokens on a server, got {budget!r}"
-    raise wrong("budget", problem, f"Pass what {plan} keeps of N tokens{tokens}")
+    problem = f"this must be a number of tokens on a server, got {budget!r}"
+    raise wrong("budget", problem, f"Use the number that {plan} shows for N tokens{tokens}")
 
 
 def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
@@ -458,16 +458,16 @@ def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
     if size > cap:
         option = f"--{cap_name.replace('_', '-')} {size}"
         problem = f"expected at most {cap:,} on this server, got {size:,}"
-        raise wrong(name, problem, f"Pass a smaller value, or start the server with {option}")
+        raise wrong(name, problem, f"Use a smaller value, or start the server with {option}")
 
 
-def _ample_budget(given: Mapping[str, Any]) -> int:
+def _ample_budget(parameters: Mapping[str, Any]) -> int:
     """Return a budget that is large enough for every window and all sinks, so that other parameters
     can be checked.
     """
-    return DEFAULT_BUDGET + sum(abs(size) for size in given.values() if isinstance(size, int))
+    return DEFAULT_BUDGET + sum(abs(size) for size in parameters.values() if isinstance(size, int))
 
 
-def _pop_spans(given: MutableMapping[str, Any]) -> RequestSpans:
-    """Remove the list of spans from the settings of a request, and return its edits."""
-    return RequestSpans.from_edits(parse_spans(given.pop(SPANS))) if SPANS in given else _NO_SPANS
+def _pop_spans(own: MutableMapping[str, Any]) -> RequestSpans:
+    """Remove the list of spans from the settings `own` of a request, and return its edits."""
+    return RequestSpans.from_edits(parse_spans(own.pop(SPANS))) if SPANS in own else _NO_SPANS

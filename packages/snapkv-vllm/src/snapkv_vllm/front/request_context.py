@@ -32,7 +32,7 @@ class RequestContext:
 
     tenant: str = SHARED_TENANT
     is_checked: bool = True  # False while the settings in a body were not checked
-    refused: str | None = None  # the reason if it was refused, see `names.reason_of`
+    refusal: str | None = None  # the reason if it was refused, see `names.reason_of`
 
 
 _current: ContextVar[RequestContext | None] = ContextVar("snapkv_request", default=None)
@@ -63,7 +63,7 @@ def record_refusals() -> Iterator[None]:
     try:
         yield
     except SnapKVError as error:
-        current_context().refused = reason_of(error)
+        current_context().refusal = reason_of(error)
         raise
 
 
@@ -91,12 +91,12 @@ def _require_checked(sampling_params: Any) -> None:
         RefusedError: the body was not checked and has a setting, or too many names.
     """
     if not current_context().is_checked:
-        given = getattr(sampling_params, "extra_args", None) or {}
-        require_few_names(XARGS, given)
-        for name in given:
+        extra_args = getattr(sampling_params, "extra_args", None) or {}
+        require_few_names(XARGS, extra_args)
+        for name in extra_args:
             if correct_name(name) is not None:
-                problem = "settings are supported in JSON only, not in a form"
-                raise wrong(printable(name), problem, "Leave it out")
+                problem = "settings can only be sent as JSON and not in a form"
+                raise wrong(printable(name), problem, "Send the request as JSON")
 
 
 # Tenants.

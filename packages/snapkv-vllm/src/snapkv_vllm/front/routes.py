@@ -52,8 +52,8 @@ def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
         remedy = "Delete it when its requests have ended"
         raise wrong("session", "requests of the session are running", remedy, CONFLICT)
     if not any(one["histories"] for one in answers):
-        problem = f"this API key has no session {describe(name)}"
-        raise wrong("session", problem, f"List the sessions with GET {PATH}", NOT_FOUND)
+        problem = f"there is no session with the name {describe(name)} for this API key"
+        raise wrong("session", problem, f"Use GET {PATH} to list the sessions", NOT_FOUND)
 
 
 def router(client: Any) -> APIRouter:
@@ -61,8 +61,8 @@ def router(client: Any) -> APIRouter:
     core = client.engine_core
 
     async def call_engines(method: str, argument: str) -> list[Any]:
-        send, given = core._call_utility_async, (SESSIONS_METHOD, method, [argument])
-        return await asyncio.gather(*(send(*given, engine=one) for one in core.core_engines))
+        send, request = core._call_utility_async, (SESSIONS_METHOD, method, [argument])
+        return await asyncio.gather(*(send(*request, engine=one) for one in core.core_engines))
 
     async def list_sessions() -> list[dict[str, Any]]:
         answers = await call_engines("list_sessions", add_tenant(""))

@@ -405,7 +405,7 @@ def _parse_question(record: Row, path: Path, name: str) -> Question:
     return Question(
         name=name,
         text=record["question"],
-        asked=record["question"],
+        raw_text=record["question"],
         answers=tuple(record["answers"]),
         gold=gold,
         near=tuple(p for d, p in passages if not d["isgold"] and not d["hasanswer"]),
