@@ -145,18 +145,16 @@ class PlainLayout:
         heads, block_tokens = self._caches[0].shape[1:3]
         head = torch.arange(heads, device=blocks.device)[:, None]
         places = zip(blocks[tokens // block_tokens], tokens % block_tokens, strict=True)
-        of_layers = zip(self._caches, places, strict=True)
-        return torch.stack(
-            [cache[..., half][block, head, slot] for cache, (block, slot) in of_layers]
-        )
+        layers = zip(self._caches, places, strict=True)
+        return torch.stack([cache[..., half][block, head, slot] for cache, (block, slot) in layers])
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values into the slots of the cache.
+        """Write keys and values into slots of the caches, which are changed in place.
 
         Args:
             slots: the slots, which are the same for all heads.
-            keys: (layers, Hkv, K, D) keys.
-            values: (layers, Hkv, K, D) values.
+            keys: (layers, Hkv, K, D) keys, in the form in which the cache stores numbers.
+            values: (layers, Hkv, K, D) values in the same form.
         """
         block_tokens = self._caches[0].shape[2]
         block, token = slots // block_tokens, slots % block_tokens

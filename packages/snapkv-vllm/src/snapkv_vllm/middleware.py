@@ -108,6 +108,11 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
     """
 
     async def receive_checked() -> Message:
+        """Receive the whole body, and check the settings in it.
+
+        Raises:
+            HTTPException: a setting is wrong; the status is 400.
+        """
         text = bytearray()
         more = True
         while more:

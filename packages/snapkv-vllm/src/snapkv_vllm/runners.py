@@ -302,8 +302,11 @@ class CompressingSecondRunner(CompressingRunner):
         return state, None if self._needs_eager_step else uniform
 
     def prepare_attn(self: Any, input_batch: Any) -> Any:
-        """Map the new tokens of compressed requests to the slots that follow their stored
-        tokens.
+        """Map the new tokens of compressed requests to the slots that follow their stored tokens.
+
+        Returns:
+            The block tables and the slots of vLLM, of which the slots in compressed KV cache groups
+            are changed in place.
         """
         starts = input_batch.query_start_loc_np
         self._begin_batch(input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist())

@@ -207,7 +207,11 @@ class _CompressingScheduler(Scheduler):
         return plan.limit_step(num_computed_tokens, held, tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> CompressingStep:
-        """Schedule a step as vLLM does, and add the orders for the compressions that follow it."""
+        """Schedule a step as vLLM does, and add the orders for the compressions that follow it.
+
+        For every request that is compressed after the step, this frees the blocks that it no longer
+        needs. It also counts and logs requests that wait for blocks.
+        """
         output = super().schedule(*args, **kwargs)
         self._record_preempted(output.preempted_req_ids or ())
         self._record_standstill()

@@ -37,10 +37,8 @@ def read(tiny, text):
 def test_question_after_a_copied_cache_is_read_as_one_prompt(tiny, text, read):
     question = text.cases[0].question_ids
     both = [*text.ids, *question]
-    branch, whole = (
-        read.with_question(question),
-        read_prompt(tiny.model, both, recorded_queries=len(both)),
-    )
+    branch = read.with_question(question)
+    whole = read_prompt(tiny.model, both, recorded_queries=len(both))
     close = {"atol": 1e-3, "rtol": 1e-4}
     torch.testing.assert_close(branch.last_logits, whole.last_logits, **close)
     for one, other in zip(branch.layers, whole.layers, strict=True):

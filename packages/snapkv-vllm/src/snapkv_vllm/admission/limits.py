@@ -32,7 +32,9 @@ class ConfigEntry:
         """Build an object of this class from the output of `to_config`.
 
         Raises:
-            RefusedError: `config` has an unknown name.
+            RefusedError: `config` has an unknown name, or two values do not go together.
+            InvalidArgumentError: a value is out of range.
+            InvalidTypeError: a value has the wrong type.
         """
         known = [one.name for one in fields(cast(Any, cls))]
         for name in config:

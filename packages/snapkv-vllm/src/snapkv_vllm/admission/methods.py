@@ -48,7 +48,8 @@ _UNSERVABLE = {"budget", "keep_ratio", "recent", "policy"}
 
 
 def parameter_names(method: str) -> list[str]:
-    """Return the names of all parameters of a method except its budget.
+    """Return the names of the parameters that a method has on a server. These are all parameters
+    except the budget and a method inside it.
 
     They include those of the method inside it that computes the scores.
     """

@@ -33,6 +33,11 @@ class Route(APIRoute):
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
+            """Call the handler of the route.
+
+            Raises:
+                HTTPException: the handler has raised a `SnapKVError`.
+            """
             try:
                 return await handle(request)
             except SnapKVError as error:
