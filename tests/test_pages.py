@@ -120,7 +120,7 @@ def test_picture_of_the_readme_shows_its_rows():
 
 
 def migrations():
-    """Every line of "Which policy replaces which press?" in docs/migrating.md: kvpress's code and ours."""
+    """Every line of the table of presses in docs/migrating.md: kvpress's code and ours."""
     page = (ROOT / "docs/migrating.md").read_text(encoding="utf-8")
     table = page.partition("### Which policy replaces which press?")[2].partition("### ")[0]
     return re.findall(r"^\| `(.*)` \| `(.*)` \|$", table, flags=re.MULTILINE)
