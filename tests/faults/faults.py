@@ -651,8 +651,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "answers of another policy under the same label are taken over",
-            'if record["policy"] != json.loads(json.dumps(asked)):',
-            "if asked is None:",
+            'if record["policy"] != json.loads(json.dumps(expected)):',
+            "if expected is None:",
             "lab/evaluate/test_runner.py",
         ),
     ],
@@ -1350,13 +1350,13 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv_vllm/front/bodies.py": [
         (
             "a setting that is given twice takes the one outside",
-            "for name in found.keys() & inside.keys():",
+            "for name in moved.keys() & xargs.keys():",
             "for name in ():",
             "test_bodies.py",
         ),
         (
             "a body that names two sessions takes the second one",
-            "if inside is not None and inside != beside:",
+            "if hinted is not None and hinted != direct:",
             "if False:",
             "test_bodies.py",
         ),

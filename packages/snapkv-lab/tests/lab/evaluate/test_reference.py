@@ -17,7 +17,7 @@ from snapkv_app.likelihood import References
 from snapkv_app.prefills import Exact, LayerByLayer
 from snapkv_app.prompts import Prompt
 from snapkv_app.settings import GenerationSettings
-from snapkv_lab.evaluate.asking import Answerer, AskedSample, Method
+from snapkv_lab.evaluate.asking import Answerer, Method, SampleJob
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.tasks import Turns
 from tests.lab.evaluate.tiny import METHODS, Keys, records, tiny_loaded, untimed
@@ -212,7 +212,7 @@ def test_running_out_of_memory_at_a_reference_loses_only_that_record(tiny, monke
         return real(self, *given)
 
     monkeypatch.setattr(References, "loss", loss)
-    asked = AskedSample(
+    asked = SampleJob(
         sample=next(Keys().samples(tiny.tokenizer)),
         question="visible",
         methods=METHODS,

@@ -11,7 +11,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.kvpress_names import instead_of
 from snapkv_app.models import LoadedModel
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
-from snapkv_lab.experiments.texts import AskedPrompt, ReadText, TextQuestion
+from snapkv_lab.experiments.texts import PromptCases, ReadText, TextQuestion
 from snapkv_lab.experiments.ways import Answers, Ours, Theirs
 from tests.families import random_ids, tiny_model
 from tests.test_pages import migrations
@@ -58,7 +58,7 @@ def test_kvpress_scores_an_answer_as_snapkv_does(between):
     model, ids = tiny_model("llama"), random_ids(1, 200)
     case = TextQuestion(group="g", answer_ids=[3, 7, 9], parts=[[0], [1, 2]], between_ids=between)
     prompt = ReadText(model, ids[0].tolist()).prompt
-    asked = AskedPrompt(prompt, ids, [case, case])
+    asked = PromptCases(prompt, ids, [case, case])
     same = Ours("ours", lambda _: SnapKV(100, window_size=64, kernel_size=5, pooling="avg"))
     whole = Ours("ours", lambda _: FullCache())
     with Kvpress(PYTHON, model) as theirs:

@@ -19,7 +19,7 @@ MOVABLE = (*_PLAIN, *FP8)
 
 
 class Parts(TypedDict, total=False):
-    """The objects that are checked for conflicts, as far as they are known at the time."""
+    """The objects in which conflicts are looked for, as far as they are known at the time."""
 
     settings: Any  # the server's `ServingSettings`
     engine: Any  # vLLM's configuration
@@ -35,7 +35,7 @@ _Find = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class Case:
-    """A condition under which some options are refused."""
+    """A condition under which some options are refused. It is one half of a `Row`."""
 
     part: str  # the key of `Parts` where `find` looks
     words: str
@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Option:
-    """An option that is refused in some cases."""
+    """An option that is refused in some cases. It is the other half of a `Row`."""
 
     part: str  # the key of `Parts` where `find` looks
     name: str  # "" if `find` returns the name of the option instead of its value
@@ -54,7 +54,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: an option, the case in which it is refused, the reason and the remedy.
+    """One row of the table: an option, the case in which it is refused, the reason, and the remedy.
 
     By default the remedy is to leave one of the two out.
     """
@@ -66,11 +66,11 @@ class Row:
 
     @property
     def parts(self) -> set[str]:
-        """The names of the two parts in which the option and the case are looked up."""
+        """The keys of the one or two parts in which the option and the case are looked up."""
         return {self.option.part, self.case.part}
 
     def refuse(self, parts: Mapping[str, Any]) -> None:
-        """Raise if both the option and the case are found in `parts`.
+        """Check that `parts` does not contain both the option and the case of this row.
 
         Raises:
             UnsupportedModelError: the row is about the configuration of the engine.
@@ -90,14 +90,14 @@ class Row:
 
 
 def _typed(part: str, name: str) -> str:
-    """Return the option as the user wrote it, or "" if it cannot be left out."""
+    """Return the option as the user wrote it, or an empty text if it cannot be left out."""
     if name in ("model", "prompt"):
         return ""
     return name if part in ("extra_args", "request") else f"--{name.replace('_', '-')}"
 
 
 def require_compatible(**parts: Unpack[Parts]) -> None:
-    """Raise if the given parts contain an option that conflicts with another one.
+    """Check that the given parts contain no option that conflicts with another one.
 
     Rows of the table that need a part which is not given are skipped.
 
@@ -137,7 +137,9 @@ def _of_model(attribute: str, words: str, argument: str = "model") -> Option:
 
 
 def _several(argument: str, attribute: str = "") -> Option:
-    """Return the option that a number of processes is above 1; not every vLLM has every number."""
+    """Return the option that a number of processes is above 1. A version of vLLM without this
+    number counts as 1.
+    """
 
     def find(config: Any) -> object:
         count = getattr(config.parallel_config, attribute or argument, 1)
