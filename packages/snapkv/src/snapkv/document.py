@@ -77,12 +77,12 @@ class Document:
 
     @property
     def tokens(self) -> int:
-        """T, the length of the document."""
+        """The length of the document in tokens, T."""
         return int(self.input_ids.shape[1])
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the document's offloaded keys and values."""
+        """The number of bytes of the document's offloaded keys and values."""
         return self._cache.report().host_bytes
 
     def inputs(self, questions: Sequence[Sequence[int] | Tensor]) -> dict[str, Any]:
@@ -152,14 +152,24 @@ class Document:
         return cache
 
     def save(self, path: str | Path, *, bits: Bits | KVCodes | None = None) -> None:
-        """Write the document with its keys and values to a file; see `CompressedCache.save`."""
+        """Write the document with its keys and values to a file.
+
+        The arguments and errors are those of `CompressedCache.save`.
+        """
         self._cache.save(path, beside={"input_ids": self.input_ids}, bits=bits)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:
-        """Load a document that `save` wrote; options and other errors as in `CompressedCache.load`.
+        """Load a document from a file that `save` has written.
+
+        Args:
+            path: the file.
+            model: the model that has read the document.
+            options: further arguments of `CompressedCache.load`, which also lists further errors.
 
         Raises:
+            CacheFileError: the file is missing or damaged.
+            CacheMismatchError: the document was read by another model.
             InvalidArgumentError: the file holds a saved cache that is not a document.
         """
         document = cls.__new__(cls)
@@ -189,7 +199,7 @@ def _token_ids(question: Any) -> Tensor:
 
 
 def _one_row(input_ids: Any) -> Tensor:
-    """Return the document's tokens as one row: (1, T).
+    """Return the token ids of a document as a tensor with one row, (1, T).
 
     Raises:
         InvalidTypeError: `input_ids` is not a tensor of integers.

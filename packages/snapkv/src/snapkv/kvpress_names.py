@@ -180,7 +180,7 @@ def _inside(known: Sequence[str], name: str, value: Any) -> str:
 
 
 def instead_of(name: str, compression_ratio: Any = 0.75) -> str:
-    """Return what to write instead of a name of kvpress, and the page with more.
+    """Return a sentence that says what to write instead of a class of kvpress.
 
     Args:
         name: a class of kvpress.

@@ -1,8 +1,9 @@
-"""Read a context before its questions, and keep what the model needs to repeat it.
+"""Read a context before its questions are known, and keep what the model needs to repeat it.
 
-The first reading fills the cache. In the second the model reads the text again, piece by piece,
-each after the whole text, as if it repeated it; its queries show which keys that needs. Then the
-policy selects, and the cache is as after any compressed prompt.
+The context is read twice. The first reading fills the cache. In the second reading, the model reads
+the text again in pieces, each of them directly after the whole text, as if the model repeated it.
+The attention of these pieces shows which keys are needed to repeat the text. Then the policy
+selects, and the cache is in the same state as after any other compressed prompt.
 """
 
 import contextlib
@@ -73,12 +74,13 @@ def read_twice(
     *,
     instruction_ids: Sequence[int] = (),
 ) -> None:
-    """Fill an empty cache with a context; other arguments and errors as in `read_context`.
+    """Read a context into an empty cache, and compress it.
 
-    After an error the cache is empty again.
+    Changes `cache` in place; after an error it is empty again. The other arguments and the other
+    errors are those of `read_context`.
 
     Raises:
-        CacheMismatchError: the cache has seen tokens.
+        CacheMismatchError: the cache has already seen tokens.
     """
     if seen := cache.get_seq_length():
         problem = f"expected an empty one, got one that has seen {seen:,} tokens"
@@ -126,12 +128,13 @@ def read_layers(
     *,
     instruction_ids: Sequence[int] = (),
 ) -> list[PromptLayer]:
-    """Read a context twice into an empty cache, which then holds all of it.
+    """Read a context twice into an empty cache, and compute its scores without evicting anything.
 
-    Other arguments as in `read_context`.
+    Afterwards the cache holds all tokens of the context. The other arguments are those of
+    `read_context`.
 
     Returns:
-        Every layer with its scores, as its policy gets it.
+        For each layer the view from which its policy selects, with the scores.
 
     Raises:
         InvalidArgumentError: the policy does not use a second reading, or there is no text.
@@ -166,10 +169,13 @@ def read_layers(
 
 
 def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
-    """Return how many positions the model has after `read_tokens` tokens.
+    """Return how many more positions the model has after `read_tokens` tokens.
+
+    Returns:
+        The number of positions; `read_tokens` for a model without a limit.
 
     Raises:
-        PromptTooLongError: it has none.
+        PromptTooLongError: no position is left.
     """
     positions = max_positions(model)
     if positions is None:
@@ -183,7 +189,7 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
 
 
 def require_one_reading(policy: Policy, remedy: str) -> None:
-    """Raise if `policy` needs `read_context`, but the caller reads a prompt once.
+    """Raise if the policy needs a second reading, for a caller that reads a prompt only once.
 
     Args:
         policy: the policy to check.
@@ -197,10 +203,10 @@ def require_one_reading(policy: Policy, remedy: str) -> None:
 
 
 def _require_scorer(policy: Policy) -> KVzip:
-    """Return the `KVzip` inside `policy`.
+    """Return the `KVzip` policy that scores for `policy`, which may be `policy` itself.
 
     Raises:
-        InvalidArgumentError: there is none.
+        InvalidArgumentError: `policy` is not a `KVzip` and does not wrap one.
     """
     scorer: Any = policy
     while hasattr(scorer, "policy"):
@@ -215,7 +221,7 @@ def _attention_of_layer(model: PreTrainedModel, index: int) -> Any:
     """Return the attention module of a layer.
 
     Raises:
-        UnsupportedModelError: the layer has not exactly one.
+        UnsupportedModelError: the layer has several attention modules, or none.
     """
     modules = attention_modules(model, [index])[index]
     if len(modules) != 1:
@@ -236,7 +242,7 @@ class _Repetition(Hook):
 
 
 class _Observer:
-    """Collects the most attention that each position of a layer gets from any piece."""
+    """Collects, for each position of a layer, the highest attention that any piece pays to it."""
 
     def __init__(self, tokens: int, *, plus: bool) -> None:
         self._tokens, self._plus = tokens, plus
@@ -260,7 +266,7 @@ class _Observer:
         self._received = most if self._received is None else self._received.maximum(most)
 
     def prompt(self) -> PromptLayer:
-        """Return the layer as a policy gets it, with the collected scores."""
+        """Return the view of the layer from which a policy selects, with the collected scores."""
         assert self._seen is not None
         protected = self._seen.protected
         return replace(

@@ -1,6 +1,6 @@
 """Checks of values that come from users, and the formatting of values in messages.
 
-Importable without torch, so that wrong options are refused at once.
+This module can be imported without torch, so that a wrong option is refused at once.
 """
 
 import difflib
@@ -87,10 +87,10 @@ def plain_number(value: Any) -> Any:
 
 
 def require_at_least(argument: str, value: object, least: int) -> int:
-    """Return `value` as an int, or raise unless it is between `least` and `MOST_COUNTED`.
+    """Return `value` as an integer if it is between `least` and `MOST_COUNTED`.
 
     Raises:
-        InvalidTypeError: `value` is no integer.
+        InvalidTypeError: `value` is not an integer.
         InvalidArgumentError: `value` is out of range.
     """
     return require_int(argument, value, least, MOST_COUNTED)
@@ -147,10 +147,10 @@ def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_token
 
 
 def require_one_limit(budget: object, keep_ratio: object) -> None:
-    """Raise if `budget` and `keep_ratio` are both given.
+    """Raise if both `budget` and `keep_ratio` are given.
 
     Raises:
-        InvalidArgumentError: both are given.
+        InvalidArgumentError: neither of them is None.
     """
     if keep_ratio is not None and budget is not None:
         problem = f"expected one of them, got budget={budget} and keep_ratio={keep_ratio}"
@@ -173,10 +173,10 @@ def require_auto_budget(
 
 
 def require_dtype(name: str) -> None:
-    """Raise unless `name` is "auto" or the name of a dtype that models run in.
+    """Raise unless `name` is the name of a dtype in which a model can be loaded, or "auto".
 
     Raises:
-        InvalidArgumentError: it is another name.
+        InvalidArgumentError: `name` is not one of `DTYPES`.
     """
     if name not in DTYPES:
         problem = f"expected one of {', '.join(DTYPES)}, got {name!r}"
@@ -187,7 +187,8 @@ def require_device(name: str) -> None:
     """Raise unless `name` is "auto" or a device that the installed torch may have.
 
     Raises:
-        InvalidArgumentError: it is no device, or one of CUDA with a torch for CPUs.
+        InvalidArgumentError: torch knows no device with this name, or it is a CUDA device and
+            torch was built for CPUs only.
     """
     device_type, colon, number = name.partition(":")
     if name in (AUTO, "cpu"):
@@ -203,13 +204,17 @@ def require_device(name: str) -> None:
 
 
 def byte_budget(text: str) -> dict[str, float | int] | None:
-    """Parse a budget such as "12%" or "64MiB".
+    """Parse a budget that is written as a percentage or as a number of bytes.
+
+    Args:
+        text: the budget, such as "12%" or "64MiB".
 
     Returns:
-        {"share": float} or {"bytes": int}; None if `text` has another form.
+        A dictionary, {"share": float} or {"bytes": int}; None if `text` has another form.
 
     Raises:
-        InvalidArgumentError: a share outside of (0, 100 %], or no bytes.
+        InvalidArgumentError: the percentage is not in (0, 100], or the number of bytes is not
+            positive.
     """
     form = r"\s*([+-]?\d+(?:\.\d+)?)\s*(?:(%)|([kmgt]?)(i?)b)\s*"
     if (found := re.fullmatch(form, text, re.IGNORECASE)) is None:
@@ -226,7 +231,11 @@ def byte_budget(text: str) -> dict[str, float | int] | None:
 
 
 def code_bits(word: str) -> tuple[int, int] | None:
-    """Parse the bits of keys and of values, such as "int4" or "K8V4"; None for another word."""
+    """Return how many bits a word such as "int4" or "K8V4" means for keys and for values.
+
+    Returns:
+        The bits of a key and of a value, or None if `word` has another form.
+    """
     found = re.fullmatch(r"int([48])|k([48])v([48])", word.lower())
     if found is None:
         return None
@@ -401,7 +410,11 @@ def nearest(name: str, candidates: Iterable[str], otherwise: str) -> str:
 
 
 def closest(name: str, candidates: Iterable[str]) -> str:
-    """Return the candidates most like `name`, joined by " or "; "" if none is similar."""
+    """Return the candidates that are most like `name`, joined by " or ".
+
+    Returns:
+        At most three candidates; an empty string if none is similar.
+    """
     others = (candidate for candidate in candidates if candidate != name)
     by_lower_case = {candidate.lower(): candidate for candidate in others}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=3)

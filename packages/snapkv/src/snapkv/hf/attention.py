@@ -115,7 +115,9 @@ def _make_mask(
 
 
 def _require_causal(watch: PaddingTracker, mask: Any, new_tokens: int) -> None:
-    """Raise if tokens, such as those of an image, see later ones after a compressed prompt.
+    """Raise if the mask is not causal although the cache has already evicted tokens.
+
+    The tokens of an image, for instance, can attend to each other in both directions.
 
     Raises:
         UnsupportedModelError: a layer has evicted tokens, and `mask` is not causal for the last
@@ -235,7 +237,10 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read the end of the first prompt, then let the layer evict tokens, alone or in a group."""
+    """Read the end of the first prompt, and then let the policy select which tokens to keep.
+
+    The layer may wait for the next layers, so that a group of layers selects at once.
+    """
     layer = context.layer
     own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
@@ -270,7 +275,7 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read the end of a later prompt, then let it vote on all stored tokens and evict again."""
+    """Read the end of a later prompt, let its queries vote on all stored tokens, and evict."""
     layer = context.layer
     attended = attend_stored(call, layer)
     unasked = context.forward_pass.check.unasked
@@ -288,7 +293,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read tokens after the prompt; a policy that evicts while generating may then evict."""
+    """Read tokens that come after the prompt, and evict if the policy evicts during decoding."""
     layer = context.layer
     attended = attend_stored(call, layer)
     drafts = call.query.shape[2] if context.forward_pass.prompt_state.verifies_drafts else 0
@@ -317,7 +322,7 @@ def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
 
 
 def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
-    """Attend to the kept tokens and the append buffer of a layer during captured decode steps.
+    """Compute attention over everything that a layer stores, in a captured decode step.
 
     Raises:
         UnsupportedModelError: attention weights are requested from eager attention.
@@ -335,7 +340,7 @@ def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
 def _evict(
     call: AttentionCall, layer: CompressedLayer, policy: EvictingPolicy, new_tokens: int
 ) -> None:
-    """Let a policy that evicts while generating select tokens to evict, and evict them in place.
+    """Let a policy that evicts during decoding select tokens, and evict the others in place.
 
     Args:
         call: the attention call that has just run.

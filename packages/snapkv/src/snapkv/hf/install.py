@@ -69,12 +69,12 @@ class Installation:
 
     @property
     def model(self) -> PreTrainedModel | None:
-        """The model; None if it was deleted before its caches."""
+        """The model, or None if it has been deleted."""
         return self._model()
 
     @property
     def is_used(self) -> bool:
-        """Whether a cache or an `install` still needs the wrappers."""
+        """Whether the wrappers are still needed, by a cache or after a call of `install`."""
         return bool(self.caches or self.installs)
 
     def put_on(self, model: PreTrainedModel) -> None:
@@ -128,7 +128,10 @@ class Installation:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Unwrap the attention of the model in this block; its caches refuse to read meanwhile."""
+        """Unwrap the attention of the model within this block, and wrap it again afterwards.
+
+        Within the block, caches of the model raise an error if they are used.
+        """
         self.lay_aside()
         try:
             yield

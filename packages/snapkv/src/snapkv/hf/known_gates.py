@@ -42,6 +42,13 @@ def with_known(model: PreTrainedModel, policy: Policy) -> Policy:
 
 
 def _with_gate(model: PreTrainedModel, policy: KVzap) -> KVzap:
+    """Return the policy with its own gate, or with the one that was fitted to the model.
+
+    Raises:
+        InvalidArgumentError: the gate of the policy was fitted to another model.
+        InvalidTypeError: `model` is not a transformers model.
+        UnsupportedModelError: the policy has no gate, and none has been fitted to the model.
+    """
     require_model(model)
     named = getattr(model.config, "_name_or_path", "") or "MODEL"
     gate = known_gate(model) if policy.gate is None else policy.gate
@@ -74,7 +81,12 @@ def known_gate(model: PreTrainedModel) -> Gate | None:
 
 
 def remember_gate(gate: Gate) -> Path:
-    """Store a gate for later runs of its model, replacing an earlier one; return its file.
+    """Write a gate to a file, where later runs of its model find it.
+
+    A gate that was stored for this model before is replaced.
+
+    Returns:
+        The path of the file.
 
     Raises:
         OutputError: the file cannot be written.

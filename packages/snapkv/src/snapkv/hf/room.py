@@ -36,7 +36,7 @@ class Room:
 
     @property
     def obstacle(self) -> str:
-        """Why append buffers cannot be used; an empty string if they can."""
+        """The reason why append buffers cannot be used, or an empty string if they can be used."""
         setup, prompt_state = self._setup, self._prompt_state
         if setup.evicts:
             return f"{setup.policy.name} evicts after every token"
@@ -66,7 +66,10 @@ class Room:
 
     @property
     def is_lent(self) -> bool:
-        """Whether every layer still uses its append buffer; other changes of a cache replace it."""
+        """Whether every layer still uses the append buffer that was allocated for it.
+
+        Some changes of the cache replace the buffers.
+        """
         pairs = zip(self._prompt_state.layers, self._tails, strict=False)
         return bool(self._tails) and all(layer.store.tail is tail for layer, tail in pairs)
 
@@ -97,7 +100,10 @@ class Room:
             self._next *= 2
 
     def leave(self) -> None:
-        """Release the append buffers: cut each to its used slots, and let its layer grow."""
+        """Release the append buffers, so that every layer can grow as usual.
+
+        The tokens that were written stay in the layers.
+        """
         for layer, tail in zip(self._prompt_state.layers, self._tails, strict=False):
             if layer.store.tail is tail:
                 layer.leave_room()

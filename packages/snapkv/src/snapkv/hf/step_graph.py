@@ -248,7 +248,11 @@ _said: "weakref.WeakKeyDictionary[Cache, str]" = weakref.WeakKeyDictionary()
 
 
 def described(cache: Cache) -> str | None:
-    """Return how the decode steps of a cache ran, for its report; None without a capture."""
+    """Return a sentence for the report of a cache that says how its decode steps ran.
+
+    Returns:
+        The sentence, or None if no capture has been tried.
+    """
     return _said.get(cache)
 
 
@@ -295,7 +299,7 @@ def _obstacle(model: PreTrainedModel) -> str:
 
 
 def _is_known(hook: Any) -> bool:
-    """Return whether a replayed decode step may skip this hook."""
+    """Return whether a hook may be skipped when a decode step is replayed."""
     return getattr(hook, "of_texts_only", False) or getattr(hook, "__module__", "") == _COLLECTING
 
 

@@ -93,7 +93,7 @@ class Setup:
 
     @property
     def turn_mode(self) -> Turns:
-        """How a later prompt is handled; `recall` alone implies "recall"."""
+        """The way in which a later prompt is handled, as `turns` or else `recall` asks for it."""
         return self.turns or ("append" if self.recall is None else "recall")
 
     @property

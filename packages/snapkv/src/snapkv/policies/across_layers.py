@@ -25,7 +25,7 @@ from snapkv.policies.states import PromptLayer, Selection
 
 @dataclass(frozen=True)
 class AcrossLayers(AroundScores):
-    """Shares one budget among all heads of all layers, so that the best scores of a prompt win.
+    """A policy that shares one budget among the heads of all layers, for the best scores of all.
 
     KVzip, `KVzipPress` of kvpress and DefensiveKV (arXiv 2510.13334) select in this way; kvpress
     masks the other tokens and still holds them. Here layers and heads hold different numbers of

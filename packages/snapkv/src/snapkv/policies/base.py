@@ -48,7 +48,7 @@ class Policy(metaclass=WithParameters):
     per_head_budget: ClassVar[bool] = False
 
     def __call__(self, model: Any) -> NoReturn:
-        """Raise an error, because a policy is not called with a model as a press of kvpress is.
+        """Raise an error, because policies are not called with a model, unlike those of kvpress.
 
         Raises:
             InvalidTypeError: always.

@@ -201,6 +201,12 @@ class AutoBudget(Budget):
         return self.most
 
     def require_valid(self, window_size: int, sink_tokens: int) -> None:
+        """Check that `most` is large enough for the window, the sinks and `least`.
+
+        Raises:
+            InvalidTypeError: a value has the wrong type.
+            InvalidArgumentError: a value is out of range, or `most` is too small.
+        """
         super().require_valid(window_size, sink_tokens)
         tokens = self.most or window_size + sink_tokens + self.least
         require_budget(tokens, None, window_size, sink_tokens)

@@ -285,10 +285,10 @@ def _is_punctuation(text: str) -> bool:
 
 
 def require_token_ids(argument: str, ids: object) -> None:
-    """Raise unless `ids` are `TokenIds` or None.
+    """Raise unless `ids` is None or a tuple of token ids, as `TokenIds` describes it.
 
     Raises:
-        InvalidTypeError: `ids` is no tuple, or holds something that is no token id.
+        InvalidTypeError: `ids` is not a tuple, or contains something that is not a token id.
         InvalidArgumentError: a token id is negative.
     """
     if ids is None:

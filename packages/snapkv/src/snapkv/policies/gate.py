@@ -251,7 +251,11 @@ def _gate_in(path: Path) -> Gate:
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """Return the metadata of a safetensors file."""
+    """Return the metadata in the header of a safetensors file.
+
+    Args:
+        content: the bytes of the file.
+    """
     size = int.from_bytes(content[:8], "little")
     found: dict[str, str] = json.loads(content[8 : 8 + size])["__metadata__"]
     return found

@@ -15,7 +15,7 @@ from snapkv.policies.states import PromptLayer
 
 @dataclass(frozen=True)
 class KVzap(PrefixPolicy):
-    """Predicts which tokens `KVzip(plus=True)` would keep, without reading the text twice.
+    """A method that predicts the scores of `KVzip(plus=True)`, without reading the text twice.
 
     The idea is KVzap's: a linear map per layer to the logarithms of the scores of KVzip+, here
     fitted by ridge regression (`snapkv study fit-gate`). The authors' map reads the hidden state

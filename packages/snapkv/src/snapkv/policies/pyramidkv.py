@@ -121,7 +121,7 @@ def exact_budgets(
 
 
 def published_budgets(mean: int, prefix_tokens: int, num_layers: int, beta: int) -> list[int]:
-    """Return the budgets as the authors of PyramidKV compute them.
+    """Return the budget of each layer, computed as in the code of PyramidKV's authors.
 
     Every step is rounded down, so the budgets add up to more than ``mean * num_layers``.
     """

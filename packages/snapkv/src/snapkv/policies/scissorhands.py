@@ -18,7 +18,7 @@ from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int, requi
 
 @dataclass(frozen=True)
 class Scissorhands(BestAndRecent):
-    """Drops many tokens at once: those that have least often received much attention lately.
+    """A policy that drops many tokens at once, namely those that seldom received much attention.
 
     Whenever a head holds more than its budget, it counts for every token how many of the last
     `history` queries paid it more attention than the uniform level. It keeps the `recent` last

@@ -179,7 +179,9 @@ def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The offloaded keys and values of a run of tokens. A piece never changes.
+    """The keys and values of consecutive tokens that have been offloaded together.
+
+    A piece never changes.
 
     Attributes:
         room: keys and values, (R, Hkv, N, D) and (R, Hkv, N, Dv), as attention sees them.
