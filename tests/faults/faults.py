@@ -132,7 +132,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "what is only measured counts as held",
-            'self._declared().values() if not axes["measured"]',
+            'self._declared().values() if axes["is_counted"]',
             "self._declared().values()",
             "cache/test_layer_state.py",
         ),

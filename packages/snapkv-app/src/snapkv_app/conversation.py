@@ -8,11 +8,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from snapkv.cache.layer import Turns
 from snapkv.cache.report import CacheReport
 from snapkv.errors import CacheFileError, CacheMismatchError, wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.placement import device_of
+from snapkv.hf.support import Turns
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Span

@@ -198,7 +198,7 @@ def test_cache_that_drops_all_that_it_had_evicted_is_as_if_nothing_was_evicted(w
     assert all(layer.slots.is_compressed for layer in cache.prompt_state.layers)
     for each in (cache, full):
         each.drop([(0, 57)])  # all but tokens of the window, which every head keeps
-    assert all(layer.slots.is_whole for layer in cache.prompt_state.layers)
+    assert all(layer.slots.kept is None for layer in cache.prompt_state.layers)
     emptied = copy.copy(cache)
     emptied.crop(-3)
     assert emptied.get_seq_length() == 57

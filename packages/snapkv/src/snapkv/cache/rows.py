@@ -15,17 +15,17 @@ def per_row(
     *,
     slot_axis: int | None = None,
     token_axis: int | None = None,
-    measured: bool = False,
+    is_counted: bool = True,
 ) -> Any:
     """Declare a field that is None or a tensor whose first axis has the rows of the batch.
 
     Args:
         slot_axis: the axis with one element for every stored slot, or for the first slots.
         token_axis: the axis with one element for each of the last tokens seen.
-        measured: whether the field is only measured for a report and does not count as memory of
-            the cache.
+        is_counted: whether `nbytes` counts the field. Fields that are only measured for a report,
+            or that count as keys and values, are not counted.
     """
-    axes = {"slot_axis": slot_axis, "token_axis": token_axis, "measured": measured}
+    axes = {"slot_axis": slot_axis, "token_axis": token_axis, "is_counted": is_counted}
     return field(default=None, metadata={"per_row": axes})
 
 
@@ -60,10 +60,8 @@ class RowRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors, except those that were only measured for a report."""
-        return sum(
-            value.nbytes for value, axes in self._declared().values() if not axes["measured"]
-        )
+        """Bytes of the tensors in the fields that are declared as counted."""
+        return sum(value.nbytes for value, axes in self._declared().values() if axes["is_counted"])
 
     @property
     def tensors(self) -> dict[str, Tensor]:

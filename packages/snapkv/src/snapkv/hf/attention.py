@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from snapkv import ops
 from snapkv.cache.evicting import absorb_tail, apply_eviction
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.layer_group import encode
+from snapkv.cache.layer_group import quantize_slots
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.cache.recall import set_aside
 from snapkv.cache.spans import protected_slots
@@ -123,7 +123,9 @@ def _require_causal(watch: PaddingTracker, mask: Any, new_tokens: int) -> None:
         UnsupportedModelError: a layer has evicted tokens, and `mask` is not causal for the last
             `new_tokens` tokens.
     """
-    is_compressed = any(one.slots.is_compressed and not one.recall_due for one in watch.layers)
+    is_compressed = any(
+        one.slots.is_compressed and not one.offloaded.is_due for one in watch.layers
+    )
     if is_compressed and sees_ahead(mask, new_tokens):
         raise wrong(
             "attention_mask",
@@ -268,7 +270,7 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
             _evict(call, layer, policy, turn_tokens)
         else:
             layer.queries.remember(call.query, turn_tokens)
-    if layer.turns != "append":
+    if layer.chooses_again:
         layer.queries.look_back(call.query)
     layer.store.finalize_step()
     return attended
@@ -286,9 +288,9 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     if selection is None:
         layer.queries.look_back(call.query)
     else:
-        layer.end_prompt(selection, prompt)
-        stored = layer.kept_slots(stored)
-    encode([(layer, stored)], layer.codes)
+        layer.end_prompt(prompt, selection)
+        stored = layer.slots.kept_slots(stored)
+    quantize_slots([(layer, stored)], layer.codes)
     return attended
 
 
@@ -299,7 +301,7 @@ def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
     drafts = call.query.shape[2] if context.forward_pass.prompt_state.verifies_drafts else 0
     if isinstance(policy := layer.policy, EvictingPolicy):
         _evict(call, layer, policy, call.query.shape[2])
-    if layer.turns != "append":
+    if layer.chooses_again:
         layer.queries.look_back(call.query, drafts)
     layer.store.finalize_step(drafts)
     return attended

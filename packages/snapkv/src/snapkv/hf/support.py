@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal, get_args
 
-from snapkv.cache.layer import Turns
 from snapkv.errors import InvalidArgumentError, SnapKVError, UnsupportedModelError, wrong
 from snapkv.hf.model_parts import States
 from snapkv.policies import EvictingPolicy, Policy
@@ -17,6 +16,11 @@ from snapkv.policies.spans import Spans
 from snapkv.storage.bits import KVCodes, Quantize
 from snapkv.storage.offload import OffloadPool, Recall, pool_for
 from snapkv.validation import DEFAULT, require_choice
+
+Turns = Literal["append", "compress", "recall"]
+"""How a later prompt is handled. "append": store all of it. "compress": let its last queries vote
+on the stored tokens, and compress them again. "recall": restore every evicted token first, and
+compress everything again."""
 
 Use = Literal["made", "drop", "drafts"]
 """When a rule is checked: when a cache is made, drops spans, or verifies drafts."""
