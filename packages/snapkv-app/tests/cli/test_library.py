@@ -366,7 +366,7 @@ def test_remove_accepts_names_and_refuses_unknown_ones(snapkv, refused, added):
     done = snapkv("library", "remove", "lib", "papers/loan.txt", added / "papers/lease.txt")
     assert done.out == "removed: papers/loan.txt\nremoved: papers/lease.txt\n"
     said = refused("library", "remove", "lib", "papers/garten.txt")
-    assert "did you mean papers/garden.txt?" in said
+    assert "Did you mean papers/garden.txt?" in said
     said = refused("library", "remove", "lib", "nowhere")
     assert "name: the library has no document 'nowhere'. See snapkv library list" in said
     assert (added / "papers/loan.txt").exists()

@@ -28,7 +28,7 @@ REFUSED = {
     ],
     "ask": [
         ("notes.txt -q 'a \udcff'", "question: expected Unicode text, got '\\udcff'"),
-        ("note.txt -q Why?", "did you mean notes.txt?"),
+        ("note.txt -q Why?", "Did you mean notes.txt?"),
         ("loop/a -q Why?", "a, whose symbolic links lead in a loop"),
         ("lost -q Why?", "lost, a symbolic link to gone, which is not there"),
         ("empty.txt -q Why?", "got nothing"),
@@ -59,10 +59,10 @@ REFUSED = {
         ("-p \udcff", "prompt: expected Unicode text"),
         ("-p x --answer-start \udcff", "answer_start: expected Unicode"),
         ("-p x --temperature inf", "temperature: expected 0, or a finite"),
-        ("-p x --model dmo", "did you mean demo?"),
+        ("-p x --model dmo", "Did you mean demo?"),
         ("-p x --model .", "a folder with a config.json"),
-        ("-p x --model ./papers/none", "got './papers/none'; see ls papers"),
-        ("-p x --model no/such/folder", "got 'no/such/folder'; there is no folder no/such"),
+        ("-p x --model ./papers/none", "got './papers/none'. See ls papers"),
+        ("-p x --model no/such/folder", "got 'no/such/folder'. There is no folder no/such"),
         (
             "-p x --model demo --revision main",
             "revision: only models of the hub have revisions, got 'main'",
@@ -111,7 +111,7 @@ REFUSED = {
         ("--context 1k,2k", "context: expected one number"),
         ("--context 128kb", "Write for instance --context 4k"),
         ("--context 8k --budget auto", "budget: expected tokens or bytes"),
-        ("--context 1k --model qwen3-9b", "did you mean qwen3-8b"),
+        ("--context 1k --model qwen3-9b", "Did you mean qwen3-8b"),
         ("--context 1k --gpu-memory 80", "gpu_memory: expected bytes with a unit"),
         ("--context 1k --gpu-memory L40X", "or a card such as H100 or RTX 4090, got 'L40X'"),
         ("--context 1k --gpu-memory a100", "gpu_memory: expected A100-40GB or A100-80GB"),
@@ -134,7 +134,7 @@ REFUSED = {
             "--print-command --decode-policy tova",
             "decode_policy: this limit has no effect without a decode_budget",
         ),
-        ("--print-command --policy snapk", "across-layers, got 'snapk'; did you mean snapkv"),
+        ("--print-command --policy snapk", "across-layers, got 'snapk'. Did you mean snapkv"),
     ],
     "bench decode": [
         ("--output one.svg --plot one.svg", "expected another file than that of output")
@@ -166,5 +166,5 @@ def test_bad_input_is_refused_in_one_line(refused, here, request, capsys, line, 
     before = sorted(here.rglob("*"))
     said = refused(*shlex.split(line))
     assert message in said
-    assert "did you mean loop?" not in said
+    assert "Did you mean loop?" not in said
     assert sorted(here.rglob("*")) == before

@@ -58,7 +58,7 @@ def inspection(demo, prompt):
 
 
 @pytest.mark.parametrize("number", range(len(POLICIES)), ids=[p.name for p in POLICIES])
-def test_the_kept_tokens_are_those_of_a_real_cache(demo, prompt, inspection, number):
+def test_kept_tokens_equal_those_of_a_real_cache(demo, prompt, inspection, number):
     ids = prompt.token_ids(demo.tokenizer)
     cache = CompressedCache(demo.model, POLICIES[number].with_tokenizer(demo.tokenizer))
     cache.expect_tokens(ids)
@@ -72,7 +72,7 @@ def test_the_kept_tokens_are_those_of_a_real_cache(demo, prompt, inspection, num
     assert shown.heads == len(heads)
 
 
-def test_the_slider_has_the_answer_of_every_budget_the_least_memory_first(demo, prompt, inspection):
+def test_slider_has_every_answer_in_the_order_of_memory(demo, prompt, inspection):
     method, *others = inspection.methods
     assert [record.label for record in method.budgets] == ["20", CHOSEN, "200"]
     assert all(len(other.budgets) == 1 for other in others)
@@ -88,14 +88,14 @@ def test_the_slider_has_the_answer_of_every_budget_the_least_memory_first(demo, 
     assert inspection.page({}).methods[0].chosen == 1
 
 
-def test_answers_are_those_of_the_caches(inspection):
+def test_answers_equal_those_of_the_caches(inspection):
     assert inspection.full.text.endswith("blue stone.")
     labels = [method.label for method in inspection.methods]
     assert labels == [policy.name for policy in POLICIES]
     assert inspection.methods[-1].chosen.answer.text == inspection.full.text
 
 
-def test_the_place_of_the_answer_was_voted_for_most_by_a_single_voter(inspection):
+def test_strongest_vote_of_a_voter_is_for_the_place_of_the_answer(inspection):
     ballots = {method.label: method.ballot for method in inspection.methods}
     assert {label for label, ballot in ballots.items() if ballot is None} == {
         *("keydiff", "h2o", "streaming-llm", "fastgen", "full")
@@ -104,7 +104,7 @@ def test_the_place_of_the_answer_was_voted_for_most_by_a_single_voter(inspection
     assert "gate is under the blue" in "".join(near)
 
 
-def test_all_methods_and_budgets_read_the_prompt_once(demo, prompt, monkeypatch):
+def test_prompt_is_read_one_time_for_all_methods_and_budgets(demo, prompt, monkeypatch):
     read = []
     forward = type(demo.model.model).forward
 
@@ -119,7 +119,7 @@ def test_all_methods_and_budgets_read_the_prompt_once(demo, prompt, monkeypatch)
     assert [tokens for tokens in read if tokens > 1] == [prompt.token_ids(demo.tokenizer).shape[1]]
 
 
-def test_the_pieces_are_the_text(demo):
+def test_pieces_add_up_to_the_text(demo):
     text = "Ünïcode 😀 and <script>alert(1)</script>\n\tnäxt 钥匙"
     prompt = Prompt(text=text)
     pieces = prompt_texts(demo.tokenizer, prompt)
@@ -127,7 +127,7 @@ def test_the_pieces_are_the_text(demo):
     assert len(pieces) == prompt.token_ids(demo.tokenizer).shape[1]
 
 
-def test_a_tokenizer_that_knows_no_places_decodes_token_by_token():
+def test_tokenizer_without_offsets_decodes_token_by_token():
     class Slow:
         is_fast = False
         chat_template = unk_token_id = None
@@ -145,13 +145,13 @@ def test_a_tokenizer_that_knows_no_places_decodes_token_by_token():
 
 
 @pytest.mark.parametrize("text", ["Ünïcode 😀 and\n\tnäxt 钥匙", " a  b .", "😀😀"])
-def test_the_texts_of_tokens_add_up_to_what_they_decode_to(demo, text):
+def test_texts_of_tokens_add_up_to_the_decoded_text(demo, text):
     ids = demo.tokenizer(text)["input_ids"]
     texts = token_texts(demo.tokenizer, ids)
     assert len(texts) == len(ids)
     assert "".join(texts) == text
 
 
-def test_half_a_character_at_the_end_is_shown_as_such(demo):
+def test_incomplete_last_character_is_shown_as_the_tokenizer_does(demo):
     ids = demo.tokenizer("钥匙")["input_ids"][:-1]
     assert "".join(token_texts(demo.tokenizer, ids)) == demo.tokenizer.decode(ids)

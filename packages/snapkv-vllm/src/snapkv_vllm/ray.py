@@ -142,6 +142,6 @@ def _parse_arguments(model: str, arguments: Mapping[str, Any]) -> Any:
     for name, value in options.items():
         if not hasattr(args, name):
             problem = f"expected an option of vllm serve with underscores, got {name}={value!r}"
-            raise wrong(name, problem, f"Leave it out{nearest(name, list(vars(args)))}")
+            raise wrong(name, problem, nearest(name, list(vars(args)), "Leave it out"))
         setattr(args, name, value)
     return args

@@ -390,10 +390,14 @@ def without_controls(text: str) -> str:
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the candidates most like `name`, or "" without any."""
+def nearest(name: str, candidates: Iterable[str], otherwise: str) -> str:
+    """Return the remedy for a misspelt name, for `wrong`.
+
+    Returns:
+        "Did you mean ...?" with the candidates most like `name`, or `otherwise` if none is similar.
+    """
     close = closest(name, candidates)
-    return f"; did you mean {close}?" if close else ""
+    return f"Did you mean {close}?" if close else otherwise
 
 
 def closest(name: str, candidates: Iterable[str]) -> str:

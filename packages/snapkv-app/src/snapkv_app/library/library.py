@@ -286,10 +286,9 @@ class Library:
             own = [*index.named(name), *index.read_from(name, os.path.abspath(name))]
             if own:
                 return own
-            near = nearest(name, [entry.name for entry in index.entries()])
-            raise LibraryError(
-                f"name: the library has no document {name!r}{near or '. See snapkv library list.'}"
-            )
+            names = [entry.name for entry in index.entries()]
+            remedy = nearest(name, names, "See snapkv library list")
+            raise wrong("name", f"the library has no document {name!r}", remedy, LibraryError)
 
         return self._passages.asked(found)
 

@@ -164,7 +164,7 @@ class HarnessRun:
         for name in self.tasks:
             if name not in manager.all_tasks:
                 remedy = "Add your own folder of tasks with --include-path"
-                remedy += nearest(name, manager.all_tasks)
+                remedy = nearest(name, manager.all_tasks, remedy)
                 raise wrong("tasks", f"expected tasks that lm-eval knows, got {name!r}", remedy)
         return manager
 

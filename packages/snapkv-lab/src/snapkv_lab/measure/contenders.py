@@ -206,7 +206,7 @@ def transformers_contender(name: str) -> Contender:
     """
     if name not in FULL_CACHES:
         problem = f"expected one of {', '.join(FULL_CACHES)}, got {name!r}"
-        raise wrong("baseline", problem, f"Choose one of them{nearest(name, FULL_CACHES)}")
+        raise wrong("baseline", problem, nearest(name, FULL_CACHES, "Choose one of them"))
     return Contender(label=name, make=FULL_CACHES[name])
 
 

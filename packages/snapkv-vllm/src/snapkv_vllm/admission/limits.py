@@ -38,7 +38,7 @@ class ConfigEntry:
         for name in config:
             if name not in known:
                 problem = f"expected {', '.join(known)}, got {name!r}"
-                raise wrong(cls.__name__.lower(), problem, f"Leave it out{nearest(name, known)}")
+                raise wrong(cls.__name__.lower(), problem, nearest(name, known, "Leave it out"))
         return cls(**config)
 
     def to_config(self) -> dict[str, Any]:

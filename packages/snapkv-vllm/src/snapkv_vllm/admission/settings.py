@@ -108,9 +108,12 @@ class ServingSettings:
     def __post_init__(self) -> None:
         policy = self.policy
         if not isinstance(policy, str) or policy not in METHODS:
-            why = isinstance(policy, str) and (_NOT_SERVED.get(policy) or nearest(policy, METHODS))
-            problem = f"expected one of {', '.join(METHODS)}, got {policy!r}{why or ''}"
-            raise wrong("policy", problem, "Pass one of them")
+            why = _NOT_SERVED.get(str(policy), "")
+            problem = f"expected one of {', '.join(METHODS)}, got {policy!r}{why}"
+            remedy = (
+                "Pass one of them" if why else nearest(str(policy), METHODS, "Pass one of them")
+            )
+            raise wrong("policy", problem, remedy)
         for cap in _CAPS:
             require_at_least(cap, getattr(self, cap), 1)
         require_compatible(settings=self)
@@ -376,7 +379,7 @@ class ServingSettings:
                 continue
             if PREFIX + name not in names:
                 problem = f"this setting does not exist, expected one of {', '.join(names)}"
-                raise wrong(full, problem, f"Leave it out{nearest(full, names)}")
+                raise wrong(full, problem, nearest(full, names, "Leave it out"))
             require_readable(full, value)
 
     def _make_policy(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
@@ -393,7 +396,7 @@ class ServingSettings:
             if name not in known:
                 parameters_known = f"a parameter of {self.policy}, which has {', '.join(known)}"
                 problem = f"expected {parameters_known}, got {name}={value!r}"
-                raise wrong(name, problem, f"Leave it out{nearest(name, known)}")
+                raise wrong(name, problem, nearest(name, known, "Leave it out"))
         given = {**_DEFAULTS.get(self.policy, {}), **parameters}
         for (name, value), expected in _UNSERVABLE.items():
             if given.get(name) == value:
