@@ -217,7 +217,7 @@ def test_another_policy_than_the_saved_one_is_refused(tmp_path):
         generated(model, cache, random_ids(1, PROMPT))
         cache.save(tmp_path / "one")
         assert CompressedCache.load(tmp_path / "one", model, policy=policy).policy == policy
-        with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was sav"):
+        with pytest.raises(CacheMismatchError, match="policy: expected the policy of the"):
             CompressedCache.load(tmp_path / "one", model, policy=other)
 
 

@@ -59,7 +59,7 @@ def implementation(
         problem = f"expected auto or one of {', '.join(in_torch)}, triton, got {impl!r}"
         raise wrong("impl", problem, "Pass impl='auto'")
     if (reason := obstacle()) is not None:
-        problem = f"expected one that can run here, got 'triton' {reason}"
+        problem = f"expected an implementation that can run here, got 'triton' {reason}"
         raise wrong("impl", problem, "Pass impl='auto'")
     kernel: Callable[..., _Result] = getattr(importlib.import_module(kernels), operation)
     return kernel

@@ -54,7 +54,7 @@ class Policy(metaclass=WithParameters):
             InvalidTypeError: always.
         """
         remedy = f"Write CompressedCache(model, {self!r}), see docs/migrating.md"
-        problem = f"a policy is no press to call with a {type(model).__name__}"
+        problem = f"a policy cannot be called with a model, got a {type(model).__name__}"
         raise wrong("policy", problem, remedy, InvalidTypeError)
 
     @property

@@ -28,9 +28,9 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         if isinstance(part, nn.ModuleList) and len(part) == count
     ]
     if len(found) != 1:
-        got = f"{type(model).__name__} with {len(found)}"
-        problem = f"expected a decoder with one list of {count} layers, got {got}"
-        remedy = "Read its prompt with prefill_chunk_size"
+        got = f"{type(model).__name__} with {len(found)} such lists"
+        problem = f"expected a decoder with one list of its {count} layers, got {got}"
+        remedy = "Read the prompt with prefill_chunk_size instead"
         raise wrong("model", problem, remedy, UnsupportedModelError)
     return found[0]
 

@@ -98,7 +98,7 @@ class OffloadPool:
         """
         if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
             taken, limit = format_bytes(self.taken_bytes), format_bytes(self.limit_bytes)
-            problem = f"{taken} are offloaded, and {format_bytes(wanted)} more exceed {limit}"
+            problem = f"{taken} are offloaded, and {format_bytes(wanted)} more would exceed {limit}"
             remedy = "Raise recall_bytes, or shorten the text"
             raise wrong("recall_bytes", problem, remedy, OutOfMemoryError)
 
@@ -135,7 +135,7 @@ def _mapped(folder: Path, states: Tensor) -> Tensor:
             os.unlink(name)
     except OSError as error:
         more, reason = format_bytes(states.nbytes), error.strerror
-        problem = f"{more} more cannot be written to {str(folder)!r} ({reason})"
+        problem = f"another {more} cannot be written to the folder {str(folder)!r} ({reason})"
         remedy = "Choose another folder, or set recall_bytes"
         raise wrong("recall", problem, remedy, OutOfMemoryError) from error
     return room.view(states.dtype).view(states.shape)
