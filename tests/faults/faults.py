@@ -862,7 +862,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "hf/test_step_graph.py",
         )
     ],
-    "snapkv/hf/room.py": [
+    "snapkv/hf/append_buffers.py": [
         (
             "room that runs out is not made larger",
             "        return self._free >= 0 and is_lent\n",

@@ -63,7 +63,7 @@ def test_questions_of_different_lengths_share_the_document(lengths, chunk_tokens
     document = Document(model, text(), POLICY, chunk_tokens=chunk_tokens)
     inputs = document.inputs(questions)
     shared = inputs["past_key_values"].layers[0].offloaded.pieces
-    assert all(states.shape[0] == 1 for piece in shared for states in piece.room.tensors)
+    assert all(states.shape[0] == 1 for piece in shared for states in piece.stored.tensors)
     assert_as_if_read_together(model, inputs, read_together(model, questions))
 
 

@@ -266,7 +266,7 @@ def test_the_file_is_plain_safetensors(tmp_path):
 
 def test_what_is_no_tensor_is_not_kept_beside_a_cache(tmp_path):
     cache, path = CompressedCache(tiny_model("llama"), SnapKV(40)), tmp_path / "cache"
-    with pytest.raises(InvalidTypeError, match="beside: expected tensors, got 'ids' of type list"):
+    with pytest.raises(InvalidTypeError, match="beside: expected tensors, got a value of type l"):
         cache.save(path, beside={"ids": [1, 2]})
     assert not list(tmp_path.iterdir())
 

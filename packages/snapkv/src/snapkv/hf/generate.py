@@ -307,7 +307,7 @@ def _generate_batch(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
 def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Run continuous batching with the unwrapped attention, whose name it looks at."""
     installation = vars(model).get(INSTALLATION)
-    unwrapped = contextlib.nullcontext() if installation is None else installation.aside()
+    unwrapped = contextlib.nullcontext() if installation is None else installation.unwrapped()
     with unwrapped, own(model, *args, **kwargs) as manager:
         yield manager
 
@@ -315,7 +315,7 @@ def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 def _init_batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Unwrap the attention until the next cache is made, since the manager outlives this call."""
     if installation := vars(model).get(INSTALLATION):
-        installation.lay_aside()
+        installation.unwrap()
     return own(model, *args, **kwargs)
 
 

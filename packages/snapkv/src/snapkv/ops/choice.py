@@ -52,7 +52,7 @@ def implementation(
     """
     if impl == "auto":
         impl = "triton" if states.is_cuda and obstacle() is None else fitting
-        say_once(operation, impl, states.device.type)
+        log_choice(operation, impl, states.device.type)
     if impl in in_torch:
         return in_torch[impl]
     if impl != "triton":
@@ -86,6 +86,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
-def say_once(operation: str, impl: str, device: str) -> None:
+def log_choice(operation: str, impl: str, device: str) -> None:
     """Log which implementation has been chosen, but only once for each device."""
     _log.info("%s on %s: impl='auto' chose %r", operation, device, impl)

@@ -221,7 +221,7 @@ class EvictingPolicy(Policy):
         The new tokens of the step are already stored and can be dropped, too.
         """
 
-    def _require_whole_spans(self, spans: Spans, room: int, beside: str) -> None:
+    def _require_all_spans(self, spans: Spans, room: int, beside: str) -> None:
         """Check that all tokens in `spans` fit, even those that are yet to be generated.
 
         Args:

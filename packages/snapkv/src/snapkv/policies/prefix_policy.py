@@ -66,8 +66,7 @@ class PrefixPolicy(Policy):
         object.__setattr__(self, "budget", AutoBudget.read(ByteBudget.read(self.budget)))
         if isinstance(self.budget, str):
             problem = f"expected a number or a text such as 'auto' or '12%', got {self.budget!r}"
-            remedy = "Pass for instance 1024, 'auto', '12%' or '64MiB'"
-            raise wrong("budget", problem, remedy, InvalidTypeError)
+            raise wrong("budget", problem, "Pass for instance 1024 or '64MiB'", InvalidTypeError)
         if isinstance(self.budget, AutoBudget) and not self.scores_are_votes:
             problem = f"'auto' chooses the budget by votes, which the method {self.name} lacks"
             raise wrong("budget", problem, "Pass a number of tokens, or use SnapKV(budget='auto')")

@@ -142,7 +142,7 @@ class Scissorhands(BestAndRecent):
         budget = self.max_decode_tokens
         room = budget + 1 - self._layer_drop(budget) - self.recent
         beside = f"next to its {self.recent} recent tokens when it has dropped"
-        self._require_whole_spans(spans, room, beside)
+        self._require_all_spans(spans, room, beside)
 
     def _layer_budget(self, layer: LayerStates) -> int:
         return layer_budgets(self.budget, self.gamma, layer.num_layers)[layer.depth]

@@ -36,7 +36,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def standing_in(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def replacing_forward(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Replace the `forward` of some modules within this block, and restore it afterwards.
 
     Args:
@@ -162,7 +162,7 @@ class MemoryWatch:
         self.available_bytes = free_bytes(self._device)
 
     @contextlib.contextmanager
-    def telling(self, advice: Callable[[], str]) -> Iterator[None]:
+    def explaining(self, advice: Callable[[], str]) -> Iterator[None]:
         """Replace any out-of-memory error within this block by one with advice.
 
         The cache is emptied before the error is raised.
