@@ -123,7 +123,7 @@ def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
                 path,
                 path.parent,
                 gguf_file=path.name,
-                told_by="header",
+                listing="header",
                 remedy="Fetch the file again, or use the original model instead",
                 dtype=dtype,
             )

@@ -125,7 +125,7 @@ def load(
             model = load_complete(
                 name,
                 source.place,
-                told_by="config.json",
+                listing="config.json",
                 remedy="Download the model again, or correct its config.json",
                 **hub,
                 **options,

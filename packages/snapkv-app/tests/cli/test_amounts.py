@@ -75,7 +75,7 @@ def test_wrong_amount_is_refused_with_an_example_that_works(read, said, text):
     [
         ("all", "or auto, got 'all'. Write for instance --budget 4k, or --policy full"),
         ("-4", "expected at least 1, got -4"),
-        ("120%", "expected a share in (0, 100 %] or a number of bytes, got '120%'. Pass"),
+        ("120%", "expected a percentage in (0, 100] or a positive number of bytes"),
         ("auto:all", "expected auto with lost_vote, least or most, got 'all'"),
         ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'. Write for instance --budget auto:lost"),
         ("auto:most=4.5", "least or most, got 'most=4.5'"),

@@ -119,7 +119,7 @@ REFUSED = {
         ("--context 1k --model ./none", "model: expected an existing file"),
         ("--context 1k --model lwm-7b --dtype int8", "dtype: expected one of"),
         ("--context 8k --window-size 4k", "budget: expected more than window_size=4096"),
-        ("--context 1k --budget 9 --keep-ratio 0.5", "expected one of them"),
+        ("--context 1k --budget 9 --keep-ratio 0.5", "expected only one of them"),
     ],
     "serve": [("--max-model-len", "model: expected the model before all options")],
     "serve demo": [

@@ -66,7 +66,7 @@ class TokenCost:
             if share is None:
                 needed = f"expected at least {layers * self.held_bytes(least):,} bytes"
                 problem = f"{needed} for the {least} tokens of window and sinks, got {given:,}"
-                remedy = "Raise it, lower window_size or sink_tokens, or pass a share or tokens"
+                remedy = "Raise the budget, lower window_size or sink_tokens, or pass a share"
                 raise wrong("budget", problem, remedy, BudgetTooSmallError)
             return least
         more = -blocks * depth // layers - -blocks * (depth + 1) // layers

@@ -104,7 +104,7 @@ def require_each_at_least(argument: str, values: Collection[int], least: int) ->
         InvalidArgumentError: there is no value, or one is out of range.
     """
     if not values:
-        raise wrong(argument, "expected at least one number, got none", "Pass some")
+        raise wrong(argument, "expected at least one number, got none", "Pass some numbers")
     require_at_least(argument, min(values), least)
     require_at_least(argument, max(values), least)
 
@@ -153,8 +153,8 @@ def require_one_limit(budget: object, keep_ratio: object) -> None:
         InvalidArgumentError: neither of them is None.
     """
     if keep_ratio is not None and budget is not None:
-        problem = f"expected one of them, got budget={budget} and keep_ratio={keep_ratio}"
-        raise wrong("budget and keep_ratio", problem, "Leave one out")
+        problem = f"expected only one of them, got budget={budget} and keep_ratio={keep_ratio}"
+        raise wrong("budget and keep_ratio", problem, "Leave out one of them")
 
 
 def require_auto_budget(
@@ -222,7 +222,7 @@ def byte_budget(text: str) -> dict[str, float | int] | None:
     number, percent, prefix, binary = found.groups()
     amount = Decimal(number)
     if amount <= 0 or (percent and amount > 100):
-        problem = f"expected a share in (0, 100 %] or a number of bytes, got {text!r}"
+        problem = f"expected a percentage in (0, 100] or a positive number of bytes, got {text!r}"
         raise wrong("budget", problem, "Pass for instance '12%' or '64MiB'")
     if percent:
         return {"share": float(amount / 100)}
@@ -252,11 +252,11 @@ def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
     """
     require_choice("pooling", pooling, POOLINGS)
     if pooling != "fading" and decay is not None:
-        problem = f"expected none with pooling={pooling!r}, which does not fade, got {decay!r}"
-        raise wrong("decay", problem, "Leave it out, or choose the pooling fading")
+        problem = f"expected no decay with pooling={pooling!r}, which has none, got {decay!r}"
+        raise wrong("decay", problem, "Leave out decay, or use pooling='fading'")
     if pooling == "fading" and kernel_size is not None:
         problem = f"expected none with pooling='fading', which has a decay, got {kernel_size!r}"
-        raise wrong("kernel_size", problem, "Leave it out, or choose the pooling max")
+        raise wrong("kernel_size", problem, "Leave out kernel_size, or use pooling='max'")
     if kernel_size is not None:
         require_kernel(kernel_size)
     if decay is not None:
@@ -365,10 +365,10 @@ def path_of(argument: str, value: object) -> Path:
     """
     if not isinstance(value, str | os.PathLike):
         problem = f"expected a path, got {value!r} of type {type(value).__name__}"
-        raise wrong(argument, problem, "Pass a text or a Path", InvalidTypeError)
+        raise wrong(argument, problem, "Pass a string or a Path", InvalidTypeError)
     if "\0" in str(value):
         problem = f"expected a path without NUL bytes, got {value!r}"
-        raise wrong(argument, problem, "Leave them out")
+        raise wrong(argument, problem, "Pass the path without these bytes")
     return Path(value)
 
 
@@ -380,7 +380,7 @@ def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> No
     """
     if value not in choices:
         problem = f"expected one of {', '.join(choices)}, got {value!r}"
-        raise wrong(argument, problem, "Pass one of them")
+        raise wrong(argument, problem, "Pass one of these values")
 
 
 def printable(name: str) -> str:

@@ -217,7 +217,7 @@ def test_another_policy_than_the_saved_one_is_refused(tmp_path):
         generated(model, cache, random_ids(1, PROMPT))
         cache.save(tmp_path / "one")
         assert CompressedCache.load(tmp_path / "one", model, policy=policy).policy == policy
-        with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was sav"):
+        with pytest.raises(CacheMismatchError, match="policy: expected the policy of the"):
             CompressedCache.load(tmp_path / "one", model, policy=other)
 
 
@@ -266,7 +266,7 @@ def test_the_file_is_plain_safetensors(tmp_path):
 
 def test_what_is_no_tensor_is_not_kept_beside_a_cache(tmp_path):
     cache, path = CompressedCache(tiny_model("llama"), SnapKV(40)), tmp_path / "cache"
-    with pytest.raises(InvalidTypeError, match="beside: expected tensors, got 'ids' of type list"):
+    with pytest.raises(InvalidTypeError, match="beside: expected tensors, got a value of type l"):
         cache.save(path, beside={"ids": [1, 2]})
     assert not list(tmp_path.iterdir())
 

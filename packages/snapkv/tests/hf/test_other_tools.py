@@ -68,7 +68,7 @@ def continuous_batching(tmp_path, demo):
     model = tiny_model("llama")
     for name in ("past_key_values", "cache"):
         cache = CompressedCache(model, SNAP)
-        with pytest.raises(InvalidArgumentError, match="uses a paged cache of its own"):
+        with pytest.raises(InvalidArgumentError, match="uses its own paged cache"):
             model.generate_batch([[5, 6, 7]], **{name: cache})
     assert "past_key_values" not in inspect.signature(model.init_continuous_batching).parameters
 

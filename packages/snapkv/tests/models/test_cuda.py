@@ -85,7 +85,7 @@ def test_recall_over_turns_keeps_what_a_fresh_compression_keeps(family):
     fresh = read(model, POLICY, torch.cat(turns, dim=1))
     for layer in fresh.compressed_layers:
         assert torch.equal(cache.kept_positions(layer), fresh.kept_positions(layer))
-        assert cache.layers[layer].offloaded.pieces[0].room.tensors[0].is_pinned()
+        assert cache.layers[layer].offloaded.pieces[0].stored.tensors[0].is_pinned()
 
 
 @pytest.mark.parametrize("going_on", [{}, {"recall": "host"}], ids=["", "recall"])

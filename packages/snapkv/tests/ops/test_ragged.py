@@ -148,7 +148,7 @@ def test_the_kernel_on_a_device_equals_the_reference(impl):
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
 def test_auto_takes_the_kernel_on_a_device_where_no_gradient_is_wanted(device, monkeypatch):
     arguments, said = states(LENGTHS["tiny"], 1, device=device), []
-    monkeypatch.setattr(choice, "say_once", lambda operation, impl, where: said.append(impl))
+    monkeypatch.setattr(choice, "log_choice", lambda operation, impl, where: said.append(impl))
     attended(ragged_attention, arguments)
     with_gradients = {**arguments, "queries": arguments["queries"].requires_grad_()}
     with pytest.raises(InvalidArgumentError, match="gradients"):

@@ -228,7 +228,7 @@ def test_embeddings_are_refused():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     cache = CompressedCache(model, FastGen(0.8, **KINDS))
     embeds = model.get_input_embeddings()(ids)
-    with pytest.raises(InvalidArgumentError, match=r"inputs_embeds: .*looks at token ids"):
+    with pytest.raises(InvalidArgumentError, match=r"inputs_embeds: .*needs token ids"):
         model.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=2)
     assert cache.get_seq_length() == 0
 

@@ -30,8 +30,8 @@ from snapkv.prefill.decoder import (
     ReadEnough,
     at_places,
     decoder_layers,
+    replacing_forward,
     require_by_token,
-    standing_in,
 )
 from snapkv_app.library.joining import JoinedLayer
 
@@ -92,7 +92,7 @@ def recompute(
         for index, layer in enumerate(decoder_layers(model))
         if index
     }
-    with standing_in(forwards), suppress(ReadEnough):
+    with replacing_forward(forwards), suppress(ReadEnough):
         model.get_decoder()(input_ids=input_ids, **passed(again), use_cache=True)
     return again.joined
 

@@ -491,8 +491,8 @@ def _require_cache_was_used(call: AttentionCall) -> None:
     if isinstance(getattr(call.options.get("cache"), "prompt_state", None), PromptState):
         raise wrong(
             "cache",
-            "before transformers 5.24, models ignore this argument, got a CompressedCache",
-            "Pass past_key_values=cache",
+            "models ignore this argument before transformers 5.24, got a CompressedCache",
+            "Pass the cache as past_key_values=cache instead",
             CacheMismatchError,
         )
 
@@ -507,8 +507,8 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> SnapKVError | None
     if call.module not in context.forward_pass.modules:
         return wrong(
             "cache",
-            f"expected the model the cache was made for, got another {name}",
-            "Make a CompressedCache for this model",
+            f"expected the model for which the cache was made, got another {name}",
+            "Make a new CompressedCache for this model",
             CacheMismatchError,
         )
     if (keys := call.key.shape[2]) != (stored := context.keys.shape[2]):
@@ -517,7 +517,7 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> SnapKVError | None
             f"expected attention to the {stored:,} keys that the cache has returned, got {keys:,} "
             f"in layer {layer.identity.layer_idx}, where {name} of {type(call.module).__module__} "
             "adds keys of its own, such as a learned null key, or leaves some out",
-            "Use transformers' own cache for it, because its votes would be wrong",
+            "Use transformers' own cache for this model, because the votes would be wrong",
             UnsupportedModelError,
         )
     is_stored = call.key is context.keys and call.value is context.values
@@ -556,8 +556,8 @@ def _refusal_of_images(name: str, context: ForwardContext) -> SnapKVError | None
         return None
     return wrong(
         "policy",
-        f"{layer.policy.name} needs positions that count tokens, which those of {name} do not do "
-        "after an image",
+        f"{layer.policy.name} needs positions that count tokens, but the positions of {name} do "
+        "not count tokens after an image",
         "Use SnapKV, or set the model's `rope_deltas` to None if it has read no image",
         UnsupportedModelError,
     )

@@ -72,10 +72,10 @@ class Doubt:
             if not difference <= explained:
                 raise wrong(
                     "model",
-                    "expected attention that scaling, soft-cap and sinks describe, got "
-                    f"{self.attention}, whose output differs by {difference:.1%} in layer "
+                    "expected attention whose scores depend only on scaling, soft-cap and sinks, "
+                    f"got {self.attention}, whose output differs by {difference:.1%} in layer "
                     f"{layer_idx}",
-                    "Use transformers' own cache for it, because its votes would be wrong",
+                    "Use transformers' own cache for this model, because the votes would be wrong",
                     UnsupportedModelError,
                 )
 

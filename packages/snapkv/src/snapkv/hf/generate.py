@@ -51,8 +51,8 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     if prompt_state.looks_at_tokens and kwargs.get("inputs_embeds") is not None:
         raise wrong(
             "inputs_embeds",
-            f"{prompt_state.policy.name} looks at token ids, got only embeddings",
-            "Pass input_ids",
+            f"the method {prompt_state.policy.name} needs token ids, got only embeddings",
+            "Pass input_ids instead of embeddings",
         )
     end = _prompt_tokens(args, kwargs)
     if (ids := _prompt_ids(args, kwargs)) is not None:
@@ -109,7 +109,7 @@ def _with_omitted_cache(
     """
     if cache.get_seq_length() or cache_among(inputs) is not None:
         limit = getattr(model.config, "original_max_position_embeddings", None)
-        remedy = "Use transformers' own cache for it"
+        remedy = "Use transformers' own cache for this model"
         if limit is not None:
             remedy = (
                 f"Keep prompt and answer within original_max_position_embeddings={limit:,} tokens, "
@@ -297,8 +297,8 @@ def _generate_batch(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
     if _prompt_state_of(kwargs) is not None:
         raise wrong(
             "cache",
-            "generate_batch uses a paged cache of its own, got a CompressedCache",
-            "Call generate, or serve many requests with `snapkv serve`",
+            "generate_batch always uses its own paged cache, got a CompressedCache",
+            "Call generate instead, or serve many requests with `snapkv serve`",
         )
     return own(model, *args, **kwargs)
 
@@ -307,7 +307,7 @@ def _generate_batch(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
 def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Run continuous batching with the unwrapped attention, whose name it looks at."""
     installation = vars(model).get(INSTALLATION)
-    unwrapped = contextlib.nullcontext() if installation is None else installation.aside()
+    unwrapped = contextlib.nullcontext() if installation is None else installation.unwrapped()
     with unwrapped, own(model, *args, **kwargs) as manager:
         yield manager
 
@@ -315,7 +315,7 @@ def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 def _init_batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Unwrap the attention until the next cache is made, since the manager outlives this call."""
     if installation := vars(model).get(INSTALLATION):
-        installation.lay_aside()
+        installation.unwrap()
     return own(model, *args, **kwargs)
 
 
@@ -458,7 +458,7 @@ def _require_no_other_cache(kwargs: dict[str, Any]) -> None:
     if name is not None:
         raise wrong(
             "cache_implementation",
-            f"expected none with a CompressedCache, got {name!r}",
+            f"expected no other cache together with a CompressedCache, got {name!r}",
             "Leave it out; to hold evicted tokens in the memory of the host, make the cache with "
             "recall='host'",
         )
@@ -478,8 +478,8 @@ def _require_no_learned_tokens(model: PreTrainedModel) -> None:
         if getattr(config, "is_prompt_learning", False):
             raise wrong(
                 "model",
-                "a CompressedCache works only with adapters that add no tokens, such as LoRA, got "
-                f"{type(config).__name__}",
+                "a CompressedCache works only with adapters that add no tokens to the prompt, such "
+                f"as LoRA, got {type(config).__name__}",
                 "Generate without past_key_values",
                 UnsupportedModelError,
             )

@@ -113,7 +113,7 @@ def require_identity(own: Mapping[str, Any], saved: Any) -> None:
         raise wrong(
             "model",
             f"expected the model that filled the cache{expected}, got {got}",
-            "Load the model the cache was saved with",
+            "Load the model with which the cache was saved",
             CacheMismatchError,
         )
 

@@ -120,19 +120,19 @@ class Installation:
             stop_announcing(model)
             vars(model).pop(INSTALLATION, None)
 
-    def lay_aside(self) -> None:
+    def unwrap(self) -> None:
         """Unwrap the attention of the model in place, although caches of it may be in use."""
         with _alone():
             for config in self._configs:
                 _unset(config)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def unwrapped(self) -> Iterator[None]:
         """Unwrap the attention of the model within this block, and wrap it again afterwards.
 
         Within the block, caches of the model raise an error if they are used.
         """
-        self.lay_aside()
+        self.unwrap()
         try:
             yield
         finally:

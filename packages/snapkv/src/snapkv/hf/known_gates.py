@@ -55,16 +55,16 @@ def _with_gate(model: PreTrainedModel, policy: KVzap) -> KVzap:
     if gate is None:
         raise wrong(
             "model",
-            "no gate has been fitted to this model, and the policy has none",
-            f"Run snapkv study fit-gate --model {named}, or pass a file of a gate",
+            "no gate has been fitted to this model, and the policy was given none",
+            f"Fit one with `snapkv study fit-gate --model {named}`, or pass the file of a gate",
             UnsupportedModelError,
         )
     assert isinstance(gate, Gate), "the policy reads the file of a gate when it is made"
     if gate.model not in ("", digest_of(model)):
         raise wrong(
             "gate",
-            "expected a gate that was fitted to this model, got one of another model",
-            f"Run snapkv study fit-gate --model {named}",
+            "expected a gate that was fitted to this model, got the gate of another model",
+            f"Fit a new one with `snapkv study fit-gate --model {named}`",
         )
     return replace(policy, gate=gate)
 

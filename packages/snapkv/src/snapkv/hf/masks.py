@@ -79,7 +79,7 @@ def leading_pads(
     if last.shape[-1] != prompt_tokens:
         raise wrong(
             "attention_mask",
-            f"expected a column for each of {prompt_tokens:,} tokens, got {last.shape[-1]:,}",
+            f"expected one column for each of {prompt_tokens:,} tokens, got {last.shape[-1]:,}",
             "Pass a mask that fits the input_ids",
             UnsupportedModelError,
         )
@@ -104,7 +104,7 @@ def leading_pads(
     if found[3]:
         raise wrong(
             "attention_mask",
-            "expected a token in every row, got rows of padding alone",
+            "expected at least one token in every row, got rows of padding alone",
             "Leave these rows out of the batch",
         )
     if found[1]:

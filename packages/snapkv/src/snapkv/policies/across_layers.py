@@ -61,8 +61,8 @@ class AcrossLayers(AroundScores):
         if not self.policy.compares_layers:
             raise wrong(
                 "policy",
-                f"scores of {self.policy.name} cannot be compared between layers",
-                "Pass SnapKV, KVzip or KVzap, or use AdaKV, which shares a layer's budget",
+                f"the scores of {self.policy.name} cannot be compared between layers",
+                "Pass SnapKV, KVzip or KVzap, or use AdaKV, which compares the heads of one layer",
             )
 
     @property
@@ -152,7 +152,7 @@ class AcrossLayers(AroundScores):
         if not isinstance(budget, AutoBudget):
             raise wrong(
                 "policy",
-                f"{self.name} compares all layers of a prompt and got one alone",
+                f"{self.name} compares all layers of a prompt, but it got only one of them",
                 "Read the prompt into a CompressedCache",
             )
         if not layer.depth:

@@ -62,6 +62,6 @@ class KVzap(PrefixPolicy):
             InvalidArgumentError: there is no gate, or it is of a model with other sizes.
         """
         if not isinstance(self.gate, Gate):
-            remedy = "Pass a file that snapkv study fit-gate has written"
-            raise wrong("gate", "expected one of this model, got none", remedy)
+            remedy = "Pass a file that `snapkv study fit-gate` has written"
+            raise wrong("gate", "expected a gate that was fitted to this model, got none", remedy)
         return self.gate.log_scores(layer)[..., : layer.keys.shape[2] - self.window_size]

@@ -46,8 +46,8 @@ class PyramidKV(SnapKV):
         super().__post_init__()
         require_int("beta", self.beta, minimum=1)
         if self.published and isinstance(self.budget, ByteBudget):
-            problem = f"published=True rounds beyond a budget in bytes, got {self.budget!r}"
-            raise wrong("budget", problem, "Pass a number of tokens, or leave published out")
+            problem = f"published=True would exceed a budget in bytes, got {self.budget!r}"
+            raise wrong("budget", problem, "Pass a number of tokens, or leave out published")
 
     @property
     def most_tokens(self) -> int | None:

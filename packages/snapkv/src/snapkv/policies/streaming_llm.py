@@ -105,4 +105,4 @@ class StreamingLLM(SplitBudget):
             raise wrong("protect", problem, remedy)
         assert self.recent is not None
         beside = f"next to its {self.start} first tokens and its newest one"
-        self._require_whole_spans(spans, self.recent - 1, beside)
+        self._require_all_spans(spans, self.recent - 1, beside)

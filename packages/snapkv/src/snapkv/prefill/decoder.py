@@ -28,15 +28,15 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         if isinstance(part, nn.ModuleList) and len(part) == count
     ]
     if len(found) != 1:
-        got = f"{type(model).__name__} with {len(found)}"
-        problem = f"expected a decoder with one list of {count} layers, got {got}"
-        remedy = "Read its prompt with prefill_chunk_size"
+        got = f"{type(model).__name__} with {len(found)} such lists"
+        problem = f"expected a decoder with one list of its {count} layers, got {got}"
+        remedy = "Read the prompt with prefill_chunk_size instead"
         raise wrong("model", problem, remedy, UnsupportedModelError)
     return found[0]
 
 
 @contextlib.contextmanager
-def standing_in(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def replacing_forward(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Replace the `forward` of some modules within this block, and restore it afterwards.
 
     Args:
@@ -162,7 +162,7 @@ class MemoryWatch:
         self.available_bytes = free_bytes(self._device)
 
     @contextlib.contextmanager
-    def telling(self, advice: Callable[[], str]) -> Iterator[None]:
+    def explaining(self, advice: Callable[[], str]) -> Iterator[None]:
         """Replace any out-of-memory error within this block by one with advice.
 
         The cache is emptied before the error is raised.

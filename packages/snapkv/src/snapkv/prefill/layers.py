@@ -23,8 +23,8 @@ from snapkv.prefill.decoder import (
     MemoryWatch,
     decoder_layers,
     part_of,
+    replacing_forward,
     require_by_token,
-    standing_in,
     tokens_of,
 )
 from snapkv.validation import format_bytes, require_int
@@ -76,7 +76,7 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
             f"chunk_tokens={max(1, chunk_tokens // 2)} to layer_by_layer, or shorten the prompt"
         )
 
-    with standing_in(forwards), watch.telling(advice):
+    with replacing_forward(forwards), watch.explaining(advice):
         yield
 
 

@@ -27,7 +27,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among, passed
 from snapkv.hf.forward_context import Hook, hooked
 from snapkv.policies import FullCache
-from snapkv.prefill.decoder import standing_in
+from snapkv.prefill.decoder import replacing_forward
 
 
 @dataclass(kw_only=True)
@@ -94,7 +94,7 @@ class SharedReading:
         self._model, self._ids = model, input_ids
         leader = _NotingCache(model, FullCache())
         begin = time.perf_counter()
-        unwrapped = standing_in({model: model.forward})  # raises now if `given` would raise
+        unwrapped = replacing_forward({model: model.forward})  # raises now if `given` would raise
         with torch.inference_mode(), hooked(leader), unwrapped:
             output = model(input_ids, **passed(leader), logits_to_keep=1)
         if input_ids.device.type == "cuda":
@@ -135,7 +135,7 @@ class SharedReading:
                 step.append_to(cache)
             return dataclasses.replace(self._output, **passed(cache))
 
-        with standing_in({self._model: forward}):
+        with replacing_forward({self._model: forward}):
             yield
 
 

@@ -49,7 +49,7 @@ class RaggedStates:
             counts: tokens of each head; None to count them, which waits for a GPU.
         """
         rows = ops.flat_rows(keys, index)
-        return cls.whole(keys, values)._at_last(rows, counts or tokens_of(index))
+        return cls.from_dense(keys, values)._at_last(rows, counts or tokens_of(index))
 
     def _at_last(self, rows: Tensor, counts: Counts) -> "RaggedStates":
         """Create ragged states from the last of some flat rows.
@@ -83,7 +83,7 @@ class RaggedStates:
         )
 
     @classmethod
-    def whole(cls, keys: Tensor, values: Tensor) -> "RaggedStates":
+    def from_dense(cls, keys: Tensor, values: Tensor) -> "RaggedStates":
         """Create ragged states from heads that all hold the same number of tokens.
 
         Nothing is copied if the tensors are contiguous.
