@@ -194,11 +194,11 @@ def _refuse_options(cache: CompressedCache, *names: str) -> None:
     """
     usual = {"turns": "append"}
     for name in names:
-        given = cache.options[name]
-        if given is not None and given != usual.get(name):
+        value = cache.options[name]
+        if value is not None and value != usual.get(name):
             raise wrong(
                 name,
-                f"expected {usual.get(name, 'none')!r}, got {given!r}; the documents were "
+                f"expected {usual.get(name, 'none')!r}, got {value!r}; the documents were "
                 "compressed, and no tokens can be selected from them again",
                 f"Leave it out, or {_WHOLE}",
             )

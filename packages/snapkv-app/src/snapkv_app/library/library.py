@@ -274,8 +274,8 @@ class Library:
             )
         self.required()
         with self._changing():
-            asked = [entry for name in names for entry in self._entries_of(name)]
-            return self._folder.remove(dict.fromkeys(entry.key for entry in asked))
+            entries = [entry for name in names for entry in self._entries_of(name)]
+            return self._folder.remove(dict.fromkeys(entry.key for entry in entries))
 
     def _size_limit(self, stay: set[str]) -> SizeLimit:
         """Return the limit of the library, which must not evict the documents with keys `stay`."""

@@ -125,14 +125,14 @@ class Costs:
         Raises:
             BudgetTooSmallError: the budget is too small for the window, and `at_least` is False.
         """
-        asked, layers = self.request, len(self.footprint.full_layers)
-        window, given = min(asked.window_size, prompt_tokens), asked.budget_bytes
-        if asked.keep_ratio is not None:
-            return [window + share_of(prompt_tokens - window, asked.keep_ratio)] * layers
-        if given is None:
-            assert isinstance(asked.budget, int)
-            return [min(asked.budget, prompt_tokens)] * layers
-        share, of_bytes = given.get("share"), given.get("bytes")
+        request, layers = self.request, len(self.footprint.full_layers)
+        window, budget = min(request.window_size, prompt_tokens), request.budget_bytes
+        if request.keep_ratio is not None:
+            return [window + share_of(prompt_tokens - window, request.keep_ratio)] * layers
+        if budget is None:
+            assert isinstance(request.budget, int)
+            return [min(request.budget, prompt_tokens)] * layers
+        share, of_bytes = budget.get("share"), budget.get("bytes")
         found = []
         for depth, cost in enumerate(self.layer_costs):
             sizes = {"own": prompt_tokens, "least": window, "depth": depth, "layers": layers}
