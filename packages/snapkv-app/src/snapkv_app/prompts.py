@@ -74,7 +74,7 @@ class Prompt:
         if tokens == len(ids):
             raise wrong(
                 "question",
-                "the prompt has no token after the context that the question is hidden from",
+                "the prompt has no token after the context, from which the question is hidden",
                 "Add a question, or leave context_characters out",
             )
         return tokens

@@ -333,7 +333,7 @@ def test_prefill_with_parameters_is_parsed(text, expected):
         ("layer-by-layer:chunk_tokens", "as NAME=VALUE"),
         ("layer-by-layer:chunk_tokens=0", "chunk_tokens: expected"),
         ("layer-by-layer:chunk_tokens=few", "--prefill layer-by-layer:chunk_tokens=4k"),
-        ("layer-by-layer:chunk_tokens=1,chunk_tokens=2", "expected every parameter once"),
+        ("layer-by-layer:chunk_tokens=1,chunk_tokens=2", "expected different parameters"),
     ],
 )
 def test_wrong_prefill_is_refused_in_one_line(text, message):

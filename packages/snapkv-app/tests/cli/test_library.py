@@ -386,7 +386,10 @@ def test_other_model_is_refused_with_both_names(refused, added, demo, monkeypatc
     for command in (("library", "add", "papers", "--to", "lib"), ("ask", "--library", "lib")):
         question = ("-q", "bank") if command[0] == "ask" else ()
         said = refused(*command, *question, "--model", "demo")
-        assert "model: tiny (LlamaForCausalLM, float32) has read this library's documents" in said
+        assert (
+            "model: this library's documents were read with tiny (LlamaForCausalLM, float32)"
+            in said
+        )
         assert "got demo (LlamaForCausalLM, float32)" in said or command[0] == "ask"
 
 

@@ -35,8 +35,8 @@ REFUSED = {
         ("cut.pdf -q Why?", "file: expected a "),
         ("papers --library lib -q Why?", "files: expected FILES or --library, got both"),
         ("-q Why?", "files: expected FILES or --library, got neither"),
-        ("-q Why? papers --documents 2", "documents: expected --library with it"),
-        ("-q Why? papers --recompute 0.5", "recompute: expected --library with it"),
+        ("-q Why? papers --documents 2", "documents: this option needs --library"),
+        ("-q Why? papers --recompute 0.5", "recompute: this option needs --library"),
     ],
     "ask -q Why? --library": [
         ("lib --recompute 1.5", "recompute: expected a number in [0, 1]"),
@@ -74,11 +74,11 @@ REFUSED = {
         ("notes.txt --policy kvzip", "policy: kvzip cannot be used for a prompt that is read only"),
     ],
     "chat notes.txt": [
-        ("--compare", "compare: chat does not take this option, ask does"),
-        ("--check 4", "check: chat does not take this option, ask does"),
-        ("--answer-start x", "answer_start: chat does not take this option, ask does"),
-        ("--assistant demo", "assistant: chat does not take this option, ask does"),
-        ("--prompt-lookup 3", "prompt_lookup: chat does not take this option, ask does"),
+        ("--compare", "compare: this option is for snapkv ask, not for chat"),
+        ("--check 4", "check: this option is for snapkv ask, not for chat"),
+        ("--answer-start x", "answer_start: this option is for snapkv ask, not for chat"),
+        ("--assistant demo", "assistant: this option is for snapkv ask, not for chat"),
+        ("--prompt-lookup 3", "prompt_lookup: this option is for snapkv ask, not for chat"),
         ("--policy h2o --recall host", "policy: expected a policy that only compresses prompts"),
         ("--recall ''", "recall: expected host, a folder or none, got an empty text. Leave the"),
         ("--recall no/such/folder", "got 'no/such/folder'. Create 'no/such' first"),
@@ -123,7 +123,7 @@ REFUSED = {
     ],
     "serve": [("--max-model-len", "model: expected the model before all options")],
     "serve demo": [
-        ("--session-bytes 2GiB", "session-bytes: expected it with --sessions"),
+        ("--session-bytes 2GiB", "session-bytes: this option needs --sessions"),
         ("--sessions --session-bytes 2", "session_bytes: expected bytes with a unit"),
         ("--sessions --session-bytes 0GiB", "session_bytes: expected at least 1"),
         (

@@ -83,7 +83,7 @@ def kernel(text: str) -> int | tuple[int, int]:
     if found is None:
         raise wrong(
             "kernel_size",
-            f"expected a width such as 7, or positions before and after, 0+12, got {text!r}",
+            f"expected a width such as 7, or positions before and after such as 0+12, got {text!r}",
             "Write for instance --kernel-size 0+12",
         )
     return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
@@ -114,8 +114,8 @@ def token_budget(text: str, least: int | None = 1) -> int | str | dict[str, Any]
     except InvalidArgumentError:
         raise wrong(
             "budget",
-            f"expected tokens as 4096 or 4k, a share as 12%, bytes as 64MiB, or {AUTO}, got "
-            f"{text!r}",
+            "expected tokens such as 4096 or 4k, a share such as 12%, bytes such as 64MiB, or "
+            f"{AUTO}, got {text!r}",
             "Write for instance --budget 4k, or --policy full to keep everything",
         ) from None
     if least is not None:
@@ -171,8 +171,8 @@ def storage_bits(text: str) -> tuple[str, ...]:
     if not words or len(set(words)) < len(words) or not all(map(_is_storage, words)):
         raise wrong(
             "bits",
-            f"expected some of {EXACT}, int8, int4 and bits of keys and of values as in k8v4, each "
-            f"once, got {text!r}",
+            f"expected {EXACT}, int8, int4, or bits of keys and values such as k8v4, without "
+            f"repetitions, got {text!r}",
             f"Write for instance --bits {EXACT},int4",
         )
     return tuple(words)
@@ -189,7 +189,7 @@ def one_storage(text: str) -> str | None:
         raise wrong(
             "bits",
             f"expected one word, such as {EXACT} or int4, got {text!r}",
-            "Run the command once for each of them",
+            "Run the command again for each of the others",
         )
     return None if word == EXACT else word
 

@@ -102,7 +102,7 @@ def _require_chat_options(options: RunOptions, files: Sequence[str], recall: str
     """
     for name in ("compare", "check", "answer_start", *DRAFTS):
         if getattr(options, name):
-            raise wrong(name, "chat does not take this option, ask does", "Leave it out")
+            raise wrong(name, "this option is for snapkv ask, not for chat", "Leave it out")
     if recall is not None and not recall.strip():
         problem = "expected host, a folder or none, got an empty text"
         raise wrong("recall", problem, "Leave the option out for host")

@@ -106,7 +106,7 @@ class ServeOptions:
         """
         if not self.sessions:
             if self.session_bytes is not None:
-                problem = "expected it with --sessions, got it alone"
+                problem = "this option needs --sessions"
                 raise wrong("session-bytes", problem, "Add --sessions, or leave it out")
             return None
         return {"most_bytes": self._bytes("session_bytes")}

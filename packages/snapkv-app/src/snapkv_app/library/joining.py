@@ -157,8 +157,8 @@ def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
         if not torch.equal(part.input_ids[:, : part.prefix_tokens].cpu(), prefix):
             raise wrong(
                 "parts",
-                f"part {number} does not begin with the prefix of {prefix.shape[1]} tokens that "
-                "the first part begins with",
+                f"part {number} does not begin with the prefix of {prefix.shape[1]} tokens of the "
+                "first part",
                 "Read its document again after that prefix",
                 CacheMismatchError,
             )
