@@ -65,7 +65,7 @@ UNREAD = (
     ("read", "said", "text"), [(read, said, text) for read, said, texts in UNREAD for text in texts]
 )
 def test_wrong_amount_is_refused_with_an_example_that_works(read, said, text):
-    with pytest.raises(InvalidArgumentError, match=rf"^{said}.*\. Write for instance ") as raised:
+    with pytest.raises(InvalidArgumentError, match=rf"^{said}.*\. For example, use ") as raised:
         read(text)
     *_, option, example = str(raised.value).rstrip(".").split()
     assert option == f"--{said.partition(':')[0].replace('_', '-')}"
@@ -75,11 +75,11 @@ def test_wrong_amount_is_refused_with_an_example_that_works(read, said, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("all", "or auto, got 'all'. Write for instance --budget 4k, or --policy full"),
+        ("all", "or auto, got 'all'. For example, use --budget 4k, or --policy full"),
         ("-4", "expected at least 1, got -4"),
         ("120%", "expected a share in (0, 100 %] or a number of bytes, got '120%'. Pass"),
         ("auto:all", "expected auto with lost_vote, least or most, got 'all'"),
-        ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'. Write for instance --budget auto:lost"),
+        ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'. For example, use --budget auto:lost"),
         ("auto:most=4.5", "least or most, got 'most=4.5'"),
     ],
 )

@@ -442,4 +442,4 @@ def test_limit_and_evicted_documents_are_printed(snapkv, refused, added):
     assert snapkv("library", "limit", "lib", "none").status == 0
     assert snapkv("library", "add", "papers", "--to", "lib").out.count("read") >= 3
     wrong = refused("library", "limit", "lib", "12")
-    assert "Write for instance snapkv library limit lib 80GB" in wrong
+    assert "For example, use snapkv library limit lib 80GB" in wrong

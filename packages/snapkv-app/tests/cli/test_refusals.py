@@ -17,7 +17,7 @@ REFUSED = {
     "ask notes.txt -q Why?": [
         ("--bugdet 64", "No such option"),
         ("--bugdet 64", ". See snapkv ask --help"),
-        ("--policy snapkv:pooling=max", ". See snapkv policies for the methods, and --set"),
+        ("--policy snapkv:pooling=max", ". Run snapkv policies to see the methods, and set"),
         ("--budget many", "--budget"),
         ("--model loop", "links lead in a loop"),
         ("--assistant demo --prompt-lookup 3", "drafts: expected one of"),
@@ -33,8 +33,8 @@ REFUSED = {
         ("lost -q Why?", "lost, a symbolic link to gone, which is not there"),
         ("empty.txt -q Why?", "got nothing"),
         ("cut.pdf -q Why?", "file: expected a "),
-        ("papers --library lib -q Why?", "files: expected FILES or --library, got both"),
-        ("-q Why?", "files: expected FILES or --library, got neither"),
+        ("papers --library lib -q Why?", "files: expected either files or --library, got both"),
+        ("-q Why?", "files: expected either files or --library, got neither"),
         ("-q Why? papers --documents 2", "documents: this option needs --library"),
         ("-q Why? papers --recompute 0.5", "recompute: this option needs --library"),
     ],
@@ -109,7 +109,7 @@ REFUSED = {
     "plan": [
         ("", "context"),
         ("--context 1k,2k", "context: expected one number"),
-        ("--context 128kb", "Write for instance --context 4k"),
+        ("--context 128kb", "For example, use --context 4k"),
         ("--context 8k --budget auto", "budget: expected tokens or bytes"),
         ("--context 1k --model qwen3-9b", "Did you mean qwen3-8b"),
         ("--context 1k --gpu-memory 80", "gpu_memory: expected bytes with a unit"),

@@ -13,7 +13,7 @@ import typer
 
 from snapkv.cache.saving.writing import replacing
 from snapkv.errors import OutOfMemoryError, SnapKVError, wrong
-from snapkv.validation import DEFAULT, DEFAULT_BUDGET, closest, format_bytes, without_controls
+from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest, without_controls
 from snapkv_app import text_files
 from snapkv_app.cli.announcing import announce_model
 from snapkv_app.cli.fields import with_options
@@ -197,7 +197,7 @@ class Chat:
             known = [*commands, "/quit"]
             # A mistyped command is no failure of a turn, so the exit status stays 0.
             problem = f"expected one of {', '.join(known)}, got {name!r}"
-            remedy = f"Write {closest(name, known) or '/help'}"
+            remedy = nearest(name, known, "Type /help for the commands")
             self._note(f"snapkv: {wrong('command', problem, remedy)}")
             return
         commands[name](argument.strip())

@@ -69,7 +69,7 @@ class InspectOptions(MethodOptions, WritingOptions):
                 _ = token_budget(budget) if at else None
             except InvalidArgumentError as error:
                 problem = f"the budget of {spec!r} is not valid ({str(error).rstrip('.')})"
-                raise wrong("beside", problem, "Write for instance h2o@256") from None
+                raise wrong("beside", problem, "For example, use h2o@256") from None
 
 
 @with_options(InspectOptions)

@@ -8,7 +8,7 @@ from snapkv.errors import wrong
 from snapkv.validation import (
     AUTO,
     DEFAULT,
-    closest,
+    nearest,
     require_device,
     require_dtype,
     require_share,
@@ -482,7 +482,7 @@ def read_prefill(text: str) -> Prefill:
     name, _, rest = text.partition(":")
     if name not in PREFILLS:
         problem = f"expected one of {', '.join(PREFILLS)}, got {name!r}"
-        raise wrong("prefill", problem, f"Write {closest(name, PREFILLS) or Exact.name}")
+        raise wrong("prefill", problem, nearest(name, PREFILLS, "Choose one of them"))
     kind = PREFILLS[name]
     given = [_prefill_parameter(kind, part) for part in rest.split(",") if part.strip()]
     if len(dict(given)) < len(given):
@@ -514,7 +514,6 @@ def _prefill_parameter(kind: type[Prefill], text: str) -> tuple[str, Any]:
     known = [field.name for field in fields(kind)]
     if not equals or name not in known:
         problem = f"expected {kind.name} with {', '.join(known) or 'no parameters'} as NAME=VALUE"
-        close = closest(name, known)
-        remedy = f"Write {close}" if close else "Leave the parameter out"
+        remedy = nearest(name, known, "Leave the parameter out")
         raise wrong("prefill", f"{problem}, got {text!r}", remedy)
     return name, count(name, value, f"--prefill {kind.name}:{name}=")

@@ -139,7 +139,7 @@ def serve(
     """
     if model.startswith("-"):
         problem = f"expected the model before all options, got {model}"
-        raise wrong("model", problem, "Write for instance snapkv serve demo --budget 1024")
+        raise wrong("model", problem, "For example, run snapkv serve demo --budget 1024")
     sessions = options.held_sessions()
     if not (options.print_command or find_spec("vllm")):
         install = install_command("vllm")

@@ -208,8 +208,8 @@ def _require_some(parts: Sequence[Part]) -> None:
         if not isinstance(part, Part):
             raise wrong(
                 "parts",
-                f"expected documents as snapkv_app.library.Part, got {type(part).__name__}",
-                "Pass [Part(input_ids=..., cache=...)]",
+                f"expected a list of Part objects, got an element of type {type(part).__name__}",
+                "Make a Part of each document",
                 InvalidTypeError,
             )
 

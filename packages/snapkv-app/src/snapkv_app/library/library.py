@@ -142,7 +142,7 @@ class Library:
             raise wrong(
                 "library",
                 f"there is no library at {str(self.path)!r}",
-                "Make one with snapkv library add FILES --to FOLDER",
+                "Create one with snapkv library add FILES --to FOLDER",
                 LibraryError,
             )
         return about

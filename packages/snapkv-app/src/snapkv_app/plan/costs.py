@@ -67,7 +67,7 @@ class Request(metaclass=WithParameters):
             raise wrong(
                 "budget",
                 f"expected tokens or bytes, got {self.budget!r}, which depends on a prompt's votes",
-                "Pass, for instance, 1024 or 12%",
+                "For example, pass 1024 or 12%",
             )
         if self.budget is not None and self.budget_bytes is None:
             require_budget(self.budget, None, self.window_size)
@@ -84,7 +84,7 @@ class Request(metaclass=WithParameters):
             raise wrong(
                 "bandwidth",
                 f"expected more than 0 bytes a second, got {self.bandwidth_bytes}",
-                "Pass, for instance, 2TB, or leave it out",
+                "For example, pass 2TB, or leave it out",
             )
 
     @property

@@ -256,9 +256,9 @@ class _Text(dict[str, Any]):
         """
         raise wrong(
             "model",
-            f"its config.json has no {name}, which a plan for the family "
-            f"{self.get('model_type')} needs",
-            "Add that setting",
+            f"its config.json has no {name}, which is needed for models of the family "
+            f"{self.get('model_type')}",
+            "Add this setting",
             MissingSettingError,
         )
 
