@@ -91,7 +91,7 @@ REFUSED = {
         ("--budgets many", "budgets: expected a whole number such as 4096"),
         ("--budgets ,", "budgets: expected whole numbers with commas between them, got ','"),
         ("--budgets 64,,128", "budgets: expected whole numbers with commas between them, got"),
-        (f"--budgets {MANY}", "budgets: expected at most 12, since"),
+        (f"--budgets {MANY}", "budgets: expected at most 12 budgets, got 13"),
         ("--budgets 8", "budget: expected"),
         ("--policy fastgen --budgets 64", "budget: expected a parameter of fastgen"),
         ("--beside @many", "beside: the budget of '@many' is not valid (budget: "),
