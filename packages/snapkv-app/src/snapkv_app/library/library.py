@@ -476,7 +476,9 @@ class Library:
         bits: "LibraryBits | None",
         model_name: str | None,
     ) -> "Reader":
-        """Create a reader for this library; if it is new, the arguments become its description.
+        """Create a reader for this library; if it is new, the arguments make its description.
+
+        Nothing is written yet.
 
         Raises:
             InvalidArgumentError: `bits` is not a known name.
