@@ -113,11 +113,11 @@ def content_ids(tokenizer: Any, content: str) -> list[int]:
 
 def special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the tokens that a tokenizer puts before and after every text."""
-    whole = tokenizer(_SAMPLE)["input_ids"]
+    complete = tokenizer(_SAMPLE)["input_ids"]
     plain = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
-    for place in range(len(whole) - len(plain) + 1):
-        if whole[place : place + len(plain)] == plain:
-            return whole[:place], whole[place + len(plain) :]
+    for place in range(len(complete) - len(plain) + 1):
+        if complete[place : place + len(plain)] == plain:
+            return complete[:place], complete[place + len(plain) :]
     return [], []
 
 

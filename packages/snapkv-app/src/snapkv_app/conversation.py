@@ -205,7 +205,7 @@ class Conversation:
             raise wrong(
                 "drop",
                 f"expected thinking, document or the number of a turn, got {what!r:.60}",
-                "Type, for instance, /drop 1",
+                "For example, type /drop 1",
             )
         return [part.span for part in turn(self._parts, int(what))]
 

@@ -85,9 +85,8 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
     except OSError as error:
         raise wrong(
             "SNAPKV_CACHE_DIR",
-            f"expected a folder with room for {path.name}, unpacked "
-            f"({model.num_parameters() * dtype.itemsize:,} bytes), got {error.strerror or error} "
-            f"in {folder.parent}",
+            f"the folder {folder.parent} cannot store the {path.name} that was unpacked "
+            f"({model.num_parameters() * dtype.itemsize:,} bytes): {error.strerror or error}",
             "Set SNAPKV_CACHE_DIR to another folder",
         ) from error
 

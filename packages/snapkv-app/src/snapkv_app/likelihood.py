@@ -158,9 +158,9 @@ class References:
         found = []
         for reference in references:
             text = reference if joined or reference[0].isspace() else f" {reference}"
-            whole, _ = prompt.followed_by(tokenizer, text).encoded(tokenizer)
-            own = whole[len(before) :]
-            if whole[: len(before)] != before or not own:  # a token lies over the prompt's end
+            ids, _ = prompt.followed_by(tokenizer, text).encoded(tokenizer)
+            own = ids[len(before) :]
+            if ids[: len(before)] != before or not own:  # a token lies over the prompt's end
                 own = content_ids(tokenizer, text)
             found.append(own)
         return cls(token_ids=found)

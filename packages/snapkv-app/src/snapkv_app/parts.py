@@ -106,14 +106,14 @@ def turn(parts: Sequence[SpokenPart], number: int) -> list[SpokenPart]:
     Raises:
         InvalidArgumentError: there is no question with that number.
     """
-    asked = [place for place, part in enumerate(parts) if part.role == "user"]
-    if not 1 <= number <= len(asked):
+    questions = [place for place, part in enumerate(parts) if part.role == "user"]
+    if not 1 <= number <= len(questions):
         raise wrong(
             "drop",
-            f"expected the number of one of the {len(asked)} turns so far, got {number}",
+            f"expected the number of one of the {len(questions)} turns so far, got {number}",
             "Count the turns from 1",
         )
-    begin, stop = asked[number - 1], [*asked, len(parts)][number]
+    begin, stop = questions[number - 1], [*questions, len(parts)][number]
     return list(parts[begin:stop])
 
 

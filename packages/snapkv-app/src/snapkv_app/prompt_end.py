@@ -45,14 +45,14 @@ def telling_of_prompt_end(
     if on_prompt_end is None:
         yield
         return
-    told = False
+    is_reported = False
 
     def look(module: Any, given: Any, named: dict[str, Any], output: Any) -> None:
-        nonlocal told
+        nonlocal is_reported
         del module, given
         own = cache_among(named) is cache  # other threads may use the model
-        if own and not told and cache.get_seq_length() == prompt_tokens:
-            told = True
+        if own and not is_reported and cache.get_seq_length() == prompt_tokens:
+            is_reported = True
             logits = output.logits[:, -1:].clone()
             on_prompt_end(PromptEnd(cache=cache, logits=logits).branch())
 

@@ -62,19 +62,19 @@ class Prompt:
         """
         if self.context_characters is None:
             return None
-        whole, _ = self.encoded(tokenizer)
+        ids, _ = self.encoded(tokenizer)
         context, _ = self.encoded(tokenizer, end=self.context_characters)
-        tokens = _alike(whole, context)
+        tokens = _alike(ids, context)
         if tokens == 0:
             raise wrong(
                 "context",
                 "the prompt has no token before the hidden question",
                 "Add a document, or let the question vote",
             )
-        if tokens == len(whole):
+        if tokens == len(ids):
             raise wrong(
                 "question",
-                "the prompt has no token after the context that the question is hidden from",
+                "the prompt has no token after the context, from which the question is hidden",
                 "Add a question, or leave context_characters out",
             )
         return tokens

@@ -61,13 +61,13 @@ class Protection:
             InvalidArgumentError: the prompt does not contain a text, or `system` is True and its
                 message is missing or does not fit into the budget.
         """
-        asked = [(0, self.first_tokens)] if self.first_tokens else []
+        found = [(0, self.first_tokens)] if self.first_tokens else []
         for text in self.texts:
-            asked += _occurrences(prompt, text, tokenizer)
-        return asked + self._system(prompt, policy, tokenizer, asked, costs)
+            found += _occurrences(prompt, text, tokenizer)
+        return found + self._system(prompt, policy, tokenizer, found, costs)
 
     def _system(
-        self, prompt: Prompt, policy: Policy, tokenizer: Any, asked: list[Span], costs: Costs
+        self, prompt: Prompt, policy: Policy, tokenizer: Any, others: list[Span], costs: Costs
     ) -> list[Span]:
         """Return the span of the system message, or no span if it is not protected.
 
@@ -75,7 +75,7 @@ class Protection:
             prompt: the prompt.
             policy: selects the tokens to keep.
             tokenizer: the tokenizer of the model.
-            asked: the other protected spans, which the budget must hold, too.
+            others: the other protected spans, which the budget must hold, too.
             costs: as for `spans`.
 
         Raises:
@@ -96,9 +96,9 @@ class Protection:
             offsets = _offsets(prompt, tokenizer)
             system = tokens_of(offsets, 0, prompt.system_characters)
             known = costs() if isinstance(budget_of(policy), ByteBudget) else []
-            if not _has_room(policy, asked, len(offsets), known):
+            if not _fits(policy, others, len(offsets), known):
                 return []
-            _require_room(policy, [*asked, *system], len(offsets), known)
+            _require_fit(policy, [*others, *system], len(offsets), known)
         except InvalidArgumentError as error:
             if self.system:
                 raise
@@ -153,27 +153,27 @@ def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
     return prompt.offsets(tokenizer, "protect", "Pass --protect-first")
 
 
-def _has_room(policy: Policy, asked: list[Span], tokens: int, costs: Sequence[TokenCost]) -> bool:
-    """Return whether the policy can keep the spans `asked`, as for `_require_room`."""
+def _fits(policy: Policy, spans: list[Span], tokens: int, costs: Sequence[TokenCost]) -> bool:
+    """Return whether the policy can keep `spans`, as `_require_fit` checks it."""
     try:
-        _require_room(policy, asked, tokens, costs)
+        _require_fit(policy, spans, tokens, costs)
     except InvalidArgumentError:
         return False
     return True
 
 
-def _require_room(
-    policy: Policy, asked: list[Span], tokens: int, costs: Sequence[TokenCost]
+def _require_fit(
+    policy: Policy, spans: list[Span], tokens: int, costs: Sequence[TokenCost]
 ) -> None:
-    """Raise unless the policy can keep the spans `asked` of a prompt of `tokens` tokens.
+    """Raise unless the policy can keep `spans` in a prompt of `tokens` tokens.
 
     Raises:
         InvalidArgumentError: the spans do not fit into the budget, or the policy cannot protect
             tokens.
     """
-    spans = Spans.of("protect", asked)
-    if spans.parts:
-        policy.require_protection(spans)
+    protected = Spans.of("protect", spans)
+    if protected.parts:
+        policy.require_protection(protected)
     first, *_ = costs or [TokenCost(full_bytes=1, block_bytes=1)]  # right for a share, unquantized
     layers, positions = max(2, len(costs)), torch.arange(tokens)
-    policy.require_room(layer_of_sizes(positions, spans, layers, token_cost=lambda: first))
+    policy.require_room(layer_of_sizes(positions, protected, layers, token_cost=lambda: first))

@@ -95,7 +95,7 @@ def read(
         )
     if list(sources).count(STDIN) > 1:
         raise wrong(
-            "files", "expected - once at most, got it more often", "Pass it once", DocumentError
+            "files", "expected - at most one time, got it again", "Pass - one time", DocumentError
         )
     files = _Files(without)
     found = [document for source in sources for document in files.read(source)]
@@ -188,10 +188,10 @@ class _Files:
             unread = ""
             if reasons:
                 first = next(iter(reasons.values()))
-                unread = f" and can be read ({len(reasons):,} cannot: {first})"
+                unread = f", or cannot be read ({len(reasons):,} of them: {first})"
             raise refused(
-                f"expected a folder with text files, got {folder} without any that is not hidden, "
-                f"empty or binary{unread}",
+                f"expected a folder with text files, but all files in {folder} are hidden, empty "
+                f"or binary{unread}",
                 "Pass a folder with text files",
             )
         self.notices |= {f"skipped: {name}": reason for name, reason in reasons.items()}

@@ -272,7 +272,7 @@ def misspelt(folder):
         (bad_file("old.ipynb", b'{"worksheets": []}'), "a Jupyter notebook in format 4"),
         (bad_file("odd.ipynb", b'{"cells": [{"source": 3}]}'), "Export it with jupyter"),
         (empty_folder, "expected a folder with text files"),
-        (unreadable_folder, "and can be read (4 cannot: expected text, got nothing in"),
+        (unreadable_folder, "or cannot be read (4 of them: expected text, got nothing in"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, make, message):

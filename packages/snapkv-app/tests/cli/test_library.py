@@ -386,7 +386,10 @@ def test_other_model_is_refused_with_both_names(refused, added, demo, monkeypatc
     for command in (("library", "add", "papers", "--to", "lib"), ("ask", "--library", "lib")):
         question = ("-q", "bank") if command[0] == "ask" else ()
         said = refused(*command, *question, "--model", "demo")
-        assert "model: tiny (LlamaForCausalLM, float32) has read this library's documents" in said
+        assert (
+            "model: this library's documents were read with tiny (LlamaForCausalLM, float32)"
+            in said
+        )
         assert "got demo (LlamaForCausalLM, float32)" in said or command[0] == "ask"
 
 
@@ -439,4 +442,4 @@ def test_limit_and_evicted_documents_are_printed(snapkv, refused, added):
     assert snapkv("library", "limit", "lib", "none").status == 0
     assert snapkv("library", "add", "papers", "--to", "lib").out.count("read") >= 3
     wrong = refused("library", "limit", "lib", "12")
-    assert "Write for instance snapkv library limit lib 80GB" in wrong
+    assert "For example, use snapkv library limit lib 80GB" in wrong

@@ -65,9 +65,9 @@ def test_option_has_the_same_type_in_all_commands():
 def test_missing_argument_is_reported_with_an_example(refused):
     needy = [each for each in COMMANDS.values() if any(option.required for option in each.options)]
     for command in needy:
-        assert refused(*command.words).endswith(f". Write for instance {command.examples[0]}.\n")
+        assert refused(*command.words).endswith(f". For example, run {command.examples[0]}.\n")
     for words in (("ask", "-q", "Why?"), ("generate",)):
-        assert f"for instance {COMMANDS[words[0]].examples[0]}" in refused(*words)
+        assert f"For example, run {COMMANDS[words[0]].examples[0]}" in refused(*words)
 
 
 def test_help_shows_the_default_budget(snapkv):

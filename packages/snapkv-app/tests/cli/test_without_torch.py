@@ -114,7 +114,7 @@ BAD_METHODS = (
 )
 NO_NUMBER = (
     "expected a whole number such as 4096, 4k or 1.5k, got 'many'",
-    f"expected tokens as 4096 or 4k, a share as 12%, bytes as 64MiB, or {AUTO}, got 'many'",
+    f"a share such as 12%, bytes such as 64MiB, or {AUTO}, got 'many'",
 )
 
 

@@ -204,7 +204,9 @@ def test_new_library_has_4_bits_and_existing_one_keeps_its_own(library, tiny, tm
 
 def test_other_model_or_tokenizer_is_refused_with_both_names(library, tiny):
     other = tiny_model("llama")
-    with pytest.raises(LibraryError, match=r"model: .*LlamaForCausalLM.* has read.*got .*other"):
+    with pytest.raises(
+        LibraryError, match=r"model: .* were read with .*LlamaForCausalLM.*got .*other"
+    ):
         library.add(other, tiny.tokenizer, TEXTS.items(), model_name="other")
     hits, halved = library.search("rent"), tiny_loaded(tiny.tokenizer).model.to(torch.bfloat16)
     with pytest.raises(LibraryError, match=r"float32\).*got .*bfloat16\)"):

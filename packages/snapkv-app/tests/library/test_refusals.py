@@ -69,7 +69,7 @@ ARGUMENT, TYPE, MISMATCH = InvalidArgumentError, InvalidTypeError, CacheMismatch
 BLENDS = [
     (ARGUMENT, r"recompute: expected a number in \[0, 1\]", of("whole"), {"recompute": 1.1}),
     (ARGUMENT, "parts: expected at least one document", list, {}),
-    (TYPE, "parts: expected documents as snapkv_app.library.Part", lambda: ["text"], {}),
+    (TYPE, "parts: expected a list of Part objects", lambda: ["text"], {}),
     (MISMATCH, "LlamaForCausalLM.*part 1.*Qwen3ForCausalLM", of_two_models, {}),
     (MISMATCH, "part 2 does not begin with the prefix of 3 tokens", of_two_prefixes, {}),
     (ARGUMENT, "per query head in part 0", of_query_heads, {}),

@@ -150,8 +150,8 @@ def test_folder_of_every_family_equals_its_shape(name, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "expected an object in JSON in"),
-        ("[]", "expected an object in JSON in"),
+        ("{", "expected a JSON object in"),
+        ("[]", "expected a JSON object in"),
         ('{"model_type": "mamba"}', "the family 'mamba' are not known.* Load the model"),
         ('{"model_type": "llama", "dtype": "float8"}', "one of the dtypes .*got 'float8'. Pass"),
     ],

@@ -45,8 +45,8 @@ def ask(
     """
     require_question(question)
     if bool(files) == (options.library is not None):
-        problem = f"expected FILES or --library, got {'both' if files else 'neither'}"
-        raise wrong("files", problem, f"Pass one of the two, for instance {EXAMPLES['ask'][0]}")
+        problem = f"expected either files or --library, got {'both' if files else 'neither'}"
+        raise wrong("files", problem, f"For example, run {EXAMPLES['ask'][0]}")
     if not files:
         _ask_library(options, question, context.obj)
         return
@@ -101,7 +101,7 @@ def generate(
     """
     if not (files or prompt):
         problem = "expected --prompt or a file, got neither"
-        raise wrong("prompt", problem, f"Pass one, for instance {EXAMPLES['generate'][0]}")
+        raise wrong("prompt", problem, f"For example, run {EXAMPLES['generate'][0]}")
     require_unicode("prompt", prompt)
     policy, fields = _read_files(files or [], options, context.obj)
 

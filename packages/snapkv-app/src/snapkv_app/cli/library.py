@@ -101,7 +101,7 @@ class AddOptions(PolicyOptions):
             raise wrong(
                 "policy",
                 "expected a method for its parameters, got parameters alone",
-                "Pass for instance --policy across-layers --set policy=kvzip",
+                "For example, use --policy across-layers --set policy=kvzip",
             )
 
 

@@ -128,7 +128,7 @@ def memory_of(text: str) -> int:
             "gpu_memory",
             "expected bytes with a unit, such as 80GB or 24GiB, or a card such as H100 or RTX "
             f"4090, got {text!r}",
-            f"Write for instance --gpu-memory {closest(text, CARDS) or '80GB'}",
+            f"For example, use --gpu-memory {closest(text, CARDS) or '80GB'}",
         ) from None
 
 
@@ -147,7 +147,7 @@ def plan(*, options: PlanOptions) -> None:
         return
     if options.context is None or "," in options.context:
         got = "none" if options.context is None else repr(options.context)
-        remedy = "Write for instance snapkv plan --model llama-3.1-8b --context 128k"
+        remedy = "For example, run snapkv plan --model llama-3.1-8b --context 128k"
         raise wrong("context", f"expected one number of tokens, got {got}", remedy)
     tokens = count("context", options.context)
     require_int("context", tokens, minimum=1)

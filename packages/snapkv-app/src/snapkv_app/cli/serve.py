@@ -106,7 +106,7 @@ class ServeOptions:
         """
         if not self.sessions:
             if self.session_bytes is not None:
-                problem = "expected it with --sessions, got it alone"
+                problem = "this option needs --sessions"
                 raise wrong("session-bytes", problem, "Add --sessions, or leave it out")
             return None
         return {"most_bytes": self._bytes("session_bytes")}
@@ -139,7 +139,7 @@ def serve(
     """
     if model.startswith("-"):
         problem = f"expected the model before all options, got {model}"
-        raise wrong("model", problem, "Write for instance snapkv serve demo --budget 1024")
+        raise wrong("model", problem, "For example, run snapkv serve demo --budget 1024")
     sessions = options.held_sessions()
     if not (options.print_command or find_spec("vllm")):
         install = install_command("vllm")

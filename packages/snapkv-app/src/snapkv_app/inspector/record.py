@@ -111,18 +111,18 @@ class Inspection:
         )
 
     def _stop(self, record: BudgetRecord) -> Stop:
-        given = record.answer
-        same = Comparison.of(given, self.full).same
-        cut_after = given.new_tokens if given.finish_reason == "length" else None
+        own = record.answer
+        same = Comparison.of(own, self.full).same
+        cut_after = own.new_tokens if own.finish_reason == "length" else None
         return Stop(
             label=record.label,
             sentences=(record.sentence, answer_sentence(same, cut_after)),
             counts=record.counts,
             heads=record.heads,
             answer={
-                "text": given.text,
+                "text": own.text,
                 "same": same,
-                "changes": word_changes(self.full.text, given.text),
+                "changes": word_changes(self.full.text, own.text),
             },
         )
 

@@ -138,7 +138,7 @@ class About:
             what = "" if other.who != self.who else " with other weights or settings"
             raise wrong(
                 "model",
-                f"{self.who} has read this library's documents, got {other.who}{what}",
+                f"this library's documents were read with {self.who}, got {other.who}{what}",
                 "Pass that model, or add the documents to another library",
                 LibraryError,
             )
@@ -146,7 +146,7 @@ class About:
             raise wrong(
                 "tokenizer",
                 f"this library's documents were read with the tokenizer and chat template of "
-                f"{self.who}, which those of {other.who} differ from",
+                f"{self.who}, and those of {other.who} are different",
                 "Pass the same tokenizer and template, or add the documents to another library",
                 LibraryError,
             )

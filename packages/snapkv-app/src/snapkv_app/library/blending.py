@@ -153,8 +153,8 @@ def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
         if isinstance(policy, EvictingPolicy):
             raise wrong(
                 "policy",
-                f"{policy.name} evicts after every token, which is impossible where the heads "
-                "hold different numbers of tokens",
+                f"{policy.name} evicts after every token, which is impossible if the heads "
+                "store different numbers of tokens",
                 f"Use SnapKV, or {_WHOLE}",
             )
         return
@@ -194,11 +194,11 @@ def _refuse_options(cache: CompressedCache, *names: str) -> None:
     """
     usual = {"turns": "append"}
     for name in names:
-        given = cache.options[name]
-        if given is not None and given != usual.get(name):
+        value = cache.options[name]
+        if value is not None and value != usual.get(name):
             raise wrong(
                 name,
-                f"expected {usual.get(name, 'none')!r}, got {given!r}; the documents were "
-                "compressed, and no tokens can be selected from them again",
+                f"expected {usual.get(name, 'none')!r}, because the documents were compressed "
+                f"and do not contain all tokens, got {value!r}",
                 f"Leave it out, or {_WHOLE}",
             )

@@ -154,7 +154,10 @@ class Index:
             self._note(mark)
 
     def _follow(self, keys: Iterable[str], stamp_of: Callable[[str], str | None]) -> None:
-        """Replace the rows of some documents by those of their current records."""
+        """Replace the rows of some documents by those of their current records.
+
+        A document without a record loses its rows, and a damaged record is reported, too.
+        """
         for key in keys:
             self.connection.execute(_FORGET_WORDS, (key,))
             self.connection.execute("delete from spans where key = ?", (key,))

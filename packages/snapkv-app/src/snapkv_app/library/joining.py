@@ -157,8 +157,8 @@ def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
         if not torch.equal(part.input_ids[:, : part.prefix_tokens].cpu(), prefix):
             raise wrong(
                 "parts",
-                f"part {number} does not begin with the prefix of {prefix.shape[1]} tokens that "
-                "the first part begins with",
+                f"part {number} does not begin with the prefix of {prefix.shape[1]} tokens of the "
+                "first part",
                 "Read its document again after that prefix",
                 CacheMismatchError,
             )
@@ -208,8 +208,8 @@ def _require_some(parts: Sequence[Part]) -> None:
         if not isinstance(part, Part):
             raise wrong(
                 "parts",
-                f"expected documents as snapkv_app.library.Part, got {type(part).__name__}",
-                "Pass [Part(input_ids=..., cache=...)]",
+                f"expected a list of Part objects, got an element of type {type(part).__name__}",
+                "Make a Part of each document",
                 InvalidTypeError,
             )
 

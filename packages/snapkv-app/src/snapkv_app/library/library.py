@@ -142,7 +142,7 @@ class Library:
             raise wrong(
                 "library",
                 f"there is no library at {str(self.path)!r}",
-                "Make one with snapkv library add FILES --to FOLDER",
+                "Create one with snapkv library add FILES --to FOLDER",
                 LibraryError,
             )
         return about
@@ -274,8 +274,8 @@ class Library:
             )
         self.required()
         with self._changing():
-            asked = [entry for name in names for entry in self._entries_of(name)]
-            return self._folder.remove(dict.fromkeys(entry.key for entry in asked))
+            entries = [entry for name in names for entry in self._entries_of(name)]
+            return self._folder.remove(dict.fromkeys(entry.key for entry in entries))
 
     def _size_limit(self, stay: set[str]) -> SizeLimit:
         """Return the limit of the library, which must not evict the documents with keys `stay`."""
@@ -476,7 +476,9 @@ class Library:
         bits: "LibraryBits | None",
         model_name: str | None,
     ) -> "Reader":
-        """Create a reader for this library; if it is new, the arguments become its description.
+        """Create a reader for this library; if it is new, the arguments make its description.
+
+        Nothing is written yet.
 
         Raises:
             InvalidArgumentError: `bits` is not a known name.

@@ -67,7 +67,7 @@ class Request(metaclass=WithParameters):
             raise wrong(
                 "budget",
                 f"expected tokens or bytes, got {self.budget!r}, which depends on a prompt's votes",
-                "Pass, for instance, 1024 or 12%",
+                "For example, pass 1024 or 12%",
             )
         if self.budget is not None and self.budget_bytes is None:
             require_budget(self.budget, None, self.window_size)
@@ -84,7 +84,7 @@ class Request(metaclass=WithParameters):
             raise wrong(
                 "bandwidth",
                 f"expected more than 0 bytes a second, got {self.bandwidth_bytes}",
-                "Pass, for instance, 2TB, or leave it out",
+                "For example, pass 2TB, or leave it out",
             )
 
     @property
@@ -125,14 +125,14 @@ class Costs:
         Raises:
             BudgetTooSmallError: the budget is too small for the window, and `at_least` is False.
         """
-        asked, layers = self.request, len(self.footprint.full_layers)
-        window, given = min(asked.window_size, prompt_tokens), asked.budget_bytes
-        if asked.keep_ratio is not None:
-            return [window + share_of(prompt_tokens - window, asked.keep_ratio)] * layers
-        if given is None:
-            assert isinstance(asked.budget, int)
-            return [min(asked.budget, prompt_tokens)] * layers
-        share, of_bytes = given.get("share"), given.get("bytes")
+        request, layers = self.request, len(self.footprint.full_layers)
+        window, budget = min(request.window_size, prompt_tokens), request.budget_bytes
+        if request.keep_ratio is not None:
+            return [window + share_of(prompt_tokens - window, request.keep_ratio)] * layers
+        if budget is None:
+            assert isinstance(request.budget, int)
+            return [min(request.budget, prompt_tokens)] * layers
+        share, of_bytes = budget.get("share"), budget.get("bytes")
         found = []
         for depth, cost in enumerate(self.layer_costs):
             sizes = {"own": prompt_tokens, "least": window, "depth": depth, "layers": layers}

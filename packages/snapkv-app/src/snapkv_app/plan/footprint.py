@@ -256,9 +256,9 @@ class _Text(dict[str, Any]):
         """
         raise wrong(
             "model",
-            f"its config.json has no {name}, which a plan for the family "
-            f"{self.get('model_type')} needs",
-            "Add that setting",
+            f"its config.json has no {name}, which is needed for models of the family "
+            f"{self.get('model_type')}",
+            "Add this setting",
             MissingSettingError,
         )
 
@@ -305,10 +305,10 @@ def _kinds(text: _Text) -> list[str]:
     Raises:
         UnsupportedModelError: a layer has attention of another kind.
     """
-    given = text.get("layer_types") or [
+    listed = text.get("layer_types") or [
         _kind(text, layer) for layer in range(text["num_hidden_layers"])
     ]
-    kinds = [kind.replace("chunked", "sliding") for kind in given]
+    kinds = [kind.replace("chunked", "sliding") for kind in listed]
     if unknown := set(kinds) - set(_KINDS):
         raise wrong(
             "model",

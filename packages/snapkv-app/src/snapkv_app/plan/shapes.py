@@ -44,7 +44,7 @@ SHAPES: dict[str, Shape] = dict(_published())
 def shape_of(name: str) -> str | None:
     """Return the name of the shape with that name or hub id, in any case; None if there is none."""
     known = {shape: shape for shape in SHAPES}
-    known |= {of.repository.lower(): shape for shape, of in SHAPES.items()}
+    known |= {published.repository.lower(): shape for shape, published in SHAPES.items()}
     return known.get(name.lower())
 
 
