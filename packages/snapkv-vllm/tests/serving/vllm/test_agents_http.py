@@ -395,9 +395,13 @@ def test_requests_without_spans_or_session_are_unchanged(client, site):
         (CHAT, {"snapkv_spans": [{"role": "tool", "do": "drop"}]}, "the fields start, end, do"),
         (TEXT, {"snapkv_spans": "["}, "expected a list"),
         (TEXT, {"snapkv_spans": [{"start": 3, "end": 3, "do": "drop"}]}, "a start below the end"),
-        (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "erase"}]}, "drop, protect or"),
+        (
+            TEXT,
+            {"snapkv_spans": [{"start": 0, "end": 1, "do": "erase"}]},
+            "drop, protect and compress",
+        ),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 2**70, "do": "drop"}]}, "end"),
-        (TEXT, {"snapkv_spans": [1]}, "objects in the list"),
+        (TEXT, {"snapkv_spans": [1]}, "every span must be an object"),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "drop"}] * 1025}, "at most 1,024"),
         (TEXT, {"vllm_xargs": {"snapkv_edits": "{}"}}, "snapkv_edits: this server has no setting"),
         (
