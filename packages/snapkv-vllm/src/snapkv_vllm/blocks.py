@@ -57,8 +57,8 @@ def is_compressed(spec: Any) -> bool:
     found = {type(one) in COUNTERPARTS.values() for one in specs}
     if len(found) > 1 or any(_has_window_among_full(one) for one in specs):
         problem = "vLLM has put layers with a sliding window and with full attention into one group"
-        leave = "Start the server without --disable-hybrid-kv-cache-manager"
-        remedy = f"{leave}, or serve the model with stock vLLM"
+        option = "Start the server without --disable-hybrid-kv-cache-manager"
+        remedy = f"{option}, or serve the model with stock vLLM"
         raise wrong("snapkv", problem, remedy, UnsupportedModelError)
     return found == {True}
 

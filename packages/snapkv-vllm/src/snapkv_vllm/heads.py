@@ -524,8 +524,8 @@ class HeadsAttention:
         return places
 
     def _hide_compressed_rows(self, common: Any) -> Any:
-        """Return a copy of vLLM's metadata in which the requests of this object store only the new
-        tokens of the step.
+        """Return a copy of vLLM's metadata in which the compressed requests of the batch store only
+        the new tokens of the step.
 
         Changes `common.slot_mapping` in place, because layers store new tokens by it as well.
         """

@@ -317,8 +317,8 @@ class SessionStore:
     # Calls of the web server.
 
     def list_sessions(self, prefix: str) -> list[dict[str, Any]]:
-        """Return a description of each history whose session name begins with `prefix`, in the
-        order in which they were last used.
+        """Return a description of each history whose session name begins with `prefix`. The history
+        that was used least recently comes first.
         """
         return [
             {

@@ -56,7 +56,7 @@ class Option:
 class Row:
     """One row of the table: an option, the case in which it is refused, the reason, and the remedy.
 
-    By default the remedy is to leave one of the two out.
+    By default the remedy is to remove one of the two.
     """
 
     option: Option
@@ -83,7 +83,7 @@ class Row:
         name = parts.get("client_names", {}).get(name, name)
         because = f", because {self.why}" if self.why else ""
         removable = " or ".join(filter(None, (_typed(option.part, name), case.option)))
-        remedy = self.remedy or f"Leave {removable} out"
+        remedy = self.remedy or f"Remove {removable}"
         error = wrong(name, f"{value} is not supported {case.words}{because}", remedy)
         is_engine = "engine" in self.parts and "request" not in self.parts
         raise UnsupportedModelError(str(error)) if is_engine else error
@@ -257,7 +257,7 @@ _TABLE: dict[Case, tuple[tuple[Option, *tuple[str, ...]], ...]] = {
     WITH_LIMIT: (
         (DRAFTS, "a rejected draft would have counted"),
         (NAMES_SPANS, "their tokens may have been evicted by then"),
-        (STREAMING_INPUT, _CONTINUES, "Send whole requests, or leave --decode-budget out"),
+        (STREAMING_INPUT, _CONTINUES, "Send whole requests, or remove --decode-budget"),
     ),
     RKV_EVICTS: ((LATENT, "latents cannot be compared as keys", "Pass --decode-policy tova"),),
     TOVA_EVICTS: ((TENSOR, _AVERAGES, "Pass --decode-policy r-kv"),),
@@ -276,7 +276,7 @@ _TABLE: dict[Case, tuple[tuple[Option, *tuple[str, ...]], ...]] = {
         (SLEEP, "an engine that sleeps loses its cache"),
         *((untested, _UNTESTED) for untested in (DIMENSIONS, DRAFTS, LATENT, PIPELINE)),
     ),
-    WITHOUT_SESSIONS: ((IN_SESSION, "", "Leave it out, or start the server with --sessions"),),
+    WITHOUT_SESSIONS: ((IN_SESSION, "", "Remove it, or start the server with --sessions"),),
     WITH_DIMENSIONS: ((IMAGES, _UNTESTED, f"Send it with {PREFIX}budget 0"),),
     WITH_SPANS: ((STREAMING_INPUT, _CONTINUES, "Send it as one request"),),
     WITH_BEAMS: ((ANY_SETTING, "inside vLLM the requests of a beam have no settings"),),

@@ -145,7 +145,7 @@ def require_readable(name: str, value: Any) -> None:
             printed.
     """
     if value is None:
-        raise InvalidTypeError(f"{name}: expected a value, got null. Leave {name} out.")
+        raise InvalidTypeError(f"{name}: expected a value, got null. Remove {name}.")
     try:
         fits = not isinstance(value, str | list | tuple | dict) or len(value) <= MAX_SHOWN
         fits = fits and len(repr(value)) <= 2 * MAX_SHOWN

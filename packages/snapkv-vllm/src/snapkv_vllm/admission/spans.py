@@ -121,7 +121,9 @@ class RequestSpans:
 
     @classmethod
     def from_edits(cls, entries: Sequence[SpanEdit]) -> Self:
-        """Sort the edits of a request by whether they drop, protect or compress their span.
+        """Build the spans of a request from its edits.
+
+        A span to compress whose budget is at least its length is protected instead.
 
         Raises:
             RefusedError: spans with different edits overlap.

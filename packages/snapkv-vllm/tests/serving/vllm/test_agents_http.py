@@ -254,7 +254,7 @@ def test_session_belongs_to_its_api_key_and_cannot_be_named_by_others(config, mo
         twice = {"vllm_xargs": {"snapkv_session": "run"}, "agent_hint": {"session_id": "run"}}
         body = {"model": "demo", "messages": MESSAGES} | twice
         answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
-        assert "snapkv_session: the setting is given twice" in answer.text
+        assert "snapkv_session: the request has this setting twice" in answer.text
         body = {"model": "demo", "messages": MESSAGES, "agent_hint": {"session_id": longest}}
         answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
         assert answer.status_code == 200
@@ -395,9 +395,13 @@ def test_requests_without_spans_or_session_are_unchanged(client, site):
         (CHAT, {"snapkv_spans": [{"role": "tool", "do": "drop"}]}, "the fields start, end, do"),
         (TEXT, {"snapkv_spans": "["}, "expected a list"),
         (TEXT, {"snapkv_spans": [{"start": 3, "end": 3, "do": "drop"}]}, "a start below the end"),
-        (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "erase"}]}, "drop, protect or"),
+        (
+            TEXT,
+            {"snapkv_spans": [{"start": 0, "end": 1, "do": "erase"}]},
+            "drop, protect and compress",
+        ),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 2**70, "do": "drop"}]}, "end"),
-        (TEXT, {"snapkv_spans": [1]}, "objects in the list"),
+        (TEXT, {"snapkv_spans": [1]}, "every span must be an object"),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "drop"}] * 1025}, "at most 1,024"),
         (TEXT, {"vllm_xargs": {"snapkv_edits": "{}"}}, "snapkv_edits: this server has no setting"),
         (
@@ -415,7 +419,7 @@ def test_requests_without_spans_or_session_are_unchanged(client, site):
         (RESPONSES, {"snapkv_spans": []}, "Send the request to /v1/completions or"),
         (f"{ANTHROPIC}/count_tokens", {"snapkv_spans": []}, "ignores this setting"),
         (TEXT, {"snapkv_spans": [], "vllm_xargs": "x"}, "vllm_xargs: expected a JSON object"),
-        (TEXT, {"snapkv_spans": [], "vllm_xargs": {SPANS_FIELD: "[]"}}, "setting is given twice"),
+        (TEXT, {"snapkv_spans": [], "vllm_xargs": {SPANS_FIELD: "[]"}}, "has this setting twice"),
     ],
 )
 def test_wrong_spans_and_sessions_get_a_400_in_one_line(client, site, path, body, words):

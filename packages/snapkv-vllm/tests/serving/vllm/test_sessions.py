@@ -46,7 +46,7 @@ def forget(engine):
     engine.scheduler.sessions.remove_idle()
     engine.require_empty()
     assert not engine.scheduler.sessions._turns
-    assert not engine.runner._compressor.positions._noted
+    assert not engine.runner._compressor.positions._positions
 
 
 def test_every_turn_answers_as_a_compressing_cache_of_the_library(engine, small):
@@ -166,7 +166,7 @@ def test_results_are_protected_and_dropped_as_whole_spans(engine):
 def assert_spans(engine, results, ids, turn):
     """What the worker has noted: true positions, of results all or nothing, all the last ones."""
     held = engine.scheduler.sessions._held[-1]
-    for positions in engine.runner._compressor.positions._noted[held.first_block].values():
+    for positions in engine.runner._compressor.positions._positions[held.first_block].values():
         for head in positions.tolist():
             assert head == sorted(set(head))
             assert len(head) <= 128
