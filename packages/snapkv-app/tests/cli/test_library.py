@@ -294,6 +294,7 @@ def test_documents_are_compressed_as_the_options_say(snapkv, refused, tiny_only,
     assert done.status == 0, done.err
     assert ("warning: policy: snapkv keeps the tokens that" in done.err) == ("snapkv" in options)
     assert snapkv(*add, *options).out.count("skipped") == 3
+    assert ("int8" in snapkv("library", "list", "lib").out) == ("--bits" in options)
     said = refused(*add, "--policy", "kvzip", "--keep-ratio", 0.9)
     assert "policy: this library's documents were read with " in said
     assert "got kvzip(keep_ratio=0.9" in said
