@@ -6,13 +6,15 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from snapkv import __version__
 from snapkv.errors import OutOfMemoryError
 from tests.app.test_text_files import write_pdf
-from tests.cli.conftest import DOCUMENT, run_python
+from tests.cli.conftest import DOCUMENT, given, run_python
+from tests.families import tiny_model
 from tests.lab.cli.test_eval import NEEDLE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers on static caches
@@ -146,6 +148,17 @@ def test_evaluation_is_printed_although_its_file_cannot_be_written(
     require_one_line(done, full)
     assert "needle: accuracy by length" in done.out
     assert not list(here.rglob("*.partial"))
+
+
+def test_bench_prints_one_object_although_its_file_cannot_be_written(snapkv, here, monkeypatch):
+    loaded = SimpleNamespace(model=tiny_model("llama"), description=lambda: {"name": "tiny"})
+    given(monkeypatch, loaded)
+    fill(here / "rows.jsonl")
+    small = ("--lengths", "64", "--budget", "48", "--rounds", "2")
+    done = snapkv("bench", "prefill", *small, "--output", "rows.jsonl", "--json")
+    require_one_line(done, "rows.jsonl")
+    assert len(json.loads(done.out)["rows"]) == 2
+    loaded.model.set_attn_implementation("sdpa")
 
 
 def test_inspection_prints_answers_if_its_page_cannot_be_written(snapkv, tiny_only, document, here):
