@@ -77,6 +77,17 @@ def test_program_exits_with_status_and_prints_its_version():
     assert run_python("-m", "snapkv_app", "--version").stdout == f"snapkv {__version__}\n"
 
 
+def test_idle_threads_spin_only_if_the_environment_says_so():
+    code = (
+        "import os, sys; from snapkv_app.cli import main; sys.argv[1:] = ['--version']\n"
+        "try: main()\n"
+        "except SystemExit: print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'])"
+    )
+    unset = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+    done = run_python("-c", code, env=unset | {"OMP_WAIT_POLICY": "ACTIVE"})
+    assert done.stdout.splitlines()[-1] == "ACTIVE 0"
+
+
 def test_closed_pipe_causes_no_traceback():
     process = subprocess.Popen(
         [sys.executable, "-m", "snapkv_app", "policies"],
