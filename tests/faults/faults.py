@@ -186,6 +186,11 @@ _SEEDED = r"""
 -if gone.tokens >= seen:
 +if gone.tokens > seen:
 
+= snapkv_app/cli/library.py
+@ documents are added in other bits than asked for | cli/test_library.py
+-bits=options.bits,
++bits=None,
+
 = snapkv_app/cli/sources.py
 @ a document is joined that leaves no position for the answer | cli/test_library.py
 -if loaded.has_positions(taken + hit.tokens + options.max_new_tokens):

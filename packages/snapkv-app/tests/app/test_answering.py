@@ -129,7 +129,7 @@ def test_settings_end_both_the_answer_and_its_stream(demo, prompt, given, text, 
 
 
 def test_answer_never_ends_inside_a_character(demo):
-    prompt = text_prompt(demo.tokenizer, "青石镇的图书馆里有一只橘猫。" * 4 + "青石镇的图书馆里有")
+    prompt = text_prompt(demo.tokenizer, "青石镇的图书馆里有一只橘猫。" * 2 + "青石镇的图书馆里有")
     halves = 0
     for tokens in range(1, 7):
         streamed: list[str] = []

@@ -1,8 +1,5 @@
 """The inspector's page in a real browser: what is shown, moved, pointed at, and how fast."""
 
-import base64
-import copy
-
 import pytest
 from selenium.webdriver import ActionChains
 
@@ -76,12 +73,6 @@ def test_slider_updates_the_sentences_answers_and_map(opened):
         assert seen.one("#marks .at").text == seen.all("#marks span")[stop].text
     seen.one("#budget").send_keys(LEFT)
     assert seen.one("#verdict").text == "Its answer is the same as the full cache's."
-
-
-def test_words_only_in_the_compressed_answer_are_marked(opened):
-    seen = opened(page(400))
-    seen.slide(0)
-    assert [word.text for word in seen.all("ins")] == ["ten"]
 
 
 def test_pointer_shows_the_voters_of_a_token(opened):
@@ -248,20 +239,6 @@ def test_find_moves_to_the_next_match(opened):
             box.clear()
         box.send_keys(wanted, ENTER)
         assert seen.one("#found").text == said
-
-
-def test_neighbouring_tokens_of_a_long_text_share_a_bin(opened):
-    """Of neighbours the page knows the highest count, and their votes together."""
-    data = copy.deepcopy(page(400).data())
-    data["bin_tokens"] = 200
-    for stop in data["methods"][0]["stops"]:
-        stop["counts"] = base64.b64encode(b"\x07\x00\x5a\x00").decode()
-    seen = opened(data)
-    pane = seen.one(".text")
-    pane.send_keys(HOME)
-    assert ": kept by 7 of 90 heads" in seen.one("#status").text
-    pane.send_keys(END)
-    assert ": kept by 90 of 90 heads" in seen.one("#status").text
 
 
 def test_page_with_100000_tokens_is_smooth(opened):

@@ -235,7 +235,7 @@ def test_no_command_ignores_one_of_its_options():
         assert names - read_by(command, kind) == set(), name
 
 
-@pytest.mark.parametrize("budget", [-(10**18), -5, 0, 1, 7])
+@pytest.mark.parametrize("budget", [-(10**18), 7])
 @pytest.mark.parametrize(
     ("given", "least"),
     [

@@ -60,7 +60,7 @@ def there(library):
     return {record.name: record.bytes for record in library.documents}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_sequence_keeps_the_documents_used_last(tmp_path, tiny, seed):
     draw, library, wanted = random.Random(seed), Library(tmp_path / "l"), Shelf()
     library.add(tiny.model, tiny.tokenizer, [("first", text_of("first", 5))])

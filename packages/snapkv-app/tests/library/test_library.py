@@ -24,7 +24,6 @@ from snapkv import (
     StreamingLLM,
     default_policy,
 )
-from snapkv.hf import identity
 from snapkv_app import Library
 from snapkv_app.library.folder import Folder
 from snapkv_app.models import LoadedModel
@@ -94,18 +93,6 @@ def test_add_opens_no_other_documents(library, tiny, monkeypatch):
     monkeypatch.undo()
     assert library.verify() == []
     assert len(caches(library)) == len(library.documents) == 7
-
-
-def test_call_compares_weights_one_time_and_opens_found_documents(library, tiny, monkeypatch):
-    hits, looks, stamp = library.search("rent", 1), [], Folder.stamp_of
-    calls, weights = [], identity._weights
-    monkeypatch.setattr(identity, "_weights", lambda *asked: calls.append(1) or weights(*asked))
-    monkeypatch.setattr(Folder, "stamp_of", lambda *key: looks.extend(key[1:]) or stamp(*key))
-    library.parts(tiny.model, tiny.tokenizer, hits)
-    assert looks == [hits[0].key]
-    assert len(calls) == 1
-    library.add(tiny.model, tiny.tokenizer, [("a", "One."), ("b", "Another.")])
-    assert len(calls) == 2
 
 
 def test_words_of_a_question_find_documents_and_best_passages(tmp_path, tiny):

@@ -128,7 +128,7 @@ def test_folder_with_quantized_weights_counts_their_stored_bytes(tmp_path):
     assert find_footprint(str(tmp_path)).weights_bytes == 5000
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", sorted(FAMILIES.values()))
 def test_folder_of_every_family_equals_its_shape(name, tmp_path):
     """As transformers writes it; and, where settings are left out, with transformers' defaults."""
     config = config_of(name)
