@@ -782,6 +782,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv/hf/generate.py": [
         (
+            "a prompt that was read ends the wait of prompts in other threads",
+            "        if split.waiting:\n            return\n",
+            "",
+            "hf/test_install.py",
+        ),
+        (
             "a prompt and its drafts are read in one pass",
             "behind := prompt_state.tokens_behind(tokens)",
             "behind := 0 * prompt_state.tokens_behind(tokens)",
