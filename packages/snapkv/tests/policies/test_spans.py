@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,6 +48,7 @@ def covered_by_a_loop(spans, positions):
     return [any(start <= one < stop for start, stop in spans) for one in positions]
 
 
+@settings(max_examples=40)
 @given(
     spans=st.lists(st.one_of(SPAN, FAR), max_size=12),
     positions=POSITIONS,
