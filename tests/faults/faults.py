@@ -479,6 +479,20 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "app/test_protection.py",
         ),
     ],
+    "snapkv_app/reading.py": [
+        (
+            "a prompt is read to its end when the time for it is over",
+            "if not is_read and needed > end - begin:",
+            "if False:",
+            "cli/test_passages.py",
+        ),
+        (
+            "drafts are taken for the prompt, and the answer is begun again",
+            "is_read = is_read or tokens == of_tokens",
+            "is_read = False",
+            "cli/test_passages.py",
+        ),
+    ],
     "snapkv_app/prompts.py": [
         (
             "a question that the document quotes is hidden from its first place on",
