@@ -473,6 +473,10 @@ _SEEDED = r"""
 +layer=layer)
 
 = snapkv/hf/generate.py
+@ a prompt that was read ends the wait of prompts in other threads | hf/test_install.py
+-        if split.waiting:
+-            return
+-
 @ a prompt and its drafts are read in one pass | hf/test_generate.py
 -behind := prompt_state.tokens_behind(tokens)
 +behind := 0 * prompt_state.tokens_behind(tokens)
@@ -519,7 +523,7 @@ _SEEDED = r"""
 -        if prompt_state.layers[0].store.has_room and not current.is_step:
 +        if False:
 
-= snapkv/hf/room.py
+= snapkv/hf/append_buffers.py
 @ room that runs out is not made larger | hf/test_step_graph.py
 -        return self._free >= 0 and is_lent
 +        return is_lent
@@ -897,6 +901,14 @@ _SEEDED = r"""
 @ spans that touch are said to overlap | test_spans.py
 -if before_do and span[0] < before[1]:
 +if before_do and span[0] <= before[1]:
+
+= snapkv_app/reading.py
+@ a prompt is read to its end when the time for it is over | cli/test_passages.py
+-if not is_read and needed > end - begin:
++if False:
+@ drafts are taken for the prompt, and the answer is begun again | cli/test_passages.py
+-is_read = is_read or tokens == of_tokens
++is_read = False
 """
 
 FAULTS = tuple(_read(_SEEDED))

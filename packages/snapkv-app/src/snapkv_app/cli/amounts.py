@@ -1,10 +1,11 @@
 """Parse amounts from the command line: 4096, 4k or 1.5k tokens; 80GB, 24GiB or 128kb of memory."""
 
 import contextlib
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from snapkv.errors import InvalidArgumentError, wrong
 from snapkv.validation import (
@@ -269,3 +270,45 @@ class TokenBudgetParameter(WholeNumber):
         """
         del name
         return token_budget(text, self.least)
+
+
+@dataclass(frozen=True)
+class ReadingLimit:
+    """The largest number of tokens to read, and the seconds after which reading has ended."""
+
+    DEFAULT_SECONDS: ClassVar[int] = 60
+
+    tokens: int
+    seconds: int = DEFAULT_SECONDS
+
+    def __str__(self) -> str:
+        """Return the limit as it is typed."""
+        is_default = self.seconds == self.DEFAULT_SECONDS
+        return str(self.tokens) if is_default else f"{self.tokens},{self.seconds}s"
+
+    def longer(self, times: float) -> Self:
+        """Return a limit with some `times` the seconds in addition."""
+        return replace(self, seconds=math.ceil((1 + times) * self.seconds))
+
+
+@dataclass(frozen=True)
+class ReadingLimitParameter(WholeNumber):
+    """Marks an option that takes a number of tokens to read, and perhaps a time: 4k or 4k,90s."""
+
+    least: int | None = 1
+    is_counted: bool = False
+
+    def read(self, name: str, text: str) -> ReadingLimit:
+        """Parse the limit.
+
+        Raises:
+            InvalidArgumentError: the number of tokens or the time is not a positive whole number.
+        """
+        tokens, comma, time = text.partition(",")
+        number = super().read(name, tokens)
+        if not comma:
+            return ReadingLimit(number)
+        if found := re.fullmatch(r"\s*0*([1-9]\d{,5})\s*s\s*", time):
+            return ReadingLimit(number, int(found[1]))
+        problem = f"expected tokens, or tokens and seconds such as 4k,90s, got {text!r}"
+        raise wrong(name, problem, f"Write for instance {_option(name)} 4k,90s")

@@ -17,6 +17,7 @@ from snapkv_app.cli import panels
 from snapkv_app.cli.amounts import (
     EXACT,
     POSITIVE,
+    ReadingLimitParameter,
     TokenBudgetParameter,
     WholeNumber,
     count,
@@ -321,12 +322,13 @@ class AskOptions(RunOptions):
     """The options of `ask`, which reads files or uses a library."""
 
     passages: Annotated[
-        int | None,
+        Any,
         panels.material(
-            help="Read at most this many tokens: of longer documents, the passages that match the "
-            "question best by BM25",
+            metavar="INTEGER[,90s]",
+            help="Read at most this many tokens, for at most 60 or another number of seconds: of "
+            "longer documents, the passages that match the question best by BM25",
         ),
-        POSITIVE,
+        ReadingLimitParameter(),
     ] = None
     library: Annotated[
         str | None,
