@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections import defaultdict
+from functools import cached_property
 from types import CodeType, FunctionType
 
 import pytest
@@ -201,7 +202,9 @@ def written(kind):
 
 def parts(found):
     """What a name of the command line stands for: functions, those of a class, or a constant."""
-    found = inspect.unwrap(found) if inspect.isroutine(found) else getattr(found, "fget", found)
+    if isinstance(found, property | cached_property):
+        found = found.fget if isinstance(found, property) else found.func
+    found = inspect.unwrap(found) if inspect.isroutine(found) else found
     if inspect.isclass(found) and found.__module__.startswith(OURS):
         return [part for each in written(found).values() for part in parts(each)]
     is_ours = getattr(found, "__module__", "snapkv_app.cli.").startswith(OURS)
