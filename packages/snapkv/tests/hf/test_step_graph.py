@@ -17,7 +17,7 @@ from snapkv import (
     SnapKV,
     default_policy,
 )
-from snapkv.hf import forward_context, room, step_graph
+from snapkv.hf import append_buffers, forward_context, step_graph
 from snapkv.kvzip import read_twice
 from tests import families
 from tests.families import (
@@ -121,13 +121,13 @@ def recorded(monkeypatch):
 
 @pytest.mark.parametrize("new_tokens", [40, 31, 30])
 def test_room_that_runs_out_is_doubled_and_recorded_again(new_tokens, recorded, monkeypatch):
-    monkeypatch.setattr(room, "FIRST_TOKENS", 4)
+    monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 4)
     as_eager(tiny_model("llama"), random_ids(2, 60), AdaKV(POLICY), max_new_tokens=new_tokens)
     assert len(recorded) == 3 + (new_tokens > 29), "of 4, 8, 16 tokens, and what is left"
 
 
 def test_a_hook_that_comes_in_the_midst_ends_the_room_where_it_runs_out(monkeypatch):
-    monkeypatch.setattr(room, "FIRST_TOKENS", 4)
+    monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 4)
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 60)
     cache, eager = (CompressedCache(model, POLICY) for _ in range(2))
     hook = model.model.layers[1].register_forward_hook
@@ -260,7 +260,7 @@ def test_a_cache_that_is_changed_with_every_token_is_not_recorded_for_each():
 
 
 def test_codes_hold_no_more_of_an_answer_in_full_than_there_is_room_for(monkeypatch):
-    monkeypatch.setattr(room, "FIRST_TOKENS", 32)
+    monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 32)
     model, ids, exact = tiny_model("llama"), random_ids(1, 90), []
     cache = CompressedCache(model, POLICY, quantize="int4")
     criteria = [lambda *_: exact.append(cache.layers[0].store.tail.tokens) or torch.zeros(1) > 0]

@@ -263,7 +263,9 @@ def test_twice_the_budget_and_a_layer_are_held_at_most(monkeypatch):
 
 def test_what_cannot_be_is_refused_by_name():
     for policy in (PyramidKV(40), CriticalKV(KVzip(40))):
-        with pytest.raises(InvalidArgumentError, match=r"policy: scores of .* cannot be compared"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"policy: the scores of .* cannot be compared"
+        ):
             AcrossLayers(policy)
     with pytest.raises(InvalidArgumentError, match="policy: across-layers compares all layers"):
         POLICY.select(random_layer(0, prompt_tokens=TOKENS, query_tokens=4))

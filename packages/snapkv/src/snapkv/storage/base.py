@@ -13,7 +13,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from snapkv.storage.coded import CodedStates, block_bytes
 from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.ragged import Counts, RaggedStates
 from snapkv.storage.tail import Pair, Tail
-
-if TYPE_CHECKING:
-    from snapkv.storage.ragged_store import RaggedStore
 
 
 class TokenStore(ABC):
@@ -152,7 +149,7 @@ class TokenStore(ABC):
         """
 
     @abstractmethod
-    def as_ragged(self, padding: Tensor | None, tokens: int) -> "RaggedStore":
+    def as_ragged(self, padding: Tensor | None, tokens: int) -> Any:  # the other file imports this
         """Return a ragged store whose heads hold the first tokens, and whose tail holds the others.
 
         Args:
@@ -160,7 +157,7 @@ class TokenStore(ABC):
             tokens: how many slots belong to the heads. A ragged store keeps its own number.
 
         Returns:
-            A new store, or `self` if it is ragged.
+            A new `RaggedStore`, or `self` if it is ragged.
         """
 
     def truncate(self, tokens: int) -> "TokenStore":
