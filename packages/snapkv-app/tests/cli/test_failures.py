@@ -1,5 +1,6 @@
 """Whatever goes wrong: one line on standard error, the right exit status, nothing half-written."""
 
+import errno
 import io
 import json
 import os
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from snapkv import __version__
+from snapkv.cache.saving import writing
 from snapkv.errors import OutOfMemoryError
 from tests.app.test_text_files import write_pdf
 from tests.cli.conftest import DOCUMENT, given, run_python
@@ -232,3 +234,23 @@ def test_warnings_are_in_each_chat_answer_and_on_the_inspectors_page(
     done = snapkv("inspect", cut_off, *QUESTION, *SMALL, "-o", "page.html")
     shown = json.dumps(said(done, cut_off))[1:-1]
     assert shown in (here / "page.html").read_text(encoding="utf-8")
+
+
+def test_run_stops_at_an_answer_that_cannot_be_written_and_can_continue(
+    snapkv, tiny_only, here, monkeypatch
+):
+    real, calls = writing.os.fsync, []
+
+    def fsync(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 4:  # run.json, its folder, an answer
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor)
+
+    monkeypatch.setattr(writing.os, "fsync", fsync)
+    run = (*NEEDLE, "--budget", 64, "--results", "rows", "--json")
+    require_one_line(snapkv(*run), "rows/samples.jsonl")
+    assert len((here / "rows" / "samples.jsonl").read_text().splitlines()) == 1
+    done = snapkv(*run)
+    assert done.status == 0
+    assert sum(row["samples"] for row in json.loads(done.out)["rows"]) == 8

@@ -1,5 +1,6 @@
 """`snapkv library` and `ask --library`: add, ask, check, remove, and what goes wrong."""
 
+import errno
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shlex
 import time
 
 import pytest
+import safetensors.torch
 
 from snapkv.cache.saving.records import from_record, record_of
 from snapkv_app.cli.notes import SAME
@@ -391,3 +393,26 @@ def test_limit_and_evicted_documents_are_printed(snapkv, refused, added):
     assert snapkv("library", "add", "papers", "--to", "lib").out.count("read") >= 3
     wrong = refused("library", "limit", "lib", "12")
     assert "For example, use snapkv library limit lib 80GB" in wrong
+
+
+def test_full_disk_is_reported_in_one_line_and_earlier_documents_stay(
+    snapkv, tiny, here, monkeypatch
+):
+    real, calls = safetensors.torch.save_file, []
+
+    def save_file(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*arguments)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    done = snapkv("library", "add", "papers", "--to", "lib")
+    assert done.status == 1
+    assert "snapkv: error: output: cannot write" in done.err
+    assert "No space left" in done.err
+    assert done.err.count("\n") == 1
+    assert "2 documents, all" in snapkv("library", "check", "lib").out
+    again = snapkv("library", "add", "papers", "--to", "lib")
+    assert (again.out.count("skipped"), again.out.count("read")) == (2, 1)
+    assert not [path for path in (here / "lib").rglob("*.partial")]

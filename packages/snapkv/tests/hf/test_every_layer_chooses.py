@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from snapkv import (
@@ -220,3 +221,13 @@ def test_two_threads_that_use_one_cache_at_once_are_told_so():
         first.join()
     call(model, alone, ids)  # the thread that came first is not disturbed
     assert torch.equal(cache.kept_positions(3), alone.kept_positions(3))
+
+
+def test_another_cache_goes_through_the_wrapper_while_one_is_open():
+    model, ids = tiny_model("llama"), random_ids(1, 70)
+    cache = CompressedCache(model, SNAPKV)
+    call(model, cache, ids)
+    full = DynamicCache(config=model.config)
+    call(model, full, ids[:, :50])
+    call(model, cache, ids[:, :1])
+    assert (full.get_seq_length(), cache.report().chosen_tokens) == (50, 24)

@@ -6,6 +6,7 @@ import gc
 import inspect
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -214,3 +215,12 @@ def test_the_wrapped_generate_looks_like_the_models_own_and_does_not_keep_it_ali
         assert cache.get_seq_length() == 0
     finally:
         gc.enable()
+
+
+def test_two_threads_do_not_meet():
+    model = tiny_model("llama")
+    prompts = [random_ids(1, PROMPT, seed=seed) for seed in range(4)]
+    alone = [generate(model, ids)[0] for ids in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda ids: generate(model, ids)[0], prompts))
+    assert all(map(torch.equal, together, alone))

@@ -19,6 +19,7 @@ from snapkv import (
 )
 from snapkv.hf import append_buffers, forward_context, step_graph
 from snapkv.kvzip import read_twice
+from snapkv_app.reading import telling_of_reading
 from tests import families
 from tests.families import (
     HYBRID,
@@ -392,3 +393,34 @@ def test_a_recorded_step_goes_with_its_call():
     generated(model, cache, ids)
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is step_graph.StepGraph]
+
+
+def test_an_embedded_prompt_is_counted_as_one_of_ids_is(recorded):
+    model, answers = tiny_model("llama"), []
+    embeds = model.get_input_embeddings()(random_ids(1, 60))
+    options = {"inputs_embeds": embeds, "max_new_tokens": 100, "do_sample": False}
+    for more in ({}, {"disable_compile": True}):
+        cache = CompressedCache(model, POLICY)
+        answers.append(model.generate(past_key_values=cache, **options, **more))
+        assert len(recorded) == 1
+    assert torch.equal(*answers)
+
+
+def test_a_prompt_read_in_inference_mode_and_one_outside_of_it():
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    cache, answers = CompressedCache(model, POLICY), []
+    for mode in (True, False, True):
+        cache.reset()
+        with torch.inference_mode(mode):
+            answers.append(generated(model, cache, ids))
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+
+
+def test_a_step_is_recorded_while_a_bar_follows_the_reading():
+    model, ids, told = tiny_model("llama"), random_ids(1, 60), []
+    with telling_of_reading(model, lambda *read: told.append(read)):
+        cache = CompressedCache(model, POLICY)
+        generated(model, cache, ids)
+    assert cache.report()["steps"] == "one graph"
+    assert told[-1] == (60, 60)

@@ -8,7 +8,8 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils import is_flash_attn_2_available
 
-from snapkv import AdaKV, CompressedCache, SnapKV
+from snapkv import AdaKV, CompressedCache, FullCache, SnapKV
+from snapkv.hf import append_buffers
 from tests.families import IMPLEMENTATIONS, random_ids, read, tiny_model
 from tests.ops.coded_cases import require_encoding
 
@@ -140,3 +141,31 @@ def test_a_hundred_prompts_leave_no_memory_behind():
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated())
     assert max(held[1:]) <= held[0]
+
+
+def test_the_prompt_is_freed_while_it_is_read():
+    """Peak memory of reading a prompt is no higher than without compression."""
+    model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 400).cuda()
+    peaks = []
+    for policy in (FullCache(), SnapKV(64, window_size=16)):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        cache = read(model, policy, ids)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        held = cache.report().held_bytes
+        del cache
+    assert peaks[1] <= peaks[0] * 1.05
+    assert held < peaks[0]
+
+
+def test_room_that_runs_out_is_recorded_again(monkeypatch):
+    monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 8)
+    model, ids = on_cuda("llama", "sdpa", torch.float32), random_ids(2, PROMPT).cuda()
+    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    answers = []
+    for disable_compile in (False, True):
+        cache = CompressedCache(model, POLICY)
+        answers.append(
+            model.generate(ids, past_key_values=cache, disable_compile=disable_compile, **options)
+        )
+    assert torch.equal(*answers)

@@ -164,3 +164,12 @@ def test_a_tree_of_queries_is_as_if_each_path_were_alone(impl, queries):
         }
         expected = attended(ragged_attention, alone, impl="reference")[:, :, -1]
         torch.testing.assert_close(got[:, :, node], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layout_first_used_without_gradients_serves_with_them():
+    arguments = states(LENGTHS["tiny"], 1)
+    with torch.inference_mode():
+        attended(ragged_attention, arguments, impl="blocked")
+    arguments["values"].requires_grad_()
+    attended(ragged_attention, arguments, impl="blocked").sum().backward()
+    assert arguments["values"].grad.any()

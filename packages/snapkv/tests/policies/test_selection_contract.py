@@ -6,6 +6,7 @@ common part is tested with any scores there are: few distinct ones, hence many t
 
 import math
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from snapkv.policies import POLICIES, CriticalKV, PrefixPolicy, SnapKV
 from snapkv.policies.around import AroundScores
 from tests.gates import drawn_gate
 from tests.ops import oracle
-from tests.ops.states import pad_left, random_layer
+from tests.ops.states import pad_left, random_layer, worked_layer
 
 QUERY_HEADS, KV_HEADS = 4, 2
 
@@ -208,3 +209,14 @@ def test_a_left_padded_row_keeps_exactly_what_it_keeps_alone_behind_its_fillers(
     assume(all(rounding_cannot_decide(policy, alone) for alone in rows))
     for row, alone in enumerate(rows):
         assert kept_sets(policy, layer, row) == kept_sets(policy, alone)
+
+
+@given(ratio=st.floats(0.01, 1.0), lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=5))
+@check
+def test_a_ratio_is_taken_of_each_rows_own_prefix(ratio, lengths):
+    policy = Stated(keep_ratio=ratio, window_size=32)
+    pads = max(lengths) - torch.tensor(lengths)
+    layer = worked_layer(torch.empty(len(lengths), 1, max(lengths), 1), pad_tokens=pads)
+    assert policy.counts(policy.prefix(layer)) == [
+        math.floor(Decimal(str(ratio)) * max(0, tokens - 32)) for tokens in lengths
+    ]

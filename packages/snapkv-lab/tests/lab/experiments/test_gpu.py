@@ -88,3 +88,13 @@ def test_failed_cell_has_a_row_and_a_cell_without_time_has_none(day, capsys):
     assert "30 seconds are left; the same command continues" in capsys.readouterr().err
     call()
     assert ran == ["a", "b", "c"]
+
+
+def test_no_cell_is_measured_after_the_device_is_lost(day, monkeypatch):
+    ran, failing, call = day
+    failing["a"] = RuntimeError("CUDA error: an illegal memory access")
+    monkeypatch.setattr(gpu, "_lost", lambda: "the device is lost")
+    call()
+    assert ran == ["a"]
+    call()
+    assert ran == ["a", "b", "c"]
