@@ -322,6 +322,14 @@ _SEEDED = r"""
 -for number, (a, b) in enumerate(pairs) if a != b
 +for number, (a, b) in enumerate(pairs) if a == b
 
+= snapkv_app/reading.py
+@ a prompt is read to its end when the time for it is over | cli/test_passages.py
+-if not is_read and needed > end - begin:
++if False:
+@ drafts are taken for the prompt, and the answer is begun again | cli/test_passages.py
+-is_read = is_read or tokens == of_tokens
++is_read = False
+
 = snapkv_app/library/records.py
 @ a passage's last line is the one after it | library/test_searching.py
 -return first, first + text.count("\n", start, stop)
@@ -901,14 +909,6 @@ _SEEDED = r"""
 @ spans that touch are said to overlap | test_spans.py
 -if before_do and span[0] < before[1]:
 +if before_do and span[0] <= before[1]:
-
-= snapkv_app/reading.py
-@ a prompt is read to its end when the time for it is over | cli/test_passages.py
--if not is_read and needed > end - begin:
-+if False:
-@ drafts are taken for the prompt, and the answer is begun again | cli/test_passages.py
--is_read = is_read or tokens == of_tokens
-+is_read = False
 """
 
 FAULTS = tuple(_read(_SEEDED))

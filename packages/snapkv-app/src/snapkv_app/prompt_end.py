@@ -31,7 +31,7 @@ PromptEndSink = Callable[[PromptEnd], None]
 def telling_of_prompt_end(
     model: Any, cache: CompressedCache, prompt_tokens: int, on_prompt_end: PromptEndSink | None
 ) -> Iterator[None]:
-    """Call `on_prompt_end` at the end of the prompt that is read within this block.
+    """Within this block, call `on_prompt_end` when the model has read the end of the prompt.
 
     It receives a copy of the cache, which shares stored tensors with it. The caller must read a
     prompt of one row, without drafts after it.

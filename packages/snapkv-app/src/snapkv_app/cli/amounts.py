@@ -311,4 +311,4 @@ class ReadingLimitParameter(WholeNumber):
         if found := re.fullmatch(r"\s*0*([1-9]\d{,5})\s*s\s*", time):
             return ReadingLimit(number, int(found[1]))
         problem = f"expected tokens, or tokens and seconds such as 4k,90s, got {text!r}"
-        raise wrong(name, problem, f"Write for instance {_option(name)} 4k,90s")
+        raise wrong(name, problem, f"For example, use {_option(name)} 4k,90s")

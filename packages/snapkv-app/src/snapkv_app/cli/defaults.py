@@ -22,7 +22,7 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Default:
-    """A default that a user has set.
+    """The default value of an option, as a user has set it in a file or an environment variable.
 
     Attributes:
         value: the text, as it would be typed.

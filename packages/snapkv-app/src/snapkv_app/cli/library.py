@@ -216,7 +216,7 @@ def limit(
     ] = False,
     json: panels.AsJson = False,
 ) -> None:
-    """Limit the bytes of keys and values, by removing the least recently used documents."""
+    """Limit the bytes of keys and values. The least recently used documents are removed first."""
     before = f"snapkv library limit {library} "
     most_bytes = None if size.lower() == "none" else byte_count("size", size, before)
     gone = [entry.name for entry in open_folder(library).limit(most_bytes, evict=evict)]

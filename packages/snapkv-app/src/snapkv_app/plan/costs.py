@@ -205,7 +205,7 @@ class Costs:
         return self.footprint.weights_bytes + batch * max(reading, answering)
 
     def least_total(self, tokens: int, batch: int, compressed: bool) -> int:
-        """Return the `total` of a batch that is read in the way that takes less memory."""
+        """Return the smaller `total`: of a prompt read in one pass, or read in pieces."""
         ways = (False, True)
         return min(self.total(tokens, batch, compressed, in_pieces=way) for way in ways)
 

@@ -149,7 +149,9 @@ class TokenStore(ABC):
         """
 
     @abstractmethod
-    def as_ragged(self, padding: Tensor | None, tokens: int) -> Any:  # the other file imports this
+    def as_ragged(
+        self, padding: Tensor | None, tokens: int
+    ) -> Any:  # `ragged_store` imports this file
         """Return a ragged store whose heads hold the first tokens, and whose tail holds the others.
 
         Args:
@@ -157,7 +159,8 @@ class TokenStore(ABC):
             tokens: how many slots belong to the heads. A ragged store keeps its own number.
 
         Returns:
-            A new `RaggedStore`, or `self` if it is ragged.
+            A new `RaggedStore`, or `self` if it is ragged. The type cannot be named here, because
+            `ragged_store` imports this file.
         """
 
     def truncate(self, tokens: int) -> "TokenStore":
