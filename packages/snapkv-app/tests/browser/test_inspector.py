@@ -118,6 +118,28 @@ def test_keys_and_taps_show_the_voters_of_a_token(opened, how):
         assert seen.token(40).get_attribute("class").endswith("current")
 
 
+def test_scrolling_draws_only_rows_that_are_not_yet_drawn(opened):
+    """The browser reports the scroll of a key one frame later; a click may be under way by then."""
+    stays, last_is_drawn = opened(page(4000)).browser.execute_async_script(
+        """
+        const [done] = arguments;
+        const frame = () => new Promise((next) => requestAnimationFrame(() => requestAnimationFrame(next)));
+        (async () => {
+            const pane = document.querySelector(".text");
+            pane.dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));
+            const token = pane.querySelector("[data-token='40']");
+            await frame();
+            const stays = token.isConnected;
+            pane.scrollTop = 1e6;
+            await frame();
+            done([stays, pane.querySelector("[data-token='3999']") !== null]);
+        })();
+        """
+    )
+    assert stays
+    assert last_is_drawn
+
+
 def test_page_opens_at_the_strongest_vote(opened):
     made = page(4000)
     seen = opened(made)
