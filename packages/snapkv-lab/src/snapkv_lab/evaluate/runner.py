@@ -70,7 +70,7 @@ class Run:
         return short_hash(self._settings())
 
     def keys(self) -> list[Key]:
-        """Return the keys of all answers in this run.
+        """Return the keys of all answers in this run, in the order of samples and settings.
 
         Raises:
             InvalidArgumentError: the settings give no sample, or one sample twice.
@@ -87,7 +87,7 @@ class Run:
 
         Args:
             folder: where the answers are stored; a stopped run continues there.
-            on_progress: receives the progress.
+            on_progress: receives the progress; None for no reports.
             executor: answers the questions; None for this process.
 
         Raises:
@@ -140,10 +140,11 @@ class Run:
         }
 
     def _require_turns(self, method: Method) -> None:
-        """Check that the task has later questions if the method handles them.
+        """Check that the task has later questions if the method does more than append them.
 
         Raises:
-            InvalidArgumentError: the task has no later questions.
+            InvalidArgumentError: `later` of the method is not "append", and the task has no later
+                questions.
         """
         if method.later != "append" and not self.task.has_turns:
             problem = f"{method.later} has no effect with {self.task.name}, which asks one question"
@@ -155,7 +156,7 @@ class Run:
         Slightly longer prompts are allowed, and are recorded as too long.
 
         Raises:
-            InvalidArgumentError: a length is far beyond the model's positions.
+            InvalidArgumentError: a length is more than 8 times the number of the model's positions.
         """
         positions = self.loaded.max_tokens
         for name in ("lengths", "answer_tokens"):
@@ -183,6 +184,9 @@ class Results(RunSummary):
 def prepare_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
     """Check the methods, and complete policies that use a gate or head profile known for the model.
 
+    Returns:
+        New methods in the same order.
+
     Raises:
         InvalidArgumentError: there is no method, two methods have one label, or a gate belongs to
             another model.
@@ -202,6 +206,8 @@ def prepare_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
 
 def require_same_policies(methods: Sequence[Method], records: Iterable[Row]) -> None:
     """Check that the stored answers were made with the same policies.
+
+    Answers of methods that are not in `methods` are allowed.
 
     Raises:
         InvalidArgumentError: an answer was made by another policy with the same label.

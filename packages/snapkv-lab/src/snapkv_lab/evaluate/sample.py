@@ -82,7 +82,7 @@ class Sample:
 
     @property
     def protection(self) -> "Protection":
-        """The parts of the prompt that must always be kept."""
+        """The texts that must always be kept, which `details` lists under "protect"."""
         from snapkv_app.protection import Protection  # imports torch
 
         return Protection(texts=tuple(self.details.get("protect", ())))
@@ -112,7 +112,13 @@ class Sample:
         return prompt if setting == "visible" else prompt.hiding_question()
 
     def later_turn(self, tokenizer: Any, template: Template) -> Prompt:
-        """Return the text between the previous answer and the answer to this question."""
+        """Return the text between the previous answer and the answer to this question.
+
+        The sample must be a later question of a conversation; its context is not used.
+
+        Raises:
+            InvalidArgumentError: the template is "longbench" and the model is not known to it.
+        """
         if self.is_chat(tokenizer, template):
             turn, rest = next_turn(tokenizer, self.question), self.answer_start
         else:
@@ -122,9 +128,10 @@ class Sample:
         return replace(turn.followed_by(tokenizer, rest), answer_start=self.answer_start)
 
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
-        """Return the text of a turn without a chat template.
+        """Return the text of a turn without a chat template, followed by the answer's beginning.
 
-        The beginning of the answer follows it.
+        Raises:
+            InvalidArgumentError: the template is "longbench" and the model is not known to it.
         """
         if template == "longbench" and self.chat:
             before, after = turn_markers(tokenizer)
@@ -163,9 +170,9 @@ def turn_markers(tokenizer: Any) -> tuple[str, str]:
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
-    """Return a hash of the contents of all samples.
+    """Return a hash of the contents of all samples and of their order.
 
-    It has the form "sha256:...".
+    It is the text "sha256:" and 16 hexadecimal digits.
     """
     digest = hashlib.sha256()
     for sample in samples:

@@ -77,7 +77,9 @@ def _row(records: list[Row], task: Task) -> Row:
 
 
 def _measured(records: Iterable[Row], of: Measure) -> Row:
-    """Return the mean of the scores or losses, with the confidence interval and all values."""
+    """Return three fields of a row: the mean of the scores or losses, its confidence interval, and
+    the values by sample. Mean and interval are None if there are too few values.
+    """
     values = {each["sample"]: each[of] for each in records if each.get(of) is not None}
     interval = mean_interval([[(list(values.values()), None)]])
     return {

@@ -65,6 +65,7 @@ class Instructions(HaystackTask):
 
         Raises:
             InvalidArgumentError: a number is too small.
+            InvalidTypeError: a number is not an integer.
             DocumentError: the haystack is missing or holds no text.
         """
         self.require(samples_each=1, lengths=2 * _OVERHEAD_TOKENS)
@@ -80,7 +81,11 @@ class Instructions(HaystackTask):
                 yield self._sample(f"{length}/{rule}/{index}", length, rule, wanted, text)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return 1 if the instruction was followed, or for a cloze, if it was copied."""
+        """Return 1 if the answer follows the instruction that the sample checks, and 0 if not.
+
+        With `cloze`, return 1 if the answer begins with the word that the instruction names. Upper
+        and lower case are not distinguished, and quotation marks around the answer are ignored.
+        """
         check = _CHECKS["begin" if self.cloze else str(sample.cell["instruction"])]
         return float(check(prediction.strip().strip('"').lower(), sample.references[0]))
 
@@ -101,7 +106,7 @@ class Instructions(HaystackTask):
         )
 
     def _text(self, tokenizer: Any, tokens: int, draw: random.Random) -> str:
-        """Return a part of the haystack with the given number of tokens.
+        """Return a part of the haystack with about the given number of tokens.
 
         It begins at a random place. After the end of the haystack it continues at its beginning.
         """

@@ -80,7 +80,9 @@ class Lines(Task):
             )
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return 1 if the last whole number of the answer is the number of the line."""
+        """Return 1 if the last whole number of the answer is the number of the line, and 0 if it is
+        another one or the answer has no number.
+        """
         numbers = re.findall(r"\d+", prediction)
         return float(bool(numbers) and int(numbers[-1]) == int(sample.references[0]))
 
