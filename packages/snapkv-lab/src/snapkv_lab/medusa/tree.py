@@ -84,7 +84,8 @@ class CandidateTree:
 
         Args:
             accuracies: for each head, how often its choice of each rank is right.
-            nodes: the number of nodes below the root.
+            nodes: the number of nodes below the root. There are fewer if the heads have not enough
+                choices.
         """
         chosen: list[Path] = []
         waiting: list[tuple[float, Path]] = [
@@ -106,7 +107,7 @@ class CandidateTree:
 
     @property
     def depth(self) -> int:
-        """The length of the longest path."""
+        """The length of the longest path, which is the most tokens that are drafted ahead."""
         return max(map(len, self.choices), default=0)
 
     @property
