@@ -101,7 +101,10 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
 
 
 def _findings(study: Study, options: StudyOptions) -> "Findings":
-    """Return the findings of a study, computed either in this process or by workers."""
+    """Load the model, run the study in this process or with workers, and return its findings.
+
+    Only the study of sensitivity can use workers.
+    """
     from snapkv_app.cli.loading import answers_progress, load_model
 
     def folder(loaded: "LoadedModel") -> Path:

@@ -84,6 +84,10 @@ COMPARISONS = {
 
 
 def _compare(name: str, context: RunContext) -> Iterator[Row]:
+    """Run a task with all methods, and store answers and rows in a folder of its own.
+
+    No row is yielded.
+    """
     folder = FOLDER if context.is_stored else Path(tempfile.mkdtemp())
     own = COMPARISONS[name]
     run = Run(loaded=context.loaded, template="none", task=own.task(), methods=own.methods)
@@ -92,9 +96,9 @@ def _compare(name: str, context: RunContext) -> Iterator[Row]:
 
 
 def load_comparisons() -> dict[str, Results]:
-    """Return the results of all comparisons that have been completed.
+    """Return the results of all comparisons that have been completed, by name.
 
-    They are summarised from the stored answers.
+    They are summarised again from the stored answers.
     """
     comparisons = {}
     for name, comparison in COMPARISONS.items():
@@ -164,7 +168,10 @@ STUDIES: dict[str, Study] = {
 
 
 def _study(name: str, context: RunContext) -> Iterator[Row]:
-    """Yield a description of the study, followed by its rows."""
+    """Run a study, and yield a row that describes the run, followed by the rows of the study.
+
+    Numbers are rounded to four digits.
+    """
     findings = STUDIES[name].measure(
         context.loaded, Path("snapkv-results") / "studies" / name, _say
     )

@@ -34,8 +34,9 @@ _WORKER = Path(__file__).with_name("kvpress_worker.py")
 class Kvpress:
     """A process with the same model, and a cache that kvpress compresses, or a full cache.
 
-    The process starts with the first question to it. `versions` are known from then on, and `last`
-    is its last answer. kvpress pools with averages and combines query heads by their mean, whatever
+    The process starts with the first request to it, and ends with the `with` block in which the
+    caller must use the object. `versions` are known from then on, and `last` is its last answer.
+    kvpress pools with averages and combines query heads by their mean, whatever
     the policy says.
 
     Args:
@@ -89,18 +90,27 @@ class Kvpress:
 
         Args:
             ids: the prompt, (B, N) int64.
+
+        Raises:
+            InvalidArgumentError: kvpress failed, or the process ended.
         """
         kept = ids.shape[1] if self._policy is None else self._policy.budget
         return float(self.ask(do="read", ids=ids.tolist(), kept_tokens=kept)["ms"])
 
     def __call__(self, tokens: int = 1) -> float:
-        """Generate tokens after the last prompt and return the time per token in milliseconds."""
+        """Generate tokens after the last prompt and return the time per token in milliseconds.
+
+        Raises:
+            InvalidArgumentError: kvpress failed, for instance without a prompt, or the process
+                ended.
+        """
         return float(self.ask(do="decode", tokens=tokens)["ms"]) / tokens
 
     def ask(self, **question: Any) -> Row:
-        """Send a request to the worker process and return its answer.
+        """Send a request to the worker process, return its answer, and keep the answer in `last`.
 
-        "do" names a method of the worker, and the other fields are its arguments.
+        "do" names a method of the worker, and the other fields are its arguments. The process is
+        started first if it does not run.
 
         Raises:
             InvalidArgumentError: the method failed, or the process ended.
@@ -131,7 +141,7 @@ class Kvpress:
         return self._process
 
     def _describe_end(self) -> str:
-        """Return a description of how the process ended."""
+        """Wait until the process has ended, and return its status and its last line of output."""
         status = self._process.wait()
         self._output.seek(0)
         lines = self._output.read().strip().splitlines() or ["nothing"]

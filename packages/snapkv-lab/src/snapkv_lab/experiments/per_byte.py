@@ -48,7 +48,10 @@ CODES: dict[str, Any] = {
 
 
 def _ways(counts: dict[str, int]) -> list[Ours]:
-    """Return a list of the named methods, with a number of different storages for each."""
+    """Return each named method with the first storages of `CODES`.
+
+    `counts` says by the name of the method with how many storages it is compared.
+    """
     return [
         Ours(name, POLICIES[name], bits, codes)
         for name, count in counts.items()

@@ -44,7 +44,11 @@ def _measure(context: RunContext) -> Iterator[Row]:
 
 
 def answer_rows(model: Any, document: QuotedDocument, budgets: Sequence[int]) -> Iterator[Row]:
-    """Yield a row for each contender, each budget and each question."""
+    """Yield a row for each contender, each budget and each question.
+
+    The full cache comes first, with the budget None. A row says whether the answer is right, and
+    has seconds and bytes.
+    """
     contenders: list[tuple[str, int | None]] = [(FULL, None)]
     contenders += [(name, budget) for budget in budgets for name in NAMES if name != FULL]
     for name, budget in contenders:
@@ -72,8 +76,15 @@ def answer_rows(model: Any, document: QuotedDocument, budgets: Sequence[int]) ->
 
 
 def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None) -> Ask:
-    """Read the document, and return a function that asks a question. Questions do not affect each
-    other.
+    """Read the document, and return a function that asks a question.
+
+    Questions do not affect each other, because each gets a cache of its own.
+
+    Args:
+        model: the model.
+        document: the document and its questions.
+        name: the contender, a key of `NAMES`.
+        budget: the tokens that SnapKV keeps; None for the full cache.
     """
     policy: Policy = SnapKV(budget, window_size=16, kernel_size=13) if budget else FullCache()
     ids, first = document.ids, document.quotes[0].question_ids
@@ -112,7 +123,8 @@ class _Watched(CompressedCache):
 def _turns(context: RunContext, text: str) -> Iterator[Row]:
     """Yield a row for each turn of a conversation that uses recall.
 
-    It says what the device and the host hold.
+    A row says how many bytes the device and the host hold after the turn, and how many the device
+    held at most within it.
     """
     model, (budget, new_tokens, tokens) = context.loaded.model, context.turned
     quoted = quoted_document(context.loaded.tokenizer, text, tokens=tokens, questions=5)
@@ -167,7 +179,10 @@ def _means(rows: list[Row]) -> Iterable[Row]:
 
 
 def right_share(rows: Sequence[Row], contender: str, budget: int | None) -> float:
-    """Return the fraction of right answers for one contender and one budget."""
+    """Return the fraction of right answers for one contender and one budget.
+
+    There must be at least one row of them.
+    """
     return fmean(row["right"] for row in select_rows(rows, contender=contender, budget=budget))
 
 

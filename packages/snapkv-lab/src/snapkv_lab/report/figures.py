@@ -58,6 +58,9 @@ def save_figures(figures: dict[str, "Figure"], path: str) -> list[Path]:
 
     Returns:
         The paths of the files.
+
+    Raises:
+        OutputError: a file cannot be written; those before it are.
     """
     target, written = Path(path), []
     for name, figure in figures.items():
@@ -127,9 +130,10 @@ def _heat_map(
 
 
 def _trained_border(results: Results, columns: list[Any]) -> float | None:
-    """Return the position of the border between lengths that the model supports and longer ones.
+    """Return where the border between lengths that the model supports and longer ones is drawn.
 
-    None if no length exceeds the model's positions, or if all of them do.
+    Return None if no length exceeds the model's positions, or if all of them do, and if the first
+    axis of the task is not the length or the model has no limit.
     """
     positions = results.run["model"]["max_tokens"]
     if results.task.axes[0] != "length" or positions is None or not _is_numeric(columns):
@@ -181,10 +185,10 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
 
 
 def _families(lines: Sequence[ScoreLine]) -> dict[str, dict[int, ScoreLine]]:
-    """Group the methods that were run with several budgets.
+    """Group the methods that were run with several budgets. Methods with a single one are left out.
 
     Returns:
-        By name and question, one line per budget.
+        The lines by budget, by the name for the legend.
     """
     families: dict[str, dict[int, ScoreLine]] = {}
     for line in lines:
@@ -253,7 +257,10 @@ def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Return the colour and the marker for the curve with the given number."""
+    """Return the arguments of matplotlib's `plot` for the curve with the given number.
+
+    Colours and markers repeat after eight curves.
+    """
     return {
         "color": _LINES[index % len(_LINES)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -269,9 +276,18 @@ def draw_curve(
     index: int,
     label: str,
 ) -> None:
-    """Draw the scores as a curve, with the confidence intervals as a shaded area.
+    """Draw the scores into a panel as a curve, with the confidence intervals as a shaded area.
 
-    Scores are multiplied by 100. An interval that is None interrupts the shading.
+    Scores and intervals are multiplied by 100. A score that is not a number interrupts the curve,
+    and an interval that is None interrupts the shading.
+
+    Args:
+        panel: the panel, which is changed.
+        places: where the scores are on the horizontal axis.
+        scores: the scores, from 0 to 1.
+        intervals: the interval of each score, or None.
+        index: the number of the curve, which decides its colour and marker.
+        label: the name in the legend.
     """
     style = line_style(index)
     panel.plot(list(places), [100 * score for score in scores], label=label, **style)
@@ -298,9 +314,9 @@ def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
 
 
 def _name(line: ScoreLine, method: str | None = None) -> str:
-    """Return the name of the method that is shown in the legend.
+    """Return the name of a line for the legend: its method, and "question hidden" if it is hidden.
 
-    A hidden question is mentioned, a visible one is not.
+    `method` replaces the name of the method.
     """
     hidden = "" if line.question == "visible" else f", question {line.question}"
     return f"{method or line.method}{hidden}"
@@ -339,7 +355,7 @@ _MEASURED = {
 def draw_bench(rows: Sequence[Row]) -> "Figure":
     """Draw the results of a benchmark, with a panel for each batch size and a curve for each cache.
 
-    "OOM" marks lengths that did not fit.
+    All rows must be of the same benchmark. "OOM" marks lengths that did not fit.
 
     Raises:
         InvalidArgumentError: there are no rows.

@@ -68,8 +68,7 @@ class Study(ABC):
     def figure(self, rows: Sequence[Row]) -> Any:
         """Return a matplotlib figure of the rows of the `Findings` of this study.
 
-        Raises:
-            MissingDependencyError: matplotlib is not installed.
+        matplotlib must be installed, see `require_drawable`.
         """
 
     def settings(self, loaded: "LoadedModel") -> Row:
