@@ -75,7 +75,7 @@ def _decoding(context: RunContext) -> Iterator[Row]:
 
 
 def _peaks(context: RunContext) -> Iterator[Row]:
-    """Yield a row for each cache with the peak memory of reading, measured in a new process each."""
+    """Yield a row with the peak memory of reading for each cache, measured in its own process."""
     for name in contenders(context.budget):
         yield run_in_own_process(
             peak_of_reading, context.model, name, context.peak_length, context.budget
