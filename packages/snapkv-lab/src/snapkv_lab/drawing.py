@@ -126,6 +126,7 @@ def draw_curves(*panels: Panel) -> Any:
 
 
 def _draw(place: Any, panel: Panel) -> None:
+    """Draw the curves of a panel into matplotlib's axes `place`, with labels and a legend."""
     from matplotlib.ticker import MaxNLocator
 
     _draw_lines(place, panel, panel.curves, "-")
@@ -141,6 +142,10 @@ def _draw(place: Any, panel: Panel) -> None:
 
 
 def _draw_lines(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], style: str) -> None:
+    """Draw curves into matplotlib's axes in one line style, in colours from dark to light.
+
+    A number that is None interrupts its curve.
+    """
     from matplotlib import colormaps
 
     for number, (label, rows) in enumerate(curves.items()):

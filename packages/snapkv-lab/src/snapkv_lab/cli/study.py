@@ -74,6 +74,7 @@ _OF_OPTIONS = {"documents": "document", "questions": "question"}
 """The fields of a study that have repeatable options, because texts may contain commas."""
 
 
+# Without a docstring, so that the help of each command is the first line of its study.
 def _study(*, settings: Study, options: StudyOptions) -> None:
     changes = {
         field: tuple(value)

@@ -71,6 +71,10 @@ def load_corpus(name: CorpusName) -> Corpus:
 
 
 def _hotpotqa(rows: list[dict[str, Any]]) -> Corpus:
+    """Return the corpus of a parsed file of HotpotQA.
+
+    Paragraphs that occur several times are in `passages` once.
+    """
     questions, passages = [], dict[Passage, None]()
     for row in rows:
         paragraphs = [Passage(title=title, text="".join(text)) for title, text in row["context"]]
@@ -90,6 +94,7 @@ def _hotpotqa(rows: list[dict[str, Any]]) -> Corpus:
 
 
 def _squad(content: dict[str, Any]) -> Corpus:
+    """Return the corpus of a parsed file of SQuAD 2.0, without questions that have no answer."""
     questions, passages = [], []
     for article in content["data"]:
         title = article["title"].replace("_", " ")

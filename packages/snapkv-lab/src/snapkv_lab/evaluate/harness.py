@@ -355,6 +355,10 @@ class CompressedLM(LM):
         return [self._store[key]["response"] for key in keys]
 
     def _generated(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[str]:
+        """Generate one answer to each prompt, together if there are several.
+
+        All prompts get the same settings.
+        """
         policy, bits = self._method.policy, self._method.bits
         if len(prompts) > 1:
             return answers_together(self._loaded, prompts, policy, settings, bits)

@@ -109,6 +109,14 @@ class Run:
             return Results.of(store, rows, task=self.task)
 
     def _samples(self) -> list[Sample]:
+        """Return the samples of the task, at most `limit` of each cell.
+
+        Raises:
+            InvalidArgumentError: there is no sample, one occurs twice, or a length has no room for
+                one. Or the loss of the references is wanted, and a sample has an empty one or none.
+            MissingDependencyError: the package with the task's data is not installed.
+            DocumentError: a file of the user is missing or has another form.
+        """
         samples = _limit_samples(self.task.samples(self.loaded.tokenizer), self.limit)
         turns = [turn for sample in samples for turn in sample.turns]
         _require_distinct(turns)
@@ -117,6 +125,7 @@ class Run:
         return samples
 
     def _jobs(self, samples: Sequence[Sample]) -> list[SampleJob]:
+        """Return a job for each sample and setting, the settings of the first sample first."""
         return [
             SampleJob(
                 sample=sample,
@@ -130,6 +139,7 @@ class Run:
         ]
 
     def _settings(self) -> Row:
+        """Return all settings that the results depend on, except methods and texts of samples."""
         return {
             "task": self.task.describe(),
             "model": self.loaded.description(),
@@ -229,6 +239,7 @@ def _keys(questions: Iterable[SampleJob]) -> list[Key]:
 
 
 def _limit_samples(samples: Iterable[Sample], limit: int | None) -> list[Sample]:
+    """Return the first `limit` samples of each cell, in their order, or all for None."""
     taken, kept = Counter[str](), []
     for sample in samples:
         cell = str(sorted(sample.cell.items()))

@@ -58,6 +58,10 @@ def summarise(records: Iterable[Row], keys: Iterable[Key], task: Task) -> list[R
 
 
 def _row(records: list[Row], task: Task) -> Row:
+    """Return the row of one method, setting and cell, without differences and loss.
+
+    `records` are its records, answered or not; there must be at least one.
+    """
     answered = [record for record in records if record["status"] == "ok"]
     failed = [record["status"] for record in records if record["status"] != "ok"]
     spoken = {each["sample"]: each.get("conversation") for each in answered}
@@ -126,6 +130,10 @@ def score_lines(rows: Sequence[Row], axis: str) -> list[ScoreLine]:
 
 
 def _score_line(rows: list[Row], axis: str) -> ScoreLine:
+    """Return the line of a table from the rows of one method and question.
+
+    The columns are the values of the cells' key `axis`.
+    """
     columns = group_rows(rows, lambda row: row["cell"][axis])
     scored = {
         value: [sample_cell(row, "score") for row in of_column if row.get("scores")]

@@ -119,6 +119,7 @@ _NOT_SHOWN = ("question", "ms/token")
 
 
 def _evaluation_tables(comparisons: dict[str, Results]) -> Iterator[str]:
+    """Yield for each comparison a heading, a sentence about the run, a table, and a figure."""
     for name, results in comparisons.items():
         table, title = method_table(results), COMPARISONS[name].title
         places = [place for place, each in enumerate(table.headings) if each not in _NOT_SHOWN]
@@ -135,6 +136,7 @@ def _evaluation_tables(comparisons: dict[str, Results]) -> Iterator[str]:
 
 
 def _evaluation_drawn(comparisons: dict[str, Results]) -> None:
+    """Write the summary and the figure of each comparison again."""
     for name, results in comparisons.items():
         write_rows(FOLDER / name / "summary.jsonl", results.rows)
         Path(FOLDER / f"{name}.png").write_bytes(

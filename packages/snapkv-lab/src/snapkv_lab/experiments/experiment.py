@@ -178,6 +178,10 @@ class Experiment:
             yield from self._measure_part(context, part)
 
     def _measure_part(self, context: RunContext, part: str) -> Iterator[Row]:
+        """Yield the rows of one part with all of their fields, and print each to standard error.
+
+        Rows of cases are stored here; other rows get the description of model and machine.
+        """
         measure = self.measure[part] if isinstance(self.measure, Mapping) else self.measure
         assert measure is not None
         if self.cases is not None:
@@ -285,6 +289,11 @@ class Experiment:
             print(self.page.read_text(encoding="utf-8"))
 
     def _parser(self) -> argparse.ArgumentParser:
+        """Return the parser of the experiment's options.
+
+        There is an option for each parameter whose default is a number, a text, or a tuple of
+        values of one of these types. The other options depend on what the experiment can do.
+        """
         parser = argparse.ArgumentParser(
             prog=f"snapkv_lab.experiments {self.name}",
             description=f"{self.title}. It takes {self.duration}.",

@@ -127,6 +127,13 @@ class Kvpress:
         return answer
 
     def _start_process(self) -> Any:
+        """Return the process of the worker, and start it first if it does not run.
+
+        Starting writes the model into a temporary folder, from which the worker loads it.
+
+        Raises:
+            InvalidArgumentError: the worker cannot load the model.
+        """
         if self._process is None:
             # Holds what libraries print, and the reason if the process ends.
             self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed at the end
@@ -149,6 +156,7 @@ class Kvpress:
 
 
 def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:
+    """Return the arguments with which the worker makes its `Worker`, as values for JSON."""
     press = None
     if policy is not None:
         press = {"window_size": policy.window_size, "kernel_size": policy.kernel_size}
@@ -175,6 +183,11 @@ _FULL = {"kvpress": "kvpress full", "snapkv": "transformers"}
 
 @torch.inference_mode()
 def _measure(context: RunContext) -> Iterator[Row]:
+    """Yield rows about reading and decoding with kvpress, snapkv, and the full cache of each.
+
+    Raises:
+        InvalidArgumentError: the environment with kvpress is missing, or kvpress failed.
+    """
     model, python = context.loaded.model, context.python
     policy = SnapKV(context.budget, window_size=32, kernel_size=7, pooling="avg")  # like kvpress
     with (
@@ -207,6 +220,7 @@ def _measure(context: RunContext) -> Iterator[Row]:
 def _rows(
     benchmark: str, work: dict[str, Callable[[], Any]], rounds: int, fields: Row
 ) -> Iterator[Row]:
+    """Let all contenders take turns, and yield a row with the times and ratios of each."""
     turns = InterleavedTimings(work, rounds=rounds)
     for name in turns:
         yield {

@@ -191,6 +191,10 @@ def _bytes(tensor: Any) -> int:
 
 @torch.inference_mode()
 def main() -> None:
+    """Answer requests from standard input until it ends.
+
+    If a request fails, its answer has only "error", and the process continues.
+    """
     transformers.utils.logging.disable_progress_bar()
     worker: Worker | None = None
     for line in sys.stdin:

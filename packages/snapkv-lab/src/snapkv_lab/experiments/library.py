@@ -286,6 +286,7 @@ _ANSWERS = {
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
+    """Yield the headings and tables of all groups, in Markdown."""
     for group, own in group_rows(rows, "group").items():
         if group == "many":
             yield from Listing(_SIZES, _TITLES[group]).parts(own)

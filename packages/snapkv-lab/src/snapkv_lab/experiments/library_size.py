@@ -80,6 +80,7 @@ def _searched(folder: str, questions: Sequence[str]) -> Row:
 
 
 def _small_model(vocabulary: int) -> Any:
+    """Return a model of one small layer with random weights, which are always the same."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=vocabulary,

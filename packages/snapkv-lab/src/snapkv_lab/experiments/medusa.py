@@ -119,6 +119,7 @@ def _prompt(loaded: LoadedModel, length: int) -> Tensor:
 
 
 def _decoded(loaded: LoadedModel, one: DraftContender, ids: Tensor, tokens: int) -> Decoded:
+    """Generate `tokens` tokens after a prompt with a new cache, and return text and costs."""
     settings = GenerationSettings(max_new_tokens=tokens, min_new_tokens=tokens)
     cache, clock = CompressedCache(loaded.model, one.policy), Clock()
     drafts = one.medusa and DraftMethod(name="medusa", options={"custom_generate": one.medusa})
@@ -146,6 +147,14 @@ def require_same_texts(everyone: Sequence[DraftContender], runs: dict[str, list[
 def _row(
     one: DraftContender, runs: dict[str, list[Decoded]], length: int, context: RunContext
 ) -> Row:
+    """Return the row of a contender.
+
+    Args:
+        one: the contender.
+        runs: what each contender generated in each round, by its name.
+        length: the number of prompt tokens.
+        context: the run.
+    """
     times = {name: [run.ms_per_token for run in of_name] for name, of_name in runs.items()}
     own, first, like = times[one.name], runs[one.name][0], runs[one.like][0]
     return {

@@ -51,6 +51,7 @@ def make_documents(tokenizer: Any, *, prompt_tokens: int, count: int = 1) -> lis
 
 
 def _make_document(tokenizer: Any, text: str, prompt_tokens: int, index: int) -> NeedlePrompt:
+    """Return the prompt number `index`, whose number is after a sentence near one of `DEPTHS`."""
     draw = random.Random(f"{SEED}/{prompt_tokens}/{index}")
     city, number = draw.choice(CITIES), draw.randint(1000, 9999)
     needle = token_ids(tokenizer, _NEEDLE.format(city=city, number=number))

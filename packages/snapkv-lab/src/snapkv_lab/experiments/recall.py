@@ -162,6 +162,10 @@ def cap_bytes(row: Row) -> int:
 
 
 def _means(rows: list[Row]) -> Iterable[Row]:
+    """Yield the lines of the table about questions: the means of each budget and contender.
+
+    `rows` must include those of the full cache, which "of_full" is relative to.
+    """
     names, full = list(NAMES), right_share(rows, FULL, None)
     cells = group_rows(rows, lambda row: (row["budget"] or 0, names.index(row["contender"])))
     for (budget, place), own in sorted(cells.items()):
@@ -187,6 +191,7 @@ def right_share(rows: Sequence[Row], contender: str, budget: int | None) -> floa
 
 
 def _turns_table(rows: list[Row]) -> Iterator[str]:
+    """Yield the heading and the table of some turns; nothing if there are no rows."""
     shown_rows = [row for row in rows if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)]
     columns = {
         "turn": "{turn}",

@@ -191,6 +191,11 @@ class Answers:
         return [{"method": way.name} | sizes | answer for answer in answers]
 
     def _ours(self, way: Ours, share: float, source: PromptCases) -> tuple[Row, Iterator[Row]]:
+        """Compress a prompt with a policy of snapkv.
+
+        Returns:
+            The fields about the size of the cache, and an iterator of a row for each question.
+        """
         policy = self.loaded.completed(way.policy(self.budget(share, source.ids.shape[1])))
         prompt = source.read_for(policy, self.loaded)
         cache = prompt.compressed(policy, quantize=way.bits)
@@ -198,6 +203,16 @@ class Answers:
         return self.sizes(way, cache.report()), rows
 
     def _theirs(self, way: Theirs, share: float, source: PromptCases) -> tuple[Row, Iterator[Row]]:
+        """Compress a prompt with kvpress, which must have been started.
+
+        With a press and few bits, the press keeps more tokens, so that the share of bytes is right.
+
+        Returns:
+            The share of bytes that is held, and an iterator of a row for each question.
+
+        Raises:
+            InvalidArgumentError: kvpress failed.
+        """
         assert self.theirs is not None
         kept = share
         if way.bits and way.press:
@@ -209,6 +224,7 @@ class Answers:
 
 
 def _answer(theirs: Kvpress, case: TextQuestion) -> Row:
+    """Let kvpress feed the right answer, and return the fields of `texts.score_answer`."""
     fed = {"between": list(case.between_ids), "answer": list(case.answer_ids)}
     answer = theirs.ask(do="answer", **fed)
     losses = answer["losses"][1:]

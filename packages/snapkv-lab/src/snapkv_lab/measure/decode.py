@@ -85,6 +85,10 @@ class DecodeBench(Bench):
             yield from self._cell(batch, length)
 
     def _cell(self, batch: int, length: int) -> Iterator[Row]:
+        """Yield a row for each contender at one batch size and length.
+
+        Contenders that do not fit come first.
+        """
         decoders: dict[str, Decoder] = {}
 
         def ready(contender: Contender) -> Timed:

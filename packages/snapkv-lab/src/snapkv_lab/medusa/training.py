@@ -278,6 +278,10 @@ class _Training:
         return self._heads.requires_grad_(False)
 
     def _batches(self) -> Iterator[list[int]]:
+        """Yield the numbers of the answers for each step of all epochs.
+
+        Equal plans give equal batches, so that a stopped training can skip those that are done.
+        """
         for epoch in range(self._plan.epochs):
             generator = torch.Generator().manual_seed(self._plan.seed + epoch)
             order = torch.randperm(len(self._places), generator=generator)
@@ -285,6 +289,13 @@ class _Training:
                 yield [self._places[at] for at in batch.tolist()]
 
     def _learn(self, step: int, batch: list[int]) -> None:
+        """Run one training step, which changes the heads and the optimizer in place.
+
+        Args:
+            step: the number of the step, from 0, which decides the learning rate and the random
+                tokens of the loss.
+            batch: the numbers of the answers to learn from.
+        """
         hidden, labels = self._states.pairs(batch, self._plan.num_heads)
         tokens = self._tokens(step)
         place = torch.full((int(tokens.max()) + 1,), _NO_LABEL, device=tokens.device)
@@ -328,6 +339,11 @@ class _Training:
         return tokens
 
     def _save(self, step: int) -> None:
+        """Save the state after `step` steps.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
         tensors = {name: tensor.detach() for name, tensor in self._learning.items()}
         for name, parameter in self._learning.items():
             for kind, value in self._optimizer.state[parameter].items():
@@ -335,6 +351,11 @@ class _Training:
         write_tensors(tensors, self._path, {"step": str(step)})
 
     def _resume(self) -> int:
+        """Load the saved state of heads and optimizer, if there is one.
+
+        Returns:
+            The number of steps that are done; 0 without a saved state.
+        """
         if not self._path.exists():
             return 0
         with safe_open(self._path, framework="pt") as file:

@@ -169,6 +169,15 @@ def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
 
 
 def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count: int) -> None:
+    """Draw a method's bars into the groups of all columns and of the mean.
+
+    Args:
+        panel: the panel, which is changed.
+        line: the scores of the method; the reason for a missing one stands in the place of its bar.
+        columns: the columns.
+        index: the place of the method's bar in each group.
+        count: the number of bars in each group.
+    """
     width = 0.8 / count
     places = [group + (index - (count - 1) / 2) * width for group in range(len(columns) + 1)]
     scores = [*(line.scores.get(column) for column in columns), line.mean]
@@ -379,6 +388,7 @@ def draw_bench(rows: Sequence[Row]) -> "Figure":
 
 
 def _bench_panel(panel: "Axes", rows: Sequence[Row], measured: _Measured) -> None:
+    """Draw a curve for each cache into a panel, and "OOM" at lengths that did not fit."""
     for index, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = sorted((row for row in rows if row["cache"] == cache), key=itemgetter("length"))
         measured_rows = [row for row in own if row["status"] == "ok"]
@@ -401,5 +411,6 @@ def _bench_panel(panel: "Axes", rows: Sequence[Row], measured: _Measured) -> Non
 
 
 def _value(row: Row, key: str) -> float:
+    """Return a number of a row, or its median if the field holds percentiles."""
     value = row[key]
     return float(value["p50"] if isinstance(value, dict) else value)

@@ -229,6 +229,7 @@ def _find_best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[
 
 
 def _loss_cells(loss: float | None, interval: Sequence[float] | None) -> Pairs:
+    """Yield the cells of a mean loss and its interval; dashes if there is no loss."""
     yield "loss", IN_NATS.text(loss)
     yield "loss 95 %", "-" if loss is None else IN_NATS.interval(interval)
 
@@ -326,6 +327,10 @@ def render_page(results: Results) -> str:
 
 
 def _pictures(results: Results) -> Iterator[dict[str, str]]:
+    """Yield each figure of the run as a "title", an "alt" text, and a "source".
+
+    The source is a data URL with the figure as SVG.
+    """
     lines = score_lines(results.rows, results.task.axes[0])
     means = "; ".join(
         f"{line.method} ({line.question}) {IN_PERCENT.text(line.mean)}" for line in lines
@@ -345,6 +350,10 @@ def _pictures(results: Results) -> Iterator[dict[str, str]]:
 
 
 def _cells(results: Results) -> Table:
+    """Return a table with one line per method, question and cell.
+
+    A cell without a score shows its status.
+    """
     axes = list(dict.fromkeys(name for row in results.rows for name in row["cell"]))
     has_loss = has_losses(results)
 

@@ -129,6 +129,7 @@ def render_rows(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str
 
 
 def _render_pivot(rows: Sequence[Row], by: Pivot) -> str:
+    """Return the Markdown of a pivot, with lines and columns in order of first appearance."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         cells.setdefault(format_cell(by.line, row), {})[format_cell(by.heading, row)] = format_cell(

@@ -297,6 +297,13 @@ class ReadingStudy(Study):
         return longest + self.answer_tokens - loaded.max_tokens
 
     def _record(self, loaded: "LoadedModel", step: ReadingStep) -> Row:
+        """Answer the samples of a step with the full cache, and return the step's record.
+
+        It has "readings" and "rows". It is stored by the caller.
+
+        Raises:
+            PromptTooLongError: the model has too few positions.
+        """
         readings = [read_sample(loaded, sample, self.template) for sample in step.samples]
         return {
             "readings": [reading.describe() for reading in readings],

@@ -69,6 +69,13 @@ class FitGate(Study):
     remember: bool = True
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: there are fewer than two texts of each kind, or a length is too
+                small.
+            InvalidTypeError: a number is not an integer.
+        """
         require_at_least("texts", self.texts, 2 * len(KINDS))
         require_each_at_least("lengths", self.lengths, LEAST_TOKENS)
 
@@ -269,11 +276,13 @@ def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list
 
 
 def _part(text: str, draw: random.Random, characters: int = 6000) -> str:
+    """Return a random part of a text with `characters` characters, or all of a shorter text."""
     start = draw.randrange(max(1, len(text) - characters))
     return text[start : start + characters]
 
 
 def _records(draw: random.Random) -> str:
+    """Return 40 random records as a JSON list, on one line or indented."""
     rows = [
         {
             "id": draw_number(draw, 6),
@@ -286,6 +295,7 @@ def _records(draw: random.Random) -> str:
 
 
 def _logs(draw: random.Random) -> str:
+    """Return 60 lines of an invented log."""
     parts = draw_distinct(lambda: draw_word_key(draw), 6)
     return "\n".join(
         f"2024-0{draw.randrange(1, 9)}-{draw_number(draw, 2)} "
@@ -297,6 +307,7 @@ def _logs(draw: random.Random) -> str:
 
 
 def _sentences(draw: random.Random) -> str:
+    """Return 60 made up sentences on one line."""
     return " ".join(
         f"{draw.choice(_PEOPLE)} {draw.choice(_DID)} the {draw_word_key(draw).replace('-', ' ')} "
         f"{draw.choice(('on Monday', 'last May', 'with care'))} in {draw.randrange(1950, 2030)}."

@@ -61,6 +61,12 @@ class Sensitivity(Study):
     template: Template = "tokenizer"
 
     def __post_init__(self) -> None:
+        """Check that there are windows, kernels and poolings, and that SnapKV accepts them.
+
+        Raises:
+            InvalidArgumentError: one of the lists is empty, or a policy refuses a setting.
+            InvalidTypeError: a setting of a policy has the wrong type.
+        """
         for name in ("windows", "kernels", "poolings"):
             require_at_least(name, len(getattr(self, name)), 1)
         self._methods()

@@ -92,6 +92,15 @@ class Instructions(HaystackTask):
     def _sample(
         self, name: str, length: int, rule: str, wanted: dict[str, str], text: str
     ) -> Sample:
+        """Return the sample that checks one of the three instructions.
+
+        Args:
+            name: the name of the sample.
+            length: the length of the cell in tokens.
+            rule: the instruction that is checked, a key of `_LINES`.
+            wanted: the words and the mark of all three instructions.
+            text: the text after the instructions.
+        """
         block = _HEADER + "".join(line.format(wanted[key]) for key, line in _LINES.items())
         tokens = 8 if self.cloze else 64
         return Sample(

@@ -62,6 +62,13 @@ class LongBench(Task):
     code_similarity: metrics.CodeSimilarity = "difflib"
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a set is not known or not in LongBench-E, a number is too small,
+                or `code_similarity` is another word.
+            InvalidTypeError: a number is not an integer.
+        """
         if self.extended:
             object.__setattr__(self, "axes", ("dataset", "length"))
         choose_sets(self.datasets, extended=self.extended)
@@ -103,6 +110,12 @@ class LongBench(Task):
         }
 
     def _samples(self, tokenizer: Any, data: Path, data_set: "DataSet") -> Iterator[Sample]:
+        """Yield the samples of one data set, in the order of its file.
+
+        Raises:
+            DocumentError: the file is missing or damaged, or a line has another form.
+            MissingDependencyError: lm-eval is not installed, or its prompt cannot be restored.
+        """
         before, after = prompt_format(data_set)
         rows = read_rows(data, data_set, extended=self.extended)
         settings = self._settings(tokenizer, data_set)

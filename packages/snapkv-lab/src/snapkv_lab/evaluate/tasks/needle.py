@@ -111,6 +111,18 @@ class Needle(HaystackTask):
         return len(right & predicted) / len(right)
 
     def _sample(self, tokenizer: Any, length: int, depth: int, order: int) -> Sample:
+        """Return the sample for one place of the needle. Equal arguments give equal samples.
+
+        Args:
+            tokenizer: the tokenizer of the model.
+            length: about how many tokens the prompt has.
+            depth: where the needle is, in percent of the text.
+            order: the number of the permutation.
+
+        Raises:
+            InvalidArgumentError: the length has no room for text, or the tokenizer knows no part of
+                the text.
+        """
         name = f"{length}/{depth}/{order}"
         hidden = self._hidden(random.Random(f"{self.seed}/{name}"))
         text = self.text.permute(f"{self.seed}/{name}") if self.permutations > 1 else self.text
@@ -133,6 +145,7 @@ class Needle(HaystackTask):
         )
 
     def _hidden(self, draw: random.Random) -> _Hidden:
+        """Draw a magic number for a city, or return the sentence about the sandwich."""
         if self.variant == "sandwich":
             thing = "eat a sandwich and sit in Dolores Park on a sunny day."
             start = "The best thing to do in San Francisco is"

@@ -70,6 +70,12 @@ class RagTask(Task):
     seed: int = 42
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small.
+            InvalidTypeError: a number is not an integer.
+        """
         self.require(documents=self.least_documents, samples_each=1)
 
 
@@ -104,6 +110,13 @@ class RagCitation(RagTask):
         return 2 * len(right & predicted) / (len(right) + len(predicted))
 
     def _sample(self, index: PassageIndex, question: Question, documents: int) -> Sample:
+        """Return the sample of a question among `documents` documents in random order.
+
+        The references are the numbers of the documents that answer it, in ascending order.
+
+        Raises:
+            InvalidArgumentError: there are not so many documents.
+        """
         name = f"{documents}/{question.name}"
         others = itertools.islice(nearest_passages(index, question), documents - len(question.gold))
         passages = [*question.gold, *others]

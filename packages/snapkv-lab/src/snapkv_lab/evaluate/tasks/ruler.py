@@ -237,6 +237,15 @@ def _variable_tracing(_: PuzzleRequest, parts: int, draw: random.Random) -> Puzz
 
 
 def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
+    """Return a puzzle with one chain of assignments, hidden between repetitions of `NOISE`.
+
+    All variables of the chain are the answer.
+
+    Args:
+        draw: the random generator.
+        noises: how often the noise is repeated, at least 5 times.
+        letters: the number of letters in the name of a variable.
+    """
     names = draw_distinct(
         lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)), _HOPS + 1
     )
@@ -441,6 +450,12 @@ class Ruler(HaystackTask):
     seed: int = 42
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small, or a task is not known.
+            InvalidTypeError: a number is not an integer.
+        """
         self.require(samples_each=1, lengths=1)
         require_known_names("tasks", self.tasks, GENERATORS)
 

@@ -47,6 +47,12 @@ class Turns(Task):
     cloze: bool = False
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small, or there is no length.
+            InvalidTypeError: a number is not an integer.
+        """
         self.require(questions=1, samples_each=1, lengths=1)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
