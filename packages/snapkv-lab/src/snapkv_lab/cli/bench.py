@@ -150,6 +150,10 @@ def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[st
 
     A process does not return all freed memory, so a second cache would start at a higher level.
 
+    Args:
+        arguments: the arguments of the command.
+        labels: the labels of the caches.
+
     Raises:
         typer.Exit: a process failed; it has printed the reason.
     """

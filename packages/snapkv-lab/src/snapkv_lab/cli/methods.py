@@ -31,7 +31,11 @@ def compared_methods(options: SweepOptions) -> list[Method]:
 
 
 def compared_caches(options: Any) -> list[Contender]:
-    """Return the baselines of a benchmark, followed by every policy with every budget."""
+    """Return the baselines of a benchmark, followed by every policy with every budget.
+
+    Raises:
+        InvalidArgumentError: a baseline is no cache of transformers, or another option is wrong.
+    """
     return [
         *map(transformers_contender, specs([options.baseline])),
         *(
@@ -72,7 +76,11 @@ def make_methods(
 ) -> list[Method]:
     """Return a list of the baselines, followed by every policy with every budget.
 
-    A policy appears once if it has no budget or if its parameters set one.
+    A policy appears once if it has no budget or if its parameters set one. All methods have an
+    exact prefill and unquantized storage.
+
+    Raises:
+        InvalidArgumentError: a policy is not known, or refuses its parameters or its budget.
     """
     policies_by_label = named_policies(baselines, policies, budgets)
     return [Method(label=label, policy=policy) for label, policy in policies_by_label]

@@ -66,7 +66,11 @@ class Method:
         return replace(self, label=label, bits=bits)
 
     def describe(self) -> Row:
-        """Return the settings of the method, ready for JSON, without those that are the default."""
+        """Return the settings of the method, ready for JSON.
+
+        They are those of the policy, and "prefill", "turns" and "bits" if they are not the default.
+        The label is not among them.
+        """
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
         later = {} if self.later == "append" else {"turns": self.later}
         bits = {} if self.bits is None else {"bits": asdict(self.bits)}
@@ -115,12 +119,14 @@ class SampleJob:
         return replace(self, methods=missing)
 
     def split_by_method(self) -> Iterator[Self]:
-        """Yield a copy for each method, and count one more try."""
+        """Yield a copy for each method, with this method only and one more in `tries`."""
         for method in self.methods:
             yield replace(self, methods=(method,), tries=self.tries + 1)
 
     def lost_records(self) -> Iterator[Row]:
-        """Yield records which say that the answers were lost because memory ran out."""
+        """Yield a record for every method and turn, which says that its answer was lost because
+        memory ran out.
+        """
         for method, turn in itertools.product(self.methods, self.sample.turns):
             yield self.record(turn, method) | {"status": LOST}
 

@@ -296,8 +296,14 @@ class CompressedLM(LM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a conversation as a prompt with special tokens, in which the contents are
-        quoted.
+        """Return a conversation as a prompt with special tokens.
+
+        Text of the turns that looks like a special token is quoted, so that it is read as text.
+
+        Args:
+            chat_history: turns with "role" and "content", which are not changed.
+            add_generation_prompt: whether the prompt ends with the beginning of an answer; if not,
+                its last turn is continued.
         """
         tokenizer = self._loaded.tokenizer
         text: str = tokenizer.apply_chat_template(

@@ -67,7 +67,10 @@ def mean_interval(columns: Iterable[Sequence[Cell]]) -> Interval | None:
 
 
 def _drawn_from(cells: Sequence[Cell]) -> Sequence[Cell]:
-    """Return the cells, or their means as one cell if a cell has a single sample."""
+    """Return the cells of a column, or one cell with their means if a cell has a single sample.
+
+    Empty cells are left out of the means.
+    """
     if cells and all(len(samples) > 1 for samples, _ in cells):
         return cells
     return [([fmean(samples) for samples, _ in cells if samples], None)]
@@ -178,7 +181,10 @@ def relative_differences(rows: Iterable[Row]) -> dict[Line, float]:
 
 
 def is_full_cache(row: Row) -> bool:
-    """Return whether a row belongs to the full cache with an exact prefill."""
+    """Return whether a row belongs to the full cache with an exact prefill.
+
+    It does not matter how keys and values are stored.
+    """
     from snapkv.policies import FullCache  # imports torch, which tables do not need
 
     return row["policy"]["name"] == FullCache.name and "prefill" not in row["policy"]

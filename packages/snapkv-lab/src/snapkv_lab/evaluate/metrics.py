@@ -84,7 +84,8 @@ def count_score(prediction: str, reference: str) -> float:
 def retrieval_score(prediction: str, reference: str) -> float:
     """Return the fraction of the numbers in the answer that match the right paragraph.
 
-    The reference is a text like "Paragraph 12".
+    The reference is a text like "Paragraph 12". The fraction is 0 if the answer has no number, or
+    the reference has another form.
     """
     paragraph = re.search(PARAGRAPH, reference)
     return count_score(prediction, paragraph[1]) if paragraph else 0.0
@@ -138,9 +139,9 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Return a list of the words in each sentence of the text.
+    """Return a list of the words in each sentence of the text, which full stops end.
 
-    A sentence of only white space has one empty word.
+    Empty sentences are left out. A sentence of only white space has one empty word.
     """
     return [part.split() or [""] for part in text.split(".") if part]
 

@@ -78,8 +78,10 @@ class OnRay:
     def _workers(self, wanted: int | None) -> int:
         """Return the number of workers that will be started.
 
+        It is `wanted`, or for None, the number of GPUs, or without GPUs, of nodes.
+
         Raises:
-            InvalidArgumentError: the cluster has no room for `wanted` workers.
+            InvalidArgumentError: the cluster has no room for `wanted` workers, or for a single one.
         """
         places = [_places(node, self._needs) for node in _nodes()]
         on_gpus = self._needs["num_gpus"]

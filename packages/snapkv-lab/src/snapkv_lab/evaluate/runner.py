@@ -264,7 +264,7 @@ def _require_distinct(turns: Sequence[Sample]) -> None:
 
 
 def _require_references(turns: Sequence[Sample]) -> None:
-    """Check that every sample has at least one reference.
+    """Check that every sample has at least one reference and no empty one.
 
     Raises:
         InvalidArgumentError: a sample has no reference, or an empty one.

@@ -88,7 +88,10 @@ class Sample:
         return Protection(texts=tuple(self.details.get("protect", ())))
 
     def is_chat(self, tokenizer: Any, template: Template) -> bool:
-        """Return whether the tokenizer's chat template makes the prompt."""
+        """Return whether the tokenizer's chat template makes the prompt.
+
+        It does if `template` is "tokenizer", the sample allows it, and the tokenizer has one.
+        """
         return template == "tokenizer" and self.chat and bool(tokenizer.chat_template)
 
     def prompt(self, tokenizer: Any, template: Template, setting: Setting) -> Prompt:
@@ -96,8 +99,9 @@ class Sample:
 
         Args:
             tokenizer: the model's tokenizer.
-            template: how the sample becomes a prompt.
-            setting: whether the question is visible to the vote.
+            template: how the sample becomes a prompt. "tokenizer" gives plain text if the tokenizer
+                has no chat template or the sample does not allow it.
+            setting: "hidden" marks the prompt so that it is compressed before its question.
 
         Raises:
             InvalidArgumentError: the template is "longbench" and the model is not known to it.

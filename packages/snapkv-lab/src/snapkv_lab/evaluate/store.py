@@ -114,7 +114,7 @@ class Store:
                 report(f"{record['sample']}, {record['method']}", done, len(wanted))
 
     def summarise(self, rows: Iterable[Row]) -> OutputError | None:
-        """Write the summary.
+        """Write the rows of the summary to `summary.jsonl` in the folder.
 
         Returns:
             The error if it cannot be written, so that the caller can show the rows first; else
@@ -179,9 +179,14 @@ class RunSummary:
 
     @classmethod
     def of(cls, store: Store, rows: list[Row], **more: Any) -> Self:
-        """Write the summary of a run and return it.
+        """Write the summary of a run, and return the result of the run.
 
-        `more` are the further fields of the result.
+        A summary that cannot be written is not raised, but is in the field `unwritten`.
+
+        Args:
+            store: the store with the records.
+            rows: the summary of the records.
+            more: the further fields of a subclass.
         """
         unwritten = store.summarise(rows)
         return cls(folder=store.folder, run=store.run, rows=rows, unwritten=unwritten, **more)

@@ -38,7 +38,7 @@ def summarise(records: Iterable[Row], keys: Iterable[Key], task: Task) -> list[R
 
     Args:
         records: the records of the run.
-        keys: the keys of the wanted answers, in order; missing ones are skipped.
+        keys: the keys of the wanted answers, in order; keys without a record are skipped.
         task: the task that was run.
     """
     by_key = {record_key(record): record for record in records}
@@ -120,6 +120,8 @@ class ScoreLine:
 
 def score_lines(rows: Sequence[Row], axis: str) -> list[ScoreLine]:
     """Return one line per method and question, in the order of the rows.
+
+    The score of a column is the mean over its cells.
 
     Args:
         rows: the rows of `summarise`.

@@ -77,7 +77,10 @@ class RunContext(SimpleNamespace):
 
 
 def describe_run(context: RunContext) -> Row:
-    """Return a description of the model and the machine, which is added to the rows."""
+    """Return "model" and "environment", the descriptions that are added to the rows.
+
+    This loads the model.
+    """
     return {"model": context.loaded.description(), "environment": describe_environment()}
 
 
@@ -148,7 +151,11 @@ class Experiment:
         return read_rows(self.rows) if self.rows.exists() else []
 
     def render(self, rows: Any) -> str:
-        """Return the contents of the page as Markdown."""
+        """Return the contents of the page as Markdown.
+
+        Args:
+            rows: what `results` returns.
+        """
         origin = f"Made by `python -m snapkv_lab.experiments {self.name}`. {self.origin(rows)}."
         if callable(self.tables):
             parts = self.tables(rows)
@@ -346,7 +353,13 @@ def load_experiments() -> dict[str, Experiment]:
 
 
 def _write_all(known: object) -> None:
-    """Write every page of tables again, and the tables that other pages show of them."""
+    """Write every page of tables again, and the tables that other pages show of them.
+
+    Pages of experiments without results are left as they are.
+
+    Raises:
+        ValueError: a page shows a line or a column that its table does not have.
+    """
     for each in load_experiments().values():
         if each.tables is not None and each.results():
             each.write()

@@ -54,7 +54,11 @@ def _device(context: RunContext) -> torch.device:
 
 
 def _device_name(context: RunContext) -> str:
-    """Return the name of the device, which is used to distinguish the rows of different devices."""
+    """Return the name of the device, which distinguishes the rows of different devices.
+
+    Raises:
+        SystemExit: there is no GPU, and the run is not a small one.
+    """
     return str(describe_environment(_device(context))["processor"])
 
 

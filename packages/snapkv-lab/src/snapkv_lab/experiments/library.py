@@ -69,7 +69,10 @@ def python_questions(count: int) -> list[DocumentQuestion]:
 
 
 def module_text(name: str) -> str:
-    """Return the documentation of a module of Python's standard library as a document."""
+    """Return the docstring of a module of Python's standard library as a document.
+
+    The module is imported. A line with its name comes first.
+    """
     text = inspect.getdoc(importlib.import_module(name)) or ""
     return f"Document: the module {name}\n{text.strip()}\n\n"
 

@@ -73,7 +73,8 @@ SETTINGS = {
 def _texts(context: RunContext, setting: str) -> Iterable[QuestionedText]:
     """Return the texts for the given setting.
 
-    In the setting "long-tailed" they are needles whose questions have a tail.
+    They are needles whose questions have a tail for "long-tailed", texts that have a right answer
+    for "hidden", and texts of all kinds for "visible".
     """
     if setting == "long-tailed":
         make, indices = TextMaker(context.loaded.tokenizer), range(FIRST, FIRST + context.rounds)

@@ -152,9 +152,10 @@ def _turns(context: RunContext, text: str) -> Iterator[Row]:
 
 
 def cap_bytes(row: Row) -> int:
-    """Return the maximum number of bytes that a turn may hold.
+    """Return the maximum number of bytes that the device may hold within a turn.
 
-    It is the sum of the budget, the new tokens, and one layer of all tokens.
+    They are those of the budget and the new tokens in all layers, and those of all tokens of the
+    prompt in one layer, because recall restores one layer after the other.
     """
     per_token, tokens = row["bytes_per_token"], row["budget"] + row["new_tokens"]
     staged = row["prompt_tokens"] * per_token // row["layers"]

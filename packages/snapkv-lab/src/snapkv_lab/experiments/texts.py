@@ -94,7 +94,7 @@ class TextMaker:
     def needles(self, tokens: int, index: int, *, tail: str = "") -> QuestionedText:
         """Make an essay with six needles of different kinds and a question about each.
 
-        `tail` is a text that follows every question.
+        The text has `tokens` tokens. `tail` is a text that follows every question.
         """
         name = f"{'tails' if tail else 'needles'}/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
@@ -244,9 +244,9 @@ def make_texts(context: Any, first: int) -> Iterator[QuestionedText]:
 
 
 def only_answerable(texts: Iterable[QuestionedText]) -> Iterator[QuestionedText]:
-    """Yield only the texts with questions that have a right answer.
+    """Yield only the texts that have at least one question with a right answer.
 
-    Prose and code only have a loss.
+    Prose and code have only a loss, and are left out.
     """
     return (text for text in texts if any(case.parts for case in text.cases))
 
@@ -411,7 +411,7 @@ def question_rows(
     """Yield a row for each question about a text, with the answers of all methods.
 
     If the full cache has no part of an answer right, the question says nothing about other methods,
-    and they are not asked.
+    and the field "answers" of its row is empty. A question with only a loss always counts.
 
     Args:
         read: the text that was read.

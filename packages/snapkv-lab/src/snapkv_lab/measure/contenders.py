@@ -181,7 +181,7 @@ class Decoder:
 
 
 def generate_tokens(model: Any, ids: Tensor, cache: Any, tokens: int, **options: Any) -> Tensor:
-    """Generate exactly the given number of tokens after a prompt.
+    """Generate exactly the given number of greedy tokens after a prompt.
 
     Args:
         model: the model.
@@ -207,7 +207,10 @@ def generate_tokens(model: Any, ids: Tensor, cache: Any, tokens: int, **options:
 
 
 def compressed_contender(label: str, policy: Policy, *, codes: KVCodes | None = None) -> Contender:
-    """Return a contender that uses a compressed cache with the given policy."""
+    """Return a contender that uses a compressed cache with the given policy.
+
+    `codes` says how keys and values are stored; None stores them unquantized.
+    """
 
     def make(model: PreTrainedModel, prompt_tokens: int) -> Cache:
         del prompt_tokens
@@ -266,7 +269,10 @@ def fill_cache(contender: Contender, model: PreTrainedModel, *, batch: int, toke
 def _end_prompt(
     cache: CompressedCache, layer: CompressedLayer, model: PreTrainedModel, tokens: int
 ) -> None:
-    """Let the policy select what to keep in one layer, as the wrapped attention does."""
+    """Let the policy select what to keep in one layer, as the wrapped attention does.
+
+    The queries that it sees are random. Changes the layer in place.
+    """
     queries = _random_states(
         model, layer.keys.shape[0], min(layer.policy.query_tokens, tokens), "query"
     )

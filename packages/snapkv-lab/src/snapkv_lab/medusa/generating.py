@@ -262,7 +262,7 @@ class _Candidates:
         self._request.cache.keep_among_last(self._nodes, torch.tensor(self._path[:tokens]))
 
     def _candidates(self, text: Tensor, tree: CandidateTree) -> Tensor:
-        """Return the token in each node of the tree.
+        """Draft the token in each node of the tree with the heads.
 
         Returns:
             (nodes,) int64; the root has the text's last token.

@@ -40,9 +40,9 @@ class Tally:
 
     @property
     def acceptance_length(self) -> float:
-        """The average number of tokens that are generated in each forward pass.
+        """The average number of tokens that are generated in each verifying forward pass.
 
-        It is 1 if nothing is accepted, as in plain decoding.
+        It is 1 if nothing is accepted, as in plain decoding, or if there was no such pass.
         """
         return (self.new_tokens - 1) / self.passes if self.passes else 1.0
 
@@ -194,7 +194,10 @@ def _is_slow(weight: Tensor) -> bool:
 
 
 def _forward(module: Linear, states: Tensor) -> Tensor:
-    """Compute the output of a linear layer.
+    """Compute the output of a linear layer, with the weights first for two to five rows.
+
+    For other numbers of rows, with gradients, in autocast and in other dtypes than that of the
+    weight, this is the usual product.
 
     Args:
         module: the layer, with a weight (N, K).

@@ -96,7 +96,17 @@ def _heat_maps(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
 def _heat_map(
     panel: "Axes", results: Results, line: ScoreLine, columns: list[Any], rows: list[Any]
 ) -> None:
-    """Draw the heat map of a single method. The colours always cover the range from 0 to 1."""
+    """Draw the heat map of a single method into a panel.
+
+    The colours always cover the range from 0 to 1. A hatched cell has no score.
+
+    Args:
+        panel: the panel, which is changed.
+        results: the results of the run.
+        line: the method and the question.
+        columns: the values of the first axis, from left to right.
+        rows: the values of the second axis, from the top.
+    """
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
@@ -258,7 +268,7 @@ def _figure(results: Results, width: float, height: float) -> "Figure":
 
 
 def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
-    """Set the range of the score axis and add a legend."""
+    """Set the range and the label of the score axis, and add a legend with `legend` entries."""
     panel.set_ylim(0, 105)
     panel.set_ylabel(f"{results.task.metric} (mean)")
     drawing.add_grid(panel, "y")

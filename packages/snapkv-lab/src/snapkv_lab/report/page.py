@@ -264,7 +264,7 @@ def _interval_fields(name: str, interval: Sequence[float] | None) -> Row:
 
 
 def render_csv(results: Results) -> str:
-    """Return the results of all cells in CSV format."""
+    """Return the rows of `cell_table` in CSV format, after a line with their names."""
     rows = cell_table(results)
     target = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -275,7 +275,7 @@ def render_csv(results: Results) -> str:
 
 
 def render_markdown(results: Results) -> str:
-    """Return the table of methods in Markdown format."""
+    """Return a page in Markdown format with the table of methods, its title and its caption."""
     table = method_table(results)
     model = escape_markdown(results.run["model"]["name"])
     parts = (f"# {escape_markdown(table.title)}", f"Model: {model}", table.as_markdown())

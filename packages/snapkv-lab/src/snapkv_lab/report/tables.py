@@ -53,9 +53,9 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left:
 
 
 def escape_markdown(text: str) -> str:
-    """Escape all special characters in the text, so that Markdown shows it unchanged.
+    """Escape HTML, pipes and asterisks in the text, so that Markdown shows it in a table cell.
 
-    The text becomes one line.
+    The text becomes one line. Other marks of Markdown, such as backticks, are not escaped.
     """
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")
 

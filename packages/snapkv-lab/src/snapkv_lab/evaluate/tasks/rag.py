@@ -345,7 +345,7 @@ def phrase_sample(
 
 
 def _number_passages(passages: Iterable[Passage]) -> str:
-    """Write the documents with their numbers from 1, and blank lines between them.
+    """Return the text of the documents with their numbers from 1, and blank lines between them.
 
     The number follows the title, because a small model that names a document recites its title and
     then what follows.

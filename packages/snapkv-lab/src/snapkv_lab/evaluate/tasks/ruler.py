@@ -337,7 +337,7 @@ def _question_answering(dataset: CorpusName) -> Generator:
     """
 
     def puzzle(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
-        """Make the puzzle.
+        """Return the puzzle with the question number `wanted.index` of the data set.
 
         Raises:
             InvalidArgumentError: more questions are wanted than the data set has.
