@@ -107,7 +107,7 @@ class Kvpress:
         return float(self.ask(do="decode", tokens=tokens)["ms"]) / tokens
 
     def ask(self, **question: Any) -> Row:
-        """Send a request to the worker process, return its answer, and keep the answer in `last`.
+        """Send a request to the worker process and return its answer, which also becomes `last`.
 
         "do" names a method of the worker, and the other fields are its arguments. The process is
         started first if it does not run.

@@ -180,9 +180,10 @@ class Shelf:
         return Part(input_ids=tensors["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
     def read(self, case: DocumentQuestion, method: JoinMethod) -> tuple[CompressedCache, Tensor]:
-        """Return a cache that has seen documents and question, and the (1, 1, V) next logits.
+        """Return a cache that has read documents and question, and the logits of the next token.
 
-        If the documents are not stored in the method's way yet, they are read and saved first.
+        The logits are (1, 1, V). If the documents are not stored in the method's way yet, they are
+        read and saved first.
         """
         model, question = self.loaded.model, self.ids(case.question)
         if method.way is None:

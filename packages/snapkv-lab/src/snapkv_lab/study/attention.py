@@ -389,7 +389,7 @@ class HitRate(ReadingStudy):
         return self.window_size + self.answer_tokens
 
     def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Return the hit rates in one layer by selection and number of the window, from 1.
+        """Return the hit rates in one layer, by selection and window; windows count from 1.
 
         The numbers are both hit rates (None if no position is important), and for each of them the
         mean number of important positions per query and head.
