@@ -22,7 +22,14 @@ from snapkv_app.plan.advice import prompt_memory_explained
 
 
 class Reader:
-    """A model that reads documents in the way that a library's `About` describes."""
+    """A model that reads documents in the way that a library's `About` describes.
+
+    Args:
+        model: the model that reads documents.
+        tokenizer: its tokenizer.
+        about: the description. The caller must have checked that it describes this model and this
+            tokenizer, see `About.require_same`.
+    """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, about: About) -> None:
         self.about = about
@@ -44,7 +51,9 @@ class Reader:
         return CompressedCache(self._model, self._policy, protect=protect)
 
     def read(self, text: Text) -> Part:
-        """Read a document after the prefix into a new cache.
+        """Read a document after the prefix into a new cache, which keeps what the policy selects.
+
+        With `KVzip`, and `AdaKV` around it, the model reads the document twice.
 
         Raises:
             InvalidArgumentError: the policy cannot compress this document.
@@ -57,7 +66,7 @@ class Reader:
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
     def save(self, part: Part, path: Path) -> None:
-        """Write the cache of a document to a file, in the bits of the library.
+        """Write the cache and the tokens of a document to a file, in the bits of the library.
 
         Raises:
             CacheFileError: the file cannot be written.
@@ -67,11 +76,12 @@ class Reader:
         saved.write(cache, cache.options, path, beside, codes, identity, sweep=False)
 
     def load(self, path: Path) -> Part:
-        """Load the cache of a document from its file.
+        """Load the cache of a document from its file to the device of the model.
 
         Raises:
             CacheFileError: the file is missing or damaged, or the tokens of the document contain
                 control tokens, as versions before 0.3.0 have written them.
+            CacheMismatchError: another model has written the file.
         """
         own = self._policy if self._policy.needs else None
         cache, beside = saved.read(
@@ -93,7 +103,7 @@ class Reader:
         return document_ids(self._tokenizer, text.name, text.text)
 
     def _ids(self, text: Text) -> Tensor:
-        """Return the tokens of the prefix and the document, (1, T) int64.
+        """Return the tokens of the prefix and the document, (1, T) int64, on the model's device.
 
         Raises:
             PromptTooLongError: the model has too few positions for them.
@@ -112,7 +122,13 @@ class Reader:
         return torch.tensor([[*self.about.prefix_ids, *own]], device=device_of(self._model))
 
     def _filled(self, ids: Tensor) -> CompressedCache:
-        """Read tokens into a new cache, which keeps the complete prefix if the budget allows it."""
+        """Read tokens into a new cache, which keeps the complete prefix if the budget allows it.
+
+        Otherwise the policy may evict tokens of the prefix, too.
+
+        Raises:
+            InvalidArgumentError: the policy cannot compress this document.
+        """
         if self.about.prefix_ids and not isinstance(self._policy, FullCache):
             try:
                 return self._fill(self.empty_cache(protect_prefix=True), ids)
