@@ -36,7 +36,10 @@ def control_words(tokenizer: Any) -> dict[str, int]:
 
 
 def quoted(tokenizer: Any, content: str) -> str:
-    """Insert a mark into every control word of `content`, as a chat template needs it."""
+    """Insert a mark into every control word of `content`, which `unquoted` removes again.
+
+    Content is passed to a chat template in this form.
+    """
     content = content.replace(_MARK, 2 * _MARK)
     words = [re.escape(word) for word in control_words(tokenizer) if word in content]
     if not words:
@@ -107,12 +110,21 @@ def tokenized(
 
 
 def content_ids(tokenizer: Any, content: str) -> list[int]:
-    """Tokenize content that no chat template writes."""
+    """Tokenize content that no chat template writes; its control words become ordinary tokens.
+
+    No special tokens are put around it.
+
+    Raises:
+        InvalidArgumentError: the tokenizer turns other words into control tokens.
+    """
     return tokenized(tokenizer, *unquoted(quoted(tokenizer, content)))[0]
 
 
 def special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer puts before and after every text."""
+    """Return the tokens that a tokenizer puts before every text, and those that it puts after it.
+
+    Both are empty if that cannot be found out.
+    """
     complete = tokenizer(_SAMPLE)["input_ids"]
     plain = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
     for place in range(len(complete) - len(plain) + 1):
@@ -131,7 +143,7 @@ def _require_as_written(tokenizer: Any, pieces: Sequence[str], ids: Sequence[int
     """Raise if the tokens contain more control tokens than the pieces contain control words.
 
     Raises:
-        InvalidArgumentError: they do.
+        InvalidArgumentError: there are more control tokens.
     """
     written = sum(piece.count(word) for word in control_words(tokenizer) for piece in pieces)
     if control_tokens(tokenizer, ids) > written:

@@ -84,7 +84,11 @@ def observed(
         look: called with each layer, which contains all keys, values and the last queries.
 
     Returns:
-        The results of `look`, by the index of the layer in the model.
+        The results of `look`, by the index of the layer in the model. Layers that cannot be
+        compressed, such as sliding windows, are missing.
+
+    Raises:
+        UnsupportedModelError: the model's cache cannot be compressed.
     """
     seen: dict[int, Seen] = {}
 
@@ -127,7 +131,8 @@ class RecordedPrompt:
             options: as for `CompressedCache`, which also says what is raised.
 
         Raises:
-            InvalidArgumentError: the policy needs more queries than were recorded.
+            InvalidArgumentError: the policy needs more queries than were recorded, or cannot
+                compress this prompt.
         """
         cache = CompressedCache(self.model, policy, **options)
         cache.expect_prompt(self.prompt_tokens)
@@ -143,7 +148,14 @@ class RecordedPrompt:
         return cache
 
     def _filling(self, cache: CompressedCache) -> Iterator[PromptLayer]:
-        """Fill each layer of `cache`, and yield the `PromptLayer` for the cache's policy."""
+        """Fill each layer of `cache`, and yield the `PromptLayer` for the cache's policy.
+
+        A layer is only filled when the caller asks for it, so that one layer at a time is stored in
+        full.
+
+        Raises:
+            InvalidArgumentError: the policy needs more queries than were recorded.
+        """
         policy = cache.prompt_state.policy
         for layer, states in zip(cache.prompt_state.layers, self.layers, strict=True):
             layer.update(states.keys, states.values)
@@ -161,8 +173,11 @@ class RecordedPrompt:
     def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:
         """Return the recorded queries of one layer that `policy` needs.
 
+        Returns:
+            (1, Hq, W, D), the last `policy.query_tokens` queries, or all if the prompt is shorter.
+
         Raises:
-            InvalidArgumentError: it needs more than were recorded.
+            InvalidArgumentError: the policy needs more queries than were recorded.
         """
         wanted = min(policy.query_tokens, self.prompt_tokens)
         recorded = states.queries.shape[2]
@@ -181,7 +196,8 @@ def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> Recorde
     Args:
         model: the model.
         ids: (1, T) int64, the tokens of the prompt.
-        recorder: records the layers; the caller must pass a new one.
+        recorder: records the layers; the caller must pass a new one, whose `layers` the result
+            shares.
 
     Raises:
         UnsupportedModelError: the model has latent attention, whose heads share one stored state.
@@ -220,10 +236,12 @@ def record_prompt_twice(
     Args:
         model: the model.
         ids: (1, T) int64, the tokens of the prompt.
-        policy: a policy with the same needs as the later ones; see `snapkv.kvzip`.
+        policy: a policy that reads prompts twice, with the same needs as the later ones; see
+            `snapkv.kvzip`.
         instruction_ids: the tokens that ask the model to repeat the prompt.
 
     Raises:
+        InvalidArgumentError: the policy does not read prompts twice, or cannot read this one.
         UnsupportedModelError: the model has latent attention.
     """
     cache = CompressedCache(model, policy)

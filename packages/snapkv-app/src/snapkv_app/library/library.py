@@ -632,7 +632,7 @@ class Library:
 
         Raises:
             LibraryError: the document was removed.
-            InvalidArgumentError: the document must be read again, and the policy cannot compress it.
+            InvalidArgumentError: the document is read again, and the policy cannot compress it.
             OutOfMemoryError: the device is full.
         """
         record = self._folder.record(hit.key)

@@ -313,8 +313,8 @@ class _SecondReading(Cache):
             others: further arguments, which have a value for each of all N tokens.
 
         Returns:
-            The output of `forward` for the chosen tokens, in the form that `forward` returns: hidden
-            states, or a tuple with nothing else.
+            The output of `forward` for the chosen tokens: hidden states, or a tuple that contains
+            nothing else, as `forward` returns them.
 
         Raises:
             ReadEnough: it was the last layer, which only stores keys and values.

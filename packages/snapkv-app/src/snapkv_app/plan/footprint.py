@@ -137,7 +137,10 @@ class Footprint:
         return self.token_bytes * stored_tokens + self.other_bytes(seen_tokens)
 
     def other_bytes(self, seen_tokens: int, behind: int = 0) -> int:
-        """Return the bytes of the layers that are never compressed, see `sliding_bytes`."""
+        """Return the bytes of sliding windows and fixed states, which are never compressed.
+
+        The arguments are those of `sliding_bytes`.
+        """
         return self.sliding_bytes(seen_tokens, behind) + self.state_bytes
 
     def sliding_bytes(self, seen_tokens: int, behind: int = 0) -> int:
@@ -155,7 +158,8 @@ class Footprint:
     def read_bytes(self, batch: int) -> int:
         """Return the bytes of the weights that a decode step of a batch is expected to read.
 
-        Of the experts, it only reads those that a token of the batch uses.
+        Of the experts, it only reads those that some token of the batch uses, if every token uses
+        random ones. The embedding is not counted, unless it is also the output projection.
         """
         read = self.weights_bytes - self.embedding_bytes
         if not self.experts:
@@ -164,7 +168,7 @@ class Footprint:
         return read - int(self.expert_bytes * unvisited)
 
     def prompt_flops(self, tokens: int) -> int:
-        """Return the number of operations of a prefill with causal attention."""
+        """Return the number of floating-point operations of reading a prompt of `tokens` tokens."""
         return self.token_flops * tokens + self.pair_flops * tokens**2 // 2  # half of all pairs
 
 
@@ -179,12 +183,13 @@ def footprint_of(
 
     Args:
         config: the settings; those of the language model may be in its `text_config`.
-        dtype: the dtype in which weights and caches are counted. None for the dtype in `config`,
-            with quantized weights as they are stored.
+        dtype: the dtype in which weights and caches are counted, a key of `ITEM_BYTES`, even if the
+            weights are quantized. None for the dtype in `config`, with quantized weights as they
+            are stored.
         parameters: the number of parameters of the checkpoint. By default it is computed without
             norms and biases, which are less than 0.2 % of a model of published size.
-        weights_bytes: the bytes of the weights in the checkpoint; by default they are computed from
-            the settings.
+        weights_bytes: the bytes of the weights in the checkpoint; ignored if `dtype` is passed. By
+            default they are computed from the settings.
 
     Raises:
         MissingSettingError: `config` has no value for a setting that this family needs.
@@ -264,7 +269,7 @@ class _Text(dict[str, Any]):
 
 
 def _language_model(config: Mapping[str, Any]) -> _Text:
-    """Return the settings of the language model in a `config.json`.
+    """Return the settings of the language model in a `config.json`, in `text_config` if it has one.
 
     Raises:
         UnsupportedModelError: its family is not in `FAMILIES`.
@@ -302,7 +307,10 @@ def _dtype(config: Mapping[str, Any], text: _Text) -> str:
 def _kinds(text: _Text) -> list[str]:
     """Return the kind of attention of every layer, each one of `_KINDS`.
 
+    Chunked attention counts as sliding attention.
+
     Raises:
+        MissingSettingError: a setting that tells the kinds is missing.
         UnsupportedModelError: a layer has attention of another kind.
     """
     listed = text.get("layer_types") or [
@@ -321,7 +329,11 @@ def _kinds(text: _Text) -> list[str]:
 
 
 def _kind(text: _Text, layer: int) -> str:
-    """Return the kind of attention of one layer, for a model whose settings do not list them."""
+    """Return the kind of attention of one layer, for a model whose settings do not list them.
+
+    Raises:
+        MissingSettingError: a setting that tells the kind is missing.
+    """
     family = text["model_type"]
     if family in _PERIODS:
         setting, period = _PERIODS[family]
