@@ -61,7 +61,7 @@ class Answer:
     token_ids: tuple[int, ...] = ()
 
     def later(self, before_ms: float) -> "Answer":
-        """Return a copy whose times begin `before_ms` earlier: to the first token, and the total."""
+        """Return a copy whose times to the first and the last token begin `before_ms` earlier."""
         first, total = before_ms + self.first_token_ms, before_ms + self.total_ms
         return replace(self, first_token_ms=first, total_ms=total)
 
@@ -485,7 +485,8 @@ def answers_together(
 
     Args:
         loaded: the model and its tokenizer.
-        prompts: at least one prompt. If its question is hidden, it is not hidden here.
+        prompts: at least one prompt. All are compressed at their ends, even if `context_characters`
+            says otherwise.
         policy: selects the tokens to keep of every prompt.
         settings: how the answers are generated, greedily.
         quantize: as for `CompressedCache`.

@@ -107,6 +107,8 @@ def read(
 def read_noting(sources: Sequence[str]) -> tuple[list[Text], list[str]]:
     """Read every source as `read` does, and write each of its notices to standard error.
 
+    The errors are those of `read`.
+
     Returns:
         The texts, and the notices.
     """
@@ -120,7 +122,10 @@ def read_noting(sources: Sequence[str]) -> tuple[list[Text], list[str]]:
 
 
 def join(documents: Sequence[Text]) -> str:
-    """Join documents into one text; if there are several, a line with its name precedes each."""
+    """Join documents into one text; if there are several, a line with its name precedes each.
+
+    Empty without documents.
+    """
     if len(documents) == 1:
         return documents[0].text
     return "\n\n".join(f"===== {document.name} =====\n{document.text}" for document in documents)
@@ -312,7 +317,8 @@ def _require_file(path: Path) -> None:
     """Raise unless there is a file or a pipe at a path.
 
     Raises:
-        DocumentError: the path is that of a device, or there is nothing.
+        DocumentError: the path is that of a device, or nothing is there.
+        OSError: the folder of the path cannot be read.
     """
     if path.is_file() or path.is_fifo():
         return

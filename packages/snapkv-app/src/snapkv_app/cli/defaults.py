@@ -61,8 +61,11 @@ def defaults_for(command: str, options: Collection[str], typed: dict[str, Any]) 
         typed: the options that were typed, with their values. A default budget is left out next to
             `keep_ratio`, and next to a method that takes no budget.
 
+    Returns:
+        The texts by option. It may contain options that were typed, for which it is not used.
+
     Raises:
-        InvalidArgumentError: as in `read_defaults`.
+        InvalidArgumentError: the file with defaults is not valid, see `read_defaults`.
     """
     if command == "demo":
         return {}
@@ -77,6 +80,11 @@ def defaults_for(command: str, options: Collection[str], typed: dict[str, Any]) 
 
 
 def _from_files() -> dict[str, Default]:
+    """Return the defaults that the nearest file sets, by option; empty without such a file.
+
+    Raises:
+        InvalidArgumentError: the file is not valid, see `read_defaults`.
+    """
     try:
         here = Path.cwd()
     except OSError:

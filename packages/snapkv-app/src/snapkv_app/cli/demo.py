@@ -113,7 +113,10 @@ def demo(
 
 
 def demo_prompt(tokenizer: Any, characters: int = CHARACTERS) -> Prompt:
-    """Return the beginning of the source of Python's gzip module, with a question about it."""
+    """Build the prompt of the demo: the source of Python's gzip module, and a question about it.
+
+    Only the first `characters` characters are read. The answer begins with `START`.
+    """
     text = Path(gzip.__file__).read_text(encoding="utf-8")[:characters]
     return question_prompt(tokenizer, text, QUESTION, answer_start=START)
 

@@ -243,7 +243,14 @@ def remove(
 
 
 def open_folder(folder: str, *, quiet: bool = False) -> "Library":
-    """Open the library in a folder; its warnings go to standard error, unless `quiet` is set."""
+    """Open the library in a folder, which may be missing or empty.
+
+    Its warnings go to standard error, unless `quiet` is set.
+
+    Raises:
+        InvalidArgumentError: the name of the folder is empty or contains a NUL byte.
+        LibraryError: the folder exists, but is not a library or cannot be read.
+    """
     from snapkv_app.library.library import Library
 
     def notice(line: str) -> None:
@@ -254,7 +261,10 @@ def open_folder(folder: str, *, quiet: bool = False) -> "Library":
 
 
 def like(library: "Library", options: Any) -> Any:
-    """Return the options with the model and dtype that read the library, where none is given."""
+    """Return a copy of the options, with the model and dtype of the library where none is given.
+
+    The options themselves are returned if there is no library yet.
+    """
     about = library.about
     if about is None:
         return options

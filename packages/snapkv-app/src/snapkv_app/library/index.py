@@ -260,8 +260,8 @@ _LONE = (
 def fault_of(folder: Folder) -> Fault | None:
     """Return the fault of the index file of a folder; None if it is missing or undamaged.
 
-    The file is only read. One of another version counts as undamaged, because the next search
-    replaces it, and so does one that cannot be opened now, see `cannot_be_written`.
+    The file is not changed. A file of another version counts as undamaged, because the next search
+    replaces it. So does a file that cannot be opened now, see `cannot_be_written`.
     """
     file = folder.index_file
     if not file.exists():

@@ -136,6 +136,7 @@ _HIT = (
 
 
 def _best(index: Index, question: str, documents: int) -> list[Hit]:
+    """Return the hits of `Passages.best` in `index`, which is not updated before."""
     with index.unchanging():
         hits: dict[str, Hit] = {}
         for place, score in _ranked(index.connection, question, index.place_of):

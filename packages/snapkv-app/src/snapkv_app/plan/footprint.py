@@ -367,6 +367,14 @@ class _Attention:
 
 
 def _attention(text: _Text) -> _Attention:
+    """Compute the sizes of a layer with full or sliding attention from the settings.
+
+    Latent attention counts as one head, whose key is the latent and whose value is the rotated part
+    of the key.
+
+    Raises:
+        MissingSettingError: a setting is missing.
+    """
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     if rank := text.get("kv_lora_rank"):  # one latent of all heads is stored
         nope, rope, value = (text[f"{n}_head_dim"] for n in ("qk_nope", "qk_rope", "v"))
@@ -405,7 +413,10 @@ def _linear(text: _Text, size: int) -> tuple[int, int]:
         size: the bytes of one number in the dtype of the model.
 
     Returns:
-        The bytes of both states, and how many numbers its matrices have.
+        The bytes of both states, and how many numbers the matrices of the layer have.
+
+    Raises:
+        MissingSettingError: a setting is missing.
     """
     hidden = text["hidden_size"]
     if text["model_type"] == "kimi_linear":  # the two gates are of low rank
@@ -441,6 +452,11 @@ class _MLP:
 
 
 def _mlp(text: _Text) -> _MLP:
+    """Compute the sizes of the MLPs from the settings; shared experts do not count as experts.
+
+    Raises:
+        MissingSettingError: a setting is missing.
+    """
     hidden, layers, family = text["hidden_size"], text["num_hidden_layers"], text["model_type"]
     inner = 0 if family == "qwen3_5_moe_text" else text["intermediate_size"]
     names = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -149,6 +149,7 @@ def batch_of_speedup(costs: Costs, speedup: float) -> int | None:
 
 
 def _needs(costs: Costs, compressed: bool) -> CacheNeeds:
+    """Compute what the request needs with the compressed cache, or with the full one."""
     asked = costs.request
     tokens, batch = asked.context_tokens, asked.batch
     step_ms = gpu_step_ms(costs, batch, compressed=compressed)

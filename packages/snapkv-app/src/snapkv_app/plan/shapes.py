@@ -29,6 +29,7 @@ class Shape:
 
 
 def _published() -> Iterator[tuple[str, Shape]]:
+    """Yield the name of every shape in `shapes.toml`, and the shape."""
     text = resources.files("snapkv_app.plan").joinpath("shapes.toml").read_text(encoding="utf-8")
     for name, entry in tomllib.loads(text).items():
         repository, family, parameters = map(entry.pop, ("repository", "model_type", "parameters"))
