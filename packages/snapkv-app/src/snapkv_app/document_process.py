@@ -21,7 +21,7 @@ _MOST_MEMORY = 2**32
 
 
 class DocumentProcess:
-    """A process of Python that reads one document after the other.
+    """A process of Python that reads documents, one after the other.
 
     It is started for the first document. If a document takes too much time or memory, or makes a
     library crash, the process ends, and the next document starts another one. Several threads may

@@ -37,7 +37,9 @@ class DraftMethod:
 
 
 def prompt_lookup(tokens: int) -> DraftMethod:
-    """Build the method that drafts the tokens that follow the same words in the prompt.
+    """Build the method that drafts by copying from the text so far.
+
+    If the last tokens occur earlier in the text, it drafts the tokens that follow them there.
 
     Args:
         tokens: the number of tokens to draft for each pass.

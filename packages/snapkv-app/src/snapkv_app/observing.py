@@ -203,11 +203,11 @@ def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> Recorde
         UnsupportedModelError: the model has latent attention, whose heads share one stored state.
     """
     cache, logits = _read(model, ids, recorder)
-    others = _not_shown(cache, recorder.layers)
+    others = _other_layers(cache, recorder.layers)
     return RecordedPrompt(model=model, layers=recorder.layers, last_logits=logits, others=others)
 
 
-def _not_shown(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int, Any]:
+def _other_layers(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int, Any]:
     """Return the layers that cannot be compressed, such as sliding windows, by their index.
 
     Raises:
@@ -249,5 +249,5 @@ def record_prompt_twice(
     cache.crop(-1)  # the last token is read again, for its logits
     cache.expect_prompt(ids.shape[1] + 1)  # and nothing is to be dropped after it
     logits = model(ids[:, -1:], **passed(cache)).logits
-    others = _not_shown(cache, layers)
+    others = _other_layers(cache, layers)
     return RecordedPrompt(model=model, layers=layers, last_logits=logits, others=others)

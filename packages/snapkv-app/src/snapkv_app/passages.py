@@ -38,7 +38,7 @@ class Excerpts:
 
 
 class PassageChoice:
-    """Chooses what to read of documents: all, or the passages of 200 words that match a question.
+    """A choice of what to read of documents: all, or the passages that match a question best.
 
     Args:
         documents: the documents.

@@ -72,7 +72,7 @@ class Prompt:
             return None
         ids, _ = self.encoded(tokenizer)
         context, _ = self.encoded(tokenizer, end=self.context_characters)
-        tokens = _alike(ids, context)
+        tokens = _common_length(ids, context)
         if tokens == 0:
             raise wrong(
                 "context",
@@ -303,14 +303,14 @@ def system_message(tokenizer: Any) -> str:
         return ""  # a template that rewrites messages, or a tokenizer without offsets
     first = tokenizer(parts[0], add_special_tokens=False, return_offsets_mapping=True)
     ids, later = first["input_ids"], tokenizer(parts[-2], add_special_tokens=False)["input_ids"]
-    own = ids[: len(ids) - _alike(reversed(ids), reversed(later))]
+    own = ids[: len(ids) - _common_length(reversed(ids), reversed(later))]
     if not tokenizer.decode(own, skip_special_tokens=True).strip():
         return ""
     message: str = parts[0][: first["offset_mapping"][len(own) - 1][1]]
     return message
 
 
-def _alike(some: Iterable[int], others: Iterable[int]) -> int:
+def _common_length(some: Iterable[int], others: Iterable[int]) -> int:
     """Count the leading elements that two sequences have in common."""
     pairs = zip(some, others, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -47,7 +47,7 @@ def telling_of_reading(model: Any, on_tokens: TokenSink) -> Iterator[None]:
 
 
 class TimeTooShortError(Exception):
-    """Reading a text would take longer than there is time for, which is no error of the user.
+    """The error that ends reading a text in `reading_until`; it is no error of the user.
 
     Attributes:
         needed: the seconds that reading the text would take.

@@ -240,7 +240,7 @@ def _option(name: str) -> str:
 
 @dataclass(frozen=True)
 class WholeNumber:
-    """Marks an option that takes a whole number, which may be written as 4k.
+    """A mark for an option that takes a whole number, which may be written as 4k.
 
     The limits of the mark are checked before the command begins.
 
@@ -271,7 +271,7 @@ POSITIVE = WholeNumber(1, is_counted=False)
 
 @dataclass(frozen=True)
 class TokenBudgetParameter(WholeNumber):
-    """Marks an option that takes a budget: a number of tokens, auto, or bytes."""
+    """A mark for an option that takes a budget: a number of tokens, auto, or bytes."""
 
     least: int | None = 1
 
@@ -306,7 +306,7 @@ class ReadingLimit:
 
 @dataclass(frozen=True)
 class ReadingLimitParameter(WholeNumber):
-    """Marks an option that takes a number of tokens to read, and perhaps a time: 4k or 4k,90s."""
+    """A mark for an option that takes a number of tokens to read, and perhaps a time: 4k,90s."""
 
     least: int | None = 1
     is_counted: bool = False

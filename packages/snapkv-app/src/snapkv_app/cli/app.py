@@ -162,7 +162,7 @@ class _CommandList(Mapping[str, TyperCommand]):
 
 
 class _FlagsWithoutType:
-    """Mixed into a command, hides the type after a flag in the help: a flag takes no value."""
+    """A mixin for commands and groups, whose help shows no type after flags."""
 
     def get_params(self, context: Any) -> list[Any]:
         """Return the parameters as the base class does, without the type of flags."""

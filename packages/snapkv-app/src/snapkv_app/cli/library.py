@@ -50,7 +50,7 @@ Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="The folder of the
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryFolder(Output):
-    """Marks an option that names the folder of a library, to which documents are added."""
+    """A mark for an option that names the folder of a library, to which documents are added."""
 
     is_added_to: ClassVar[bool] = True
 

@@ -21,7 +21,7 @@ from snapkv_app.cli import panels
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Marks an option that names a file, or a folder for files, to be written.
+    """A mark for an option that names a file, or a folder for files, to be written.
 
     Attributes:
         files: the names of the files in the folder; empty if the option names one file.
@@ -64,7 +64,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder(Output):
-    """Marks an option that names the folder of a run, in which the same run can be continued.
+    """A mark for an option that names the folder of a run, in which that run can be continued.
 
     Attributes:
         key: a key of the JSON object in the first file, by which such a folder is recognised.
@@ -89,7 +89,7 @@ class RunFolder(Output):
 
 @dataclass(frozen=True, kw_only=True)
 class RowsFile(Output):
-    """Marks an option that names a file to which rows are added.
+    """A mark for an option that names a file to which rows are added.
 
     Attributes:
         key: a key of the JSON object in each row, by which such a file is recognised.

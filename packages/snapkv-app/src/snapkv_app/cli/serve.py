@@ -31,7 +31,7 @@ _SIZES = ("budget", "protect_first", "max_window_size", "max_kernel_size")
 
 
 class _ServedBudget(WholeNumber):
-    """Marks an option that takes a budget in tokens.
+    """A mark for an option that takes a budget in tokens.
 
     A budget in bytes is not parsed but returned as a text, because the settings of the server
     refuse it with a better message.

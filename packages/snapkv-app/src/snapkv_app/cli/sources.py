@@ -253,7 +253,7 @@ class FilesSource(PromptSource):
                 self._choose_fewer(error.needed, error.left)
 
     def _choose_fewer(self, needed: float, left: float) -> None:
-        """Choose again what the model reads, less of it, so that it fits into the time.
+        """Choose fewer passages for the model to read, so that they fit into the time.
 
         Args:
             needed: the seconds that reading the last choice would take in one pass.

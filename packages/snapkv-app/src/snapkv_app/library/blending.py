@@ -92,10 +92,10 @@ def blend(
     if any(counts):
         require_recomputable(model)
     joined = join(model, parts)
-    held = _held(joined)
+    held = _evenness_of(joined)
     if policy is None and held == "even":  # then every layer selects its tokens by itself
         cache = CompressedCache(model, by_layer(cache.policy), **options)
-    _require_going_on(cache, held)
+    _require_compatible(cache, held)
     if any(counts):
         joined = read_again(model, ids, joined, counts)
     _fill(cache, joined, held)
@@ -116,14 +116,14 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> None:
     Raises:
         InvalidArgumentError: the policy needs a second reading of the prompt.
     """
-    _require_choice_behind(cache.policy)
+    _require_single_reading(cache.policy)
     cache.expect_prompt(ids.shape[1] + 1)
     cache.expect_tokens(ids)
     model(ids, **passed(cache), logits_to_keep=1)
     cache.prompt_state.prompt_end = None
 
 
-def _held(joined: Sequence[JoinedLayer]) -> Evenness:
+def _evenness_of(joined: Sequence[JoinedLayer]) -> Evenness:
     """Return which tokens the layers store: all of them, equally many in all heads, or neither."""
     if all(layer.is_whole for layer in joined):
         return "whole"
@@ -151,7 +151,7 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Evenness)
         cache.prompt_state.prompt_end = joined[0].tokens
 
 
-def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
+def _require_compatible(cache: CompressedCache, held: Evenness) -> None:
     """Raise unless the policy and the options of a cache work with the tokens that parts store.
 
     Args:
@@ -175,7 +175,7 @@ def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
                 f"Use SnapKV, or {_WHOLE}",
             )
         return
-    _require_choice_behind(policy)
+    _require_single_reading(policy)
     if policy.query_tokens == ALL_QUERIES:
         raise wrong(
             "policy",
@@ -194,7 +194,7 @@ def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
             )
 
 
-def _require_choice_behind(policy: Policy) -> None:
+def _require_single_reading(policy: Policy) -> None:
     """Raise if the policy reads prompts twice, because a question is read only one time.
 
     Raises:

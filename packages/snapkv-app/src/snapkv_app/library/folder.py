@@ -263,7 +263,7 @@ class Folder:
     # The last use of a document is the time of an empty file.
 
     def note_asked(self, key: str) -> None:
-        """Record that a question uses a document now; ignores that the folder is read-only."""
+        """Record that a question uses a document now, if the folder can be written."""
         place, now = self.path / _ASKED / key, time.time_ns()
         with contextlib.suppress(OSError):
             place.parent.mkdir(exist_ok=True)
@@ -271,14 +271,17 @@ class Folder:
             os.utime(place, ns=(now, now))
 
     def asked_at(self, key: str) -> int | None:
-        """Return the time of the last question that used a document, in nanoseconds.
+        """Return the time of the last question that used a document, in nanoseconds since 1970.
 
         None if no question has used it.
         """
         return _time_of(self.path / _ASKED / key)
 
     def written_at(self, key: str) -> int:
-        """Return the time at which a record was written, in nanoseconds; 0 if it is missing."""
+        """Return the time at which a record was written, in nanoseconds since 1970.
+
+        0 if there is no record.
+        """
         return _time_of(self._record_file(key)) or 0
 
     # Changing, under a lock.
@@ -304,14 +307,14 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = path.open("a+b", buffering=0)
         with lock:
-            self._take(lock.fileno(), path)
+            self._lock(lock.fileno(), path)
             with naming(path):
                 lock.seek(0)
                 is_left = bool(lock.read(1))
                 lock.truncate(0)
                 _write_if_room(lock, b"%d\n" % os.getpid())
             if is_left:
-                self._clean()
+                self._remove_leftovers()
             self._changed = set()
             yield self._changed
             with naming(path):
@@ -325,9 +328,9 @@ class Folder:
         """
         path = self.path / _LOCK
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as lock:
-            self._take(lock.fileno(), path)
+            self._lock(lock.fileno(), path)
 
-    def _take(self, descriptor: int, path: Path) -> None:
+    def _lock(self, descriptor: int, path: Path) -> None:
         """Lock an open file without waiting; closing the file releases the lock.
 
         Raises:
@@ -428,7 +431,7 @@ class Folder:
             _unlink(self.path / _ASKED / record.key)
         return records
 
-    def _clean(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove the files that killed processes have left, if they have names of a library.
 
         The caller must hold the lock. The files of documents with damaged records stay.
@@ -468,7 +471,7 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _unlink(file: Path) -> None:
-    """Remove a file that is not needed any more, and ignore that this may fail."""
+    """Remove a file that is not needed any more; if that is impossible, the file stays."""
     with contextlib.suppress(OSError):
         file.unlink()
 

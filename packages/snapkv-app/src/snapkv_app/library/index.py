@@ -124,7 +124,7 @@ class Index:
         """
         return self.connection.execute(_PLACE, (passage,)).fetchone() or ("", 0)
 
-    def is_of_now(self, key: str) -> bool:
+    def is_current(self, key: str) -> bool:
         """Return whether the index contains the current record of a document."""
         known: tuple[str] | None = self.connection.execute(_STAMP, (key,)).fetchone()
         return known == (self._folder.stamp_of(key),)
@@ -151,7 +151,7 @@ class Index:
             changed = {key for key, stamp in known.items() if stamps.get(key) != stamp}
             changed |= stamps.keys() - known.keys()
             self._follow(changed, stamps.get)
-            self._note(settled)
+            self._store_mark(settled)
 
     def follow(self, keys: Iterable[str]) -> None:
         """Update the index for the documents with these keys, which are all that have changed.
@@ -161,7 +161,7 @@ class Index:
         mark = self._folder.new_mark()
         with self._changing():
             self._follow(keys, self._folder.stamp_of)
-            self._note(mark)
+            self._store_mark(mark)
 
     def _follow(self, keys: Iterable[str], stamp_of: Callable[[str], str | None]) -> None:
         """Replace the rows of some documents by those of their current records.
@@ -190,7 +190,7 @@ class Index:
             row = (place.lastrowid, words, text)
             self.connection.execute(INSERT_PASSAGE, row)
 
-    def _note(self, mark: str | None) -> None:
+    def _store_mark(self, mark: str | None) -> None:
         """Store the mark of the folder whose records are all in the index; None stores none."""
         self.connection.execute("delete from mark")
         if mark is not None:
@@ -208,7 +208,7 @@ class Index:
             raise
 
     @contextlib.contextmanager
-    def unchanging(self) -> Iterator[None]:
+    def changes_prevented(self) -> Iterator[None]:
         """Prevent other connections from changing the index within this block.
 
         Otherwise another passage could get the same row id between two queries.
@@ -221,7 +221,7 @@ class Index:
 
     # Checking.
 
-    def holds_what_is_there(self) -> bool:
+    def agrees_with_records(self) -> bool:
         """Return whether the index agrees with all records that are unchanged since `update`.
 
         It does not agree if it contains passages without a document. Damaged records are skipped.
@@ -279,7 +279,7 @@ def fault_of(folder: Folder) -> Fault | None:
             words = _digest_of_words(copied)
             copied.execute("insert into passages(passages) values ('rebuild')")
             is_sound = result == "ok" and words == _digest_of_words(copied)
-            if not is_sound or not index.holds_what_is_there():
+            if not is_sound or not index.agrees_with_records():
                 reason = "its content has changed since it was written"
     except sqlite3.Error as error:
         reason = None if cannot_be_written(error) else str(error)

@@ -207,7 +207,7 @@ class Library:
         """
         texts = each_once(documents)
         with self._changing():
-            reader = self._begun(model, tokenizer, policy, bits, model_name)
+            reader = self._reader_to_add(model, tokenizer, policy, bits, model_name)
             is_new = self.about is None
             names = {} if is_new else self._passages.asked(lambda index: _names(index, texts))
             limit, outcomes = self._size_limit({text.key for text in texts}), []
@@ -497,9 +497,9 @@ class Library:
         """
         _require_some(hits)
         reader = self._reader(model, tokenizer)
-        return [self._part(reader, hit) for hit in hits]
+        return [self._load_part(reader, hit) for hit in hits]
 
-    def _begun(
+    def _reader_to_add(
         self,
         model: "PreTrainedModel",
         tokenizer: Any,
@@ -579,7 +579,7 @@ class Library:
         taken = names.get(text.name, set()) - {text.key}
         named = replace(text, name=text.source if taken and text.source else text.name)
         try:
-            record = self._written(reader, named, reader.read(named), known, limit)
+            record = self._store(reader, named, reader.read(named), known, limit)
         except (InvalidArgumentError, OutOfMemoryError) as error:
             return Outcome(name=text.name, what="failed", reason=str(error))
         evicted = limit.admit(DocumentEntry(record.key, record.name, None, record.bytes))
@@ -589,7 +589,7 @@ class Library:
         names.setdefault(record.name, set()).add(text.key)
         return _outcome(what, record, time.perf_counter() - start)
 
-    def _written(
+    def _store(
         self,
         reader: "Reader",
         text: Text,
@@ -624,7 +624,7 @@ class Library:
         tokens = part.input_ids.shape[1] - part.prefix_tokens
         return self._folder.write(text, tokens, save, before)
 
-    def _part(self, reader: "Reader", hit: Hit) -> "Part":
+    def _load_part(self, reader: "Reader", hit: Hit) -> "Part":
         """Load a document with its cache, or read it again if its file is damaged.
 
         If another process has replaced the document meanwhile, the new one is loaded. The document
@@ -648,11 +648,11 @@ class Library:
                     fault = Fault(name=record.name, path=path, reason=str(error))
             now = self._folder.record(hit.key)
             if now == record:
-                return self._mended(reader, record, fault)
+                return self._read_again(reader, record, fault)
             record = now
         raise _gone(hit)
 
-    def _mended(self, reader: "Reader", record: Record, fault: Fault) -> "Part":
+    def _read_again(self, reader: "Reader", record: Record, fault: Fault) -> "Part":
         """Read a document with a damaged file again, and replace the file if that is possible.
 
         The damage is reported, and so is the reason if the file cannot be replaced.
@@ -668,7 +668,7 @@ class Library:
         try:
             with self._folder.changing():
                 if self._folder.record(record.key) == record:
-                    self._written(reader, record, part, record)
+                    self._store(reader, record, part, record)
         except (LibraryError, OutputError) as error:
             self._on_notice(
                 f"library: the damaged cache of {record.name!r} cannot be replaced: {error}"

@@ -62,7 +62,7 @@ class Reader:
         """
         ids = self._ids(text)
         with prompt_memory_explained(self._model, ids.shape[1]):
-            cache = self._filled(ids)
+            cache = self._read_ids(ids)
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
     def save(self, part: Part, path: Path) -> None:
@@ -121,7 +121,7 @@ class Reader:
             )
         return torch.tensor([[*self.about.prefix_ids, *own]], device=device_of(self._model))
 
-    def _filled(self, ids: Tensor) -> CompressedCache:
+    def _read_ids(self, ids: Tensor) -> CompressedCache:
         """Read tokens into a new cache, which keeps the complete prefix if the budget allows it.
 
         Otherwise the policy may evict tokens of the prefix, too.
@@ -131,11 +131,12 @@ class Reader:
         """
         if self.about.prefix_ids and not isinstance(self._policy, FullCache):
             try:
-                return self._fill(self.empty_cache(protect_prefix=True), ids)
+                return self._read_into(self.empty_cache(protect_prefix=True), ids)
             except InvalidArgumentError:
                 pass  # the prefix does not fit the budget; other errors are raised again below
-        return self._fill(self.empty_cache(), ids)
+        return self._read_into(self.empty_cache(), ids)
 
-    def _fill(self, cache: CompressedCache, ids: Tensor) -> CompressedCache:
+    def _read_into(self, cache: CompressedCache, ids: Tensor) -> CompressedCache:
+        """Read tokens into `cache`, which is changed in place and returned."""
         read_as_wanted(self._model, self._tokenizer, ids, cache)
         return cache

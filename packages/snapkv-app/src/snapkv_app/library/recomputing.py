@@ -147,14 +147,14 @@ class _SecondReading(Cache):
         """
         states = key_states, value_states
         if layer_idx == 0:
-            self._hold(layer_idx, self._every_token(0), states)
+            self._replace_stored(layer_idx, self._every_token(0), states)
             return states
         if layer_idx == 1:
             return self._read_second(states)
-        self._changes.append(self._hold(layer_idx, self._reading, states))
+        self._changes.append(self._replace_stored(layer_idx, self._reading, states))
         return self._seen(layer_idx, states)
 
-    def _hold(self, layer_idx: int, tokens: Tensor, states: States) -> Tensor:
+    def _replace_stored(self, layer_idx: int, tokens: Tensor, states: States) -> Tensor:
         """Replace the stored keys and values of `tokens` in a layer, in the heads that store them.
 
         Returns:
@@ -178,7 +178,7 @@ class _SecondReading(Cache):
         """
         if self._second is None:
             self._second, self.chosen = states, self._every_token(1)
-            self._changes = [self._hold(1, self.chosen, states)]
+            self._changes = [self._replace_stored(1, self.chosen, states)]
             raise ReadEnough
         keys, values = self._second
         return keys[:, :, : self._end(1)], values[:, :, : self._end(1)]
@@ -270,11 +270,11 @@ class _SecondReading(Cache):
         if self.chosen is None or len(self.joined) == 2:
             raise ReadEnough
         self.chosen = self.chosen.to(self.joined[layer_idx].places.device)
-        hidden_states = self._narrowed(hidden_states, self._counts[layer_idx - 1])
+        hidden_states = self._reduce_chosen(hidden_states, self._counts[layer_idx - 1])
         kwargs.pop("attention_mask", None)
         return self._read_pieces(layer_idx, forward, hidden_states, kwargs)
 
-    def _narrowed(self, hidden_states: Tensor, count: int) -> Tensor:
+    def _reduce_chosen(self, hidden_states: Tensor, count: int) -> Tensor:
         """Reduce `chosen` to the `count` tokens that have changed most in the previous layer.
 
         Args:
@@ -328,7 +328,7 @@ class _SecondReading(Cache):
             self._stop = min(self._start + size, count)
             part = hidden_states[:, self._start : self._stop]
             reached = {name: at_places(each, self._reading[None]) for name, each in others.items()}
-            mask = self._as_taken(self._visible(layer_idx), part.dtype)
+            mask = self._accepted_mask(self._visible(layer_idx), part.dtype)
             with suppress(ReadEnough):
                 outputs.append(forward(part, attention_mask=mask, **reached))
         if not outputs:
@@ -355,7 +355,7 @@ class _SecondReading(Cache):
             visible = torch.cat([visible, (missing[:, None] & before)[None]], dim=-1)
         return visible.repeat_interleave(self._query_heads // visible.shape[1], dim=1)
 
-    def _as_taken(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
+    def _accepted_mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a mask in the form that the attention implementation accepts.
 
         For eager attention, it has the dtype of the hidden states, with 0 for visible keys and the

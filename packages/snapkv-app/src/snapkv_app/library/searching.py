@@ -81,7 +81,7 @@ class Passages:
 
         def search(index: Index) -> list[Hit]:
             hits = _best(index, question, documents)
-            if all(index.is_of_now(hit.key) for hit in hits):
+            if all(index.is_current(hit.key) for hit in hits):
                 return hits
             index.update(anew=True)  # a record was overwritten, or changed during the search
             return _best(index, question, documents)
@@ -137,7 +137,7 @@ _HIT = (
 
 def _best(index: Index, question: str, documents: int) -> list[Hit]:
     """Return the hits of `Passages.best` in `index`, which is not updated before."""
-    with index.unchanging():
+    with index.changes_prevented():
         hits: dict[str, Hit] = {}
         for place, score in _ranked(index.connection, question, index.place_of):
             if len(hits) == documents:

@@ -251,7 +251,7 @@ def is_counted(quantization: str | None) -> bool:
 
 
 class _Text(dict[str, Any]):
-    """The settings of a language model by name, which name a missing one in an error."""
+    """The settings of a language model by name; looking up a missing one raises an error."""
 
     def __missing__(self, name: str) -> Any:
         """Raise the error for a setting that is missing.
