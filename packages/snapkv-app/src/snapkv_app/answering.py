@@ -172,10 +172,14 @@ def answer_ids(
         settings: how the answer is generated.
         answer_start: the text at the end of the prompt that belongs to the answer.
         on_text: called with every finished piece of the answer, beginning with `answer_start`.
-        how: further arguments of `continue_ids`, which also says what is raised.
+        how: further arguments of `continue_ids`.
 
     Returns:
         The answer, and (1, T + new) int64, the prompt and the generated tokens.
+
+    Raises:
+        InvalidArgumentError: the policy cannot compress this prompt, see `continue_ids`.
+        OutOfMemoryError: the device is full.
     """
     prompt_tokens = ids.shape[1]
     watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings, answer_start)
@@ -499,6 +503,7 @@ def answers_together(
         InvalidArgumentError: the temperature is not 0, the policy reads prompts twice, or it cannot
             compress these prompts.
         PromptTooLongError: a prompt and its answer need more positions than the model has.
+        UnsupportedModelError: the model's cache cannot be compressed.
         OutOfMemoryError: the batch does not fit in the memory of the device.
     """
     if settings.temperature:

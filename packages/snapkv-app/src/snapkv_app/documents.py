@@ -305,7 +305,11 @@ def _parts_of(cell: dict[str, Any]) -> Iterator[str | list[str]]:
 
 
 def _read_epub(name: str, data: bytes) -> Reading:
-    """Read the chapters of an EPUB book in their order."""
+    """Read the chapters of an EPUB book in their order, with an empty line between two of them.
+
+    Raises:
+        DocumentError: a chapter is not text. Other damage raises whatever the libraries raise.
+    """
     from lxml import etree
 
     with zipfile.ZipFile(BytesIO(data)) as book:

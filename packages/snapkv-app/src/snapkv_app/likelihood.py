@@ -60,6 +60,7 @@ def log_likelihoods(
 
     Raises:
         InvalidArgumentError: the policy cannot compress this context.
+        UnsupportedModelError: the model's cache cannot be compressed.
         OutOfMemoryError: the device is full.
     """
     model, policy = loaded.model, loaded.completed(policy)

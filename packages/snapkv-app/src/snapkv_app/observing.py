@@ -102,7 +102,11 @@ def observed(
 
 @torch.inference_mode()
 def _read(model: Any, ids: Tensor, recorder: RecordingPolicy) -> tuple[CompressedCache, Tensor]:
-    """Read a prompt, and return its full cache and the logits after it, (1, 1, V)."""
+    """Read a prompt, and return its full cache and the logits after it, (1, 1, V).
+
+    Raises:
+        UnsupportedModelError: the model's cache cannot be compressed.
+    """
     cache = CompressedCache(model, recorder)
     cache.expect_tokens(ids)
     return cache, model(ids, **passed(cache), logits_to_keep=1).logits

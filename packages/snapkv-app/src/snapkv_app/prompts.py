@@ -92,6 +92,9 @@ class Prompt:
 
         None if there is no question or the text does not contain it. Only the text from the
         question on is tokenized, so the number may differ a little from that in the whole prompt.
+
+        Raises:
+            InvalidArgumentError: the tokenizer turns ordinary words into control tokens.
         """
         place = self._question_place()
         if place < 0:

@@ -211,6 +211,7 @@ class _Files:
 
         Raises:
             DocumentError: the file cannot be read, or is binary although its suffix promises text.
+            MissingDependencyError: the library that reads the document is not installed.
         """
         try:
             with path.open("rb") as file:

@@ -42,6 +42,8 @@ def ask(
             neither of them is, or an option is impossible.
         DocumentError: a file cannot be read, or no document of the library matches the question.
         LibraryError: there is no library, or a file has changed since it was read.
+        SnapKVError: the model cannot be loaded, or the answer cannot be computed.
+        Exit: the first tokens differ, with ``--check``; the exit status is 3.
     """
     require_question(question)
     if bool(files) == (options.library is not None):
@@ -67,6 +69,7 @@ def _ask_library(options: AskOptions, question: str, typed: Sequence[str]) -> No
         InvalidArgumentError: an option is impossible.
         DocumentError: no document of the library matches the question.
         LibraryError: there is no library, or a file has changed since it was read.
+        SnapKVError: the model cannot be loaded, or the answer cannot be computed.
         Exit: the first tokens differ, with ``--check``; the exit status is 3.
     """
     options.settings()
@@ -107,6 +110,8 @@ def generate(
     Raises:
         InvalidArgumentError: neither files nor a prompt are passed, or an option is impossible.
         DocumentError: a file cannot be read.
+        SnapKVError: the model cannot be loaded, or the answer cannot be computed.
+        Exit: the first tokens differ, with ``--check``; the exit status is 3.
     """
     if not (files or prompt):
         problem = "expected --prompt or a file, got neither"

@@ -50,6 +50,12 @@ def chat(
     thinking, /drop document and /drop 3 (a turn) remove these tokens from the cache for good. /save
     FILE writes the conversation, and /save --force FILE replaces an existing file. /load FILE
     continues a saved conversation. /quit ends the chat.
+
+    Raises:
+        InvalidArgumentError: an option is impossible in a conversation.
+        DocumentError: a file cannot be read.
+        SnapKVError: the model cannot be loaded, or the device is full.
+        Exit: a turn failed, and standard input is not a terminal; the exit status is 1.
     """
     _require_chat_options(options, files or [], recall)
     settings = options.settings()

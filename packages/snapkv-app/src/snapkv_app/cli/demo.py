@@ -73,6 +73,10 @@ def demo(
     """Ask about the source of Python's gzip module, from a compressed and from the full cache.
 
     The command prints both answers, and the bytes and the time that the compressed cache saves.
+
+    Raises:
+        MissingDependencyError: the package of the demo model is not installed.
+        SnapKVError: the model cannot be loaded, or an answer cannot be computed.
     """
     if options.model is None:
         demo_file()  # raises, if the demo model is missing, before torch is imported

@@ -74,7 +74,14 @@ class InspectOptions(MethodOptions, WritingOptions):
 
 @with_options(InspectOptions)
 def inspect(files: panels.Documents, question: panels.Question, options: InspectOptions) -> None:
-    """Write a page that shows the answers, the kept tokens and who voted for them."""
+    """Write a page that shows the answers, the kept tokens and who voted for them.
+
+    Raises:
+        InvalidArgumentError: the question is empty, or an option or a budget is impossible.
+        DocumentError: a file cannot be read.
+        OutputError: the page cannot be written. The answers have then been printed.
+        SnapKVError: the model cannot be loaded, or an answer cannot be computed.
+    """
     require_question(question)
     settings, sizes = options.settings(), _read_budgets(options)
     read, warnings = text_files.read_noting(files)

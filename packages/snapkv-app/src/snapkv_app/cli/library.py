@@ -118,7 +118,11 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
     """Read new and changed documents, and remove documents whose files were deleted.
 
     Raises:
-        Exit: a document cannot be read; the exit status is 1.
+        InvalidArgumentError: the method refuses a parameter.
+        LibraryError: the folder is not a library, another process is changing it, or its documents
+            were read with another model, method or bits.
+        SnapKVError: the model cannot be loaded, or a file cannot be written.
+        Exit: a document cannot be read, and the others are stored; the exit status is 1.
     """
     from snapkv_app import library_files
     from snapkv_app.library.library import Outcome

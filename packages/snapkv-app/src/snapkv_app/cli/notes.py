@@ -88,6 +88,9 @@ def notes_on(answers: Sequence[Answer], source: Source) -> list[Note]:
     Args:
         answers: the answer of the compressed cache and, with ``--compare``, that of the full cache.
         source: the source of the answers.
+
+    Raises:
+        SnapKVError: the answer of the full cache cannot be computed.
     """
     ours, *full = answers
     options, typed = source.options, source.typed

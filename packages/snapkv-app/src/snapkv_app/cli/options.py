@@ -304,7 +304,9 @@ class RunOptions(MethodOptions):
         """Check also the assistant, the way to read the prompt, and ``--check``.
 
         Raises:
-            ModelNotFoundError: `assistant` names a file or folder that does not exist.
+            ModelNotFoundError: `assistant` names a file or folder that does not exist or is no
+                model.
+            MissingDependencyError: `assistant` is "demo", and its package is not installed.
             InvalidArgumentError: the way to read is unknown, or ``--check`` is for sampled tokens
                 or for more tokens than are generated.
         """

@@ -507,6 +507,9 @@ def protection_of(options: RunOptions, *, system: bool | None) -> Protection:
         options: the options of the command.
         system: whether a system message is kept if the options do not say it; None to keep it if
             there is one and the budget allows.
+
+    Raises:
+        InvalidArgumentError: a text to protect is empty.
     """
     return Protection(
         texts=tuple(options.protect or ()),

@@ -41,6 +41,9 @@ def ballots(loaded: LoadedModel, ids: Tensor, policies: Sequence[Policy]) -> lis
     Returns:
         One ballot per policy, in their order. Only SnapKV and policies around it count votes; the
         ballot of any other is None. If no policy counts votes, the prompt is not read.
+
+    Raises:
+        UnsupportedModelError: the model's cache cannot be compressed.
     """
     scorers = [scorer_of(policy) for policy in policies]
     voting = [scorer if isinstance(scorer, SnapKV) else None for scorer in scorers]

@@ -325,6 +325,7 @@ class Folder:
 
         Raises:
             LibraryError: another process holds the lock.
+            OutputError: the file system cannot lock files.
         """
         path = self.path / _LOCK
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as lock:

@@ -289,7 +289,10 @@ class Library:
     def _size_limit(self, stay: set[str]) -> SizeLimit:
         """Return the limit of the library, which must not evict the documents with keys `stay`.
 
-        Without a limit of the library, it evicts nothing.
+        If the library has no limit, nothing is ever evicted.
+
+        Raises:
+            LibraryError: this Python's SQLite has no full-text search.
         """
         most_bytes = None if self.about is None else self.about.max_bytes
         if most_bytes is None:
@@ -472,6 +475,8 @@ class Library:
         Raises:
             LibraryError: the model or the tokenizer is not that of the library, `hits` is empty, or
                 a document was removed after the search.
+            InvalidArgumentError: the tokenizer turns ordinary words of the question into control
+                tokens.
         """
         import torch
 
@@ -493,6 +498,7 @@ class Library:
         Raises:
             LibraryError: the model or the tokenizer is not that of the library, `hits` is empty, or
                 a document was removed after the search.
+            InvalidArgumentError: a document is read again, and the policy cannot compress it.
             OutOfMemoryError: the device is full.
         """
         _require_some(hits)

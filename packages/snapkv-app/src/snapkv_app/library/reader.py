@@ -99,7 +99,11 @@ class Reader:
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
     def own_ids(self, text: Text) -> list[int]:
-        """Return the tokens of a document without the prefix."""
+        """Return the tokens of a document without the prefix; they begin with its name.
+
+        Raises:
+            InvalidArgumentError: the tokenizer turns ordinary words into control tokens.
+        """
         return document_ids(self._tokenizer, text.name, text.text)
 
     def _ids(self, text: Text) -> Tensor:
@@ -128,6 +132,7 @@ class Reader:
 
         Raises:
             InvalidArgumentError: the policy cannot compress this document.
+            UnsupportedModelError: the model's cache cannot be compressed.
         """
         if self.about.prefix_ids and not isinstance(self._policy, FullCache):
             try:
