@@ -61,7 +61,7 @@ class Answer:
     token_ids: tuple[int, ...] = ()
 
     def later(self, before_ms: float) -> "Answer":
-        """Return a copy whose times to the first and the last token begin `before_ms` earlier."""
+        """Return a copy of the answer with `before_ms` added to `first_token_ms` and `total_ms`."""
         first, total = before_ms + self.first_token_ms, before_ms + self.total_ms
         return replace(self, first_token_ms=first, total_ms=total)
 

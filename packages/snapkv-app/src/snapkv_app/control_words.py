@@ -24,7 +24,8 @@ def control_words(tokenizer: Any) -> dict[str, int]:
     """Return the words that the tokenizer always turns into one control token, with that token.
 
     They are the special tokens, and the added words that the chat template contains, because in
-    some model families the tokens that begin a turn are not special.
+    some model families the tokens that begin a turn are not special. Words of a single character,
+    and added words of letters and digits alone, are left out.
     """
     template = str(tokenizer.chat_template or "")
     return {
@@ -48,7 +49,7 @@ def quoted(tokenizer: Any, content: str) -> str:
 
 
 def unquoted(written: str) -> tuple[str, tuple[int, ...]]:
-    """Remove the marks from a text that contains quoted content.
+    """Remove the marks of `quoted` from a text that contains quoted content.
 
     Returns:
         The text, and the ascending positions of the characters that had a mark before them.
@@ -82,8 +83,8 @@ def tokenized(
         offsets: whether to return where each token begins and ends, which needs a fast tokenizer.
 
     Returns:
-        The tokens; and their offsets, if `offsets` is True, which are (0, 0) for special tokens
-        around the text.
+        The tokens; and their offsets in `text`, which are (0, 0) for special tokens around the
+        text, or an empty list if `offsets` is False.
 
     Raises:
         InvalidArgumentError: the tokenizer turns something that is not a control word into a

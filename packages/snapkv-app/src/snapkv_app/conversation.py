@@ -344,7 +344,10 @@ def joined(
         is_chat: whether a chat template has written `turn`.
 
     Returns:
-        (1, T + new) int64, on the device of `ids`.
+        (1, T + new) int64, on the device of `ids`; a new tensor.
+
+    Raises:
+        InvalidArgumentError: the tokenizer turns ordinary words of the turn into control tokens.
     """
     tokenizer, last = loaded.tokenizer, int(ids[0, -1])
     is_written = not is_chat or turn.text.startswith(tokenizer.decode([last]))

@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 
 
 def read_document(form: str, name: str, data: bytes) -> Reading:
-    """Read a document.
+    """Read a document; the text of any but a PDF may be empty.
 
     Args:
         form: a key of `READERS`, or the MIME type of an Office document.
@@ -45,7 +45,7 @@ def read_document(form: str, name: str, data: bytes) -> Reading:
         data: the content of the file.
 
     Raises:
-        DocumentError: the document is damaged or encrypted, or has no text.
+        DocumentError: the document is damaged or encrypted, or is a PDF without text.
         ModuleNotFoundError: the library that reads this form is not installed.
     """
     reader = READERS.get(form)

@@ -66,7 +66,7 @@ def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model")
         argument: the argument's name, for errors.
 
     Returns:
-        The path; None for a hub id.
+        The path; None for a hub id. Whether the hub has a model with that id is not checked.
 
     Raises:
         ModelNotFoundError: the name is empty, is the path of a missing file, of a file that is not
@@ -102,7 +102,8 @@ def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model")
 def locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> ModelPlace:
     """Return the place from which `from_pretrained` can load a model.
 
-    The demo model and GGUF files are converted into a folder the first time.
+    The demo model and GGUF files are converted into a folder the first time. Whether the hub has a
+    model is not checked.
 
     Args:
         name: "demo", a GGUF file, a folder or a hub id.

@@ -108,7 +108,8 @@ def load(
         InvalidArgumentError: `device`, `dtype` or `attn_implementation` is unknown, `revision` is
             passed with something else than a hub id, a file is damaged or of another kind, or
             weights are missing or have another shape than the configuration says.
-        UnsupportedModelError: the model's cache cannot be compressed.
+        UnsupportedModelError: the model's cache cannot be compressed, the model has an encoder, or
+            transformers does not know its architecture.
         MissingDependencyError: a package that the model needs is not installed.
         OutOfMemoryError: the weights are larger than the device's memory, which is known before any
             of them is read, or do not fit in the memory that is free.
@@ -248,6 +249,8 @@ def _outline(config: Any, trust_remote_code: bool, options: Mapping[str, Any]) -
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
     """Turn errors of transformers within this block into errors of this package.
+
+    Errors of this package and out-of-memory errors are raised unchanged.
 
     Raises:
         InvalidArgumentError: a safetensors file is damaged.

@@ -149,7 +149,8 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[Span]]:
 
     Returns:
         The text, and the offsets of every token in it. Tokens that only together make a character
-        all have the offsets of that character.
+        all have the offsets of that character. If the last tokens make no complete character, they
+        are at the end of the text and empty.
     """
     text, offsets, together = "", list[Span](), list[int]()
     for token in ids:

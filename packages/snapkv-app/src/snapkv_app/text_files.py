@@ -66,9 +66,10 @@ def read(
 ) -> list[Text]:
     """Read the text of every source, in their order.
 
-    A file is plain text, Markdown or source code, which are read unchanged, or a document: HTML,
-    PDF, a Jupyter notebook, an e-mail, EPUB, RTF, or a file of Word, Excel, PowerPoint or
-    OpenDocument.
+    A file is plain text, Markdown or source code, or a document: HTML, PDF, a Jupyter notebook, an
+    e-mail, EPUB, RTF, or a file of Word, Excel, PowerPoint or OpenDocument. Line ends become those
+    of Unix, empty lines at both ends are removed, and escaped letters in JSON files are decoded.
+    Otherwise plain text is read unchanged.
 
     A folder stands for all files with text below it, sorted by path. These are skipped: hidden
     files, folders of version control, caches, third-party code, libraries that `snapkv library` has
@@ -85,8 +86,8 @@ def read(
         One text for every file. Bytes of a name that are not UTF-8 are escaped.
 
     Raises:
-        DocumentError: a source is missing or cannot be read, a folder has no text, or the texts are
-            too long together.
+        DocumentError: there is no source, or "-" is passed twice; a source is missing, cannot be
+            read or has no text; or the texts are too long together.
         MissingDependencyError: the library that reads a document is not installed.
     """
     if not sources:

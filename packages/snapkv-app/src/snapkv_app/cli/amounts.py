@@ -152,7 +152,9 @@ def _auto_parameter(text: str) -> tuple[str, int | float]:
 
 
 def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
-    """Parse at least one budget; several are separated by commas.
+    """Parse at least one budget, as `token_budget` does; several are separated by commas.
+
+    Blanks between commas are ignored. A comma before ``NAME=`` belongs to the budget before it.
 
     Raises:
         InvalidArgumentError: there is no budget, or `token_budget` refuses one.

@@ -184,6 +184,7 @@ class _CommandWithDefaults(_FlagsWithoutType, TyperCommand):
 
         Raises:
             InvalidArgumentError: an option is repeated, or a default is not valid.
+            _UsageError: an option is unknown or lacks its value, or an argument is missing.
         """
         from snapkv_app.cli.defaults import defaults_for  # not needed for the list of commands
 

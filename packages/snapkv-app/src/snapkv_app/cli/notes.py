@@ -104,11 +104,11 @@ def notes_on(answers: Sequence[Answer], source: Source) -> list[Note]:
 
 
 def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[str]) -> Note:
-    """Return the share of lost votes and, if it is large, the command to type next.
+    """Return the note on lost votes, with the command to type next if many are lost.
 
     The command has a larger budget. If the votes have chosen the budget, the command compares with
     the full cache instead, which shows whether a larger budget would help. There is no command if
-    the answers are compared already.
+    the answers are compared already, and none for a method without a budget.
     """
     ours, *full = answers
     change, gain = larger_budget(options, ours), "for a larger budget"

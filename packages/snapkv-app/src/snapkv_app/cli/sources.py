@@ -159,7 +159,7 @@ def open_prompt(
 
     Raises:
         InvalidArgumentError: tokens cannot be drafted with these options.
-        SnapKVError: the model cannot be loaded.
+        SnapKVError: the model cannot be loaded, or the prompt cannot be made.
     """
     given["protection"] = protection_of(options, system=kind.keeps_system)
     _require_valid_drafts(options, policy)

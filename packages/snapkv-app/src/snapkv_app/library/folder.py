@@ -252,6 +252,8 @@ class Folder:
     def fault_of(self, record: Record, *, checked: bool) -> Fault | None:
         """Return the fault of the cache file of a document; None if it is undamaged.
 
+        A missing file counts as damaged, and so does another one than was written with the record.
+
         Args:
             record: the document.
             checked: whether to read every byte of the file, or only its header.

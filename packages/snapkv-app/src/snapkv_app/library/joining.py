@@ -195,7 +195,7 @@ def _require_some(parts: Sequence[Part]) -> None:
     """Raise unless `parts` contains at least one `Part` and nothing else.
 
     Raises:
-        InvalidArgumentError: it is empty.
+        InvalidArgumentError: `parts` is empty.
         InvalidTypeError: an element is not a `Part`.
     """
     if not parts:
