@@ -216,7 +216,7 @@ def _stored_of(cache: CompressedCache, tokens: int) -> float:
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
-    """Return the tokens of a prompt on the model's device: (1, T) int64.
+    """Tokenize a prompt, and return its tokens on the device of the model, (1, T) int64.
 
     If the text is far too long, only its beginning is tokenized before the error is raised.
 

@@ -358,7 +358,7 @@ def _read_office(name: str, data: bytes, mime: str) -> Reading:
 
 
 def _hides_text(data: bytes) -> bool:
-    """Return whether a document is a .docx document of Word with hidden text; False for others."""
+    """Return whether a document is a Word document with hidden text."""
     if not zipfile.is_zipfile(BytesIO(data)):
         return False
     with zipfile.ZipFile(BytesIO(data)) as archive:

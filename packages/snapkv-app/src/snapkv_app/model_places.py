@@ -228,7 +228,11 @@ def place_of(name: str) -> str:
 
 
 def known_names(also: Iterable[str] = ()) -> Iterator[str]:
-    """Yield names of models: the demo, `also`, and models in this folder and the hub's cache."""
+    """Yield the names that an error message may suggest for a model.
+
+    They are the demo, the names in `also`, the models in the working directory, and those in the
+    hub's cache on this machine.
+    """
     yield DEMO
     yield from also
     yield from (str(path) for path in Path().glob("*.gguf"))

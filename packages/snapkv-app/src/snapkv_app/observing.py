@@ -102,7 +102,10 @@ def observed(
 
 @torch.inference_mode()
 def _read(model: Any, ids: Tensor, recorder: RecordingPolicy) -> tuple[CompressedCache, Tensor]:
-    """Read a prompt, and return its full cache and the logits after it, (1, 1, V).
+    """Read a prompt in one forward pass with the full cache, and let `recorder` see every layer.
+
+    Returns:
+        The cache, and the logits for the token after the prompt, (1, 1, V).
 
     Raises:
         UnsupportedModelError: the model's cache cannot be compressed.
@@ -175,7 +178,7 @@ class RecordedPrompt:
             )
 
     def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:
-        """Return the recorded queries of one layer that `policy` needs.
+        """Return the last queries of a layer, as many as `policy` needs.
 
         Returns:
             (1, Hq, W, D), the last `policy.query_tokens` queries, or all if the prompt is shorter.

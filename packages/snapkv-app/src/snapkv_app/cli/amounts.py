@@ -308,7 +308,7 @@ class ReadingLimit:
 
 @dataclass(frozen=True)
 class ReadingLimitParameter(WholeNumber):
-    """A mark for an option that takes a number of tokens to read, and perhaps a time: 4k,90s."""
+    """A mark for an option that takes a number of tokens to read, and optionally a time: 4k,90s."""
 
     least: int | None = 1
     is_counted: bool = False

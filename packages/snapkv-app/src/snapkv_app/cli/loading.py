@@ -161,7 +161,9 @@ def reading_progress(model: Any, label: str) -> Iterator[ReadingBar]:
 
 @contextmanager
 def answers_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show within this block how many answers of a run are finished, if a terminal is there.
+    """Show a progress bar within this block, which counts the finished answers of a run.
+
+    It is on standard error, if that is a terminal.
 
     Yields:
         A function to call before each answer, with its description, the number of finished answers

@@ -238,7 +238,10 @@ class FilesSource(PromptSource):
 
     @property
     def _readings(self) -> int:
-        """The time of reading, in passes over the prompt; KVzip's second pass counts as two."""
+        """How many times as long as a single pass the model needs to read the documents.
+
+        The second pass of KVzip takes about as long as two.
+        """
         return 3 if self.policy.needs_reconstruction_pass else 1
 
     def _answer(self, on_text: TextSink | None) -> Answer:

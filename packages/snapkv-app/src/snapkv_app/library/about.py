@@ -190,7 +190,7 @@ def _as_read(policy: "Policy") -> dict[str, Any]:
 
 
 def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
-    """Return `bits` as JSON can store them; None for "none".
+    """Convert `bits` to a value that can be stored in JSON; "none" becomes None.
 
     Raises:
         InvalidArgumentError: `bits` is not a known name.

@@ -239,17 +239,17 @@ class JoinedLayer:
 
     @property
     def slots(self) -> int:
-        """S, the number of tokens in the head that stores most of them."""
+        """S, the number of slots of each head: the tokens of the head that stores the most."""
         return int(self.places.shape[-1])
 
     @functools.cached_property
     def is_even(self) -> bool:
-        """Whether every head stores equally many tokens."""
+        """Whether all heads of the layer store the same number of tokens."""
         return bool((self.places >= 0).all())
 
     @property
     def is_whole(self) -> bool:
-        """Whether every head stores all tokens."""
+        """Whether all heads of the layer store all N tokens."""
         return self.slots == self.tokens and self.is_even
 
     def slots_of(self, chosen: Tensor) -> Tensor:

@@ -211,7 +211,11 @@ _RUN = re.compile(f"[{WITHOUT_SPACES}]+|[^\\s{WITHOUT_SPACES}]+")
 
 
 def _words_of(run: str) -> Iterator[str]:
-    """Yield a run of letters, or its pairs of neighbours if its script has no spaces."""
+    """Yield the words of a run of letters: the run itself, or pairs of neighbouring characters.
+
+    Pairs are for scripts that put no spaces between words. A single character of such a script is
+    yielded alone.
+    """
     if not SINGLE.match(run):
         yield run
         return

@@ -146,7 +146,9 @@ class Costs:
         return found
 
     def cache(self, tokens: int, new_tokens: int, compressed: bool) -> int:
-        """Return the bytes that a cache of one row stores, without spare room for more tokens.
+        """Return the bytes of all tokens in the cache of one request.
+
+        The append buffers are counted without room for further tokens.
 
         Args:
             tokens: the number of tokens of the prompt.
@@ -178,13 +180,13 @@ class Costs:
         return held
 
     def prefill_peak(self, tokens: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Return the peak of the bytes while one row is read, with its cache and activations.
+        """Return the largest number of bytes that one row takes while its prompt is read.
 
-        The weights are not included. A compressed cache stores all keys and values of only one
-        layer at a time. In the cache of transformers, sliding layers store all tokens of a pass
-        until the next pass. If the prompt is read in pieces, the cache of transformers copies a
-        layer to append to it, while the compressed cache stores all hidden states and reads sliding
-        layers in one pass.
+        They are those of its cache and of the activations, without the weights. A compressed cache
+        stores all keys and values of only one layer at a time. In the cache of transformers,
+        sliding layers store all tokens of a pass until the next pass. If the prompt is read in
+        pieces, the cache of transformers copies a layer to append to it, while the compressed cache
+        stores all hidden states and reads sliding layers in one pass.
         """
         model = self.footprint
         piece = min(tokens, PIECE_TOKENS) if in_pieces else tokens

@@ -434,7 +434,7 @@ def _linear(text: _Text, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _MLP:
-    """The sizes of the MLPs of all layers of a model.
+    """The sizes of the MLPs of a model.
 
     Attributes:
         experts: the number of experts per layer; 0 without experts.
