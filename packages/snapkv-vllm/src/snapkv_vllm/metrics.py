@@ -61,8 +61,11 @@ class Stopwatch:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Measure the time of the ``with`` block, including the work that it launches on the
-        device.
+        """Measure the time of the ``with`` block in seconds, including the work that it launches on
+        the device.
+
+        On a CPU the time is reported at the end of the block, otherwise by a later call of
+        `report`. If the block raises, nothing is reported.
         """
         if self._device.type == "cpu":
             start = time.perf_counter()
@@ -86,8 +89,12 @@ class Stopwatch:
 
 @functools.cache
 def _make_metric(name: str, labels: tuple[str, ...]) -> Any:
-    """Build the metric `name`, or return it if it exists, because prometheus_client registers a
-    name only once.
+    """Build the metric `name`, whose full name begins with ``snapkv:``, or return it if it exists,
+    because prometheus_client registers a name only once.
+
+    Raises:
+        KeyError: there is no metric with this name.
+        ValueError: the metric exists with other names of labels.
     """
     from prometheus_client import Counter, Gauge, Histogram
 
@@ -101,7 +108,9 @@ def _make_metric(name: str, labels: tuple[str, ...]) -> Any:
 
 
 def labels_of(vllm_config: Any) -> dict[str, str]:
-    """Return the labels of an engine's metrics, which are the name of its model and its number."""
+    """Return the labels of an engine's metrics: "model_name", the name of its model in requests,
+    and "engine", the number of the engine among the data-parallel ones.
+    """
     engine = vllm_config.parallel_config.data_parallel_index
     return {"model_name": vllm_config.model_config.served_model_name, "engine": str(engine)}
 
@@ -109,6 +118,9 @@ def labels_of(vllm_config: Any) -> dict[str, str]:
 class Metrics:
     """The metrics of one engine or one model in this process. The names of metrics are given
     without ``snapkv:``.
+
+    Args:
+        labels: labels that all metrics of this object have.
     """
 
     def __init__(self, **labels: str) -> None:
@@ -120,7 +132,9 @@ class Metrics:
         return _make_metric(name, tuple(labels)).labels(**labels)
 
     def count(self, name: str, by: int = 1, **labels: str) -> None:
-        """Increase the value of a counter by the number `by`."""
+        """Increase the value of a counter by the number `by`. With 0 the counter is only created,
+        so that it is shown from the start.
+        """
         self.get(name, **labels).inc(by)
 
     def set(self, name: str, value: int, **labels: str) -> None:
@@ -129,8 +143,8 @@ class Metrics:
 
 
 def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
-    """Return a stopwatch for the compressions of a worker. Only the first worker of an engine
-    reports times.
+    """Return a stopwatch for the compressions of a worker, which observes the times in a histogram.
+    Only the first worker of an engine does; the stopwatches of the others discard their times.
     """
     from vllm.distributed import get_pp_group, get_tp_group
 
@@ -151,8 +165,8 @@ class PromptMetrics(Metrics):
         self.record_refusal("prompt", by=0)
 
     def record_refusal(self, reason: str, by: int = 1) -> None:
-        """Count a request that is refused only by the engine. vLLM's server answers such a request
-        with status 500.
+        """Count a request that is refused only by the engine, as `reason`. vLLM's server answers
+        such a request with status 500.
         """
         self.count("refusals", by, status="500", reason=reason)
 
@@ -166,7 +180,12 @@ class PromptMetrics(Metrics):
 
     def record_prompt_end(self, request: Any, *, kept_tokens: int) -> None:
         """Count the prompt of a request when it has been read. If the request is preempted and
-        starts again, it is counted only once.
+        starts again, it is counted only once, until `forget_request` is called.
+
+        Args:
+            request: vLLM's request.
+            kept_tokens: how many tokens of the prompt each KV head keeps on average; fewer than the
+                prompt has if it was compressed.
         """
         if request.request_id in self._counted:
             return
