@@ -19,7 +19,9 @@ MOVABLE = (*_PLAIN, *FP8)
 
 
 class Parts(TypedDict, total=False):
-    """The objects in which conflicts are looked for, as far as they are known at the time."""
+    """The objects in which conflicts are looked for. A caller passes those that it knows at the
+    time.
+    """
 
     settings: Any  # the server's `ServingSettings`
     engine: Any  # vLLM's configuration
@@ -72,9 +74,13 @@ class Row:
     def refuse(self, parts: Mapping[str, Any]) -> None:
         """Check that `parts` does not contain both the option and the case of this row.
 
+        Args:
+            parts: the objects in which to look; it must have those that `Row.parts` names.
+
         Raises:
-            UnsupportedModelError: the row is about the configuration of the engine.
-            RefusedError: the row is about other settings, or about a request.
+            UnsupportedModelError: both are there, and the row is about the configuration of the
+                engine.
+            RefusedError: both are there, and the row is about other settings, or about a request.
         """
         option, case = self.option, self.case
         if not case.find(parts[case.part]) or not (found := option.find(parts[option.part])):
@@ -90,20 +96,31 @@ class Row:
 
 
 def _typed(part: str, name: str) -> str:
-    """Return the option as the user wrote it, or an empty text if it cannot be left out."""
+    """Return an option as users write it, or an empty text if it cannot be left out.
+
+    Args:
+        part: the key of `Parts` where the option was found.
+        name: the name of the option.
+
+    Returns:
+        The name itself for a setting of a request, and the option of the command line for any
+        other; empty for the model and the prompt.
+    """
     if name in ("model", "prompt"):
         return ""
     return name if part in ("extra_args", "request") else f"--{name.replace('_', '-')}"
 
 
 def require_compatible(**parts: Unpack[Parts]) -> None:
-    """Check that the given parts contain no option that conflicts with another one.
+    """Check that the given parts contain no option that conflicts with another one. The first
+    conflict in the order of `ROWS` is reported.
 
     Rows of the table that need a part which is not given are skipped.
 
     Raises:
         UnsupportedModelError: the engine cannot serve with these settings.
-        RefusedError: the settings of the server, or those of a request, contradict each other.
+        RefusedError: the settings of the server, or those of a request, contradict each other, or
+            the engine cannot serve this request.
     """
     for row in ROWS:
         if row.parts <= parts.keys():
@@ -139,6 +156,10 @@ def _of_model(attribute: str, words: str, argument: str = "model") -> Option:
 def _several(argument: str, attribute: str = "") -> Option:
     """Return the option that a number of processes is above 1. A version of vLLM without this
     number counts as 1.
+
+    Args:
+        argument: the name of vLLM's argument.
+        attribute: the name of the number in vLLM's `parallel_config`; by default `argument`.
     """
 
     def find(config: Any) -> object:

@@ -23,7 +23,9 @@ def count_eviction_queries(policy: EvictingPolicy) -> int:
 
 @dataclass(frozen=True)
 class Selector:
-    """Selects the tokens that a request keeps, by its stored keys and its recorded queries."""
+    """Selects the tokens that a request keeps, by its stored keys and its recorded queries.
+    Subclasses differ in when they are used.
+    """
 
     stage: ClassVar[str]  # the label of this selector in metrics
 
@@ -37,7 +39,9 @@ class Selector:
 
     @property
     def query_tokens(self) -> int:
-        """How many queries of the last tokens of the request are needed."""
+        """How many queries of the last tokens of the request are needed. It may be more than a
+        short prompt has.
+        """
         return self.policy.query_tokens
 
     def select(self, layer: PromptLayer) -> Tensor | None:
@@ -54,10 +58,11 @@ class Selector:
         return None if selection is None else selection.keep_indices
 
     def protected_mask(self, layer: LayerStates) -> Tensor | None:
-        """Return a mask that marks the tokens that are always kept.
+        """Return a mask that marks the first `protect_first` slots, which are always kept. Spans
+        are protected by the method itself.
 
         Returns:
-            (layers, 1, S) bool, True for the first `protect_first` slots; None if that number is 0.
+            (layers, 1, S) bool; None if `protect_first` is 0.
         """
         if not self.protect_first:
             return None
@@ -77,12 +82,13 @@ class TurnSelector(PromptSelector):
     """
 
     def select_with_positions(self, layer: PromptLayer, positions: Tensor | None) -> Tensor | None:
-        """Select the tokens of the request that are kept, in the form that `select` returns.
+        """Select the tokens of the request that are kept, in the form that `select` returns, which
+        are slots and not positions.
 
         Args:
             layer: the stored keys and the recorded queries of some layers, as rows of a batch.
             positions: (layers, 1 or H, S), the position of the token in each slot; None if slots
-                are positions.
+                are positions. Only a method with spans uses them.
         """
         policy = self.policy
         if positions is None or not isinstance(policy, WithSpans):
@@ -125,7 +131,9 @@ class AnswerSelector(Selector):
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """The blocks of a request before and after a compression, in one KV cache group."""
+    """The blocks of a request before and after a compression, in one KV cache group. Blocks are
+    numbers of vLLM's blocks, in the order of their tokens.
+    """
 
     group: int  # index of vLLM's KV cache group
     sources: tuple[int, ...]  # the blocks of its tokens
@@ -152,7 +160,9 @@ class Order:
         return self.selector.per_head_budget
 
     def reserved_tokens(self, block_tokens: int) -> int:
-        """Return for how many tokens there must be space in the blocks of the kept tokens."""
+        """Return for how many tokens per KV head there must be space in the blocks of the kept
+        tokens; see the function `reserved_tokens`.
+        """
         return reserved_tokens(self.selector, self.kept_tokens, self.held_tokens, block_tokens)
 
     @property
@@ -162,7 +172,7 @@ class Order:
 
 
 def reserved_tokens(selector: Selector, kept: int, held: int, block_tokens: int) -> int:
-    """Return for how many tokens there must be space in the blocks of the kept tokens.
+    """Return for how many tokens per KV head there must be space in the blocks of the kept tokens.
 
     If heads keep different numbers of tokens, the last page of a head may hold a single token. Then
     `block_tokens - 1` tokens are added to the mean, but never more than `held`.
@@ -214,7 +224,9 @@ class PromptPlan:
     answer_limit: AnswerLimit | None = None
 
     def next_compression(self, seen_tokens: int, held_tokens: int) -> Compression | None:
-        """Return the next compression of a request, or None if there will be none.
+        """Return the next compression of a request, or None if there will be none. It is the
+        compression of the prompt while the prompt is read and tokens will be evicted from it, and
+        an eviction from the answer otherwise.
 
         Args:
             seen_tokens: how many tokens have been computed.
@@ -242,7 +254,7 @@ class PromptPlan:
 
     def limit_step(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
         """Return how many of the offered tokens a step may compute, so that it does not go beyond
-        the next compression.
+        the next compression. Without a compression it is all of them.
 
         Args:
             seen_tokens: tokens that are computed before the step.
@@ -255,7 +267,10 @@ class PromptPlan:
         return min(offered_tokens, compression.trigger_tokens - seen_tokens)
 
     def make_order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
-        """Return the order for the workers in a step, or None if they only have to run the model.
+        """Return the order for the workers in a step, or None if they only have to run the model,
+        because the step neither ends with a compression nor computes queries that one needs.
+
+        The moves of the order are still empty; the caller must add them if the order is due.
 
         Args:
             seen_tokens: tokens that are computed before the step.
@@ -282,7 +297,7 @@ class PromptPlan:
     def tokens_to_reserve(
         self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int
     ) -> int:
-        """Return for how many tokens blocks must be reserved because a step ends with a
+        """Return for how many tokens per KV head blocks must be reserved because a step ends with a
         compression. The result is 0 if it does not.
 
         Args:
@@ -322,8 +337,9 @@ class PromptPlan:
         return max(0, first.trigger_tokens - max(1, first.selector.query_tokens))
 
     def max_held(self, tokens: int) -> int:
-        """Return the largest number of tokens that the request stores at any time, until it has
-        computed `tokens` tokens.
+        """Return the largest number of tokens per head that the request stores at any time, until
+        it has computed `tokens` tokens. A compression counts only once the prompt has been read,
+        because all of the prompt is stored before.
         """
         read = min(tokens, self.prompt_tokens)
         if tokens <= self.prompt_tokens:
@@ -336,7 +352,7 @@ class PromptPlan:
 
     def unused_block_tokens(self, block_tokens: int) -> int:
         """Return the largest number of slots in its blocks that the request cannot use, because its
-        heads keep different numbers of tokens.
+        heads keep different numbers of tokens; 0 if they keep the same number.
         """
         is_ragged = self.policy is not None and self.policy.per_head_budget
         return block_tokens - 1 if is_ragged else 0
@@ -356,7 +372,7 @@ class TurnPlan(PromptPlan):
     @property
     def shareable_tokens(self) -> int | None:
         """How many tokens at the beginning have keys and values that other requests may reuse; None
-        for all tokens.
+        for all tokens. It is 0 if the history has dropped tokens.
         """
         return 0 if self.dropped_tokens else super().shareable_tokens
 
@@ -369,6 +385,6 @@ class TurnPlan(PromptPlan):
 
     def max_held(self, tokens: int) -> int:
         """Return the largest number of tokens that the request stores at any time, until it has
-        computed `tokens` tokens.
+        computed `tokens` tokens. If it begins with a history, its own compression is not counted.
         """
         return tokens - self.dropped_tokens if self.prefix_tokens else super().max_held(tokens)
