@@ -39,8 +39,8 @@ COUNTERPARTS: dict[type[FullAttentionSpec], type[FullAttentionSpec]] = {
 
 
 def compress_spec(spec: FullAttentionSpec) -> FullAttentionSpec:
-    """Return this plugin's counterpart of one of vLLM's specs, with the same values in all
-    fields.
+    """Return this plugin's counterpart of one of vLLM's specs, whose type must be in
+    `COUNTERPARTS`, with the same values in all fields.
     """
     own = {one.name: getattr(spec, one.name) for one in fields(spec) if one.init}
     return COUNTERPARTS[type(spec)](**own)
@@ -94,7 +94,7 @@ class CompressedManager(FullAttentionManager):
 
     def exclusive_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """Return the blocks of a request that no other request uses, in reverse order, so that the
-        last block comes first.
+        last block comes first. A request without blocks has none.
         """
         return [one for one in reversed(self.req_to_blocks.get(request_id, ())) if one.ref_cnt == 1]
 
@@ -123,6 +123,9 @@ class CompressedManager(FullAttentionManager):
     def reserve(self, request_id: str, blocks: int, fresh_blocks: int) -> None:
         """Reserve blocks for the tokens that a request keeps at the end of this step.
 
+        The pool must have `fresh_blocks` free blocks. The reservation ends with `compress`, or when
+        the blocks of the request are freed.
+
         Args:
             request_id: the id of the request.
             blocks: how many blocks to reserve.
@@ -135,7 +138,10 @@ class CompressedManager(FullAttentionManager):
 
     def compress(self, request_id: str, order: Order) -> Move:
         """Free the blocks that a request no longer needs after a compression, and return from which
-        blocks to which blocks its kept tokens move.
+        blocks to which blocks its kept tokens move. Also sets `dropped_tokens` of the request.
+
+        The targets are the reserved blocks. Without a reservation they are the first blocks of the
+        request, which no other request may read then.
         """
         blocks = self.req_to_blocks[request_id]
         reserved = order.reserved_tokens(self.block_size)
@@ -152,7 +158,7 @@ class CompressedManager(FullAttentionManager):
         return Move(group=self.kv_cache_group_id, sources=sources, targets=_ids(blocks))
 
     def holds(self, request_id: str, tokens: int, dropped_tokens: int) -> bool:
-        """Whether a request stores `tokens` tokens in blocks and has dropped exactly
+        """Whether a request has blocks for at least `tokens` stored tokens and has dropped exactly
         `dropped_tokens`.
         """
         dropped = self.dropped_tokens.get(request_id, 0)
@@ -160,8 +166,8 @@ class CompressedManager(FullAttentionManager):
         return dropped == dropped_tokens and blocks * self.block_size >= tokens
 
     def pin_blocks(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
-        """Pin the blocks of the first `tokens` stored tokens, so that they stay allocated after the
-        request has ended, and return them.
+        """Pin the blocks of the first `tokens` stored tokens of a request, so that they stay
+        allocated after the request has ended, and return them in a new list.
         """
         of_request: list[KVCacheBlock] = self.req_to_blocks[request_id]
         blocks = of_request[: cdiv(tokens, self.block_size)]
@@ -170,7 +176,9 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
     def unpin_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Release blocks that were pinned with `pin_blocks`."""
+        """Release blocks that were pinned with `pin_blocks`. A block becomes free if no request
+        uses it and it is not pinned for another history.
+        """
         self._pins -= Counter(_ids(blocks))
         self.block_pool.free_blocks(reversed(blocks))
 
@@ -185,7 +193,7 @@ class CompressedManager(FullAttentionManager):
 
     def begin_with_history(self, request_id: str, dropped_tokens: int) -> None:
         """Record that a request begins with the blocks of a history, which has dropped
-        `dropped_tokens` tokens.
+        `dropped_tokens` tokens. The blocks are assigned later, by `add_local_computed_blocks`.
         """
         self._begun_with_history.add(request_id)
         if dropped_tokens:
@@ -196,8 +204,9 @@ class CompressedManager(FullAttentionManager):
     def _has_partial_local_hit(
         self, new_computed_blocks: Sequence[KVCacheBlock], *args: Any
     ) -> bool:
-        """Return False for blocks of histories, which are full whatever number of tokens they stand
-        for.
+        """Whether the last of the blocks with which a request begins must be copied, as vLLM
+        decides it by the number of their tokens. It is False for blocks of histories, which are
+        full whatever number of tokens they stand for.
         """
         if self._pins.keys() >= set(_ids(new_computed_blocks)):
             return False
@@ -240,6 +249,8 @@ class CompressedManager(FullAttentionManager):
         """Return how many more blocks a request needs, including the blocks for the tokens that it
         will keep. With `apply_admission_cap` the result is the largest number that it will need at
         any time.
+
+        Also sets `missing_blocks`. The other arguments are those of vLLM.
         """
         plan = self.plans.get(request_id)
         if apply_admission_cap and plan is not None:
@@ -277,7 +288,9 @@ class CompressedManager(FullAttentionManager):
             super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
-        """Forget a request that has finished, was aborted or is preempted."""
+        """Forget a request that has finished, was aborted or is preempted, and return its blocks
+        together with those that were reserved for it, for the caller to free.
+        """
         self.dropped_tokens.pop(request_id, None)
         self._begun_with_history.discard(request_id)
         fresh, _ = self.reservations.pop(request_id, ([], []))
@@ -309,6 +322,10 @@ def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
 class CompressedBlocks:
     """The blocks of compressed requests in all KV cache groups with full attention, as one object
     for the scheduler.
+
+    Args:
+        managers: the block managers of these groups, at least one, by the index of the group.
+        plans: the plans of all requests, by request id, which the managers look up from now on.
     """
 
     def __init__(
@@ -319,8 +336,8 @@ class CompressedBlocks:
             manager.plans = plans
 
     def dropped_tokens(self, request_id: str) -> int:
-        """Return how many tokens a request has dropped; this number is the same in every KV cache
-        group.
+        """Return how many tokens a request has dropped, 0 if none; this number is the same in every
+        KV cache group.
         """
         return next(iter(self._managers.values())).dropped_tokens.get(request_id, 0)
 
@@ -343,7 +360,8 @@ class CompressedBlocks:
         self, request_id: str, seen_tokens: int, step_tokens: int, *, others_blocks: int
     ) -> None:
         """Reserve blocks for the tokens that a request keeps in a step. The blocks of the step
-        itself must be allocated before.
+        itself must be allocated before. Nothing is reserved if the step ends without a compression,
+        or if the kept tokens can move to the request's own blocks.
 
         Blocks of the pool are used while more than `others_blocks` are free. Then the request's own
         blocks stay in the prefix cache, and other requests of the step find blocks.
@@ -379,6 +397,9 @@ def register_spec() -> None:
 
 def find_compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
     """Return the managers of the KV cache groups that are compressed, by the index of the group.
+
+    Args:
+        managers: the managers of all groups.
 
     Raises:
         UnsupportedModelError: no group is compressed, because the worker of this plugin is not

@@ -49,13 +49,14 @@ class DigestedTokens:
         return len(self.ids)
 
     def truncate(self, tokens: int) -> Self:
-        """Return the first `tokens` tokens with their digests."""
+        """Return the first `tokens` tokens with their digests. The ids are a view."""
         return type(self)(self.ids[:tokens], self.digests[: tokens // BLOCK])
 
     def count_common_tokens(self, other: "DigestedTokens") -> int:
         """Count the tokens at the beginning that are the same in both objects.
 
-        Equal digests are taken for equal tokens; `has_same_prefix` compares the tokens themselves.
+        Equal digests are taken for equal tokens, so the result may be too large if two digests
+        collide; `has_same_prefix` compares the tokens themselves.
         """
         most = min(len(self.digests), len(other.digests))
         blocks = bisect_left(range(most), True, key=lambda n: self.digests[n] != other.digests[n])
@@ -112,8 +113,9 @@ class CompressedPrefix:
             protected: the spans that the request keeps whatever the votes.
 
         Returns:
-            The edits; None if the request needs a token that was dropped, keeps what was dropped,
-            or compresses spans.
+            The edits. None if the request compresses spans, if it does not drop all that the
+            history has dropped, or if it drops or keeps tokens of the compressed part that the
+            history did not protect, because some of them may have been evicted.
         """
         if self.drop.without(requested.drop).parts or requested.compress:
             return None
@@ -145,7 +147,9 @@ class History:
 
     @property
     def first_block(self) -> int:
-        """The number of the first block of the history. Workers use it to identify the history."""
+        """The number of the first block of the history. Workers use it to identify the history,
+        which must have its blocks.
+        """
         block: int = self.blocks[0][0].block_id
         return block
 
@@ -164,9 +168,9 @@ class History:
         """Return how many tokens at its beginning a request can take from the blocks of this
         history; 0 if it cannot use the history.
 
-        These are full blocks, if one ends after the last compression. Otherwise the request
-        continues in the last block and overwrites what follows, so no other request may use the
-        history at the same time.
+        These are full blocks, if one ends at or after the last compression. Otherwise the request
+        continues in the last block and overwrites what follows, so the result is 0 while another
+        request uses the history.
 
         Args:
             same: how many first tokens the history has in common with the prompt. A larger number
@@ -201,16 +205,17 @@ def choose_evictions(
     takes most.
 
     Every tenant that takes anything has an equal share of `most`, and may also use what others
-    leave free. An item within the share of its tenant is never evicted.
+    leave free. No item is chosen of a tenant that takes at most its share.
 
     Args:
         idle: the items that may be evicted, least recently used first.
-        taken: how much each tenant takes, including the new item.
+        taken: how much each tenant takes, including the new item; it must not be empty, and is not
+            changed.
         most: how much all tenants together may take.
         size_of: how much one item takes.
 
     Returns:
-        The items to evict, and by how much `most` is still exceeded without them.
+        The items to evict, and by how much `most` is still exceeded without them, or 0.
     """
     share, taken, idle, found = most / len(taken), Counter(taken), list(idle), list[Item]()
     while taken.total() > most:

@@ -57,21 +57,26 @@ FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 def make_layout(layers: Sequence[Any]) -> "Layout":
     """Return the layout of some attention layers that are alike. vLLM must have allocated their
-    caches.
+    caches, and their backend must be one of `LAYOUTS`.
     """
     return LAYOUTS[layers[0].get_attn_backend().get_name()](layers)
 
 
 def slot_numbers(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
-    """Return the numbers of the slots in which the first `tokens` tokens of a request are
-    stored.
+    """Return the numbers of the slots in which the first `tokens` tokens of a request are stored.
+
+    Args:
+        blocks: the request's blocks in the order of their tokens, an integer tensor.
+        tokens: how many tokens; at most those of all blocks are returned.
+        block_tokens: the size of a block.
     """
     within = torch.arange(block_tokens, device=blocks.device)
     return (blocks[:, None] * block_tokens + within).flatten()[:tokens]
 
 
 def pad_tokens(states: Tensor, tokens: int) -> Tensor:
-    """Append zeros to the states of the kept tokens, so that they fill the last block.
+    """Append zeros to the states of the kept tokens, so that they fill the last block. If they fill
+    it already, `states` itself is returned.
 
     The last block may have belonged to a recurrent state, whose bytes may be NaN as keys and
     values. Attention masks the slots after a request's tokens by products with zero, which would
@@ -79,7 +84,7 @@ def pad_tokens(states: Tensor, tokens: int) -> Tensor:
 
     Args:
         states: (..., K, D) keys or values.
-        tokens: the number of tokens in the result.
+        tokens: the number of tokens in the result, at least K.
     """
     missing = tokens - states.shape[-2]
     return functional.pad(states, (0, 0, 0, missing)) if missing else states
@@ -89,8 +94,13 @@ class PlainLayout:
     """The layout of FlashAttention and Triton, in which the keys and the values of a token lie next
     to each other in memory.
 
-    It reads and writes the caches of some layers that are alike, each (blocks, Hkv, block_tokens, 2
-    * D) with any strides. Numbers are moved as they are stored; `form` says how to decode them.
+    It reads and writes the caches of some layers that are alike. Numbers are moved as they are
+    stored.
+
+    Args:
+        caches: the cache of each layer, (blocks, Hkv, block_tokens, 2 * D) with any strides.
+        head_size: D, the size of a key.
+        form: how to decode the stored numbers; by default they are in the dtype of the model.
     """
 
     def __init__(
@@ -101,7 +111,7 @@ class PlainLayout:
         self.form = form or NumberFormat(caches[0].dtype)
 
     def select_layers(self, layers: slice) -> Self:
-        """Return a layout that contains only some of the layers."""
+        """Return a layout that contains only some of the layers. It shares their caches."""
         return type(self)(self._caches[layers], self._head_size, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
@@ -190,7 +200,13 @@ class CpuLayout:
 
     The packing is defined only by vLLM's kernel. So for each kind of block, numbers that encode
     their own index are written with that kernel and then located in memory. Reads use the packing
-    that was found in this way, writes use the kernel. The methods are those of `PlainLayout`.
+    that was found in this way, writes use the kernel. The methods are those of `PlainLayout`; the
+    first read raises UnsupportedModelError if the kernel changes numbers.
+
+    Args:
+        caches: the cache of each layer, (blocks, Hkv, block_tokens, 2 * D).
+        isa: vLLM's name of the instruction set.
+        form: how to decode the stored numbers; by default they are in the dtype of the model.
     """
 
     def __init__(
@@ -247,7 +263,7 @@ class CpuLayout:
             blocks: the numbers of the blocks.
 
         Returns:
-            A tensor of shape (layers, Hkv, T, D).
+            A new tensor of shape (layers, Hkv, T, D), where T are all tokens of the blocks.
         """
         packing = self._measure_packings()[half]
         return packing.read([self._halves(cache)[half] for cache in self._caches], blocks)
@@ -334,7 +350,12 @@ class _Packing:
     @classmethod
     def build(cls, indices: Tensor, block_tokens: int, head_size: int) -> Self:
         """Build the packing from its indices, and find out whether they are the indices of a
-        strided tensor.
+        strided tensor. Only then `tokens` and `numbers` are set.
+
+        Args:
+            indices: (block_tokens * D,) int64, where each number of a block lies in memory.
+            block_tokens: the size of a block.
+            head_size: D, the size of a key or value.
         """
         of_tokens = _factors(block_tokens)
         sizes = (*of_tokens, *_factors(head_size))
@@ -356,8 +377,9 @@ class _Packing:
             blocks: the numbers of the blocks.
 
         Returns:
-            (layers, Hkv, T, D). If neighbouring tokens of a block are neighbours in memory, they
-            are in the result as well, because this is copied faster.
+            A new tensor of shape (layers, Hkv, T, D), where T are all tokens of the blocks. If
+            neighbouring tokens of a block are neighbours in memory, they are in the result as well,
+            because this is copied faster.
         """
         heads, head_size = caches[0].shape[1], caches[0].shape[3]
         if self.tokens is None or self.numbers is None:
@@ -380,7 +402,9 @@ class _Packing:
 
 
 def _factors(number: int) -> list[int]:
-    """Return the prime factors of a number in descending order."""
+    """Return the prime factors of a positive number in descending order, each as often as it
+    divides the number; empty for 1.
+    """
     found, factor = [], 2
     while number > 1:
         while number % factor == 0:
@@ -395,7 +419,10 @@ def _measure_packings(
     isa: str, block_tokens: int, head_size: int, form: NumberFormat
 ) -> tuple[_Packing, _Packing]:
     """Find out how vLLM's kernel packs the keys and the values of a block, by writing known numbers
-    with it.
+    with it. The result is cached.
+
+    Returns:
+        The packing of the keys, and that of the values.
 
     Raises:
         UnsupportedModelError: the kernel does more than move the numbers.
@@ -418,8 +445,8 @@ def _measure_packings(
 
 
 def _pack(states: Tensor, isa: str, form: NumberFormat) -> tuple[Tensor, Tensor]:
-    """Write a block with vLLM's kernel, and return the keys and the values in the order in which
-    they lie in memory.
+    """Write a block with vLLM's kernel into a new cache, and return the keys and the values in the
+    order in which they lie in memory.
 
     Args:
         states: (block_tokens, 1, D), written both as keys and as values.

@@ -52,6 +52,10 @@ class Stopwatch:
     On a CPU that is at once. On an accelerator, events are recorded before and after the work, and
     the host does not wait for them; `report` reports the times of events that the device has
     passed.
+
+    Args:
+        device: the device that does the work.
+        observe: called with each time in seconds.
     """
 
     def __init__(self, device: torch.device, observe: Callable[[float], None]) -> None:
@@ -79,8 +83,8 @@ class Stopwatch:
         self._open.append((begin, end))
 
     def report(self) -> None:
-        """Report the times that have become known since the last call, without waiting for the
-        device.
+        """Report the times that have become known since the last call, in the order of the work,
+        without waiting for the device.
         """
         while self._open and self._open[0][1].query():
             begin, end = self._open.popleft()
@@ -127,7 +131,12 @@ class Metrics:
         self._labels = labels
 
     def get(self, name: str, **labels: str) -> Any:
-        """Return the metric `name` with the labels of this object and the given labels."""
+        """Return the metric `name` with the labels of this object and the given labels, as an
+        object of prometheus_client.
+
+        Raises:
+            KeyError: there is no metric with this name.
+        """
         labels = self._labels | labels
         return _make_metric(name, tuple(labels)).labels(**labels)
 
@@ -171,7 +180,7 @@ class PromptMetrics(Metrics):
         self.count("refusals", by, status="500", reason=reason)
 
     def record_compression(self, order: Order, blocks_freed: int) -> None:
-        """Count one compression, and the blocks that it has freed.
+        """Count one compression, and the blocks that it has freed in all KV cache groups.
 
         If a request is preempted and compressed again, both are counted again.
         """

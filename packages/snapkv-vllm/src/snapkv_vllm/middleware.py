@@ -149,8 +149,8 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
 
 
 def _is_form(scope: Message) -> bool:
-    """Whether the body of a request is a form, which may contain files that the server does not
-    keep in memory.
+    """Whether the body of a request is a form by its content type. A form may contain files that
+    the server does not keep in memory.
     """
     content_types = (value for name, value in scope["headers"] if name.lower() == b"content-type")
     content_type = next(content_types, b"").partition(b";")[0].strip().lower()

@@ -182,7 +182,7 @@ def serve(
         UnsupportedModelError: the engine cannot compress prompts with these options.
         MissingDependencyError: vLLM is not installed, or its version is not supported.
         OSError: the file of vLLM's option ``--config`` cannot be read.
-        ValueError: that file is not in the form that vLLM reads.
+        ValueError: the name of that file does not end in .yaml or .yml.
     """
     require_supported_version()
     with lock_users_folder() if METRICS_VARIABLE in os.environ else make_metrics_folder():
@@ -201,7 +201,7 @@ def parse_options(model: str, options: Sequence[str]) -> tuple[Any, Any]:
         SystemExit: an option is unknown, or its value cannot be read. vLLM's parser has then
             written the reason to standard error.
         OSError: the file of vLLM's option ``--config`` cannot be read.
-        ValueError: that file is not in the form that vLLM reads.
+        ValueError: the name of that file does not end in .yaml or .yml.
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
