@@ -75,12 +75,14 @@ class CompressedManager(FullAttentionManager):
     all computed tokens without those that it has dropped.
 
     Attributes:
-        dropped_tokens: how many tokens each compressed request has dropped.
-        plans: the plans of all requests, by request; this is the dict of the scheduler.
+        dropped_tokens: how many tokens each compressed request has dropped, by request id. With
+            heads of different lengths the tokens for which space is reserved are not counted as
+            dropped.
+        plans: the plans of all requests, by request id; this is the dict of the scheduler.
         missing_blocks: how many more blocks the last request of `get_num_blocks_to_allocate` needs
             for the tokens that it will keep.
-        reservations: the blocks that are reserved for the kept tokens of a request: new ones, and
-            some of its own.
+        reservations: the blocks that are reserved for the kept tokens of a request, by request id:
+            new ones, and some of its own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -102,10 +104,16 @@ class CompressedManager(FullAttentionManager):
         """Return how many blocks must be reserved for the tokens that a request keeps at the end of
         this step.
 
-        The result is 0 if no other request may read the blocks of this request, because then the
-        kept tokens move to the first of these blocks. Otherwise its blocks are freed unchanged, and
-        the kept tokens move to other blocks: with prefix caching other requests can find the old
-        blocks by their content, and blocks of a history belong to the history.
+        The result is 0 if the step does not end with a compression. It is also 0 if no other
+        request may read the blocks of this request, because then the kept tokens move to the first
+        of these blocks. Otherwise its blocks are freed unchanged, and the kept tokens move to other
+        blocks: with prefix caching other requests can find the old blocks by their content, and
+        blocks of a history belong to the history.
+
+        Args:
+            request_id: the id of the request.
+            seen_tokens: tokens that are computed before the step.
+            step_tokens: tokens that the step computes.
         """
         plan, dropped = self.plans.get(request_id), self.dropped_tokens.get(request_id, 0)
         if plan is None or not self._is_shared(request_id):
@@ -115,7 +123,9 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
     def _is_shared(self, request_id: str) -> bool:
-        """Whether other requests may read the blocks of this request."""
+        """Whether other requests may read the blocks of this request: because it begins with a
+        history, or by the prefix cache while it has dropped nothing.
+        """
         if request_id in self._begun_with_history:
             return True
         return bool(self.enable_caching) and not self.dropped_tokens.get(request_id, 0)
@@ -220,8 +230,8 @@ class CompressedManager(FullAttentionManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Assign to a request the blocks with which it begins. Histories need this even if prefix
-        caching is disabled.
+        """Assign to a request the blocks with which it begins, and keep them allocated for it.
+        Histories need this even if prefix caching is disabled.
         """
         if self.enable_caching or not new_computed_blocks:
             super().add_local_computed_blocks(
@@ -274,6 +284,9 @@ class CompressedManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
+        """Allocate blocks as vLLM does, for the tokens that the request stores, and return the new
+        ones.
+        """
         dropped = self.dropped_tokens.get(request_id, 0)
         blocks: list[KVCacheBlock] = super().allocate_new_blocks(
             request_id, num_tokens - dropped, num_tokens_main_model - dropped
@@ -281,8 +294,9 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Add the full blocks of a request to the prefix cache, unless the request was compressed,
-        because compressed blocks are not the prefix of any prompt.
+        """Add the full blocks of a request to the prefix cache. Nothing is added if the request was
+        compressed or begins with a compressed history, because its blocks are not the prefix of any
+        prompt.
         """
         if request.request_id not in self.dropped_tokens:
             super().cache_blocks(request, num_tokens, *args, **kwargs)
@@ -303,6 +317,11 @@ def cache_only_exact_blocks(coordinator: Any, plans: Mapping[str, PromptPlan]) -
 
     Layers with a window or a recurrent state are not compressed, but after a compression their
     states depend on the layers that are.
+
+    Args:
+        coordinator: vLLM's coordinator of the block managers, changed in place.
+        plans: the plans of all requests, by request id, which are looked up at each call. The
+            blocks of a request without a plan are all added.
     """
     cache = coordinator.cache_blocks
 
@@ -343,8 +362,8 @@ class CompressedBlocks:
 
     @property
     def lack_blocks(self) -> bool:
-        """Whether the last request that asked for blocks needs more blocks than its own for the
-        tokens that it will keep.
+        """Whether the last request that asked for blocks needs more blocks for the tokens that it
+        will keep than it has itself.
         """
         return any(manager.missing_blocks for manager in self._managers.values())
 
@@ -387,6 +406,8 @@ class CompressedBlocks:
 def register_spec() -> None:
     """Register the specs of this plugin and their block manager with vLLM in this process. They
     have no effect until a worker uses them.
+
+    Errors of an unsupported version of vLLM go through unchanged.
     """
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers vLLM's own specs first
     for spec in COUNTERPARTS.values():

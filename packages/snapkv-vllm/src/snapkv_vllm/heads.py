@@ -60,7 +60,8 @@ class HeadPlaces:
         return states.new_zeros(*others, heads * slots + 1, states.shape[-1])
 
     def scatter(self, states: Tensor, found: Tensor, slots: int, first_head: int = 0) -> None:
-        """Write the kept states of some heads to their places.
+        """Write the kept states of some heads to their places. Slots of the output without a token
+        stay as they are.
 
         Args:
             states: (..., h, K, D), right-aligned; heads of several layers that share pages are
@@ -439,7 +440,9 @@ class HeadsAttention:
         )
 
     def end_step(self) -> None:
-        """Forget the batch, because a dummy batch may follow."""
+        """Forget the batch and its sequences, because a dummy batch may follow. The numbers of kept
+        tokens stay.
+        """
         self._batch = CompressedRows()
         self._steps.clear()
 
@@ -476,7 +479,8 @@ class HeadsAttention:
         """Patch one of vLLM's attention metadata builders, so that it also prepares the sequences
         of each step.
 
-        Its layers must be patched already, and their caches allocated.
+        Its layers must be patched already, and their caches allocated. Building metadata then
+        changes the slots of compressed requests in vLLM's `slot_mapping` in place.
 
         Raises:
             UnsupportedModelError: layers that share pages have caches that cannot; see
@@ -576,6 +580,9 @@ class HeadsAttention:
 
 
 def _single_head_impl(impl: Any) -> Any:
+    """Return a copy of vLLM's implementation of attention for one KV head and the query heads that
+    share it.
+    """
     single = copy.copy(impl)
     single.num_kv_heads, single.num_heads = 1, impl.num_heads // impl.num_kv_heads
     return single

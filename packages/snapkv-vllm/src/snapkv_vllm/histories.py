@@ -35,7 +35,7 @@ class DigestedTokens:
 
     @classmethod
     def from_ids(cls, ids: Sequence[int] | NDArray[np.int32]) -> Self:
-        """Copy token ids and compute their digests, in a time that is linear in the number
+        """Copy token ids as int32 and compute their digests, in a time that is linear in the number
         of ids.
         """
         copied = np.array(ids, dtype=np.int32)
@@ -67,7 +67,9 @@ class DigestedTokens:
         return blocks * BLOCK + (int(differ[0]) if len(differ) else length)
 
     def has_same_prefix(self, other: "DigestedTokens", tokens: int) -> bool:
-        """Whether the first `tokens` tokens are the same in both, compared one by one."""
+        """Whether the first `tokens` tokens are the same in both, compared one by one. If one has
+        fewer tokens, so must the other.
+        """
         return np.array_equal(self.ids[:tokens], other.ids[:tokens])
 
 
@@ -142,7 +144,9 @@ class History:
 
     @property
     def tenant(self) -> str:
-        """The tenant of the session: the hash of its API key, or "" on a server without keys."""
+        """The tenant of the session: the first 32 digits of the hash of its API key, or "" on a
+        server without keys.
+        """
         return self.owner[0].partition("/")[0]
 
     @property
@@ -159,8 +163,8 @@ class History:
         return len(self.tokens) - self.compressed.dropped_tokens
 
     def block_count(self, sizes: Sequence[int]) -> int:
-        """Return how many blocks the history takes in KV cache groups with these block sizes.
-        Blocks that it shares with other histories are counted as well.
+        """Return how many blocks the history takes in all KV cache groups together, if they have
+        these block sizes. Blocks that it shares with other histories are counted as well.
         """
         return sum(-(-self.held_tokens // size) for size in sizes)
 

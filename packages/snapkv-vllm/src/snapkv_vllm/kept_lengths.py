@@ -44,7 +44,9 @@ class KeptLengths:
             self._dropped.copy_(self._dropped_cpu, non_blocking=True)
 
     def end_step(self) -> None:
-        """Reset the numbers of dropped tokens to zero, because a dummy batch may follow."""
+        """Reset the numbers of dropped tokens to zero, because a dummy batch may follow. Until
+        `begin_step` is called, every length is that of vLLM.
+        """
         if self._has_dropped:
             self._dropped_cpu.zero_()
             self._dropped.zero_()

@@ -126,6 +126,7 @@ class LatentLayer(VotingLayer):
 
 
 def voting_layer(layer: Any) -> VotingLayer:
+    """Wrap an attention layer of vLLM in the class for its kind of attention."""
     return LatentLayer(layer) if hasattr(layer, "kv_lora_rank") else VotingLayer(layer)
 
 

@@ -30,6 +30,9 @@ class NumberFormat:
 
     @classmethod
     def from_layer(cls, layer: Any) -> Self:
+        """Return the format in which an attention layer of vLLM stores keys and values. Its cache
+        must be allocated.
+        """
         name = getattr(layer, "kv_cache_dtype", "auto")
         if name not in FP8:
             return cls(layer.kv_cache.dtype)
@@ -39,13 +42,13 @@ class NumberFormat:
 
     def decode(self, stored: Tensor) -> Tensor:
         """Convert stored numbers to the dtype of the model, without multiplying by their scale. The
-        conversion is exact.
+        conversion is exact. Numbers that are not stored as bytes are returned as they are.
         """
         return stored if self.byte_dtype is None else stored.view(self.byte_dtype).to(self.dtype)
 
     @property
     def bytes(self) -> int:
-        """How many bytes a stored number takes, together with its decoded form if that is another
+        """How many bytes a stored number takes, plus those of its decoded form if that is another
         tensor.
         """
         return self.dtype.itemsize + (0 if self.byte_dtype is None else self.byte_dtype.itemsize)
@@ -115,7 +118,8 @@ class PlainLayout:
         return type(self)(self._caches[layers], self._head_size, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        """Copy the keys of the first `tokens` tokens of a request out of the cache.
+        """Copy the keys of the first `tokens` tokens of a request out of the cache, in the form in
+        which the cache stores numbers.
 
         Args:
             blocks: the blocks of the request.
@@ -222,6 +226,9 @@ class CpuLayout:
         return type(self)(self._caches[layers], self._isa, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
+        """Copy keys as `PlainLayout.read_keys` does. Their memory may be ordered by numbers instead
+        of tokens.
+        """
         return self._read(0, blocks)[:, :, :tokens]
 
     def select_keys(self, keys: Tensor, keep: Tensor) -> Tensor:

@@ -147,7 +147,11 @@ class Metrics:
         self.get(name, **labels).inc(by)
 
     def set(self, name: str, value: int, **labels: str) -> None:
-        """Set the value of a gauge to a number."""
+        """Set the value of a gauge to a number.
+
+        Raises:
+            KeyError: there is no metric with this name.
+        """
         self.get(name, **labels).set(value)
 
 
@@ -207,6 +211,6 @@ class PromptMetrics(Metrics):
 
     def forget_request(self, request_id: str) -> None:
         """Forget that the prompt of a request was counted, because a later request may have the
-        same id.
+        same id. A request that was not counted is ignored.
         """
         self._counted.discard(request_id)

@@ -136,10 +136,14 @@ def end_with_parent() -> None:
 
 @functools.cache  # a forked process has another parent
 def _watch(process: int) -> None:
+    """Start a thread that runs `_kill_after`, once for each process id."""
     threading.Thread(target=_kill_after, args=(process,), daemon=True).start()
 
 
 def _kill_after(process: int) -> None:
+    """Wait until the process with the id `process` has ended, delete this process's own folder of
+    metrics, and kill this process.
+    """
     try:
         handle = os.pidfd_open(process)
     except ProcessLookupError:

@@ -117,7 +117,9 @@ class Replica:
         self._args = _parse_arguments(model, arguments)
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Start the engine of this replica, and return vLLM's web application for it."""
+        """Start the engine of this replica, and return vLLM's web application for it. Ray Serve
+        calls this once. Errors of vLLM go through unchanged.
+        """
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
         from vllm.entrypoints.launchers.app import build_app

@@ -91,7 +91,10 @@ class CompressingRunner:
 
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
         """Let vLLM measure the memory of its largest step together with the memory of the largest
-        compression.
+        compression, which is allocated and computed here.
+
+        Raises:
+            UnsupportedModelError: the layers of the model cannot be compressed.
         """
         specs, layers = self.get_kv_cache_spec(), attention_layers(self.vllm_config)
         chosen = [layers[name] for name, spec in specs.items() if is_compressed(spec)]
@@ -128,6 +131,13 @@ class CompressingRunner:
         )
 
     def _make_compressor(self: Any, groups: Mapping[int, Any]) -> Compressor:
+        """Build the compressor for the compressed KV cache groups. If heads may keep different
+        numbers of tokens, the attention layers are patched as well.
+
+        Raises:
+            UnsupportedModelError: a layer has attention sinks, and heads may keep different numbers
+                of tokens.
+        """
         layers = attention_layers(self.vllm_config)
         of_group = {
             number: {name: layers[name] for name in layers if name in group.layer_names}
@@ -171,6 +181,7 @@ class CompressingRunner:
         return output
 
     def _forget(self, requests: Iterable[str]) -> None:
+        """Forget everything that is stored for some requests, except the positions of histories."""
         for request_id in requests:
             self._dropped.pop(request_id, None)
             self._compressed.pop(request_id, None)
@@ -255,6 +266,9 @@ class CompressingFirstRunner(CompressingRunner):
             self.input_batch.block_table.add_row(state.block_ids, row)
 
     def _prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
+        """Prepare the inputs of a step as vLLM does, and map the new tokens of compressed requests
+        to the slots that follow their stored tokens. The slots are changed in vLLM's block tables.
+        """
         prepared = super()._prepare_inputs(scheduler_output, *args)  # type: ignore[misc]
         requests = self.input_batch.num_reqs
         starts = self.query_start_loc
@@ -343,6 +357,9 @@ class CompressingSecondRunner(CompressingRunner):
         return block_tables, slots
 
     def _slot_buffer(self: Any) -> Any:
+        """Return a buffer for slots with the shape of vLLM's own. It is allocated by the first
+        call.
+        """
         if not hasattr(self, "_slots_of_held_tokens"):
             self._slots_of_held_tokens = self.block_tables.slot_mappings.clone()
         return self._slots_of_held_tokens

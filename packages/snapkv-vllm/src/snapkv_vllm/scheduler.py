@@ -162,14 +162,17 @@ class _CompressingScheduler(Scheduler):
         self._preempts_for_reservation = False
 
     def _count_wait(self, request_id: str) -> None:
-        """Count a request that waits for blocks for its kept tokens. It is counted only once,
-        however long it waits.
+        """Count a request that waits for blocks for its kept tokens. It is counted only once until
+        it gets these blocks, however long it waits.
         """
         if request_id not in self._waiting_for_reservation:
             self._waiting_for_reservation.add(request_id)
             self._metrics.count("waits")
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Free an ended request as vLLM does, after storing its tokens as a history of its session,
+        and forget its plan. The result is that of vLLM.
+        """
         self._metrics.forget_request(request.request_id)
         self._waiting_for_reservation.discard(request.request_id)
         if self.sessions is not None:
@@ -183,6 +186,13 @@ class _CompressingScheduler(Scheduler):
     def _get_local_prefix_cache_hit(
         self, request: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, int, int, bool]:
+        """Find the blocks with which a request begins: those of the history that is chosen and
+        pinned here for a request of a session, or those that vLLM finds in the prefix cache, up to
+        the tokens that the request may take from there.
+
+        Returns:
+            The blocks and the number of their computed tokens, followed by two values of vLLM.
+        """
         if self.sessions is not None:
             if plan := self.sessions.plan_next(request.request_id):
                 self._plans[request.request_id] = plan
@@ -207,6 +217,9 @@ class _CompressingScheduler(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
+        """Return how many of the new tokens a step computes: as many as vLLM decides, but not
+        beyond the next compression.
+        """
         computed = num_computed_tokens, num_new_tokens
         tokens: int = super()._reserve_prefill_lookahead(request, *computed)
         if (plan := self._plans.get(request.request_id)) is None:

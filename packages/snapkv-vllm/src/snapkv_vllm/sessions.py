@@ -259,6 +259,7 @@ class SessionStore:
 
     def _pin_history(self, history: History, request_id: str, plan: TurnPlan) -> None:
         """Pin a history until the request has ended, and make it the most recently used history.
+        Other requests of the session search again.
 
         If the request continues inside the last block, the tokens of the history after that point
         are removed from it, because they will be overwritten.
@@ -450,8 +451,8 @@ class SessionStore:
         return History(owner=turn.owner, prompt=prompt, tokens=tokens, compressed=turn.compressed)
 
     def _find_replaced(self, new: History, before: History | None) -> list[History]:
-        """Return the unused histories that are replaced by `new`: the one from which it continues,
-        and all histories of the same prompt.
+        """Return the histories that are replaced by `new` and that no request uses: `before`, from
+        which it continues, and all histories of the same prompt and owner.
         """
         return [
             one
@@ -496,8 +497,8 @@ class SessionStore:
         return True
 
     def evict_least_recent(self) -> bool:
-        """Evict the least recently used history that no request uses, and return whether there was
-        one.
+        """Evict the least recently used history that no request uses, and return True. If every
+        history is used or there is none, return False.
         """
         idle = next((one for one in self._held if not one.requests), None)
         if idle is not None:
@@ -516,6 +517,9 @@ class SessionStore:
         self.report_metrics()
 
     def _forget(self, history: History) -> None:
+        """Remove a history, release its blocks, and let waiting requests of its session search
+        again. Workers are told by the next `pop_forgotten`.
+        """
         self._held.remove(history)
         self._reset_searches(history.owner)
         self._forgotten.append(history.first_block)

@@ -57,6 +57,7 @@ class Option:
 @dataclass(frozen=True)
 class Row:
     """One row of the table: an option, the case in which it is refused, the reason, and the remedy.
+    A row without a reason gives none in its message.
 
     By default the remedy is to remove one of the two.
     """
@@ -68,7 +69,7 @@ class Row:
 
     @property
     def parts(self) -> set[str]:
-        """The keys of the one or two parts in which the option and the case are looked up."""
+        """The keys of `Parts` in which the option and the case are looked up, one or two."""
         return {self.option.part, self.case.part}
 
     def refuse(self, parts: Mapping[str, Any]) -> None:
@@ -150,6 +151,13 @@ def _too_parallel(config: Any) -> object:
 
 
 def _of_model(attribute: str, words: str, argument: str = "model") -> Option:
+    """Return the option that a model has a property.
+
+    Args:
+        attribute: the name of the property in vLLM's configuration of the model.
+        words: the property as a noun phrase for the message.
+        argument: the argument of vLLM that the message names.
+    """
     return Option("engine", argument, lambda c: getattr(c.model_config, attribute) and words)
 
 
@@ -170,6 +178,8 @@ def _several(argument: str, attribute: str = "") -> Option:
 
 
 def _other_format(names: tuple[str, ...]) -> Option:
+    """Return the option that the KV cache has a format which is not one of `names`."""
+
     def find(config: Any) -> object:
         name = config.cache_config.cache_dtype
         return name not in names and f"the format {name}"
@@ -232,6 +242,7 @@ WITHOUT_SESSIONS = Case("settings", "on a server without sessions", lambda s: no
 
 
 def _first_own(extra_args: Mapping[Any, Any]) -> object:
+    """Return the first name of a setting of this package, or None if the request has none."""
     own = (name for name in extra_args if isinstance(name, str) and name.startswith(PREFIX))
     return next(own, None)
 

@@ -45,8 +45,8 @@ class ConfigEntry:
         return cls(**config)
 
     def to_config(self) -> dict[str, Any]:
-        """Return the fields that differ from their default values, as a dictionary that can be
-        written as JSON.
+        """Return the fields that differ from their default values, as a new dictionary that can be
+        written as JSON; empty if there are none.
         """
         defaults = {one.name: one.default for one in fields(cast(Any, self))}
         own = asdict(cast(Any, self))
@@ -174,7 +174,8 @@ class Sessions(ConfigEntry):
     """The limit of a server on the memory that is taken by the histories of sessions.
 
     Args:
-        most_bytes: the bytes of all histories together; 0 for a quarter of the cache of the engine.
+        most_bytes: the bytes of all histories together; 0 for a quarter of the cache of the engine,
+            or less if the longest request leaves less.
 
     Raises:
         InvalidArgumentError: a value is out of range.

@@ -118,8 +118,8 @@ class WithSpans(Policy):
 
     @property
     def window_tokens(self) -> int:
-        """The length of the longest observation window of the methods; see
-        `count_window_tokens`.
+        """The length of the longest observation window of the methods, see `count_window_tokens`; 0
+        if tokens are only dropped or protected.
         """
         return max(map(count_window_tokens, self._methods), default=0)
 

@@ -75,8 +75,11 @@ NOT_FOUND, CONFLICT, INSUFFICIENT_STORAGE = 404, 409, 507
 
 
 class RefusedError(InvalidArgumentError):
-    """The error that is raised if a request is refused. Its attribute `status` is the HTTP status
-    of the response.
+    """The error that is raised if a request is refused.
+
+    Args:
+        message: what is wrong, and what to do instead.
+        status: the HTTP status of the response.
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -101,7 +104,9 @@ def wrong(argument: str, problem: str, remedy: str, status: int = 400) -> Refuse
 
 
 def status_of(error: SnapKVError) -> int:
-    """Return the HTTP status with which the server answers an error of this package."""
+    """Return the HTTP status with which the server answers an error of this package: that of a
+    `RefusedError`, 507 if memory is missing, and 400 otherwise.
+    """
     if isinstance(error, RefusedError):
         return error.status
     return INSUFFICIENT_STORAGE if isinstance(error, OutOfMemoryError) else 400
@@ -184,7 +189,11 @@ answers all requests, so its time must be limited.
 
 
 def require_few_names(argument: str, fields: Mapping[Any, Any]) -> None:
-    """Check that an object of a request does not have more than 1,000 names.
+    """Check that an object of a request does not have more than `_MAX_NAMES` names.
+
+    Args:
+        argument: the name of the object, for the error.
+        fields: the object.
 
     Raises:
         RefusedError: the object has too many names.

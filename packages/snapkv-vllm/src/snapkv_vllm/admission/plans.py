@@ -17,7 +17,9 @@ from snapkv_vllm.admission.methods import WithSpans, count_kept_tokens
 
 
 def count_eviction_queries(policy: EvictingPolicy) -> int:
-    """Return how many queries of the last tokens the method needs when it evicts tokens."""
+    """Return how many queries of the last tokens the method needs when it evicts tokens from an
+    answer. A short answer may have fewer.
+    """
     return policy.history_tokens or policy.query_tokens
 
 
@@ -112,6 +114,9 @@ class AnswerSelector(Selector):
         return self.queries
 
     def select(self, layer: PromptLayer) -> Tensor | None:
+        """Select the tokens that are kept, in the form that `Selector.select` returns. The result
+        is never None.
+        """
         step = DecodeStep(
             queries=layer.queries,
             keys=layer.keys,
@@ -167,7 +172,9 @@ class Order:
 
     @property
     def dropped_tokens(self) -> int:
-        """How many of the computed tokens are no longer stored after the compression."""
+        """How many of the computed tokens are no longer stored after the compression, on average
+        over heads.
+        """
         return self.seen_tokens - self.kept_tokens
 
 
@@ -238,12 +245,24 @@ class PromptPlan:
         return compression or self._answer_compression(seen_tokens, held_tokens)
 
     def _prompt_compression(self, held_then: int) -> Compression | None:
+        """Return the compression at the end of the prompt, or None if all tokens of the prompt are
+        kept.
+
+        Args:
+            held_then: how many tokens are stored when the prompt has been read.
+        """
         if self.policy is None or (kept := count_kept_tokens(self.policy, held_then)) == held_then:
             return None
         selector = self.selector_type(self.policy, protect_first=self.protect_first)
         return Compression(trigger_tokens=self.prompt_tokens, kept_tokens=kept, selector=selector)
 
     def _answer_compression(self, seen: int, held: int) -> Compression | None:
+        """Return the next eviction from the answer, or None if the answer has no limit.
+
+        Args:
+            seen: how many tokens have been computed.
+            held: how many of them are stored.
+        """
         if (limit := self.answer_limit) is None:
             return None
         due = max(self.prompt_tokens, seen - held + limit.max_tokens - 1) + 1
@@ -317,8 +336,8 @@ class PromptPlan:
 
     @property
     def shareable_tokens(self) -> int | None:
-        """How many tokens at the beginning have keys and values that other requests may reuse; None
-        for all tokens.
+        """How many tokens at the beginning have keys and values that other requests may reuse,
+        which are those up to the first compression; None for all tokens.
 
         Later tokens may have been computed without tokens that this request has dropped.
         """
@@ -328,9 +347,10 @@ class PromptPlan:
     @property
     def reusable_tokens(self) -> int | None:
         """How many tokens at the beginning the request may take from the prefix cache; None for all
-        tokens.
+        tokens, if it is never compressed.
 
-        The tokens that vote must be computed, because their queries are not in the cache.
+        The tokens that vote, and at least the last one before the first compression, must be
+        computed, because their queries are not in the cache.
         """
         if (first := self.next_compression(0, 0)) is None:
             return None

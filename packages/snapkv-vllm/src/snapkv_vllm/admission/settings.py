@@ -93,7 +93,8 @@ class ServingSettings:
         sessions: how much of the cache the histories of sessions may take; None disables sessions.
 
     Raises:
-        InvalidArgumentError: a method that cannot be served, or a value that is out of range.
+        InvalidArgumentError: a method that cannot be served, an unknown parameter, a value that is
+            out of range, or settings that contradict each other.
         InvalidTypeError: a value has the wrong type.
     """
 
@@ -274,12 +275,16 @@ class ServingSettings:
         return self._plan(requested, held_tokens, spans)
 
     def most_expensive_policies(self, prompt_tokens: int) -> list[Policy]:
-        """Return a list of methods, one of which needs the most memory that any request may cause.
+        """Return a list of methods, one of which needs the most memory that any request may cause
+        at the end of its prompt. Spans are not considered.
 
         A method without `voters` gives one candidate. For other methods `voters` is
         `max_window_size`, with every pooling and with both the longest window and a window of 1,
         because voters before the window take another code path. The budget is `prompt_tokens - 1`,
         or what the window needs if that is more.
+
+        Args:
+            prompt_tokens: the length of the longest prompt.
         """
         variants: list[dict[str, Any]] = [{}]
         if "voters" in parameter_names(self.policy):

@@ -102,7 +102,9 @@ def _parse_body(text: bytes) -> object:
 
 
 def _is_deeper(body: Any, most: int) -> bool:
-    """Whether more than `most` lists and objects are nested inside each other."""
+    """Whether more than `most` lists and objects are nested inside each other, the body itself
+    included.
+    """
     nests = (dict, list)  # `json.loads` returns exactly these types
     level = [body] if type(body) in nests else []
     for _ in range(most):

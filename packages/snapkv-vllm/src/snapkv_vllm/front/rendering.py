@@ -102,12 +102,19 @@ class _Resolver:
         return extra_args
 
     async def _resolve_chat(self, request: Any, made: Any, extra_args: dict[str, Any]) -> Any:
+        """Return the settings of a chat with the number of voters, if the question decides it, or
+        the settings themselves if there are spans. Otherwise the result is None, also if vLLM has
+        answered with an error.
+        """
         if not isinstance(made, tuple):
             return None
         found = await self._add_voters(request.messages, made, extra_args)
         return found or (extra_args if SPANS_FIELD in extra_args else None)
 
     async def _resolve_responses(self, request: Any, made: Any, extra_args: dict[str, Any]) -> Any:
+        """Return the settings of a request to ``/v1/responses`` with the number of voters, or None
+        if the question does not decide it or vLLM has answered with an error.
+        """
         messages = getattr(made, "messages", None)
         return messages and await self._add_voters(messages, made, extra_args)
 
@@ -146,6 +153,9 @@ class _Resolver:
 
 
 def _question_tokens(messages: Sequence[Any], made: Any, tokenizer: Any) -> int | None:
+    """Count the last tokens of a prompt from the beginning of the question; see
+    `count_question_tokens`. The result is also None for a prompt without text or token ids.
+    """
     (inputs,) = _engine_inputs(made)
     text, ids = inputs.get("prompt"), inputs.get("prompt_token_ids")
     if not (isinstance(text, str) and ids):

@@ -40,7 +40,9 @@ _current: ContextVar[RequestContext | None] = ContextVar("snapkv_request", defau
 
 @contextmanager
 def use_context(context: RequestContext) -> Iterator[None]:
-    """Make `context` the current context inside the ``with`` block."""
+    """Make `context` the current context inside the ``with`` block, and restore the former one
+    afterwards.
+    """
     token = _current.set(context)
     try:
         yield
