@@ -38,9 +38,9 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def replacing_forward(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the `forward` of some modules within this block, and restore it afterwards.
+    """Replace the `forward` of some modules within this block, and restore it at the end.
 
-    Changes the modules in place. It is restored after an error, too.
+    Changes the modules in place. They are restored after an error, too.
 
     Args:
         forwards: the function to call in place of each module's `forward`, without `self`.
