@@ -29,9 +29,9 @@ class BestAndRecent(EvictingPolicy):
 
     @abstractmethod
     def rate(self, states: LayerStates) -> Tensor:
-        """Compute a score for each slot.
+        """Compute a score for each slot, at the end of the prompt and after a decode step.
 
-        The scores of the recent tokens are not used.
+        The scores of the recent tokens and of empty slots are not used.
 
         Returns:
             (B, H or 1, S) float32, higher is better.
@@ -39,6 +39,8 @@ class BestAndRecent(EvictingPolicy):
 
     def of_prompt(self, tokens: int, states: LayerStates) -> int:
         """Return the number of tokens of a row to keep at the end of the prompt.
+
+        The default is the smaller one of `tokens` and `max_decode_tokens`.
 
         Args:
             tokens: how many tokens the row has.
@@ -49,6 +51,8 @@ class BestAndRecent(EvictingPolicy):
 
     def of_step(self, tokens: int, states: LayerStates) -> int:
         """Return the number of tokens of a row to keep after a decode step.
+
+        The default is that of the prompt. The result is `tokens` if nothing is to be evicted now.
 
         Args:
             tokens: how many tokens the row holds.
@@ -78,11 +82,12 @@ class BestAndRecent(EvictingPolicy):
 
         Args:
             states: the layer.
-            scores: (B, H, S) float32.
-            kept: how many slots each row keeps, the recent ones included.
+            scores: (B, H, S) float32, which stays unchanged.
+            kept: how many slots each row keeps, the recent and the protected ones included.
 
         Returns:
-            (B, H, max(kept)) int64, ascending; rows that keep fewer start with padding.
+            (B, H, max(kept)) int64, ascending. Rows that keep fewer begin with -1 or, if that
+            reaches into the recent slots, with slots of padding.
         """
         slots, recent = states.keys.shape[2], self.recent_tokens
         older, protected = max(slots - recent, 0), states.protected
@@ -120,11 +125,12 @@ def split_budget(policy: Any, first: str, *, default_recent: Callable[[int], int
     """Compute the missing parts of a budget that consists of older and recent tokens.
 
     Changes the fields `budget`, `first` and `recent` of `policy` in place; two of them determine
-    the third.
+    the third. If none is given, the budget is `DEFAULT_BUDGET`.
 
     Args:
-        policy: the frozen policy being built.
-        first: the name of the older part, which may be 0; the recent one is at least 1.
+        policy: the frozen policy being built. Fields that were not given are None.
+        first: the name of the field with the older part, which may be 0; the recent one is at least
+            1.
         default_recent: returns the recent part of a budget if only the budget is given.
 
     Raises:
