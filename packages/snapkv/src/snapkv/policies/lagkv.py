@@ -58,10 +58,14 @@ class LagKV(PrefixPolicy):
 
     @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
-        """Compute the rank of each token in its piece, or its rating.
+        """Compute the rank of each token in its piece, or its rating with `cross_scoring`.
+
+        Tokens without a lag, which are those after the last piece that has one, get more than 1:
+        the newer, the higher.
 
         Returns:
-            (B, Hkv, P) float32 in [0, 1], above 1 for tokens without a lag, which are kept first.
+            (B, Hkv, P) float32, in [0, 1] for tokens with a lag. If all heads share one latent,
+            their mean is ranked.
         """
         B, T = layer.keys.shape[0], layer.keys.shape[2]
         scores = layer.keys.new_zeros(B, layer.num_kv_heads, T, dtype=torch.float32)
@@ -80,11 +84,14 @@ class LagKV(PrefixPolicy):
     def _ratings(self, states: Tensor) -> Tensor:
         """Compute how much each token varies over its channels, compared with the next piece.
 
+        The attention sinks, the last whole piece and the tokens after it get no rating.
+
         Args:
             states: (H, T, D) keys or values of one row.
 
         Returns:
-            (H, pieces, lag_size) float32.
+            (H, pieces, lag_size) float32, a softmax over each piece, so its ratings add up to 1.
+            There are 0 pieces if fewer than two whole ones follow the sinks.
         """
         whole = max(0, states.shape[1] - self.sink_tokens) // self.lag_size
         if whole < 2:
@@ -102,6 +109,12 @@ def _ranked(ratings: Tensor) -> Tensor:
     """Convert ratings to ranks within each piece, as fractions of the piece's size.
 
     If two ranks in different pieces are equal, the better rating is higher.
+
+    Args:
+        ratings: (H, pieces, lag_size) float32 in [0, 1].
+
+    Returns:
+        A tensor of the same shape; the best token of a piece has the highest number, at most 1.
     """
     order = ratings.argsort(dim=-1, descending=True, stable=True)
     rank = ratings.shape[-1] - 1 - order.argsort(dim=-1)

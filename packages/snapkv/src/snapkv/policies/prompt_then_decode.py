@@ -122,7 +122,9 @@ class PromptThenDecode(EvictingPolicy):
             `decode`.
 
         Raises:
-            InvalidArgumentError: `prompt` is not of this library and returned no valid selection.
+            InvalidArgumentError: `prompt` returned no valid selection, or cannot hold what must be
+                kept.
+            BudgetTooSmallError: a budget of `prompt` in bytes cannot hold the window and the sinks.
         """
         own = _with_queries(layer, self.prompt.query_tokens)
         selection = checks.select(self.prompt, own, [layer.layer_idx])
@@ -142,7 +144,10 @@ class PromptThenDecode(EvictingPolicy):
 
 
 def _with_queries(layer: PromptLayer, query_tokens: int) -> PromptLayer:
-    """Return the layer with only the last `query_tokens` queries."""
+    """Return the layer with only its last `query_tokens` queries.
+
+    It is the layer itself if it has no more than that.
+    """
     start = max(0, layer.queries.shape[2] - query_tokens)
     return replace(layer, queries=layer.queries[:, :, start:]) if start else layer
 
