@@ -103,7 +103,7 @@ _HOMES = {
     "install": "snapkv.hf.install",
     "uninstall": "snapkv.hf.install",
 }
-"""The modules of all public names that are neither policies nor errors."""
+"""The module of each public name that is neither a policy nor an error."""
 
 
 def __getattr__(name: str) -> Any:

@@ -230,7 +230,7 @@ def require_one_reading(policy: Policy, remedy: str) -> None:
 
     Args:
         policy: the policy to check.
-        remedy: what the user should do instead.
+        remedy: what the user should do instead, as for `snapkv.errors.wrong`.
 
     Raises:
         InvalidArgumentError: the policy needs a second reading.

@@ -31,15 +31,15 @@ class AcrossLayers(AroundScores):
     masks the other tokens and still holds them. Here layers and heads hold different numbers of
     tokens, as in AdaKV, and the memory is that of the kept tokens. The counts add up exactly to the
     budget times the heads of all layers. A head is only guaranteed its window and its sinks. If all
-    heads share one latent, the rows of a batch take as many bytes in a layer as the row that keeps
-    most of it.
+    heads share one latent, every row of a batch takes as many bytes in a layer as the row that
+    keeps the most tokens there.
 
     Layers are pruned while the prompt is read: an entry that is not among the best of the layers
     read so far cannot be among the best of all, so it is dropped. At most twice the budget and one
-    layer are held at a time (`snapkv.cache.shared_budget`). If the votes choose the budget, every
-    head keeps what it needs, and layers share nothing. If the budget is in bytes and the tokens are
-    quantized, heads win whole blocks of codes, because a partly filled block costs as much as a
-    full one.
+    group of layers are held at a time (`snapkv.cache.shared_budget`). If the votes choose the
+    budget, every head keeps what it needs, and layers share nothing. If the budget is in bytes and
+    the tokens are quantized, heads win whole blocks of codes, because a partly filled block costs
+    as much as a full one.
 
     Args:
         policy: the method that scores, with its budget: tokens per head on average. Its scores must
@@ -119,7 +119,7 @@ class AcrossLayers(AroundScores):
         scores = policy.compute_scores(prefix)
         if (weights := policy.summed_weights(layer)) != 1:
             scores = scores / weights
-        finite = torch.finfo(torch.float32)  # infinite is what must stay, and what must not
+        finite = torch.finfo(torch.float32)  # infinity marks what must stay, and padding
         ranked = prefix.mark_required(scores.float().clamp(finite.min, finite.max))
         window = layer.keys.shape[2] - prefix.slots
         ranked = F.pad(ranked, (0, window), value=math.inf)
@@ -213,7 +213,7 @@ def in_blocks(ranked: Tensor, block_tokens: int) -> Tensor:
     found = torch.full_like(ranked, -math.inf)
     found[:, :whole] = means.expand_as(blocks).flatten(1)
     found = torch.empty_like(found).scatter_(-1, places, found)
-    return torch.where(ranked.isinf(), ranked, found)  # what must stay, and pads
+    return torch.where(ranked.isinf(), ranked, found)  # as in `ranked`
 
 
 def best_entries(scores: Tensor, totals: Sequence[int]) -> Tensor:

@@ -26,11 +26,12 @@ class AdaKV(AroundScores):
 
     Args:
         policy: the method that scores, with its budget: tokens per head on average.
-        safeguard: the fraction of the even share that every head keeps, in (0, 1]; 1 is the policy
-            itself. 0.2 as in the authors' paper and kvpress; the authors' code defaults to 0.5.
+        safeguard: the fraction of the even share that every head keeps, in (0, 1]; with 1 all heads
+            keep the same number, as `policy` does by itself. 0.2 as in the authors' paper and
+            kvpress; the authors' code defaults to 0.5.
 
     Raises:
-        InvalidTypeError: `policy` does not score a prefix.
+        InvalidTypeError: `policy` does not score a prefix, or `safeguard` is not a number.
         InvalidArgumentError: `policy` does not keep its best scores, or `safeguard` is out of
             range.
     """

@@ -139,7 +139,7 @@ def projected_norms(
     group = heads // layer.values.shape[1]
     per_head = weight.float().view(weight.shape[0], heads, size)
     values = layer.values[:, :, :prefix_tokens].float()
-    blocks = torch.split(values, _POSITIONS_AT_ONCE, dim=2)  # bounds the (B, P, hidden) in between
+    blocks = torch.split(values, _POSITIONS_AT_ONCE, dim=2)  # bounds the products, (B, P, hidden)
     norms = [
         torch.cat([norm(b[:, head // group] @ per_head[:, head].T) for b in blocks], -1)
         for head in range(heads)

@@ -11,12 +11,13 @@ from snapkv.policies.snapkv import SnapKV
 from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW
 
 MOST_VOTERS = 128
-"""The most tokens of a question that all vote. A longer one holds a text of its own, which asks
-nothing."""
+"""The largest number of tokens of a question that all vote. A longer one probably contains a
+text of its own, which asks nothing."""
 
 _BEFORE_A_QUESTION = {"voters": 64, "pooling": "max", "decay": None, "sink_tokens": None}
-"""Parameters of a text that is compressed before its question is known: what will be asked for may
-be on either side of the positions that the end of the text looks at."""
+"""Parameters for a text that is compressed before its question is known. Its votes are pooled to
+both sides, because what will be asked for may be on either side of the positions that the end of
+the text looks at."""
 
 
 def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:

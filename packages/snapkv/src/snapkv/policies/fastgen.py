@@ -137,7 +137,7 @@ class FastGen(EvictingPolicy):
         if layer.protected is not None:
             scores = scores.masked_fill(layer.protected, float("inf"))
         kept = self._kept(scores, columns, columns.shape[-1], tokens, notes)
-        # A latent is stored once for all heads, so its rows must have the same length.
+        # A latent is stored once for all heads, so they all keep the same number of tokens.
         own = layer.stored_heads is None
         return Selection.of_mask(kept, per_head_budget=own, scores=scores, head_notes=notes)
 
@@ -237,11 +237,13 @@ class FastGen(EvictingPolicy):
     ) -> Tensor:
         """Return a mask of the slots that each head keeps.
 
+        This waits for a GPU.
+
         Args:
             scores: (B, H, S) float32, infinite if a token is protected or of a kind that its head
                 keeps.
             columns: (B, H, S) int64, -1 if a slot holds no token.
-            seen_tokens: columns so far.
+            seen_tokens: columns so far, padding included.
             tokens: (B,) int64, tokens so far without padding.
             notes: (B, H, 2) int64, every head's choice and its number of recent tokens.
 

@@ -158,7 +158,7 @@ class Gate:
         return save({"weights": flat.view(self.layers, self.heads, -1)}, metadata)
 
     def _seal(self) -> str:
-        """Return the hash of the weights and all metadata, to detect a damaged file."""
+        """Return the hash of the weights, the sizes and the model, to detect a damaged file."""
         metadata = repr([getattr(self, name) for name in (*_SIZES, "model")])
         return hashlib.sha256(metadata.encode() + self.data).hexdigest()
 

@@ -25,18 +25,20 @@ class LagKV(PrefixPolicy):
     together with the tokens that fill no piece; if the budget cannot hold all of these, the newest
     are kept.
 
-    This follows kvpress with three differences. Of tokens with the same rank in their pieces the
-    better rating goes first, as far as float32 tells them apart beside the rank; in kvpress any
-    may. A channel that does not vary in the lag counts 0, where kvpress divides by zero. The window
-    is kept as in SnapKV. The paper also evicts during decoding; here, as in kvpress, the prompt is
-    compressed at its end. After joined documents the pieces are those of the tokens that are held.
+    This follows kvpress with three differences. If tokens of different pieces have the same rank,
+    the one with the better rating is kept first, unless the ratings are too close for float32 to
+    tell them apart when the rank is added; in kvpress any of them may be kept. A channel that does
+    not vary in the lag counts 0, where kvpress divides by zero. The window is kept as in SnapKV.
+    The paper also evicts during decoding; here, as in kvpress, the prompt is compressed at its end.
+    After documents were joined, the pieces consist of the tokens that are held.
 
     Args:
         budget, keep_ratio, window_size: as in `PrefixPolicy`.
         lag_size: tokens of a piece, at least 2. The part without lag is up to two pieces less one
             token.
         sink_tokens: first tokens that every head keeps, 4 as in kvpress.
-        cross_scoring: select by ratings alone, so that pieces, and in `AdaKV` heads, compete.
+        cross_scoring: compare the ratings themselves and not the ranks, so that one piece may keep
+            more tokens than another, and inside `AdaKV` one head more than another.
 
     Raises:
         InvalidTypeError: a value has the wrong type.

@@ -39,13 +39,15 @@ class PrefixPolicy(Policy):
     Args:
         budget: tokens kept per KV head and layer, window included; 1024 if neither is given. "auto"
             or an `AutoBudget` lets the votes choose, in methods that have votes; "12%", "64MiB" or
-            a `ByteBudget` keeps what fits into these bytes.
+            a `ByteBudget` keeps as many tokens as fit into these bytes.
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window: k =
             floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting"); at least the sinks.
         window_size: the last tokens of the prompt, always kept.
 
     Raises:
-        InvalidArgumentError: a value is out of range, or `budget` and `keep_ratio` are both given.
+        InvalidArgumentError: a value is out of range, `budget` and `keep_ratio` are both given, the
+            budget cannot hold the window and the sinks, or the votes are to choose it in a method
+            without votes.
         InvalidTypeError: a value has the wrong type.
     """
 
@@ -87,7 +89,10 @@ class PrefixPolicy(Policy):
 
     @functools.cached_property
     def allocation(self) -> Budget:
-        """The budget as an object that can compute the number of positions to keep."""
+        """The budget as an object that can compute the number of positions to keep.
+
+        It is `budget` if that is an `AutoBudget` or a `ByteBudget`, otherwise a `TokenBudget`.
+        """
         if isinstance(self.budget, Budget):
             return self.budget
         return TokenBudget(self.budget, self.keep_ratio)  # type: ignore[arg-type] # never a text
@@ -199,7 +204,11 @@ class PrefixPolicy(Policy):
 
     @functools.cached_property
     def can_select_stacked(self) -> bool:
-        """Whether several layers can be passed to `select` at once, stacked as rows."""
+        """Whether several layers can be passed to `select` at once, stacked as rows.
+
+        This is so if `score` is marked with `of_any_layer` and no subclass has a `select` of its
+        own.
+        """
         return self.is_layer_independent and self.keeps_the_best
 
     @property

@@ -21,15 +21,17 @@ class PromptThenDecode(EvictingPolicy):
     `decode` holds more tokens than `prompt` keeps, the cache first grows up to its budget.
 
     Args:
-        prompt: the method that compresses the prompt, with the same budget for all heads, such as
-            SnapKV.
+        prompt: the method that compresses the prompt, with a number of tokens as its budget and the
+            same number for all heads, such as SnapKV.
         decode: the method that evicts afterwards: H2O, StreamingLLM, TOVA or another that evicts
             during decoding.
 
     Raises:
-        InvalidTypeError: one of them is no policy, or cannot do this part.
+        InvalidTypeError: `prompt` does not compress prompts only, or `decode` does not evict during
+            decoding.
         InvalidArgumentError: `decode` would drop at once what `prompt` has kept, or the two methods
-            do not fit together.
+            cannot be combined: `prompt` reads the text twice or has no fixed number of tokens, or
+            `decode` moves positions or lets heads hold different numbers of tokens.
     """
 
     name: ClassVar[str] = "prompt-then-decode"
@@ -131,7 +133,7 @@ class PromptThenDecode(EvictingPolicy):
         if selection is None:
             selection = Selection.keep_all(layer)
         heads = max(layer.num_kv_heads, selection.keep_indices.shape[1])
-        if heads != layer.num_kv_heads:  # tokens are stored per query head now, and scored so, too
+        if heads != layer.num_kv_heads:  # tokens will be stored per query head
             layer = replace(layer, stored_heads=heads)
         scores = self.decode.note(_with_queries(layer, self.decode.query_tokens))
         return replace(selection, scores=scores)

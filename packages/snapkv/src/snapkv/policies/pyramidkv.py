@@ -89,6 +89,14 @@ class LayerBudget(Budget):
         self.mean.require_valid(window_size, sink_tokens)
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
+        """Return the number of positions that each row keeps before its window in its own layer.
+
+        Each is at most what the row has.
+
+        Raises:
+            InvalidArgumentError: the size of a token is not known, for a budget in bytes.
+            BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
+        """
         layer = prefix.layer
         last = layer.at_depth(layer.num_layers - 1)  # the layer whose bytes are rounded down
         means = self.mean.counts(replace(prefix, layer=last, per_head_budget=True), votes)

@@ -61,12 +61,22 @@ class BestAndRecent(EvictingPolicy):
         return self.of_prompt(tokens, states)
 
     def select(self, layer: PromptLayer) -> Selection:
+        """Select the recent tokens of the prompt and the best of the older ones.
+
+        Returns:
+            The selection, without scores. It keeps everything if all of it fits.
+        """
         if layer.keys.shape[2] <= self.of_prompt(max(layer.row_lengths), layer):
             return Selection.keep_all(layer)
         kept = [self.of_prompt(tokens, layer) for tokens in layer.row_lengths]
         return Selection.of(layer, self.keep(layer, self.rate(layer), kept))
 
     def evict(self, step: DecodeStep) -> Eviction:
+        """Select the recent slots and the best of the older ones after a decode step.
+
+        Returns:
+            The slots to keep, without scores; all slots if no row is to evict any now.
+        """
         slots = step.keys.shape[2]
         if self.of_step(slots, step) == slots:
             return Eviction()
@@ -104,7 +114,7 @@ class BestAndRecent(EvictingPolicy):
 class SplitBudget(BestAndRecent):
     """A policy that splits its budget into older tokens and recent tokens.
 
-    `split_budget` completes the parameters.
+    A subclass calls `split_budget` when it is created, so that no part of the budget is None.
     """
 
     budget: int | None
