@@ -101,10 +101,11 @@ class Document:
                 between the document and the answer.
 
         Returns:
-            `input_ids` and `attention_mask`, both (B, T + longest question) int64 on the model's
-            device and padded on the left, and `past_key_values`, a new cache that has seen the
-            document. The cache can be used for further turns. If the document is not longer than
-            the padding, the cache is empty, and `generate` reads the document again.
+            A dictionary with `input_ids` and `attention_mask`, both (B, T + longest question)
+            integers on the model's device and padded on the left, and with `past_key_values`, a new
+            cache that has seen the document. The cache can be used for further turns. If padding
+            and window reach back over the whole document, the cache is empty, and `generate` reads
+            the document again.
 
         Raises:
             InvalidTypeError: a question is not a sequence of token ids, but for instance a text.

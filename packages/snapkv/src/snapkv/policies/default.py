@@ -104,7 +104,8 @@ def method_name(described: Mapping[str, Any]) -> str:
     """Return the name of a policy as users know it.
 
     It is `DEFAULT` if the policy differs from the default only in its budget and its voters.
-    Otherwise it is the policy's own name, followed by ", fading" if its votes fade.
+    Otherwise it is the policy's own name, followed by ", fading" if the policy itself, and not one
+    inside it, lets votes fade.
 
     Args:
         described: what `Policy.describe` returned.

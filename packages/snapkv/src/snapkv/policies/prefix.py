@@ -48,7 +48,10 @@ class Prefix:
 
     @functools.cached_property
     def slots(self) -> int:
-        """The number of slots before the window, padding included; 0 for a short prompt."""
+        """The number of slots before the window, padding included.
+
+        It is 0 if the whole prompt fits into the window.
+        """
         return max(0, self.layer.keys.shape[2] - self.window_size)
 
     @functools.cached_property

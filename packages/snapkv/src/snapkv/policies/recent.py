@@ -96,8 +96,8 @@ class BestAndRecent(EvictingPolicy):
             kept: how many slots each row keeps, the recent and the protected ones included.
 
         Returns:
-            (B, H, max(kept)) int64, ascending. Rows that keep fewer begin with -1 or, if that
-            reaches into the recent slots, with slots of padding.
+            (B, H, max(kept)) int64, ascending. A row that keeps fewer begins with -1. If it has
+            fewer tokens than are recent, its padding follows in the place of the missing ones.
         """
         slots, recent = states.keys.shape[2], self.recent_tokens
         older, protected = max(slots - recent, 0), states.protected

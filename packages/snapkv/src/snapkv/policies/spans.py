@@ -84,7 +84,7 @@ class Spans:
     def cover(self, positions: Tensor) -> Tensor:
         """Return a mask of the positions that are in a span.
 
-        The memory does not grow with the number of spans.
+        It takes the same few operations however many spans there are.
 
         Args:
             positions: integers of any shape; negative ones, such as those of padding, lie in no

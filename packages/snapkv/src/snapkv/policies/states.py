@@ -432,14 +432,13 @@ class LostVotes:
     ) -> "LostVotes":
         """Compute how many votes are lost with a selection.
 
+        Both numbers are zero for a head that has no votes.
+
         Args:
             votes: (B, H, P) float32, which stay unchanged.
             lifted: (B, H, P) float32, `VotesAtStake.faded_shares`.
             keep_indices: (B, Hk, K) int64, as in `Selection`; H must be a multiple of Hk.
             prompt_tokens: T, the length of the prompt that the indices point into.
-
-        Returns:
-            Two tensors of (B, H), on the device; both are zero for a head that has no votes.
         """
         slots = prompt_tokens + 1
         P, shared = votes.shape[-1], votes.shape[1] // keep_indices.shape[1]
