@@ -40,7 +40,7 @@ class CriticalKV(AroundScores, PrefixPolicy):
             1 is the policy itself.
 
     Raises:
-        InvalidTypeError: `policy` does not score a prefix.
+        InvalidTypeError: `policy` does not score a prefix, or `first_share` is not a number.
         InvalidArgumentError: `first_share` is out of range, or `policy` does not keep its best
             scores.
     """

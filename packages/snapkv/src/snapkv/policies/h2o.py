@@ -32,7 +32,8 @@ class H2O(SplitBudget):
 
     Raises:
         InvalidTypeError: a value has the wrong type.
-        InvalidArgumentError: a value is out of range, or `budget` is not the sum of the other two.
+        InvalidArgumentError: a value is out of range, the budget is in bytes, or it is not the sum
+            of the other two.
     """
 
     name: ClassVar[str] = "h2o"

@@ -37,7 +37,8 @@ class StreamingLLM(SplitBudget):
 
     Raises:
         InvalidTypeError: a value has the wrong type.
-        InvalidArgumentError: a value is out of range, or the budget leaves no recent token.
+        InvalidArgumentError: a value is out of range, the budget is in bytes, it is not the sum of
+            the other two, or it leaves no recent token.
     """
 
     name: ClassVar[str] = "streaming-llm"
