@@ -83,7 +83,10 @@ class OutputError(SnapKVError, OSError):
 
 
 class OutOfMemoryError(SnapKVError, MemoryError):
-    """A device or the limit `recall_bytes` has no memory left; the message says what would fit."""
+    """A device has run out of memory, or the limit `recall_bytes` has been reached.
+
+    The message says what would fit, or how to make it fit.
+    """
 
 
 def wrong(
