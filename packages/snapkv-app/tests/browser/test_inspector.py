@@ -123,7 +123,9 @@ def test_scrolling_draws_only_rows_that_are_not_yet_drawn(opened):
     stays, last_is_drawn = opened(page(4000)).browser.execute_async_script(
         """
         const [done] = arguments;
-        const frame = () => new Promise((next) => requestAnimationFrame(() => requestAnimationFrame(next)));
+        const frame = () => new Promise((next) => {
+            requestAnimationFrame(() => requestAnimationFrame(next));
+        });
         (async () => {
             const pane = document.querySelector(".text");
             pane.dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));

@@ -22,6 +22,11 @@ ANSWERS = st.text(st.sampled_from("ab .\n"), max_size=30)
             "The cache keeps 64 of 100 prompt tokens per head on average, and 3 later ones: 999 B "
             "instead of 1000 B (99%).",
         ),
+        (
+            (90, 90, 0, 1001, 1000),
+            "The cache keeps 90 of 90 prompt tokens per head on average: 1001 B instead of 1000 B "
+            "(101%).",
+        ),
     ],
 )
 def test_kept_sentence_names_kept_and_total_tokens(given_numbers, expected):

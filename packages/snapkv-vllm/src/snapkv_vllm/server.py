@@ -176,13 +176,11 @@ def serve(
     Raises:
         SystemExit: vLLM's parser does not know an option or cannot read its value. It has then
             written the reason to standard error.
-        InvalidArgumentError: vLLM refuses the values of the options, the options name another
-            worker or scheduler, metrics cannot be written, or another server writes them to the
-            same folder.
+        InvalidArgumentError: vLLM refuses the values of the options or cannot read the file of its
+            option ``--config``, the options name another worker or scheduler, metrics cannot be
+            written, or another server writes them to the same folder.
         UnsupportedModelError: the engine cannot compress prompts with these options.
         MissingDependencyError: vLLM is not installed, or its version is not supported.
-        OSError: the file of vLLM's option ``--config`` cannot be read.
-        ValueError: the name of that file does not end in .yaml or .yml.
     """
     require_supported_version()
     with lock_users_folder() if METRICS_VARIABLE in os.environ else make_metrics_folder():
@@ -200,8 +198,8 @@ def parse_options(model: str, options: Sequence[str]) -> tuple[Any, Any]:
     Raises:
         SystemExit: an option is unknown, or its value cannot be read. vLLM's parser has then
             written the reason to standard error.
-        OSError: the file of vLLM's option ``--config`` cannot be read.
-        ValueError: the name of that file does not end in .yaml or .yml.
+        InvalidArgumentError: the file of vLLM's option ``--config`` cannot be read, or is no YAML
+            file.
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -209,7 +207,10 @@ def parse_options(model: str, options: Sequence[str]) -> tuple[Any, Any]:
     parser = FlexibleArgumentParser(prog="snapkv")
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
-    args = parser.parse_args(["serve", model, *options])
+    try:
+        args = parser.parse_args(["serve", model, *options])
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"config: {error}") from error
     args.model = model
     args.middleware = [*args.middleware, SETTINGS_CHECK]
     return command, args

@@ -71,8 +71,7 @@ def plain_number(value: Any) -> Any:
     """Convert a number of numpy or torch to a Python int, float or bool.
 
     Numbers in a tuple or list are converted, too, and the result is a new tuple or list. Anything
-    else is returned unchanged: arrays and tensors with an axis, floating-point tensors, and objects
-    that are no numbers.
+    else is returned unchanged: arrays and tensors with an axis, and objects that are no numbers.
     """
     if type(value) in (bool, int, float, str, type(None)):
         return value
@@ -80,8 +79,8 @@ def plain_number(value: Any) -> Any:
         return type(value)(map(plain_number, value))
     if getattr(value, "ndim", 0):
         return value
-    if str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
-        return bool(value)
+    if hasattr(value, "dtype") and hasattr(value, "item"):
+        return value.item()
     try:
         return operator.index(value)
     except TypeError:
@@ -99,18 +98,16 @@ def require_at_least(argument: str, value: object, least: int) -> int:
 
 
 def require_each_at_least(argument: str, values: Collection[int], least: int) -> None:
-    """Raise unless `values` holds at least one number, and all are at least `least`.
-
-    Only the smallest and the largest number are checked to be integers and at most `MOST_COUNTED`.
+    """Raise unless there is at least one value, and each is from `least` to `MOST_COUNTED`.
 
     Raises:
-        InvalidTypeError: one of these two is no integer.
+        InvalidTypeError: a value is no integer.
         InvalidArgumentError: there is no value, or one is out of range.
     """
     if not values:
         raise wrong(argument, "expected at least one number, got none", "Pass some numbers")
-    require_at_least(argument, min(values), least)
-    require_at_least(argument, max(values), least)
+    for value in values:
+        require_at_least(argument, value, least)
 
 
 def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_tokens: Any = 0) -> None:

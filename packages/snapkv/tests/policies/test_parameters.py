@@ -318,7 +318,7 @@ def test_names_that_moved_say_which_package_has_them_now(name):
 # Numbers of other libraries: what is made is what Python's numbers make.
 
 INTEGERS = [np.int64, np.int32, np.uint8, np.array, torch.tensor, torch.tensor([0]).new_tensor]
-NUMBERS = [np.float32, np.float64, np.float16]
+NUMBERS = [np.float32, np.float64, np.float16, np.array, torch.tensor]
 HALF = 0.5  # which all of them hold
 
 

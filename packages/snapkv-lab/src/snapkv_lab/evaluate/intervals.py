@@ -181,13 +181,13 @@ def relative_differences(rows: Iterable[Row]) -> dict[Line, float]:
 
 
 def is_full_cache(row: Row) -> bool:
-    """Return whether a row belongs to the full cache with an exact prefill.
+    """Return whether a row belongs to the full cache with an exact prefill and without quantization.
 
-    It does not matter how keys and values are stored.
+    All other rows are compared with this one.
     """
     from snapkv.policies import FullCache  # imports torch, which tables do not need
 
-    return row["policy"]["name"] == FullCache.name and "prefill" not in row["policy"]
+    return row["policy"]["name"] == FullCache.name and not {"prefill", "bits"} & {*row["policy"]}
 
 
 def excludes_zero(difference: Row) -> bool:

@@ -223,10 +223,9 @@ def load_heads(source: str, model: Any) -> MedusaHeads:
 
 
 def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: Any) -> None:
-    """Save heads that share the output projection of the model.
+    """Save heads in a folder, in the format of Medusa.
 
-    The `projections` of heads that have their own are not saved. Weights are written in bfloat16,
-    and each file is written completely or not at all.
+    Weights are written in bfloat16, and each file is written completely or not at all.
 
     Args:
         heads: the heads; `load_heads` reads them back.
@@ -237,22 +236,28 @@ def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: An
     Raises:
         OutputError: a file cannot be written.
     """
+    layers = heads.weights.shape[1]
     tensors = {
-        f"{head}.{layer}.linear.{kind}": states[head, layer].to(torch.bfloat16).cpu().contiguous()
+        f"{head}.{layer}.linear.{kind}": states[head, layer]
         for kind, states in (("weight", heads.weights), ("bias", heads.biases))
         for head in range(heads.num_heads)
-        for layer in range(states.shape[1])
+        for layer in range(layers)
     }
+    for head, projection in enumerate(heads.projections if heads.projections is not None else ()):
+        tensors[f"{head}.{layers}.weight"] = projection
     config = {
         "version": "2",
         "medusa_num_heads": heads.num_heads,
-        "medusa_num_layers": heads.weights.shape[1],
+        "medusa_num_layers": layers,
         "base_model_name_or_path": base_model,
         _ACCURACIES: heads.accuracies,
         **notes,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(tensors, folder / FILE)
+    written = {
+        name: tensor.to(torch.bfloat16).cpu().contiguous() for name, tensor in tensors.items()
+    }
+    write_tensors(written, folder / FILE)
     replace_file(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 

@@ -179,6 +179,15 @@ def test_a_difference_is_paired_sample_by_sample():
     assert found == {("tova", "visible"): difference(1.0, None, 1)}
 
 
+def test_quantized_full_cache_is_compared_with_the_full_cache():
+    full, quantized = row("full", 10, (1.0, 1.0)), row("full int8", 10, (1.0, 0.0))
+    quantized["policy"] = {"name": "full", "bits": {"keys": 8, "values": 8}}
+    for rows in ([full, quantized], [quantized, full]):
+        found = line_differences(rows, "documents")
+        assert list(found) == [("full int8", "visible")]
+        assert found["full int8", "visible"]["score"] == -0.5
+
+
 def test_a_lines_difference_is_the_mean_of_its_columns():
     rows = [
         row("full", 10, (1.0,) * 4), row("full", 20, (1.0,) * 2), row("full", 30, ()),

@@ -49,9 +49,15 @@ def answer_sentence(same: bool, cut_after: int | None) -> str:
 
 
 def _percent(share: float) -> str:
-    """Format a share in [0, 1] as a percentage that says 0% or 100% only if this is exact."""
+    """Format a share as a percentage, of which 0% and 100% are said only if they are exact.
+
+    A share above 1 is possible: if each query head stores tokens of its own, a short prompt takes
+    more bytes than in the full cache.
+    """
     if 0 < share < 0.1:
         return f"{max(share, 0.001):.1%}"
+    if share > 1:
+        return f"{max(share, 1.01):.0%}"
     return f"{share:.0%}" if share in (0, 1) else f"{min(max(share, 0.1), 0.99):.0%}"
 
 
