@@ -24,4 +24,4 @@ output = demo.model.generate(**inputs, max_new_tokens=6, do_sample=False)
 answers = demo.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :])
 for question, answer in zip(QUESTIONS, answers, strict=True):
     print(f"{question}{answer.splitlines()[0]}")
-print(inputs["past_key_values"].report())
+print(inputs["cache"].report())  # before transformers 5.24: inputs["past_key_values"]

@@ -14,6 +14,7 @@ from snapkv import (
     SnapKV,
     default_policy,
 )
+from snapkv.hf.cache_argument import cache_among
 from snapkv.prefill import layer_by_layer
 from tests.families import random_ids, tiny_model
 
@@ -46,7 +47,7 @@ def read_together(model, questions, policy=POLICY, document=None):
 
 
 def assert_as_if_read_together(model, inputs, expected):
-    answers, cache = answered(model, inputs), inputs["past_key_values"]
+    answers, cache = answered(model, inputs), cache_among(inputs)
     for row, (answer, alone) in enumerate(expected):
         assert torch.equal(answers[row : row + 1], answer)
         for layer in cache.compressed_layers:
@@ -62,7 +63,7 @@ def test_questions_of_different_lengths_share_the_document(lengths, chunk_tokens
     model, questions = tiny_model("qwen3"), asked(*lengths)
     document = Document(model, text(), POLICY, chunk_tokens=chunk_tokens)
     inputs = document.inputs(questions)
-    shared = inputs["past_key_values"].layers[0].offloaded.pieces
+    shared = cache_among(inputs).layers[0].offloaded.pieces
     assert all(states.shape[0] == 1 for piece in shared for states in piece.stored.tensors)
     assert_as_if_read_together(model, inputs, read_together(model, questions))
 
@@ -101,7 +102,7 @@ def test_asking_leaves_the_document_as_it_was_and_a_conversation_can_follow():
     first = document.inputs(asked(20))
     answer = model.generate(**first, max_new_tokens=5, do_sample=False)
     follow_up = torch.cat([answer, random_ids(1, 15, seed=9)], 1)
-    cache = first["past_key_values"]
+    cache = cache_among(first)
     model.generate(follow_up, past_key_values=cache, max_new_tokens=3, do_sample=False)
     assert cache.report().kept_tokens == BUDGET + 2
     assert document.host_bytes == before

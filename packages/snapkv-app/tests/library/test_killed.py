@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from snapkv import FullCache, LibraryError
+from snapkv.hf.cache_argument import cache_among
 from snapkv_app import Library
 from snapkv_app.library import folder
 from snapkv_app.models import load
@@ -152,7 +153,7 @@ def test_other_processes_ask_during_an_add(tmp_path, loaded, adders):
             inputs = library.inputs(
                 loaded.model, loaded.tokenizer, "Which?", hits, policy=FullCache(), recompute=0
             )
-            assert inputs["input_ids"].shape[1] > inputs["past_key_values"].get_seq_length()
+            assert inputs["input_ids"].shape[1] > cache_among(inputs).get_seq_length()
             assert loaded.tokenizer.decode(inputs["input_ids"][0]).count("of round") == 3
         assert ended()[0] == 0
     require_clean(library, 3)

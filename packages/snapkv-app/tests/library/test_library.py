@@ -24,6 +24,7 @@ from snapkv import (
     StreamingLLM,
     default_policy,
 )
+from snapkv.hf.cache_argument import cache_among
 from snapkv_app import Library
 from snapkv_app.library.folder import Folder
 from snapkv_app.models import LoadedModel
@@ -119,9 +120,9 @@ def test_one_document_is_answered_like_a_prompt_read_in_full(library, tiny):
     text = tiny.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert tiny.tokenizer.decode(inputs["input_ids"][0]) == text
     plain = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    cache = library.inputs(tiny.model, tiny.tokenizer, "What does the bank lend?", hits)[
-        "past_key_values"
-    ]
+    cache = cache_among(
+        library.inputs(tiny.model, tiny.tokenizer, "What does the bank lend?", hits)
+    )
     asked = plain["input_ids"].shape[1] - cache.get_seq_length()
     assert cache.prompt_state.policy == default_policy(voters=max(16, asked))
     assert torch.equal(answered(tiny, inputs), answered(tiny, plain))

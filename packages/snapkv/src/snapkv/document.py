@@ -102,10 +102,10 @@ class Document:
 
         Returns:
             A dictionary with `input_ids` and `attention_mask`, both (B, T + longest question)
-            integers on the model's device and padded on the left, and with `past_key_values`, a new
-            cache that has seen the document. The cache can be used for further turns. If padding
-            and window reach back over the whole document, the cache is empty, and `generate` reads
-            the document again.
+            integers on the model's device and padded on the left, and with a new cache that has
+            seen the document. Its key is `cache`, or `past_key_values` before transformers 5.24.
+            The cache can be used for further turns. If padding and window reach back over the whole
+            document, the cache is empty, and `generate` reads the document again.
 
         Raises:
             InvalidTypeError: a question is not a sequence of token ids, but for instance a text.
@@ -128,7 +128,7 @@ class Document:
         return {
             "input_ids": ids,
             "attention_mask": mask.long().to(ids.device),
-            "past_key_values": cache,
+            **passed(cache),
         }
 
     def _cache_for(self, pads: Tensor, longest: int) -> CompressedCache:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv import CompressedCache, Document
+from snapkv.hf.cache_argument import cache_among
 from snapkv.kvzip import read_context, read_twice
 from snapkv.prefill import layer_by_layer
 from snapkv_lab.medusa import Medusa, MedusaHeads
@@ -340,7 +341,7 @@ def asked(model: PreTrainedModel, document: Any, name: str, questions: list[Tens
         return_dict_in_generate=True,
     )
     new = output.sequences[:, inputs["input_ids"].shape[1] :]
-    return Stage.of(inputs["past_key_values"], name, new, output.logits[-1])
+    return Stage.of(cache_among(inputs), name, new, output.logits[-1])
 
 
 _THEN: dict[str, Callable[[Talk], Iterator[Stage]]] = {

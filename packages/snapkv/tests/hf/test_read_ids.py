@@ -9,6 +9,7 @@ import torch
 from snapkv import CacheMismatchError, CompressedCache, FullCache, KVzip, SnapKV
 from snapkv.cache.read_ids import ReadIds
 from snapkv.document import Document
+from snapkv.hf.cache_argument import cache_among
 from snapkv.kvzip import read_context
 from snapkv_lab.medusa import Medusa, MedusaHeads
 from tests.families import random_ids, tiny_model
@@ -179,7 +180,7 @@ def test_what_was_read_as_a_document_goes_on_with_no_other_text(read):
     for text, refused in ((own, False), (own.flip(1), True)):
         if read == "document":
             cache = Document(model, ids, SnapKV(36, window_size=8)).inputs([question[0]])
-            cache = cache["past_key_values"]
+            cache = cache_among(cache)
         else:
             cache = read_context(model, ids, KVzip(40))
         options = {"past_key_values": cache, "max_new_tokens": 2, "do_sample": False}

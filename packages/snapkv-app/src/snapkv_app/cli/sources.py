@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from snapkv.errors import wrong
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import cache_among
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import FullCache, Policy
 from snapkv.policies.default import method_name
@@ -382,7 +383,7 @@ class LibrarySource(Source):
             quantize=self.bits[0],
         )
         before_ms = self.search_ms + 1000 * (perf_counter() - start)
-        inputs = given["input_ids"], given["past_key_values"]
+        inputs = given["input_ids"], cache_among(given)
         found, _ = answer_ids(
             self.loaded, *inputs, self.settings, **self._answer_start, on_text=on_text
         )

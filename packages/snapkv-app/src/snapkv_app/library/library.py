@@ -423,7 +423,8 @@ class Library:
 
         Returns:
             `input_ids` and `attention_mask`, (1, T) int64 on the device of the model, and
-            `past_key_values`, a cache that has read everything except the question.
+            a cache that has read everything except the question. Its key is `cache`, or
+            `past_key_values` before transformers 5.24.
 
         Raises:
             LibraryError: the model or the tokenizer is not that of the library, `hits` is empty, or
@@ -436,6 +437,7 @@ class Library:
         """
         import torch
 
+        from snapkv.hf.cache_argument import passed
         from snapkv.hf.placement import device_of
         from snapkv.policies import FullCache
         from snapkv_app.library.blending import blend
@@ -453,7 +455,7 @@ class Library:
         cache.expect_question(asked.shape[1])
         ids = torch.cat([joined_ids(parts), asked.to(device_of(model))], dim=1)
         mask = torch.ones_like(ids)
-        return {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
+        return {"input_ids": ids, "attention_mask": mask, **passed(cache)}
 
     def token_ids(
         self,

@@ -181,7 +181,7 @@ def relative_differences(rows: Iterable[Row]) -> dict[Line, float]:
 
 
 def is_full_cache(row: Row) -> bool:
-    """Return whether a row belongs to the full cache with an exact prefill and without quantization.
+    """Return whether a row belongs to the full cache, read exactly and not quantized.
 
     All other rows are compared with this one.
     """

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from snapkv import CompressedCache, Document, FullCache, SnapKV
+from snapkv.hf.cache_argument import cache_among
 from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
@@ -90,7 +91,7 @@ def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None)
     ids, first = document.ids, document.quotes[0].question_ids
     if name == RECALL:
         read_once = Document(model, torch.tensor(ids), policy)
-        return lambda question: ([*ids, *question], read_once.inputs([question])["past_key_values"])
+        return lambda question: ([*ids, *question], cache_among(read_once.inputs([question])))
     if name == AGAIN:
         return lambda question: ([*ids, *question], CompressedCache(model, policy))
     # With PLAIN, later questions are asked of the cache that the first question left.
