@@ -49,13 +49,9 @@ def test_lengths_are_reduced_only_for_the_request_that_dropped_tokens():
     assert told.seq_lens.tolist() == [71, 11, 8]
     assert told.seq_lens_cpu_upper_bound.tolist() == [71, 11, 8]
     assert told.max_seq_len == 71
-
-
-def test_missing_upper_bound_of_lengths_stays_missing():
-    batch = replace(metadata(71, 41), seq_lens_cpu_upper_bound=None)
-    told = held_by(["a", "b"], {"a": 60}).convert(batch)
-    assert told.seq_lens_cpu_upper_bound is None
-    assert told.max_seq_len == 71  # an upper bound still
+    assert (
+        held.convert(replace(metadata(71, 41, 8), seq_lens_cpu_upper_bound=None)).max_seq_len == 71
+    )
 
 
 def test_padded_rows_and_tokens_do_not_change_other_requests():
