@@ -167,6 +167,18 @@ def test_block_size_that_does_not_divide_the_schedulers_is_refused():
         compressor_of({"l": layer})
 
 
+def kept_alone(policy, queries, keys, values):
+    """What a policy keeps of one layer with (Hq, T, D) queries and (Hkv, T, D) keys and values."""
+    layer = PromptLayer(
+        queries=queries[None, :, -policy.query_tokens :],
+        keys=keys[None],
+        values=values[None],
+        score_options=ScoreOptions(scaling=keys.shape[-1] ** -0.5),
+        layer_idx=0,
+    )
+    return policy.select(layer).keep_indices
+
+
 @pytest.mark.parametrize("at_once", [1, 1 << 30], ids=["one by one", "together"])
 @pytest.mark.parametrize("policy", [SnapKV(48, kernel_size=13), TOVA(33)], ids=lambda one: one.name)
 def test_half_precision_layers_keep_the_same_tokens_together_as_alone(
@@ -179,14 +191,8 @@ def test_half_precision_layers_keep_the_same_tokens_together_as_alone(
     layers = run(halves, policy, [100, 50], blocks, (31, 4, 17), torch.bfloat16)
     assert len(layers) > 1
     for layer, (queries, keys, values) in zip(layers, halves, strict=True):
-        alone = PromptLayer(
-            queries=queries[None, :, -policy.query_tokens :],
-            keys=keys[None],
-            values=values[None],
-            score_options=ScoreOptions(scaling=keys.shape[-1] ** -0.5),
-            layer_idx=0,
-        )
-        require_stored(layer, (31, 4, 17), policy.select(alone).keep_indices, keys, values)
+        keep = kept_alone(policy, queries, keys, values)
+        require_stored(layer, (31, 4, 17), keep, keys, values)
 
 
 @pytest.mark.parametrize("of_queries", [None, torch.float8_e4m3fn], ids=str)
@@ -212,16 +218,10 @@ def test_fp8_keys_vote_with_their_scale_and_are_moved_unchanged(
         layers[str(index)] = layer
     layers = run(stored, policy, [140, 1, 9], blocks, tuple(targets), layers=layers)
     for layer, (asked, keys, values) in zip(layers, stored, strict=True):
-        seen = (keys.view(byte_dtype).float() * layer._k_scale).to(dtype)[None]
+        seen = (keys.view(byte_dtype).float() * layer._k_scale).to(dtype)
         asked = asked if of_queries is None else (asked.float() * layer._q_scale).to(dtype)
-        alone = PromptLayer(
-            queries=asked[None, :, -policy.query_tokens :],
-            keys=seen,
-            values=seen,
-            score_options=ScoreOptions(scaling=keys.shape[-1] ** -0.5),
-            layer_idx=0,
-        )
-        require_stored(layer, targets, policy.select(alone).keep_indices, keys, values)
+        keep = kept_alone(policy, asked, seen, seen)
+        require_stored(layer, targets, keep, keys, values)
 
 
 def voting(groups):

@@ -73,31 +73,6 @@ def test_lengths_of_all_steps_are_in_the_same_buffer():
     assert captured.tolist() == [11, 41, 1, 1]
 
 
-class Builder:
-    """As vLLM's: capture builds as a step does, by position or by name."""
-
-    def __init__(self):
-        self.built = []
-
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        self.built.append((common_attn_metadata.seq_lens.tolist(), fast_build))
-        return common_attn_metadata
-
-    def build_for_cudagraph_capture(self, common_attn_metadata):
-        return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
-
-
-def test_patched_builder_gets_stored_lengths_in_every_build():
-    held, told, other = held_by(["a"], {"a": 60}), Builder(), Builder()
-    held.patch_builder(told)
-    told.build(0, metadata(71), fast_build=True)
-    captured = told.build_for_cudagraph_capture(metadata(71))
-    other.build(0, metadata(71))
-    assert told.built == [([11], True), ([11], False)]
-    assert other.built == [([71], False)]
-    assert captured.seq_lens.data_ptr() == held._seq_lens.data_ptr()
-
-
 @settings(deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("most", [1, 5])

@@ -74,21 +74,6 @@ def simulation(config, *, caching, ahead, windows=(None,), full_blocks=BLOCKS):
     return Simulation(made, SimulatedWorker(blocks, PAGE, windows), ahead)
 
 
-def ended_at(seen, held, kept):
-    """A choice that is due."""
-    from snapkv import SnapKV
-    from snapkv_vllm.admission.plans import Order, PromptSelector
-
-    return Order(
-        selector=PromptSelector(SnapKV(kept, window_size=2)),
-        query_tokens=2,
-        seen_tokens=seen,
-        held_tokens=held,
-        is_due=True,
-        kept_tokens=kept,
-    )
-
-
 RUNS = [  # windows of the groups, prefix caching, steps ahead: every pair of them meets
     ((None,), False, 0),
     ((None,), True, 1),
@@ -154,70 +139,6 @@ def require_promise(scheduler):
             assert len(manager.req_to_blocks.get(name, ())) <= -(-most // PAGE)
 
 
-def make_blocks(config, *, caching, windows=(None,)):
-    """The compressed blocks of a scheduler, and the manager of their first group."""
-    blocks = simulation(config, caching=caching, ahead=0, windows=windows).scheduler._blocks
-    return blocks, next(iter(blocks._managers.values()))
-
-
-def holding(config, mine, free, kept):
-    """Request "a" in so many blocks with its prompt read, beside so many free ones."""
-    from snapkv import SnapKV
-    from snapkv_vllm.admission.plans import PromptPlan
-
-    blocks, manager = make_blocks(config, caching=True)
-    pool = manager.block_pool
-    manager.plans["a"] = PromptPlan(prompt_tokens=mine * PAGE, policy=SnapKV(kept, window_size=2))
-    manager.req_to_blocks["a"] = pool.get_new_blocks(mine)
-    pool.get_new_blocks(pool.get_num_free_blocks() - free)
-    return blocks, manager
-
-
-def lacking(manager):
-    """Blocks that "a" lacks to compute its last block's tokens and then be compressed."""
-    seen = (len(manager.req_to_blocks["a"]) - 1) * PAGE
-    return manager.get_num_blocks_to_allocate("a", seen + PAGE, [], seen, seen, seen + PAGE)
-
-
-def test_kept_tokens_move_to_free_blocks_or_else_to_own_blocks(config):
-    blocks, manager = holding(config, mine=6, free=1, kept=8)
-    mine = list(manager.req_to_blocks["a"])
-    assert lacking(manager) == 0
-    blocks.reserve("a", 20, 4, others_blocks=0)
-    (move,) = blocks.compress("a", ended_at(24, 24, 8))
-    assert move.sources == tuple(block.block_id for block in mine)
-    assert move.targets[1:] == (mine[-1].block_id,)
-    assert move.targets[0] not in move.sources
-    assert manager.block_pool.get_num_free_blocks() == 5
-    assert manager.dropped_tokens == {"a": 16}
-    assert [block.block_id for block in manager.req_to_blocks["a"]] == list(move.targets)
-
-
-def test_kept_tokens_are_never_moved_to_shared_blocks(config):
-    blocks, manager = holding(config, mine=6, free=2, kept=12)
-    mine = list(manager.req_to_blocks["a"])
-    manager.block_pool.touch(mine)
-    assert lacking(manager) == 3
-    assert blocks.lack_blocks
-    manager.block_pool.free_blocks(mine[:1])
-    assert lacking(manager) == 2
-    blocks.reserve("a", 20, 4, others_blocks=0)
-    (move,) = blocks.compress("a", ended_at(24, 24, 12))
-    assert move.targets[2:] == (mine[0].block_id,)
-    assert [block.ref_cnt for block in mine] == [1] * 6
-
-
-def test_shared_blocks_are_not_written_without_a_reservation(config):
-    blocks, manager = holding(config, mine=6, free=1, kept=8)
-    mine = list(manager.req_to_blocks["a"])
-    with pytest.raises(AssertionError, match="others may read"):
-        blocks.compress("a", ended_at(24, 24, 8))
-    assert manager.req_to_blocks["a"] == mine
-    manager.dropped_tokens["a"] = 4  # its blocks are its own since it was compressed
-    blocks.compress("a", ended_at(28, 24, 8))
-    assert manager.req_to_blocks["a"] == mine[:2]
-
-
 def waits(scheduler):
     return scheduler._metrics.get("waits")._value.get()
 
@@ -238,35 +159,6 @@ def test_request_waits_for_reserved_blocks_and_is_then_compressed(config, ahead)
     assert waits(scheduler) - before == 1
 
 
-def beside(config, monkeypatch, *, step, first, second, after):
-    """Two requests that read `step` tokens a step together, the second begun some steps later.
-
-    The first is compressed, the second stays whole; returns how many were preempted, and waited.
-    """
-    monkeypatch.setattr(config.scheduler_config, "long_prefill_token_threshold", step)
-    running = simulation(config, caching=True, ahead=0)
-    before = waits(running.scheduler)
-    running.send("first", range(1, first + 1), 4, {"snapkv_budget": 30})
-    for _ in range(after):
-        running.step()
-    running.send("second", [2] * second, 9, {"snapkv_budget": 0})
-    running.finish()
-    assert running.worker.compressed["prompt"] == 1
-    return running.preempted, waits(running.scheduler) - before
-
-
-@pytest.mark.parametrize("second", [20, 23])
-def test_generating_request_gets_its_next_block_beside_a_compression(config, monkeypatch, second):
-    """Three blocks are free in the step in which the first keeps eight; 23 tokens need one more."""
-    found = beside(config, monkeypatch, step=8, first=64, second=second, after=1)
-    assert found == (0, 0)
-
-
-def test_request_preempted_beside_a_reservation_waits_for_it(config, monkeypatch):
-    """Three blocks for its next 12 tokens, of four that are free; two are set aside."""
-    assert beside(config, monkeypatch, step=12, first=72, second=24, after=2) == (1, 1)
-
-
 def test_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
     from snapkv.errors import InvalidArgumentError
 
@@ -279,27 +171,3 @@ def test_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
     assert scheduler._metrics.get("refusals", **labels)._value.get() == refused + 1
     with pytest.raises(InvalidArgumentError, match=r"need 26 blocks, and the cache has 25\. Sh"):
         scheduler._require_blocks(scheduler.requests["long"])
-
-
-def test_first_blocks_are_kept_if_tokens_are_compressed_in_place(config):
-    blocks, manager = make_blocks(config, caching=False)
-    mine = manager.block_pool.get_new_blocks(6)
-    manager.req_to_blocks["a"] = list(mine)
-    (move,) = blocks.compress("a", ended_at(23, 23, 9))
-    assert (move.sources[:3], len(move.sources)) == (move.targets, 6)
-    assert manager.req_to_blocks["a"] == mine[:3]
-    # 12 slots for 9 tokens: three more tokens cost nothing, the fourth a block
-    assert manager.allocate_new_blocks("a", 26, 26) == []
-    assert len(manager.allocate_new_blocks("a", 27, 27)) == 1
-
-
-def test_only_groups_with_full_attention_are_compressed(config):
-    blocks, first = make_blocks(config, caching=False, windows=(None, 8, None))
-    assert list(blocks._managers) == [0, 2]
-    for number, manager in blocks._managers.items():
-        manager.req_to_blocks["a"] = first.block_pool.get_new_blocks(4 + number)
-    moves = blocks.compress("a", ended_at(16, 16, 5))
-    assert [(move.group, len(move.sources), len(move.targets)) for move in moves] == [
-        (0, 4, 2),
-        (2, 4, 2),
-    ]
