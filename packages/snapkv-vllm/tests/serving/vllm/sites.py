@@ -41,7 +41,6 @@ class Site:
     def __init__(
         self,
         config,
-        monkeypatch,
         *,
         keys=("mine", "theirs"),
         sessions=None,

@@ -1,6 +1,7 @@
 """Spans and sessions over HTTP: vLLM's own renderer, what reaches the engine, what is answered."""
 
 import asyncio
+import functools
 import json
 from urllib.parse import quote
 
@@ -21,9 +22,28 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 BODY = {"model": "demo", "messages": MESSAGES, "prompt": "One two", "max_tokens": 2}
 
 
+@pytest.fixture(scope="module")
+def sites(config):
+    """Makes a site of each kind once."""
+    return functools.cache(functools.partial(Site, config))
+
+
 @pytest.fixture
-def site(config, monkeypatch):
-    return Site(config, monkeypatch, keys=())
+def make_site(sites):
+    """Makes a site that has seen no request."""
+
+    def make(**own):
+        site = sites(**own)
+        site.seen.clear()
+        site.client.asked.clear()
+        return site
+
+    return make
+
+
+@pytest.fixture
+def site(make_site):
+    return make_site(keys=())
 
 
 DROP = {"start": 1, "end": 4, "do": "drop"}
@@ -42,8 +62,8 @@ def test_spans_reach_the_engine_with_other_settings(client, site, path):
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}], ids=str)
-def test_request_without_api_key_is_not_read(config, monkeypatch, headers):
-    found, site = [], Site(config, monkeypatch, keys=("mine",))
+def test_request_without_api_key_is_not_read(make_site, headers):
+    found, site = [], make_site(keys=("mine",))
     said = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "POST", "path": TEXT, "raw_path": TEXT.encode()}
     scope |= {"query_string": b"", "headers": [*said, (b"content-type", b"application/json")]}
@@ -122,8 +142,8 @@ def test_no_field_of_vllm_is_taken_for_a_misspelled_field():
             assert not list(find_misspelled_fields({field: {"agent_id": 1, "latency": 2}})), field
 
 
-def test_session_belongs_to_its_api_key_and_cannot_be_named_by_others(config, monkeypatch):
-    site = Site(config, monkeypatch, sessions=Sessions())
+def test_session_belongs_to_its_api_key_and_cannot_be_named_by_others(make_site):
+    site = make_site(sessions=Sessions())
     hint = {"agent_hint": {"session_id": "run"}}
     bodies = [
         (hint, "mine"),
@@ -149,9 +169,9 @@ def test_session_belongs_to_its_api_key_and_cannot_be_named_by_others(config, mo
 SALTED = [("mine", {}), ("mine", {}), ("theirs", {}), ("mine", 1), ("theirs", 1), ("mine", 1)]
 
 
-def salts(config, monkeypatch, path, **own):
+def salts(make_site, path, **own):
     """Of requests of two keys, some with a salt of their own, as the engine gets them."""
-    site = Site(config, monkeypatch, **own)
+    site = make_site(**own)
     with site.asking() as client:
         for key, salted in SALTED:
             body = BODY | ({"cache_salt": "own"} if salted else {})
@@ -161,24 +181,24 @@ def salts(config, monkeypatch, path, **own):
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC])
-def test_api_key_reuses_no_cached_tokens_of_another_key(config, monkeypatch, path):
-    mine, again, theirs, own, theirs_own, own_again = salts(config, monkeypatch, path)
+def test_api_key_reuses_no_cached_tokens_of_another_key(make_site, path):
+    mine, again, theirs, own, theirs_own, own_again = salts(make_site, path)
     assert (mine, own) == (again, own_again)
     assert len({mine, theirs, own, theirs_own}) == 4
     assert None not in (mine, theirs)
 
 
-def test_cache_salts_are_unchanged_on_a_server_without_api_keys(config, monkeypatch):
+def test_cache_salts_are_unchanged_on_a_server_without_api_keys(make_site):
     expected = ["own" if salted else None for _, salted in SALTED]
-    assert salts(config, monkeypatch, TEXT, keys=()) == expected
+    assert salts(make_site, TEXT, keys=()) == expected
 
 
 SESSION_PATH = "/v1/snapkv/sessions"
 
 
 @pytest.mark.parametrize("key", ["mine", "theirs"])
-def test_sessions_are_listed_and_deleted_by_their_api_key(config, monkeypatch, key):
-    site = Site(config, monkeypatch, sessions=Sessions())
+def test_sessions_are_listed_and_deleted_by_their_api_key(make_site, key):
+    site = make_site(sessions=Sessions())
     headers = {"Authorization": f"Bearer {key}"}
     with site.asking() as client:
 
@@ -208,9 +228,9 @@ NAMES += [*"\n\r\t\0\x1b\x7f\u2028\xa0\u200b", "a\nb", "run\n", ".", "..", "a/..
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_started_session_can_be_deleted_by_name(config, monkeypatch, name):
+def test_started_session_can_be_deleted_by_name(make_site, name):
     """The others are refused before any begins."""
-    site = Site(config, monkeypatch, keys=(), sessions=Sessions())
+    site = make_site(keys=(), sessions=Sessions())
     site.client.told = {"histories": 1, "requests": 0}
     with site.asking() as client:
         answer = client.post(TEXT, json={"model": "demo", "prompt": "One two", "session_id": name})

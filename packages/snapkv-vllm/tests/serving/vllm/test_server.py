@@ -221,7 +221,17 @@ def test_careless_and_malicious_requests_are_refused_and_delay_nobody(server, re
     assert not found.wrong
     assert {200, 400} <= found.statuses.keys()
     assert found.slowest < fuzz.STALL
+    delete_sessions(server)
     wait_until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
+
+
+def delete_sessions(server):
+    """Delete all sessions, and check that none is left."""
+    for one in json.loads(server.get("/v1/snapkv/sessions")):
+        url = f"{server.url}/v1/snapkv/sessions/{one['session']}"
+        with urllib.request.urlopen(urllib.request.Request(url, method="DELETE")) as deleted:
+            assert deleted.status == 204
+    assert json.loads(server.get("/v1/snapkv/sessions")) == []
 
 
 def test_every_metric_of_the_dashboard_exists(server, client, many_ids):
@@ -258,10 +268,7 @@ def test_agent_loop_continues_from_its_history(server, client):
     assert server.metric("snapkv:session_histories") == 1
     (session,) = json.loads(server.get("/v1/snapkv/sessions"))
     assert session["session"] == "run"
-    url = f"{server.url}/v1/snapkv/sessions/run"
-    with urllib.request.urlopen(urllib.request.Request(url, method="DELETE")) as deleted:
-        assert deleted.status == 204
-    assert json.loads(server.get("/v1/snapkv/sessions")) == []
+    delete_sessions(server)
     own = [{"start": 20, "end": 60, "do": "drop"}, {"start": 70, "end": 75, "do": "protect"}]
     answer = client.chat.completions.create(
         messages=messages[:3], extra_body={"snapkv_spans": own}, **GREEDY
