@@ -159,6 +159,35 @@ def test_request_waits_for_reserved_blocks_and_is_then_compressed(config, ahead)
     assert waits(scheduler) - before == 1
 
 
+def beside(config, monkeypatch, *, step, first, second, after):
+    """Two requests that read `step` tokens a step together, the second begun some steps later.
+
+    The first is compressed, the second stays whole; returns how many were preempted, and waited.
+    """
+    monkeypatch.setattr(config.scheduler_config, "long_prefill_token_threshold", step)
+    running = simulation(config, caching=True, ahead=0)
+    before = waits(running.scheduler)
+    running.send("first", range(1, first + 1), 4, {"snapkv_budget": 30})
+    for _ in range(after):
+        running.step()
+    running.send("second", [2] * second, 9, {"snapkv_budget": 0})
+    running.finish()
+    assert running.worker.compressed["prompt"] == 1
+    return running.preempted, waits(running.scheduler) - before
+
+
+@pytest.mark.parametrize("second", [20, 23])
+def test_generating_request_gets_its_next_block_beside_a_compression(config, monkeypatch, second):
+    """Three blocks are free in the step in which the first keeps eight; 23 tokens need one more."""
+    found = beside(config, monkeypatch, step=8, first=64, second=second, after=1)
+    assert found == (0, 0)
+
+
+def test_request_preempted_beside_a_reservation_waits_for_it(config, monkeypatch):
+    """Three blocks for its next 12 tokens, of four that are free; two are set aside."""
+    assert beside(config, monkeypatch, step=12, first=72, second=24, after=2) == (1, 1)
+
+
 def test_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
     from snapkv.errors import InvalidArgumentError
 
@@ -171,3 +200,27 @@ def test_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
     assert scheduler._metrics.get("refusals", **labels)._value.get() == refused + 1
     with pytest.raises(InvalidArgumentError, match=r"need 26 blocks, and the cache has 25\. Sh"):
         scheduler._require_blocks(scheduler.requests["long"])
+
+
+def test_first_blocks_are_kept_if_tokens_are_compressed_in_place(config):
+    from snapkv import SnapKV
+    from snapkv_vllm.admission.plans import Order, PromptSelector
+
+    blocks = simulation(config, caching=False, ahead=0).scheduler._blocks
+    (manager,) = blocks._managers.values()
+    order = Order(
+        selector=PromptSelector(SnapKV(9, window_size=2)),
+        query_tokens=2,
+        seen_tokens=23,
+        held_tokens=23,
+        is_due=True,
+        kept_tokens=9,
+    )
+    mine = manager.block_pool.get_new_blocks(6)
+    manager.req_to_blocks["a"] = list(mine)
+    (move,) = blocks.compress("a", order)
+    assert (move.sources[:3], len(move.sources)) == (move.targets, 6)
+    assert manager.req_to_blocks["a"] == mine[:3]
+    # 12 slots for 9 tokens: three more tokens cost nothing, the fourth a block
+    assert manager.allocate_new_blocks("a", 26, 26) == []
+    assert len(manager.allocate_new_blocks("a", 27, 27)) == 1

@@ -65,6 +65,20 @@ def test_chosen_history_saves_the_most_tokens_of_those_that_may_be_used(running)
     assert turn.plan.prefix_tokens == 24
 
 
+def test_histories_are_compared_by_what_is_left_of_them_before_the_voters(running):
+    """Of 40 tokens six vote: of 39 in full blocks of four 36 might be used, and 32 can be."""
+    from snapkv_vllm.histories import CompressedPrefix
+
+    held, text = running.scheduler.sessions, list(range(1, 41))
+    best = history(text[:35], compressed=CompressedPrefix(tokens=34, kept_tokens=12))
+    held._held = [history(text), best]
+    running.send("r", text, 1, {PREFIX + SESSION: "a/1", "snapkv_budget": 12})
+    turn = held._turns["r"]
+    held._choose_history(turn)
+    assert turn.history is best
+    assert turn.plan.prefix_tokens == 34
+
+
 @pytest.mark.parametrize("does_begin", [True, False], ids=["branches", "others"])
 def test_few_of_many_histories_are_planned(running, plans, does_begin):
     """Whether they begin like the prompt and end otherwise, or are other texts."""
