@@ -213,12 +213,12 @@ def test_sessions_are_listed_and_deleted_by_their_api_key(make_site, key):
         site.client.told = [{"session": "a/b", "bytes": 9}]
         status, said, told = asked("GET")
         assert (status, json.loads(said)) == (200, 2 * site.client.told)
-        assert told == ("snapkv_asked", "list_sessions", [owner.removesuffix("a/b")], 1)
+        assert told == ("snapkv_call_sessions", "list_sessions", [owner.removesuffix("a/b")], 1)
         for histories, requests, expected in ((2, 0, 204), (0, 0, 404), (2, 1, 409)):
             site.client.told = {"histories": histories, "requests": requests}
             status, said, told = asked("DELETE", "/a%2Fb")
             assert status == expected, said
-            assert told == ("snapkv_asked", "delete_session", [owner], 1)
+            assert told == ("snapkv_call_sessions", "delete_session", [owner], 1)
             assert (expected == 204) == (said == "")
         assert client.get(SESSION_PATH).status_code == 401
 
@@ -260,8 +260,8 @@ def test_server_without_sessions_ignores_the_hint_and_refuses_the_setting(client
 @pytest.mark.parametrize(
     ("path", "spans", "words"),
     [
-        (TEXT, [{"start": 0, "end": 9, "do": "drop"}], "an end of at most 1"),
-        (CHAT, [{"start": 0, "end": 999, "do": "drop"}], "an end of at most"),
+        (TEXT, [{"start": 0, "end": 9, "do": "drop"}], "ends at 1 or before"),
+        (CHAT, [{"start": 0, "end": 999, "do": "drop"}], "that ends at"),
         (TEXT, "[", "expected a list"),
         ("/v1/x", [], "Send the request to /v1/completions or"),
         (RESPONSES, [], "Send the request to /v1/completions or"),

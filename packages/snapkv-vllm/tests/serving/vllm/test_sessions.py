@@ -43,7 +43,7 @@ def reused(engine):
 
 def forget(engine):
     """Nothing is left of sessions once they are dropped, on the scheduler's side or a worker's."""
-    engine.scheduler.sessions.drop_idle()
+    engine.scheduler.sessions.remove_idle()
     engine.require_empty()
     assert not engine.scheduler.sessions._turns
     assert not engine.runner._compressor.positions._positions
@@ -178,7 +178,7 @@ def test_requests_that_do_not_match_a_history_are_computed_as_usual(engine):
     ):
         alone = engine.answers([ids], greedy(6, extra_args=args | own("alone")))
         assert engine.answers([ids], greedy(6, extra_args=args)) == alone
-        engine.scheduler.sessions.drop_idle()
+        engine.scheduler.sessions.remove_idle()
         engine.answers([first], greedy(4, extra_args=own("four")))
     assert went_on(engine) == requests
     forget(engine)
