@@ -108,6 +108,7 @@ def test_other_methods_keep_positions_and_accept_their_own_parameters():
         ({"policy": "adakv", "budget": 16}, "window_size=32"),
         ({"parameters": {"safeguard": 0.5}}, "the method default has only"),
         ({"policy": "snapvk"}, "Did you mean snapkv"),
+        ({"policy": ["snapkv"]}, "the method must be one of"),
         ({"budget": -1}, "at least 0"),
         ({"budget": 1.5}, "an integer"),
         ({"budget": 16}, "window_size=16"),

@@ -61,6 +61,14 @@ def test_spans_reach_the_engine_with_other_settings(client, site, path):
     assert own == {"snapkv_budget": 300, "other": 1}
 
 
+@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
+def test_context_management_has_no_effect(client, site, path):
+    edits = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
+    plain, edited = (client.post(path, json=BODY | more).json() for more in ({}, edits))
+    assert plain["ids"] == edited["ids"]
+    assert SPANS_FIELD not in site.seen[-1][0]
+
+
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}], ids=str)
 def test_request_without_api_key_is_not_read(make_site, headers):
     found, site = [], make_site(keys=("mine",))
@@ -86,6 +94,20 @@ LONG = "The sea is blue.\n" * 20
 CALL = {"id": "call", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 CALLED = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "call", "content": "In May."}
+TOOL_USE = [
+    {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}],
+    },
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "a", "content": "In May."}],
+    },
+]
+FUNCTION_CALL = [
+    {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "a", "output": "In May."},
+]
 BEFORE = [{"role": "system", "content": "Be brief. 🙂"}, {"role": "user", "content": "Hello"}]
 ASKED = [
     *((path, QUESTION, []) for path in (CHAT, ANTHROPIC, RESPONSES)),
@@ -94,6 +116,8 @@ ASKED = [
     *((path, in_parts(LONG, QUESTION), []) for path in (CHAT, ANTHROPIC)),
     (CHAT, QUESTION, [{"role": "assistant", "content": "In"}]),
     (CHAT, QUESTION, [CALLED, RESULT]),
+    (ANTHROPIC, QUESTION, TOOL_USE),
+    (RESPONSES, QUESTION, FUNCTION_CALL),
 ]
 
 
@@ -255,6 +279,13 @@ def test_server_without_sessions_ignores_the_hint_and_refuses_the_setting(client
     answer = client.post(CHAT, json=BODY | {"vllm_xargs": {"snapkv_session": "run"}})
     assert answer.status_code == 400
     assert "--sessions" in answer.json()["error"]["message"]
+
+
+def test_spans_of_several_prompts_are_refused(client, site):
+    body = BODY | {"prompt": ["One two three", "Four"], "snapkv_spans": [DROP | {"end": 2}]}
+    answer = client.post(TEXT, json=body)
+    assert (answer.status_code, "only one prompt, got 2" in answer.text) == (400, True)
+    assert not site.seen
 
 
 @pytest.mark.parametrize(
