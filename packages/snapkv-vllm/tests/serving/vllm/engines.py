@@ -46,7 +46,7 @@ def positions_of(kept: Tensor, tokens: int) -> list[list[int]]:
     return [[p for p in head if 0 <= p < tokens] for head in kept[0].tolist()]
 
 
-def require_librarys(
+def require_same_as_library(
     engine: "Engine", small: Any, prompts: Any, policy: Any, tokens: int
 ) -> Watched:
     """Check that prompts that come together are kept and answered as by the library.

@@ -5,7 +5,7 @@ import pytest
 from snapkv import AdaKV, SnapKV, default_policy
 from snapkv_vllm.layers import LayerRun
 from tests.serving.vllm.conftest import SECOND_RUNNER, SLOW_ON_SECOND
-from tests.serving.vllm.engines import require_librarys, small_engine
+from tests.serving.vllm.engines import require_same_as_library, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
 
 BUDGET, CHUNK = 64, 150
@@ -29,7 +29,7 @@ def engine(small, request):
 def test_kept_tokens_and_answers_equal_those_of_the_library(engine, small):
     """Answers are long enough for every head to need new pages, some of them twice."""
     prompts = [ids_of(length, seed=length) for length in LENGTHS]
-    kept = require_librarys(engine, small, prompts, default_policy(BUDGET), TOKENS)
+    kept = require_same_as_library(engine, small, prompts, default_policy(BUDGET), TOKENS)
     long = [prompt for prompt in prompts if len(prompt) > BUDGET]
     assert len({sum(map(len, layer)) for ids in long for layer in kept.of(ids)}) > 20
 
@@ -49,4 +49,4 @@ def test_layers_with_sliding_windows_are_not_compressed(tmp_path, family, policy
     options = {"max_num_batched_tokens": CHUNK, "enable_prefix_caching": True}
     with small_engine(small, budget=BUDGET, policy=policy.name, **options) as engine:
         for _ in range(2):  # the second time there are prefixes in the cache to begin with
-            require_librarys(engine, small, prompts, policy, 16)
+            require_same_as_library(engine, small, prompts, policy, 16)

@@ -5,7 +5,7 @@ import pytest
 from snapkv import TOVA, default_policy
 from snapkv.policies.default import by_layer
 from snapkv.validation import DEFAULT
-from tests.serving.vllm.engines import greedy, require_librarys, small_engine
+from tests.serving.vllm.engines import greedy, require_same_as_library, small_engine
 from tests.serving.vllm.models import ids_of
 
 BUDGET = 64
@@ -32,7 +32,7 @@ LENGTHS = (30, 63, 64, 65, 80, 150, 151, 181, 299, 302, 450)
 def test_kept_tokens_and_answers_equal_those_of_the_library(engine, small):
     """Lengths around the budget, and windows that lie across chunks of 150."""
     prompts = [ids_of(n, seed=n) for n in LENGTHS]
-    kept = require_librarys(engine, small, prompts, by_layer(default_policy(BUDGET)), 16)
+    kept = require_same_as_library(engine, small, prompts, by_layer(default_policy(BUDGET)), 16)
     assert set(map(tuple, kept.blocks_held)) == {(BUDGET // engine.block_tokens,)}
 
 
@@ -89,4 +89,4 @@ def test_several_samples_and_log_probabilities_equal_those_of_the_library(engine
 
 def test_other_method_keeps_the_same_tokens_as_the_library(small):
     with small_engine(small, budget=50, policy="tova", max_num_batched_tokens=CHUNK) as engine:
-        require_librarys(engine, small, [ids_of(300)], TOVA(50), 1)
+        require_same_as_library(engine, small, [ids_of(300)], TOVA(50), 1)

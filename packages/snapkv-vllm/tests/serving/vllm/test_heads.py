@@ -4,7 +4,7 @@ import pytest
 
 from snapkv import AdaKV, SnapKV
 from tests.serving.vllm.conftest import SECOND_RUNNER
-from tests.serving.vllm.engines import greedy, require_librarys, small_engine
+from tests.serving.vllm.engines import greedy, require_same_as_library, small_engine
 from tests.serving.vllm.models import ids_of
 from tests.serving.vllm.test_graphs import steps_of
 
@@ -30,7 +30,7 @@ def plain(small):
 
 def test_kept_tokens_and_answers_of_thirty_prompts_equal_those_of_the_library(engine, small):
     prompts = [ids_of(length, seed=length) for length in LENGTHS]
-    kept = require_librarys(engine, small, prompts, AdaKV(SnapKV(BUDGET)), TOKENS)
+    kept = require_same_as_library(engine, small, prompts, AdaKV(SnapKV(BUDGET)), TOKENS)
     long = [prompt for prompt in prompts if len(prompt) > BUDGET]
     assert len({len(head) for ids in long for layer in kept.of(ids) for head in layer}) > 30
 

@@ -8,6 +8,7 @@ import torch
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
 from tests.serving.heads import spread
 from tests.serving.vllm.conftest import SECOND_RUNNER
+from tests.serving.vllm.test_graphs import make_metadata, make_triton_builder
 
 pytestmark = pytest.mark.skipif(not SECOND_RUNNER, reason="needs Triton's interpreter")
 
@@ -33,37 +34,13 @@ def make_layers(tokens_first):
     ]
 
 
-def make_builder():
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
-
-    builder = TritonAttentionMetadataBuilder.__new__(TritonAttentionMetadataBuilder)
-    more = {"seq_threshold_3D": 0, "num_par_softmax_segments": 16, "max_seqs_64_segments": 0}
-    more |= dict.fromkeys(("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"))
-    vars(builder).update(more, rswa_window=None, layer_names=NAMES)
-    return builder
-
-
-def batch():
+def make_batch():
     """One new token of a plain request, then three of a request whose heads are apart."""
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    starts = torch.tensor([0, 1, 4], dtype=torch.int32)
-    seen = torch.tensor([OTHERS + 1, PROMPT + 3], dtype=torch.int32)
     tables = torch.zeros(2, 8, dtype=torch.int32)
     for table, blocks in zip(tables, (OTHER_BLOCKS, OUR_BLOCKS), strict=True):
         table[: len(blocks)] = torch.tensor(blocks)
-    return CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=seen,
-        seq_lens_cpu_upper_bound=seen.clone(),
-        num_reqs=2,
-        num_actual_tokens=4,
-        max_query_len=3,
-        max_seq_len=PROMPT + 3,
-        block_table_tensor=tables,
-        slot_mapping=torch.tensor([OTHER_BLOCKS[1] * PAGE + OTHERS - PAGE, 0, 1, 2]),
-    )
+    slots = [OTHER_BLOCKS[1] * PAGE + OTHERS - PAGE, 0, 1, 2]
+    return make_metadata([1, 3], [OTHERS + 1, PROMPT + 3], tables, slots)
 
 
 @pytest.fixture
@@ -86,7 +63,7 @@ def config(small, monkeypatch):
 def test_heads_with_different_counts_attend_to_their_own_tokens(kept, across_layers):
     """The heads of a layer share its pages, or those of all layers the pages of all."""
     torch.manual_seed(0)
-    layers, builder = make_layers(tokens_first=not across_layers), make_builder()
+    layers, builder = make_layers(tokens_first=not across_layers), make_triton_builder(*NAMES)
     heads, kept = HeadsAttention(across_layers=across_layers), torch.tensor(kept)
     states = torch.randn(len(NAMES), HEADS, MOST_KEPT, 2 * SIZE)
     others = torch.randn(len(NAMES), HEADS, len(OTHER_BLOCKS) * PAGE, 2 * SIZE)
@@ -101,7 +78,7 @@ def test_heads_with_different_counts_attend_to_their_own_tokens(kept, across_lay
         heads.patch_layer(name, layer)
         heads.record_kept("ours", name, kept[number], PROMPT)
     heads.patch_builder(builder)
-    common = batch()
+    common = make_batch()
     heads.begin_step(["other", "ours"], [1, 4])
     metadata = builder.build(0, common)
     for number, layer in enumerate(layers):

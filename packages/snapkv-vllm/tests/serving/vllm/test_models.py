@@ -5,7 +5,7 @@ import pytest
 from snapkv import default_policy
 from snapkv.policies.default import by_layer
 from snapkv.validation import DEFAULT
-from tests.serving.vllm.engines import require_librarys, small_engine
+from tests.serving.vllm.engines import require_same_as_library, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
 
 BUDGET = 64
@@ -35,4 +35,4 @@ def test_kept_tokens_and_answers_equal_those_of_the_library(small):
     prompts = [ids_of(length, seed=length) for length in LENGTHS]
     with small_engine(small, policy=DEFAULT, budget=BUDGET, **options) as engine:
         for _ in range(2):
-            require_librarys(engine, small, prompts, POLICY, 16)
+            require_same_as_library(engine, small, prompts, POLICY, 16)

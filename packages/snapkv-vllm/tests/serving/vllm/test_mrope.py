@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from snapkv import SnapKV
-from tests.serving.vllm.engines import require_librarys, small_engine
+from tests.serving.vllm.engines import require_same_as_library, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
 
 BUDGET, TOKENS = 64, 12
@@ -37,4 +37,4 @@ def test_text_prompts_of_mrope_models_are_compressed_as_by_the_library(small):
     with small_engine(small, budget=BUDGET, **options) as engine:
         assert engine.runner.vllm_config.model_config.uses_mrope
         for _ in range(2):
-            require_librarys(engine, small, prompts, SnapKV(BUDGET), TOKENS)
+            require_same_as_library(engine, small, prompts, SnapKV(BUDGET), TOKENS)
