@@ -26,10 +26,9 @@ class Metadata:
         return replace(self, **changes)
 
 
-def metadata(*lengths, bound=None, longest=None):
+def metadata(*lengths):
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    bound = seq_lens.clone() if bound is None else bound
-    return Metadata(seq_lens, bound, longest or max(lengths), seq_lens - 1)
+    return Metadata(seq_lens, seq_lens.clone(), max(lengths), seq_lens - 1)
 
 
 def held_by(requests, dropped, most=4):
@@ -49,9 +48,8 @@ def test_lengths_are_reduced_only_for_the_request_that_dropped_tokens():
     assert told.seq_lens.tolist() == [71, 11, 8]
     assert told.seq_lens_cpu_upper_bound.tolist() == [71, 11, 8]
     assert told.max_seq_len == 71
-    assert (
-        held.convert(replace(metadata(71, 41, 8), seq_lens_cpu_upper_bound=None)).max_seq_len == 71
-    )
+    told = held.convert(replace(metadata(71, 41, 8), seq_lens_cpu_upper_bound=None))
+    assert (told.seq_lens_cpu_upper_bound, told.max_seq_len) == (None, 71)
 
 
 def test_padded_rows_and_tokens_do_not_change_other_requests():
